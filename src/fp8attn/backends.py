@@ -1,0 +1,68 @@
+"""Which implementation can do what, and why not, in words."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+
+BACKENDS = ("triton", "reference")  # the order in which `auto` asks
+
+
+def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Why `backend` cannot serve `dtype` inputs on `device`; None if it can.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    device = torch.device(device)
+    if backend == "reference":
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            return f"inputs must be floating point, not {dtype}"
+        return None
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed (pip install triton)"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"the kernels take bfloat16 and float16, not {dtype}"
+        if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"no Triton on {device.type} (TRITON_INTERPRET=1 interprets it there, slowly, for tests)"
+        return None
+    raise ValueError(f"unknown backend {backend!r}; choose 'auto', {', '.join(map(repr, BACKENDS))}")
+
+
+def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Resolve `backend` to a name in `BACKENDS`.
+
+    `auto` takes `triton` on every GPU and `reference` on a CPU, and nothing else: a GPU never falls back to `reference` in silence.
+
+    Raises:
+        ValueError: the backend cannot serve this, with the reason.
+    """
+    device = torch.device(device)
+    name = ("reference" if device.type == "cpu" else "triton") if backend == "auto" else backend
+    reason = unsupported_reason(name, device, dtype)
+    if reason is not None:
+        hint = "; backend='reference' runs anywhere, slowly" if name != "reference" else ""
+        raise ValueError(f"backend {name!r} cannot run here: {reason}{hint}")
+    return name
+
+
+def append_kernel(name: str) -> Callable:
+    """The `append` of a resolved backend: the signature of `reference.append`."""
+    if name == "triton":
+        from .kernels.append import append
+    else:
+        from .reference import append
+    return append
+
+
+def attention_kernel(name: str) -> Callable:
+    """The `attention` of a resolved backend: the signature of `reference.attention`."""
+    if name == "triton":
+        from .kernels.portable import attention
+    else:
+        from .reference import attention
+    return attention

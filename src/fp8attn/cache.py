@@ -1,0 +1,307 @@
+"""A paged FP8 KV cache for one attention layer: which page belongs to whom.
+
+`PagedKVCache` keeps the books on the host (lengths, page tables, reference counts) and the bytes on the device (`KVPages`). Pages are
+shared between sequences that were copied from each other and copied when one of them writes (copy-on-write).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from . import ops
+from .layout import HEAD_DIMS, PAGE_SIZE, KVPages
+from .numerics import E4M3, MIN_SCALE, power_of_two_scale
+from .scales import LayerScales
+
+
+class OutOfPagesError(RuntimeError):
+    """A cache of fixed size has too few free pages; nothing was changed."""
+
+
+def _num_pages(length: int) -> int:
+    return -(-length // PAGE_SIZE)
+
+
+class PagedKVCache:
+    """FP8 K and V of `num_seqs` sequences, of any lengths, of one attention layer.
+
+    Half the bytes of BF16: a token costs `2 * num_kv_heads * head_dim` bytes, and 8 more per page of 128 and head for its scales.
+
+    Args:
+        num_kv_heads, head_dim: the layer's shape; head_dim is one of `layout.HEAD_DIMS`.
+        num_seqs: sequences held side by side (the batch).
+        num_pages: pages of 128 tokens held from the start, for good. None: the pool grows as tokens come.
+        scales: calibrated scales and means to use instead of the cache's own, which need no calibration.
+        remove_means: estimate and subtract each sequence's mean K and V at its first append (attention does not change; the rounding
+            errors shrink wherever K or V has an offset). Ignored with `scales`, which brings means.
+        device: where the bytes live.
+        backend: `"auto"`, `"triton"` or `"reference"`, for writing.
+    Raises:
+        ValueError: shapes that no kernel takes.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_seqs: int = 1,
+        num_pages: int | None = None,
+        scales: LayerScales | None = None,
+        remove_means: bool = True,
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
+        if num_seqs < 1 or num_kv_heads < 1 or (num_pages is not None and num_pages < 1):
+            raise ValueError(f"num_seqs, num_kv_heads and num_pages must be positive; got {num_seqs}, {num_kv_heads}, {num_pages}")
+        if scales is not None and scales.k_mean.shape != (num_kv_heads, head_dim):
+            raise ValueError(f"the scales are for heads {tuple(scales.k_mean.shape)}, the cache is {(num_kv_heads, head_dim)}")
+        self.pages = KVPages.empty(num_pages or 0, num_kv_heads, head_dim, num_seqs, 1, device)
+        self.backend = backend
+        self._fixed = num_pages is not None
+        self._scales = scales
+        self._remove_means = remove_means and scales is None
+        self._lengths = [0] * num_seqs
+        self._tables: list[list[int]] = [[] for _ in range(num_seqs)]
+        self._references = [0] * self.pages.num_pages
+        self._free = list(reversed(range(self.pages.num_pages)))  # taken from the end: lowest page first
+        if scales is not None:
+            self._use_static_scales(self.pages)
+            self.pages.k_mean.copy_(scales.k_mean)
+            self.pages.v_mean.copy_(scales.v_mean)
+
+    # What it holds
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens held by each sequence."""
+        return tuple(self._lengths)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages of the pool that no sequence holds."""
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, all of them: pages (free ones too), scales, means, tables."""
+        return self.pages.nbytes
+
+    def read(self, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one sequence, dequantised: each `[length, num_kv_heads, head_dim]` in `dtype`."""
+        return self.pages.read(seq, self._lengths[seq], dtype)
+
+    # Tokens in
+
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        lengths: Sequence[int] | None = None,
+        rope_cos: torch.Tensor | None = None,
+        rope_sin: torch.Tensor | None = None,
+        rope_interleaved: bool = False,
+    ) -> None:
+        """Quantise new tokens onto the sequences' ends; either all of them or, when this raises, none.
+
+        Args:
+            k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another.
+            lengths: how many of the T tokens each sequence gets. None: all the same.
+            rope_cos, rope_sin, rope_interleaved: rotate K first (`ops.append`).
+        Raises:
+            ValueError: shapes or lengths that do not fit.
+            OutOfPagesError: the pool is of fixed size and too small.
+        """
+        if lengths is not None and (len(lengths) != self.num_seqs or min(lengths) < 0 or sum(lengths) != k.shape[0]):
+            raise ValueError(f"lengths must be {self.num_seqs} counts that add up to {k.shape[0]} tokens; got {list(lengths)}")
+        if lengths is None and k.shape[0] % self.num_seqs:
+            raise ValueError(f"{k.shape[0]} tokens do not divide over {self.num_seqs} sequences; say how many each gets: lengths=[...]")
+        new = [k.shape[0] // self.num_seqs] * self.num_seqs if lengths is None else list(lengths)
+        ops.check_append(self.pages, k, v, rope_cos, rope_sin, self.backend)
+        self.reserve([old + n for old, n in zip(self._lengths, new, strict=True)])
+        first = self._remove_means and any(n and not old for old, n in zip(self._lengths, new, strict=True))
+        cu_seqlens = None
+        if lengths is not None:
+            cu_seqlens = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(k.device)
+        ops.append(
+            self.pages,
+            k,
+            v,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max(new),
+            rope_cos=rope_cos,
+            rope_sin=rope_sin,
+            rope_interleaved=rope_interleaved,
+            static_scales=self._scales is not None,
+            fix_means=first,
+            backend=self.backend,
+        )
+        self._lengths = [old + n for old, n in zip(self._lengths, new, strict=True)]
+
+    def reserve(self, lengths: int | Sequence[int]) -> None:
+        """Give each sequence the pages to hold `lengths` tokens, so that appends up to there need nothing from the host.
+
+        Pages that a coming append would write and that another sequence shares are copied here.
+
+        Raises:
+            OutOfPagesError: the pool is of fixed size and too small; nothing was changed.
+        """
+        lengths = [lengths] * self.num_seqs if isinstance(lengths, int) else list(lengths)
+        added: list[tuple[int, int]] = []  # (sequence, column of its table)
+        copied: list[tuple[int, int]] = []
+        # Of the sequences that share a page the last to write may keep it.
+        sharers = {p: self._references[p] for table in self._tables for p in table}
+        for seq, (table, length) in enumerate(zip(self._tables, lengths, strict=True)):
+            if length > self._lengths[seq]:
+                for column in range(self._lengths[seq] // PAGE_SIZE, min(len(table), _num_pages(length))):
+                    if sharers[table[column]] > 1:
+                        sharers[table[column]] -= 1
+                        copied.append((seq, column))
+            added += [(seq, column) for column in range(len(table), _num_pages(length))]
+        if not added and not copied:
+            return
+        sources = [self._tables[seq][column] for seq, column in copied]
+        taken = self._take(len(added) + len(copied))
+        targets = taken[: len(copied)]
+        for (seq, column), page in zip(copied, targets, strict=True):
+            self._references[self._tables[seq][column]] -= 1
+            self._tables[seq][column] = page
+        for (seq, _), page in zip(added, taken[len(copied) :], strict=True):
+            self._tables[seq].append(page)
+        if copied:
+            for pool in (self.pages.k, self.pages.v, self.pages.k_scale, self.pages.v_scale):
+                bits = pool.view(torch.uint8) if pool.element_size() == 1 else pool
+                bits[targets] = bits[sources]
+        self._write_table(copied + added)
+
+    # Tokens out, and sequences moved about
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Keep each sequence's first `lengths` tokens (at most what it has) and let go of the pages behind them."""
+        lengths = [lengths] * self.num_seqs if isinstance(lengths, int) else list(lengths)
+        if len(lengths) != self.num_seqs or min(lengths) < 0:
+            raise ValueError(f"lengths must be one count of tokens >= 0 or {self.num_seqs} of them; got {lengths}")
+        self._lengths = [min(old, new) for old, new in zip(self._lengths, lengths, strict=True)]
+        for table, length in zip(self._tables, self._lengths, strict=True):
+            self._release(table[_num_pages(length) :])
+            del table[_num_pages(length) :]
+        self._write_lengths()
+
+    def reset(self) -> None:
+        """Forget every token; the pool stays allocated."""
+        self.truncate(0)
+
+    def select(self, indices: Iterable[int] | torch.Tensor) -> None:
+        """Replace the sequences by `[sequences[i] for i in indices]`: reorder beams, repeat prompts, drop what has finished.
+
+        Copies share pages until one of them writes. The number of sequences becomes `len(indices)`.
+        """
+        chosen = [int(i) for i in (indices.tolist() if isinstance(indices, torch.Tensor) else indices)]
+        if not chosen or min(chosen) < 0 or max(chosen) >= self.num_seqs:
+            raise ValueError(f"indices must name sequences 0 to {self.num_seqs - 1}, at least one; got {chosen}")
+        tables = [list(self._tables[i]) for i in chosen]
+        for table in tables:
+            for page in table:
+                self._references[page] += 1
+        for table in self._tables:
+            self._release(table)
+        self._tables = tables
+        self._lengths = [self._lengths[i] for i in chosen]
+        index = torch.tensor(chosen, device=self.pages.device)
+        names = ("k_mean", "v_mean", "page_table", "cache_seqlens")
+        moved = {name: getattr(self.pages, name)[index] for name in names}
+        if len(chosen) == self.pages.num_seqs:  # in place: compiled code and CUDA graphs hold these tensors
+            for name, tensor in moved.items():
+                getattr(self.pages, name).copy_(tensor)
+        else:
+            self.pages = replace(self.pages, **moved)
+
+    def copy(self, source: int, target: int, length: int | None = None) -> None:
+        """Make sequence `target` a copy of the first `length` tokens of `source` (all of them by default), sharing its pages."""
+        length = self._lengths[source] if length is None else length
+        if not 0 <= length <= self._lengths[source]:
+            raise ValueError(f"sequence {source} has {self._lengths[source]} tokens; cannot copy {length}")
+        if source == target:
+            raise ValueError("a sequence cannot be copied onto itself; use truncate to shorten it")
+        table = self._tables[source][: _num_pages(length)]
+        for page in table:
+            self._references[page] += 1
+        self._release(self._tables[target])
+        self._tables[target] = list(table)
+        self._lengths[target] = length
+        for mean in (self.pages.k_mean, self.pages.v_mean):
+            mean[target] = mean[source]
+        self._write_table([(target, column) for column in range(len(table))])
+        self._write_lengths()
+
+    def sync(self) -> None:
+        """Read the lengths back from the device, after compiled code appended to `pages` (up to what was reserved)."""
+        self._lengths = self.pages.cache_seqlens.tolist()
+
+    # Books
+
+    def _take(self, count: int) -> list[int]:
+        """`count` free pages, zeroed where V's stale bytes could be NaN, growing the pool if that is allowed."""
+        short = count - len(self._free)
+        if short > 0:
+            if self._fixed:
+                raise OutOfPagesError(
+                    f"the cache needs {count} more pages of {PAGE_SIZE} tokens and has {len(self._free)} of {self.pages.num_pages} free; "
+                    "truncate or drop sequences, or make it with a larger num_pages (None grows without limit)"
+                )
+            self._grow(max(short, self.pages.num_pages // 64))  # 1/64: a long decode copies its pool rarely, and wastes little
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._references[page] = 1
+        self.pages.v.view(torch.uint8)[taken] = 0
+        return taken
+
+    def _release(self, table: list[int]) -> None:
+        for page in table:
+            self._references[page] -= 1
+            if not self._references[page]:
+                self._free.append(page)
+
+    def _grow(self, count: int) -> None:
+        old, size = self.pages, self.pages.num_pages
+        new = KVPages.empty(size + count, old.num_kv_heads, old.head_dim, 1, 1, old.device)
+        for name in ("k", "v", "k_scale", "v_scale"):
+            source, target = getattr(old, name), getattr(new, name)
+            if target.element_size() == 1:
+                source, target = source.view(torch.uint8), target.view(torch.uint8)
+            target[:size] = source
+        self._use_static_scales(new)
+        self.pages = replace(old, k=new.k, v=new.v, k_scale=new.k_scale, v_scale=new.v_scale)
+        self._references += [0] * count
+        self._free = list(reversed(range(size, size + count))) + self._free
+
+    def _use_static_scales(self, pages: KVPages) -> None:
+        if self._scales is not None:
+            pages.k_scale.copy_(power_of_two_scale(self._scales.k_scale * E4M3.max).clamp_min(MIN_SCALE))
+            pages.v_scale.copy_(power_of_two_scale(self._scales.v_scale * E4M3.max).clamp_min(MIN_SCALE))
+
+    def _write_table(self, entries: list[tuple[int, int]]) -> None:
+        width = max(len(table) for table in self._tables)
+        table = self.pages.page_table
+        if width > table.shape[1]:
+            # Entries past a sequence's length must name a valid page: zero does.
+            wider = table.new_zeros(table.shape[0], width)
+            wider[:, : table.shape[1]] = table
+            self.pages = replace(self.pages, page_table=wider)
+        if entries:
+            rows = [(seq, column, self._tables[seq][column]) for seq, column in entries]
+            seqs, columns, pages = torch.tensor(rows).T.to(self.pages.device)  # one transfer
+            self.pages.page_table[seqs, columns] = pages.int()
+
+    def _write_lengths(self) -> None:
+        self.pages.cache_seqlens.copy_(torch.tensor(self._lengths, dtype=torch.int32))

@@ -1,0 +1,139 @@
+"""The one page layout: everything writes it, every kernel reads it.
+
+A page holds 128 tokens of one KV head. K lies `[128, D]`; V lies transposed, `[D, 128]`, because an FP8 tensor-core operand must be
+contiguous along the contracted axis. Inside every group of 16, V's tokens stand in `V_ORDER`: then the registers of a softmax
+accumulator are the operand of P·V as they stand, with no shuffle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from .numerics import MIN_SCALE
+
+PAGE_SIZE = 128
+FP8 = torch.float8_e4m3fn
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+# V_ORDER[position] is the token that lies there; V_POSITION is its inverse.
+V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+V_POSITION = tuple(V_ORDER.index(token) for token in range(16))
+
+
+def v_order(device: torch.device | str | None = None) -> torch.Tensor:
+    """`[128]`: the token at each position of a V page."""
+    groups = torch.arange(0, PAGE_SIZE, 16, device=device)[:, None]
+    return (groups + torch.tensor(V_ORDER, device=device)).flatten()
+
+
+def v_position(device: torch.device | str | None = None) -> torch.Tensor:
+    """`[128]`: the position at which each token of a V page lies."""
+    groups = torch.arange(0, PAGE_SIZE, 16, device=device)[:, None]
+    return (groups + torch.tensor(V_POSITION, device=device)).flatten()
+
+
+def pack_k(x: torch.Tensor) -> torch.Tensor:
+    """Tokens `[P * 128, H, D]` to K pages `[P, H, 128, D]`; any dtype."""
+    return x.unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).contiguous()
+
+
+def unpack_k(pages: torch.Tensor) -> torch.Tensor:
+    """K pages `[P, H, 128, D]` to tokens `[P * 128, H, D]`."""
+    return pages.transpose(1, 2).flatten(0, 1)
+
+
+def pack_v(x: torch.Tensor) -> torch.Tensor:
+    """Tokens `[P * 128, H, D]` to V pages `[P, H, D, 128]`, transposed and in `V_ORDER`; any dtype."""
+    return x.unflatten(0, (-1, PAGE_SIZE))[:, v_order(x.device)].permute(0, 2, 3, 1).contiguous()
+
+
+def unpack_v(pages: torch.Tensor) -> torch.Tensor:
+    """V pages `[P, H, D, 128]` to tokens `[P * 128, H, D]`."""
+    return pages.permute(0, 3, 1, 2)[:, v_position(pages.device)].flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class KVPages:
+    """The device state of one layer's cache: what the kernels read and write, and nothing else.
+
+    `k ~ k_fp8 * k_scale[page, head] + k_mean[seq, head]`, and likewise `v`. Bytes past a sequence's length are unspecified in K and
+    finite in V (0 * NaN would be NaN).
+
+    Attributes:
+        k: `[num_pages, num_kv_heads, 128, head_dim]` float8_e4m3fn.
+        v: `[num_pages, num_kv_heads, head_dim, 128]` float8_e4m3fn, tokens in `V_ORDER`.
+        k_scale, v_scale: `[num_pages, num_kv_heads]` float32, powers of two.
+        k_mean, v_mean: `[num_seqs, num_kv_heads, head_dim]` float32, subtracted before quantisation.
+        page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order; entries past its length are any valid page.
+        cache_seqlens: `[num_seqs]` int32, tokens held.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+    k_mean: torch.Tensor
+    v_mean: torch.Tensor
+    page_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, num_pages: int, num_kv_heads: int, head_dim: int, num_seqs: int, max_pages: int, device: torch.device | str | None = None
+    ) -> KVPages:
+        """No tokens: bytes, means and lengths zero, scales the smallest there is."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            k=zeros(num_pages, num_kv_heads, PAGE_SIZE, head_dim, dtype=torch.uint8).view(FP8),
+            v=zeros(num_pages, num_kv_heads, head_dim, PAGE_SIZE, dtype=torch.uint8).view(FP8),
+            k_scale=zeros(num_pages, num_kv_heads) + MIN_SCALE,
+            v_scale=zeros(num_pages, num_kv_heads) + MIN_SCALE,
+            k_mean=zeros(num_seqs, num_kv_heads, head_dim),
+            v_mean=zeros(num_seqs, num_kv_heads, head_dim),
+            page_table=zeros(num_seqs, max_pages, dtype=torch.int32),
+            cache_seqlens=zeros(num_seqs, dtype=torch.int32),
+        )
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The eight tensors in the order of the fields, as the kernels and torch ops take them."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: pages, scales, means, table and lengths, whether filled or not."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def read(self, seq: int, length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `length` tokens of sequence `seq`, dequantised: K and V, each `[length, num_kv_heads, head_dim]` in `dtype`."""
+        ids = self.page_table[seq, : -(-length // PAGE_SIZE)].long()
+        # FP8 tensors index through their bytes: a CPU has no gather for them.
+        k, v = (x.view(torch.uint8)[ids].view(FP8).to(dtype) for x in (self.k, self.v))
+        k = unpack_k(k * self.k_scale[ids].to(dtype)[..., None, None])[:length] + self.k_mean[seq].to(dtype)
+        v = unpack_v(v * self.v_scale[ids].to(dtype)[..., None, None])[:length] + self.v_mean[seq].to(dtype)
+        return k, v

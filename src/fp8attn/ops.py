@@ -1,0 +1,208 @@
+"""What users call: check the arguments, choose a backend, run it as a torch op.
+
+Both ops work on device state alone and never read it back to the host (but for `reference`, which is a loop over sequences), so they
+can be compiled and captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .backends import append_kernel, attention_kernel, select_backend
+from .layout import KVPages
+from .numerics import sample_rows, shrunk_mean
+from .rope import apply_rope, check_rope
+
+
+def append(
+    pages: KVPages,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
+    static_scales: bool = False,
+    fix_means: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Quantise new tokens onto the end of every sequence: `x_fp8 = fp8((x - mean) / scale)`.
+
+    A page's scale is the smallest power of two that holds its largest value; when a later token needs a larger one, the tokens already
+    in the page are shifted to it. The pages must be there: `PagedKVCache.append` sees to that, and is what most users want.
+
+    Args:
+        pages: the cache; its bytes, scales and lengths are changed in place.
+        k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another, last dimension contiguous.
+        cu_seqlens: `[num_seqs + 1]` int32, where each sequence's tokens begin in T. None: every sequence has T / num_seqs.
+        max_seqlen: the most new tokens of any sequence; needed with `cu_seqlens`.
+        rope_cos, rope_sin: `[T, R / 2]`: K is rotated first (see `rope.apply_rope`); V never is.
+        rope_interleaved: which channels are pairs.
+        static_scales: the pages' scales are given and stay (calibrated); larger values saturate.
+        fix_means: sequences that are empty before this call get their means from a sample of it (`numerics.shrunk_mean`).
+        backend: `"auto"`, `"triton"` or `"reference"`.
+    Raises:
+        ValueError: a shape, dtype or backend that does not fit, with what would.
+    """
+    name = check_append(pages, k, v, rope_cos, rope_sin, backend)
+    max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
+    if fix_means:
+        _fix_means(pages, k, v, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved)
+    torch.ops.fp8attn.append(k, v, *pages.tensors, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, name)
+    pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+
+
+def attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of new queries over the cache: `softmax(mask(softcap(softmax_scale * q k^T))) v`.
+
+    The queries of a sequence are its last tokens, already appended: query `i` of `n` stands at position `cache_seqlens - n + i`. One
+    call serves prefill, chunked prefill and decode.
+
+    Args:
+        q: `[T, num_q_heads, head_dim]`, last dimension contiguous; `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA).
+        pages: the cache.
+        cu_seqlens_q: `[num_seqs + 1]` int32, where each sequence's queries begin in T. None: every sequence has T / num_seqs.
+        max_seqlen_q: the most queries of any sequence; needed with `cu_seqlens_q`.
+        causal: a query sees its own position and what lies before; otherwise the whole sequence.
+        softmax_scale: default `1 / sqrt(head_dim)`.
+        window: a query sees its own position and the `window - 1` before it; needs `causal`.
+        softcap: `softcap * tanh(score / softcap)` (Gemma 2).
+        sinks: `[num_q_heads]` logits, one more column of every row's softmax, with no value (gpt-oss).
+        leftpad_k: `[num_seqs]` int32, how many of a sequence's first tokens are padding and seen by nobody.
+        return_lse: also return the natural logarithm of the softmax denominator (sinks included).
+        backend: `"auto"`, `"triton"` or `"reference"`.
+    Returns:
+        `out [T, num_q_heads, head_dim]` in q's dtype; rows that see no key are zero. With `return_lse` also `lse [T, num_q_heads]`
+        float32, `-inf` in such rows.
+    Raises:
+        ValueError: a shape, dtype, option or backend that does not fit, with what would.
+    """
+    _check_tokens(q, pages)
+    max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
+    if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim:
+        raise ValueError(
+            f"q must be [T, num_q_heads, {pages.head_dim}] with num_q_heads a multiple of {pages.num_kv_heads}; got {tuple(q.shape)}"
+        )
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window counts the visible keys of a causal query, so it needs causal=True and window >= 1; got {window}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks must be [{q.shape[1]}], one logit per query head; got {tuple(sinks.shape)}")
+    if leftpad_k is not None and leftpad_k.shape != (pages.num_seqs,):
+        raise ValueError(f"leftpad_k must be [{pages.num_seqs}], one count per sequence; got {tuple(leftpad_k.shape)}")
+    scale = 1 / math.sqrt(pages.head_dim) if softmax_scale is None else softmax_scale
+    out, lse = torch.ops.fp8attn.attention(
+        q, *pages.tensors, cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k,
+        select_backend(backend, q.device, q.dtype),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def check_append(pages: KVPages, k, v, rope_cos, rope_sin, backend: str) -> str:
+    """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name."""
+    _check_tokens(k, pages)
+    if k.shape != v.shape or k.shape[1:] != (pages.num_kv_heads, pages.head_dim) or k.dtype != v.dtype:
+        raise ValueError(
+            f"k and v must both be [T, {pages.num_kv_heads}, {pages.head_dim}] and of one dtype; "
+            f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
+        )
+    _check_tokens(v, pages)
+    if (rope_cos is None) != (rope_sin is None):
+        raise ValueError("give rope_cos and rope_sin together, or neither")
+    if rope_cos is not None:
+        check_rope(k, rope_cos, rope_sin)
+    return select_backend(backend, k.device, k.dtype)
+
+
+def _check_tokens(x: torch.Tensor, pages: KVPages) -> None:
+    if x.dim() != 3 or x.stride(-1) != 1:
+        raise ValueError(f"tokens must be [T, heads, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
+    if x.device != pages.device:
+        raise ValueError(f"the cache is on {pages.device} and the tokens are on {x.device}; move one of them")
+
+
+def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: str, max_name: str) -> int:
+    """The longest sequence of new tokens; every sequence's length where `cu_seqlens` is None."""
+    if cu_seqlens is not None:
+        if max_seqlen is None:
+            raise ValueError(f"{cu_name} needs {max_name}, the longest of its sequences")
+        if cu_seqlens.shape != (pages.num_seqs + 1,) or cu_seqlens.dtype != torch.int32:
+            raise ValueError(f"{cu_name} must be [{pages.num_seqs + 1}] int32; got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}")
+        return max_seqlen
+    length, rest = divmod(x.shape[0], pages.num_seqs)
+    if rest:
+        raise ValueError(f"{x.shape[0]} tokens do not divide over {pages.num_seqs} sequences; give {cu_name} and {max_name}")
+    return length
+
+
+def _fix_means(pages: KVPages, k, v, cu_seqlens, max_seqlen, cos, sin, interleaved) -> None:
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(pages.num_seqs + 1, dtype=torch.int32, device=k.device) * max_seqlen
+    lengths, empty = cu_seqlens.diff(), (pages.cache_seqlens == 0)[:, None, None]
+    rows = sample_rows(lengths, cu_seqlens[:-1]).clamp_max(k.shape[0] - 1)
+    shape = rows.shape
+    k, v, rows = k[rows.flatten()], v[rows.flatten()], rows.flatten()
+    if cos is not None:
+        k = apply_rope(k, cos[rows], sin[rows], interleaved)
+    for mean, x in ((pages.k_mean, k), (pages.v_mean, v)):
+        mean.copy_(torch.where(empty, shrunk_mean(x.unflatten(0, shape), lengths), mean))
+
+
+_STATE = ("k_pages", "v_pages", "k_scale", "v_scale")  # what append changes besides the lengths
+
+
+@torch.library.custom_op("fp8attn::append", mutates_args=_STATE)
+def _append(
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor,
+    k_mean: torch.Tensor, v_mean: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, cu_seqlens: torch.Tensor | None,
+    max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
+    backend: str,
+) -> None:  # fmt: skip
+    pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
+    append_kernel(backend)(
+        pages, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+        rope_interleaved=rope_interleaved, static_scales=static_scales,
+    )  # fmt: skip
+
+
+@_append.register_fake
+def _(*args) -> None:
+    return None
+
+
+@torch.library.custom_op("fp8attn::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor,
+    k_mean: torch.Tensor, v_mean: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int, causal: bool, softmax_scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
+    return attention_kernel(backend)(
+        q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
+        softcap=softcap, sinks=sinks, leftpad_k=leftpad_k,
+    )  # fmt: skip
+
+
+@_attention.register_fake
+def _(q, *args) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)

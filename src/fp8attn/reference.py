@@ -1,0 +1,124 @@
+"""The torch twin of every kernel: any device, no Triton, and the definition of right."""
+
+from __future__ import annotations
+
+import torch
+
+from .layout import FP8, PAGE_SIZE, KVPages, pack_k, pack_v, unpack_k, unpack_v
+from .numerics import finite_amax, power_of_two_scale, quantize, rescale
+from .rope import apply_rope
+
+QUERY_BLOCK = 512  # rows of scores held at a time
+
+
+def _bounds(cu_seqlens: torch.Tensor | None, max_seqlen: int, pages: KVPages) -> list[int]:
+    return [seq * max_seqlen for seq in range(pages.num_seqs + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+
+
+def append(
+    pages: KVPages,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int,
+    rope_cos: torch.Tensor | None,
+    rope_sin: torch.Tensor | None,
+    rope_interleaved: bool,
+    static_scales: bool,
+) -> None:
+    """Quantise `k` and `v` onto the ends of the sequences; see `ops.append`. `cache_seqlens` is left to the caller."""
+    if rope_cos is not None:
+        k = apply_rope(k, rope_cos, rope_sin, rope_interleaved)
+    bounds = _bounds(cu_seqlens, max_seqlen, pages)
+    for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
+        end = bounds[seq + 1]
+        if start == end:
+            continue
+        first, offset = divmod(length, PAGE_SIZE)
+        last = (length + end - start - 1) // PAGE_SIZE
+        ids = pages.page_table[seq, first : last + 1].long()
+        for x, mean, fp8, scale, pack, unpack in (
+            (k, pages.k_mean, pages.k, pages.k_scale, pack_k, unpack_k),
+            (v, pages.v_mean, pages.v, pages.v_scale, pack_v, unpack_v),
+        ):
+            _append_tokens(x[start:end].float() - mean[seq], fp8, scale, ids, offset, pack, unpack, static_scales)
+
+
+def _append_tokens(x, pool, scale, ids, offset, pack, unpack, static_scales) -> None:
+    """Write FP32 tokens `x [n, H, D]` into pages `ids` of `pool`, from token `offset` of the first."""
+    size = (len(ids) * PAGE_SIZE, *x.shape[1:])
+    new = x.new_zeros(size)
+    new[offset : offset + len(x)] = x
+    old = unpack(pool.view(torch.uint8)[ids].view(FP8))
+    if static_scales:
+        page_scale = scale[ids]
+    else:
+        page_scale = power_of_two_scale(finite_amax(new.unflatten(0, (-1, PAGE_SIZE)), (1, 3)))
+        if offset:  # the first page holds older tokens: its scale may only grow, and they are shifted along
+            grown = torch.maximum(page_scale[0], scale[ids[0]])
+            old = old.clone()
+            old[:offset] = rescale(old[:offset], scale[ids[0]][:, None], grown[:, None])
+            page_scale[0] = grown
+        scale[ids] = page_scale
+    codes = quantize(new, page_scale.repeat_interleave(PAGE_SIZE, 0)[..., None]).view(torch.uint8)
+    written = torch.zeros(size[0], 1, 1, dtype=torch.bool, device=x.device)
+    written[offset : offset + len(x)] = True
+    pool.view(torch.uint8)[ids] = pack(torch.where(written, codes, old.view(torch.uint8)))
+
+
+def attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    *,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    causal: bool,
+    softmax_scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    compute_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the dequantised cache; see `ops.attention`.
+
+    `compute_dtype=torch.float64` with `out_dtype=torch.float64` is what kernel errors are measured against.
+    """
+    out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    bounds = _bounds(cu_seqlens_q, max_seqlen_q, pages)
+    skipped = leftpad_k.tolist() if leftpad_k is not None else [0] * pages.num_seqs
+    group = q.shape[1] // pages.num_kv_heads
+    for seq, length in enumerate(pages.cache_seqlens.tolist()):
+        q_len = bounds[seq + 1] - bounds[seq]
+        if not q_len:
+            continue
+        k, v = (x.transpose(0, 1) for x in pages.read(seq, length, compute_dtype))  # [Hkv, S, D]
+        key = torch.arange(length, device=q.device)
+        for start in range(0, q_len, QUERY_BLOCK):
+            rows = slice(bounds[seq] + start, bounds[seq] + min(start + QUERY_BLOCK, q_len))
+            block = q[rows].to(compute_dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [Hkv, G, S, D]
+            scores = block.flatten(1, 2) @ k.transpose(1, 2) * softmax_scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.unflatten(1, (group, -1)).flatten(0, 1)  # [Hq, S, keys]
+            # The last query stands at the last key.
+            position = (length - q_len + start + torch.arange(scores.shape[1], device=q.device))[:, None]
+            seen = (key >= skipped[seq]).expand(len(position), -1)
+            if causal:
+                seen = seen & (key <= position)
+            if window:
+                seen = seen & (key > position - window)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if sinks is not None:
+                column = sinks.to(compute_dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+                scores = torch.cat([scores, column], -1)
+            total = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_full(scores.shape[:2], -torch.inf)
+            # A row that sees nothing has no weights: zeros, not 0 / 0.
+            p = torch.exp(scores - total.masked_fill(total == -torch.inf, 0.0)[..., None])[..., :length]
+            result = p.unflatten(0, (-1, group)).flatten(1, 2) @ v  # [Hkv, G * S, D]
+            out[rows] = result.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+            lse[rows] = total.T.float()
+    return out, lse
