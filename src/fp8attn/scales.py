@@ -1,10 +1,21 @@
-"""Calibrated scales and means, per layer and head."""
+"""Calibrated scales and means, per layer and head: checked, saved and loaded."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FORMAT = "fp8attn.kv_scales.1"  # what the metadata of a file calls itself
+RECALIBRATE = "calibrate again (fp8attn calibrate --model MODEL --out FILE)"
+TENSORS = ("k_scale", "v_scale", "k_mean", "v_mean")
+_NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS)})")
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,3 +31,144 @@ class LayerScales:
     v_scale: torch.Tensor
     k_mean: torch.Tensor
     v_mean: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KVScales:
+    """Calibrated `LayerScales` of a model's layers, and where they come from.
+
+    Attributes:
+        layers: by layer index; layers whose cache stays in 16 bits (sliding windows) are absent.
+        num_layers: attention layers of the model, present here or not.
+        num_kv_heads, head_dim: the shape of every layer here.
+        model_id: the model's name or folder, as its config says it.
+        tokens: how many tokens were seen.
+        method: how the scales were chosen, such as "absmax" or "percentile 99.99".
+        sqnr_db: by layer index, (K, V) signal to quantisation-noise ratio in dB on a sample of those tokens.
+    Raises:
+        ValueError: a scale that is not positive and finite, a mean that is not finite, a shape that does not fit.
+    """
+
+    layers: Mapping[int, LayerScales]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    model_id: str = ""
+    tokens: int = 0
+    method: str = ""
+    sqnr_db: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError(f"there are no layers in these scales; {RECALIBRATE}")
+        for index, layer in self.layers.items():
+            if not 0 <= index < self.num_layers:
+                raise ValueError(f"scales for layer {index} of a model of {self.num_layers} layers; {RECALIBRATE}")
+            for name in TENSORS:
+                tensor = getattr(layer, name)
+                shape = (self.num_kv_heads,) if name.endswith("scale") else (self.num_kv_heads, self.head_dim)
+                if tensor.shape != shape or tensor.dtype != torch.float32:
+                    got = f"{list(tensor.shape)} {tensor.dtype}"
+                    raise ValueError(f"layer {index}: {name} must be {list(shape)} float32, not {got}; {RECALIBRATE}")
+                if not torch.isfinite(tensor).all() or (name.endswith("scale") and (tensor <= 0).any()):
+                    wanted = "positive and finite" if name.endswith("scale") else "finite"
+                    raise ValueError(f"layer {index}: {name} must be {wanted}, and is not; {RECALIBRATE}")
+
+    def __contains__(self, index: int) -> bool:
+        """Whether layer `index` has scales."""
+        return index in self.layers
+
+    def layer(self, index: int) -> LayerScales:
+        """The scales of layer `index`.
+
+        Raises:
+            ValueError: that layer was not calibrated.
+        """
+        if index not in self.layers:
+            raise ValueError(
+                f"layer {index} has no scales (these are for layers {_ranges(self.layers)}); keep it in 16 bits, "
+                "or calibrate the model whose cache this is"
+            )
+        return self.layers[index]
+
+    def check(self, *, num_layers: int, num_kv_heads: int, head_dim: int, model_id: str | None = None) -> None:
+        """Refuse scales that were calibrated on another model.
+
+        Args:
+            num_layers, num_kv_heads, head_dim: the model's shape; with tensor parallelism, of the whole model.
+            model_id: the model's name or folder. Compared by its last part alone, because a hub name and a local copy differ in the rest;
+                None or empty: not compared.
+        Raises:
+            ValueError: they are another model's, with what differs.
+        """
+        differences = [
+            f"{name} is {mine} in the scales and {yours} in the model"
+            for name, mine, yours in (
+                ("num_layers", self.num_layers, num_layers),
+                ("num_kv_heads", self.num_kv_heads, num_kv_heads),
+                ("head_dim", self.head_dim, head_dim),
+            )
+            if mine != yours
+        ]
+        if model_id and self.model_id and Path(model_id).name != Path(self.model_id).name:
+            differences.append(f"the scales are for {self.model_id!r} and the model is {model_id!r}")
+        if differences:
+            raise ValueError(f"these scales belong to another model: {'; '.join(differences)}; {RECALIBRATE}")
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file: tensors `model.layers.N.self_attn.{k,v}_{scale,mean}`, provenance as metadata strings."""
+        tensors = {
+            f"model.layers.{index}.self_attn.{name}": getattr(layer, name).cpu().contiguous()
+            for index, layer in self.layers.items()
+            for name in TENSORS
+        }
+        metadata = {name: str(getattr(self, name)) for name in _METADATA}
+        metadata |= {"format": FORMAT, "sqnr_db": json.dumps({str(index): list(db) for index, db in self.sqnr_db.items()})}
+        save_file(tensors, path, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> KVScales:
+        """Read what `save` wrote. Only tensors and strings are read: nothing in the file is executed.
+
+        Raises:
+            ValueError: there is no such file, it is damaged or not from `save`, or what is in it is not valid.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"no such file: {path}; {RECALIBRATE}")
+        try:
+            with safe_open(path, "pt") as file:
+                metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file, or it is cut short ({error}); {RECALIBRATE}") from error
+        if metadata.get("format") != FORMAT:
+            found = f"its format is {metadata['format']!r}" if "format" in metadata else "it does not say what it is"
+            raise ValueError(f"{path} does not hold fp8attn scales ({FORMAT}): {found}; {RECALIBRATE}")
+        layers: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            match = _NAME.fullmatch(name)
+            if match is None:
+                raise ValueError(f"{path} holds a tensor {name!r} that is none of fp8attn's; {RECALIBRATE}")
+            layers.setdefault(int(match[1]), {})[match[2]] = tensor
+        for index, found in layers.items():
+            if len(found) < len(TENSORS):
+                raise ValueError(f"{path}: layer {index} has no {', '.join(sorted(set(TENSORS) - set(found)))}; {RECALIBRATE}")
+        try:
+            provenance = {name: kind(metadata[name]) for name, kind in _METADATA.items()}
+            sqnr_db = {int(index): (float(k), float(v)) for index, (k, v) in json.loads(metadata["sqnr_db"]).items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}") from error
+        return cls({index: LayerScales(**layers[index]) for index in sorted(layers)}, sqnr_db=sqnr_db, **provenance)
+
+
+_METADATA = {"num_layers": int, "num_kv_heads": int, "head_dim": int, "model_id": str, "tokens": int, "method": str}
+
+
+def _ranges(indices: Mapping[int, LayerScales]) -> str:
+    """Indices as a person writes them: `0-3, 5`."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,61 @@
+"""The direction of imports, and what importing the package does: nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import fp8attn
+
+SOURCE = Path(fp8attn.__file__).parent
+
+# A module may import what stands in its row; what is not listed may be imported by nobody below it.
+ALLOWED = {
+    "numerics": set(),
+    "rope": set(),
+    "layout": {"numerics"},
+    "scales": {"numerics"},
+    "reference": {"layout", "numerics", "rope"},
+    "backends": {"kernels", "reference"},
+    "ops": {"backends", "layout", "numerics", "rope"},
+    "cache": {"layout", "numerics", "ops", "scales"},
+    "kernels": {"layout", "numerics"},
+    "calibrate": {"numerics", "scales", "cache", "layout"},
+    "integrations": {"calibrate", "cache", "layout", "ops", "scales", "numerics"},
+    "plan": {"layout"},
+    "doctor": {"backends"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """First components of what a file imports from fp8attn, wherever in the file."""
+    here = path.relative_to(SOURCE).with_suffix("").parts
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = list(here[: len(here) - node.level]) if node.level else []
+            full = base + (node.module or "").split(".") if node.level else (node.module or "").split(".")
+            if node.level or full[0] == "fp8attn":
+                full = [part for part in full if part not in ("", "fp8attn")]
+                found |= {full[0]} if full else {alias.name for alias in node.names}
+    return found
+
+
+def test_imports_point_one_way():
+    for path in SOURCE.rglob("*.py"):
+        room = path.relative_to(SOURCE).with_suffix("").parts[0]
+        if room in ALLOWED:
+            extra = imports(path) - ALLOWED[room] - {room}
+            assert not extra, f"{path.relative_to(SOURCE)} imports {sorted(extra)}; see docs/architecture.md"
+
+
+def test_nothing_imports_integrations_but_the_tools_above():
+    for path in SOURCE.rglob("*.py"):
+        room = path.relative_to(SOURCE).with_suffix("").parts[0]
+        if "integrations" in imports(path):
+            assert room in ("integrations", "evaluation", "cli"), path
+
+
+def test_importing_the_package_imports_no_optional_library():
+    code = "import sys, fp8attn; print([m for m in ('triton', 'transformers', 'diffusers', 'vllm', 'typer') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,307 @@
+"""PagedKVCache against a plain dictionary of tensors."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from fp8attn import OutOfPagesError, PagedKVCache
+from fp8attn.layout import PAGE_SIZE
+from fp8attn.numerics import E4M3
+from fp8attn.scales import LayerScales
+
+HEADS, DIM = 2, 64
+
+
+def tokens(count, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, HEADS, DIM, generator=generator) * scale for _ in range(2))
+
+
+def assert_quantised(cache, seq, k, v):
+    """What the cache reads back is `k` and `v` to half a step of FP8: 2^-4 of the value, or half a subnormal step of its page."""
+    ids = cache.pages.page_table[seq].repeat_interleave(PAGE_SIZE)[: len(k)].long()
+    for got, want, scale, mean in zip(
+        cache.read(seq), (k, v), (cache.pages.k_scale, cache.pages.v_scale), (cache.pages.k_mean, cache.pages.v_mean), strict=True
+    ):
+        bound = 2.0**-4 * (want - mean[seq]).abs() + E4M3.smallest_subnormal * scale[ids][..., None]
+        assert got.shape == want.shape and ((got - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("num_pages", [None, 40])
+def test_prompts_then_single_tokens(num_pages):
+    cache = PagedKVCache(HEADS, DIM, num_seqs=3, num_pages=num_pages)
+    held = [[torch.empty(0, HEADS, DIM)] * 2 for _ in range(3)]
+    for step, lengths in enumerate([[300, 0, 127], [1, 1, 1], [1, 5, 1], [1, 128, 1]]):
+        k, v = tokens(sum(lengths), step)
+        cache.append(k, v, lengths=lengths)
+        for seq, (a, b) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True)):
+            held[seq] = [torch.cat([held[seq][0], a]), torch.cat([held[seq][1], b])]
+    assert cache.lengths == (303, 134, 130)
+    assert cache.pages.cache_seqlens.tolist() == [303, 134, 130]
+    for seq, (k, v) in enumerate(held):
+        assert_quantised(cache, seq, k, v)
+
+
+def test_a_growing_scale_shifts_older_tokens_exactly():
+    """Integers up to 15 keep every bit under every scale that a value of 448 * 16 asks for."""
+    cache = PagedKVCache(HEADS, DIM, remove_means=False)
+    small = torch.randint(-15, 16, (10, HEADS, DIM)).float()
+    cache.append(small, small)
+    before = cache.pages.k_scale[0, 0].item()
+    large = torch.full((1, HEADS, DIM), 448.0 * 16)
+    cache.append(large, large)
+    k, v = cache.read(0)
+    assert cache.pages.k_scale[0, 0].item() == 16.0 > before
+    assert torch.equal(k, torch.cat([small, large])) and torch.equal(v, torch.cat([small, large]))
+
+
+def test_a_page_has_its_own_scale():
+    cache = PagedKVCache(1, DIM, remove_means=False)
+    k = torch.ones(256, 1, DIM)
+    k[128:] = 1000.0
+    cache.append(k, k)
+    assert cache.pages.k_scale[:2, 0].tolist() == [2.0**-8, 4.0]
+
+
+def test_means_are_fixed_by_the_first_append_and_inherited():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2)
+    k, v = tokens(200)
+    cache.append(k + 50, v, lengths=[200, 0])
+    mean = cache.pages.k_mean[0].clone()
+    assert mean.min() > 49 and (cache.pages.k_mean[1] == 0).all()
+    cache.append(*tokens(20, 1), lengths=[10, 10])
+    assert torch.equal(cache.pages.k_mean[0], mean)
+    cache.copy(0, 1, 150)
+    assert torch.equal(cache.pages.k_mean[1], mean)
+    cache.truncate(0)
+    cache.append(*tokens(40, 2))  # an emptied sequence begins anew
+    assert cache.pages.k_mean.abs().max() < 2
+
+
+def test_an_offset_costs_nothing_with_means():
+    """The reason for means: an offset of 100 leaves the rounding error of the part that varies."""
+    k, v = tokens(256)
+    errors = {}
+    for remove in (True, False):
+        cache = PagedKVCache(HEADS, DIM, remove_means=remove)
+        cache.append(k + 100, v)
+        errors[remove] = float((cache.read(0)[0] - k - 100).pow(2).mean().sqrt())
+    assert errors[True] < 0.03 < 0.5 < errors[False]
+
+
+def test_static_scales_saturate_and_stay():
+    scales = LayerScales(torch.full((HEADS,), 1.0), torch.full((HEADS,), 0.3), torch.full((HEADS, DIM), 2.0), torch.zeros(HEADS, DIM))
+    cache = PagedKVCache(HEADS, DIM, scales=scales)
+    k = torch.full((5, HEADS, DIM), 1000.0)
+    cache.append(k, k)
+    assert (cache.pages.k_scale == 1.0).all() and (cache.pages.v_scale == 0.5).all()  # 0.3 rounded up to a power of two
+    got_k, got_v = cache.read(0)
+    assert (got_k == 448 + 2).all() and (got_v == 448 * 0.5).all()
+
+
+def test_running_out_changes_nothing():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=3)
+    k, v = tokens(130)
+    cache.append(k, v, lengths=[129, 1])
+    before = [t.clone() for t in cache.pages.tensors]
+    with pytest.raises(OutOfPagesError, match=r"needs 1 more pages of 128 tokens and has 0 of 3 free"):
+        cache.append(*tokens(200, 1), lengths=[72, 128])
+    assert cache.lengths == (129, 1) and cache.num_free_pages == 0
+    for old, new in zip(before, cache.pages.tensors, strict=True):
+        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+    cache.append(*tokens(200, 1), lengths=[73, 127])
+    assert cache.lengths == (202, 128)
+
+
+def test_copies_share_pages_until_one_writes():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=3)
+    k, v = tokens(300)
+    cache.append(k, v, lengths=[300, 0, 0])
+    pages = cache.pages.num_pages
+    cache.copy(0, 1)
+    cache.copy(0, 2, 200)
+    assert cache.pages.num_pages == pages == 3 and cache.lengths == (300, 300, 200)
+    new_k, new_v = tokens(3, 1, scale=100)  # large enough to grow the scale of the page they land in
+    cache.append(new_k, new_v)
+    assert cache.pages.num_pages == 5  # 0 and 1 part at their last page, 2 at its second
+    for seq, length in enumerate((300, 300, 200)):
+        assert_quantised(cache, seq, torch.cat([k[:length], new_k[seq : seq + 1]]), torch.cat([v[:length], new_v[seq : seq + 1]]))
+
+
+def test_select_repeats_and_drops():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=8)
+    k, v = tokens(400)
+    cache.append(k, v, lengths=[100, 300])
+    cache.select([1, 1, 0])
+    assert cache.lengths == (300, 300, 100) and cache.num_seqs == 3 and cache.num_free_pages == 4
+    cache.select(torch.tensor([2]))
+    assert cache.lengths == (100,) and cache.num_free_pages == 7
+    assert_quantised(cache, 0, k[:100], v[:100])
+
+
+def test_select_in_place_keeps_the_tensors_that_graphs_hold():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2)
+    cache.append(*tokens(20))
+    held = cache.pages.page_table, cache.pages.cache_seqlens, cache.pages.k_mean
+    cache.select([1, 0])
+    assert all(a is b for a, b in zip(held, (cache.pages.page_table, cache.pages.cache_seqlens, cache.pages.k_mean), strict=True))
+
+
+def test_recycled_pages_are_clean():
+    cache = PagedKVCache(HEADS, DIM, num_pages=1)
+    k, v = tokens(128)
+    cache.append(k, v * torch.nan)
+    cache.reset()
+    cache.append(k[:5], v[:5])
+    assert cache.pages.v.float().isfinite().all()
+    assert_quantised(cache, 0, k[:5], v[:5])
+
+
+def test_non_finite_values_stay_where_they_are():
+    k, v = tokens(128)
+    k[3, 0, 5], k[4, 0, 6], k[5, 0, 7] = torch.nan, torch.inf, -torch.inf
+    cache = PagedKVCache(HEADS, DIM, remove_means=False)
+    cache.append(k, v)
+    got, _ = cache.read(0)
+    scale = cache.pages.k_scale[0, 0].item()
+    assert got[3, 0, 5].isnan() and got[4, 0, 6] == 448 * scale and got[5, 0, 7] == -448 * scale
+    assert scale == 2.0**-6  # of the largest finite value, between 3.5 and 7
+    assert got.isnan().sum() == 1
+
+
+def test_reserve_makes_appends_independent_of_the_host():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2)
+    cache.reserve(300)
+    table = cache.pages.page_table.clone()
+    cache.append(*tokens(2 * 290))
+    assert torch.equal(cache.pages.page_table, table) and cache.pages.num_pages == 6
+    cache.pages.cache_seqlens.add_(3)  # as compiled code does
+    cache.sync()
+    assert cache.lengths == (293, 293)
+
+
+def test_half_the_bytes():
+    cache = PagedKVCache(8, 128)
+    k = torch.randn(4096, 8, 128)
+    cache.append(k, k)
+    assert cache.nbytes / (2 * 4096 * 8 * 128 * 2) <= 0.51
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"head_dim": 72}, "head_dim must be one of"),
+        ({"num_seqs": 0}, "must be positive"),
+        ({"num_pages": 0}, "must be positive"),
+        ({"scales": LayerScales(*[torch.ones(3)] * 2, *[torch.ones(3, 64)] * 2)}, "the scales are for heads"),
+    ],
+)
+def test_bad_caches_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        PagedKVCache(**{"num_kv_heads": HEADS, "head_dim": DIM, **kwargs})
+
+
+def test_bad_calls_are_refused_and_change_nothing():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2)
+    k, v = tokens(3)
+    bad = [
+        (lambda: cache.append(k, v), "do not divide over 2 sequences"),
+        (lambda: cache.append(k, v, lengths=[1, 1]), "add up to 3 tokens"),
+        (lambda: cache.append(k, v, lengths=[4, -1]), "add up to 3 tokens"),
+        (lambda: cache.append(k[:2], v[:2].half()), "of one dtype"),
+        (lambda: cache.append(k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
+        (lambda: cache.append(k[:2].int(), v[:2].int()), "floating point"),
+        (lambda: cache.append(k[:2], v[:2], rope_cos=torch.ones(2, 32)), "together"),
+        (lambda: cache.append(k[:2], v[:2], rope_cos=torch.ones(2, 64), rope_sin=torch.ones(2, 64)), "cut to their first half"),
+        (lambda: cache.truncate([1]), "one count of tokens"),
+        (lambda: cache.truncate(-1), "one count of tokens"),
+        (lambda: cache.select([]), "at least one"),
+        (lambda: cache.select([2]), "0 to 1"),
+        (lambda: cache.copy(0, 0), "onto itself"),
+        (lambda: cache.copy(0, 1, 5), "cannot copy 5"),
+    ]
+    for call, message in bad:
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert cache.lengths == (0, 0) and cache.pages.num_pages == 0
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random appends, truncations, selections, copies and reads. Values are small integers times small powers of two, which FP8 holds
+    exactly under any scale they lead to, so what is read must be what was written, to the bit, whatever happened in between."""
+
+    @initialize(seqs=st.integers(1, 3), fixed=st.booleans())
+    def make(self, seqs, fixed):
+        self.cache = PagedKVCache(1, DIM, num_seqs=seqs, num_pages=12 if fixed else None, remove_means=False)
+        self.fixed = fixed
+        self.held = {seq: (torch.empty(0, 1, DIM), torch.empty(0, 1, DIM)) for seq in range(seqs)}
+
+    @rule(data=st.data(), power=st.integers(0, 6), seed=st.integers(0, 2**31))
+    def append(self, data, power, seed):
+        lengths = [data.draw(st.sampled_from([0, 1, 1, 2, 17, 127, 128, 129, 260])) for _ in self.held]
+        generator = torch.Generator().manual_seed(seed)
+        k, v = (torch.randint(-15, 16, (sum(lengths), 1, DIM), generator=generator) * 2.0**power for _ in range(2))
+        try:
+            self.cache.append(k, v, lengths=lengths)
+        except OutOfPagesError:
+            assert self.fixed
+            return
+        for seq, (a, b) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True)):
+            self.held[seq] = (torch.cat([self.held[seq][0], a]), torch.cat([self.held[seq][1], b]))
+
+    @rule(data=st.data())
+    def truncate(self, data):
+        lengths = [data.draw(st.integers(0, len(k) + 1)) for k, _ in self.held.values()]
+        self.cache.truncate(lengths)
+        self.held = {seq: (k[:n], v[:n]) for (seq, (k, v)), n in zip(self.held.items(), lengths, strict=True)}
+
+    @rule(data=st.data())
+    def select(self, data):
+        indices = data.draw(st.lists(st.integers(0, len(self.held) - 1), min_size=1, max_size=4))
+        self.cache.select(indices)
+        self.held = {new: self.held[old] for new, old in enumerate(indices)}
+
+    @rule(data=st.data())
+    def copy(self, data):
+        if len(self.held) > 1:
+            source, target = data.draw(st.permutations(range(len(self.held))))[:2]
+            length = data.draw(st.integers(0, len(self.held[source][0])))
+            self.cache.copy(source, target, length)
+            self.held[target] = tuple(x[:length] for x in self.held[source])
+
+    @rule(length=st.integers(0, 400))
+    def reserve(self, length):
+        try:
+            self.cache.reserve(length)
+        except OutOfPagesError:
+            assert self.fixed
+
+    @invariant()
+    def reads_what_was_written(self):
+        if not hasattr(self, "cache"):
+            return
+        assert self.cache.lengths == tuple(len(k) for k, _ in self.held.values())
+        assert self.cache.pages.cache_seqlens.tolist() == list(self.cache.lengths)
+        for seq, (k, v) in self.held.items():
+            got_k, got_v = self.cache.read(seq)
+            assert torch.equal(got_k, k) and torch.equal(got_v, v)
+
+    @invariant()
+    def books_balance(self):
+        if not hasattr(self, "cache"):
+            return
+        counts = [0] * self.cache.pages.num_pages
+        for table in self.cache._tables:
+            assert len(set(table)) == len(table)
+            for page in table:
+                counts[page] += 1
+        assert counts == self.cache._references
+        assert sorted(self.cache._free) == [page for page, count in enumerate(counts) if not count]
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(
+    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)

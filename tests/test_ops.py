@@ -1,0 +1,111 @@
+"""The public ops: refusals, registration, compilation."""
+
+import pytest
+import torch
+
+import fp8attn
+from fp8attn import PagedKVCache, attention
+from fp8attn.backends import BACKENDS, select_backend, unsupported_reason
+
+
+@pytest.fixture
+def cache():
+    torch.manual_seed(0)
+    cache = PagedKVCache(2, 64, num_seqs=2)
+    cache.append(torch.randn(20, 2, 64), torch.randn(20, 2, 64))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("q", "options", "message"),
+    [
+        (torch.zeros(3, 4, 64), {}, "do not divide over 2 sequences; give cu_seqlens_q and max_seqlen_q"),
+        (torch.zeros(2, 3, 64), {}, "num_q_heads a multiple of 2"),
+        (torch.zeros(2, 4, 128), {}, r"\[T, num_q_heads, 64\]"),
+        (torch.zeros(2, 64), {}, r"\[T, heads, head_dim\]"),
+        (torch.zeros(2, 64, 4).transpose(1, 2), {}, "last dimension contiguous"),
+        (torch.zeros(2, 4, 64), {"window": 0}, "window >= 1"),
+        (torch.zeros(2, 4, 64), {"window": 5, "causal": False}, "needs causal=True"),
+        (torch.zeros(2, 4, 64), {"softcap": -1.0}, "None for no cap"),
+        (torch.zeros(2, 4, 64), {"sinks": torch.zeros(2)}, "one logit per query head"),
+        (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(3)}, "one count per sequence"),
+        (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "needs max_seqlen_q"),
+        (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 1}, "int32"),
+        (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'triton', 'reference'"),
+        (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
+        (torch.zeros(2, 4, 64, dtype=torch.int32), {}, "must be floating point"),
+        (torch.zeros(2, 4, 64, device="meta"), {}, "the cache is on cpu and the tokens are on meta"),
+    ],
+)
+def test_refusals_say_what_would_do(cache, q, options, message):
+    with pytest.raises(ValueError, match=message):
+        attention(q, cache.pages, **options)
+
+
+def test_append_needs_the_longest_of_ragged_sequences(cache):
+    k = torch.zeros(2, 2, 64)
+    with pytest.raises(ValueError, match="cu_seqlens needs max_seqlen"):
+        fp8attn.append(cache.pages, k, k, cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32))
+
+
+def test_backends_say_why_not(monkeypatch):
+    assert BACKENDS == ("triton", "reference")
+    assert unsupported_reason("reference", "cpu", torch.float32) is None
+    assert unsupported_reason("triton", "cuda", torch.bfloat16) is None
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "not installed" in unsupported_reason("triton", "cuda", torch.bfloat16)
+
+
+def test_auto_never_falls_back_from_a_gpu():
+    assert select_backend("auto", "cpu", torch.bfloat16) == "reference"
+    assert select_backend("auto", "cuda", torch.float16) == "triton"
+    with pytest.raises(ValueError, match="backend='reference' runs anywhere, slowly"):
+        select_backend("auto", "cuda", torch.float32)
+
+
+def test_ops_pass_torch_opcheck(cache):
+    # All of opcheck but test_schema, which compares arguments with allclose: a CPU has none for FP8. The next test stands in for it.
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    cache.reserve(40)
+    k = torch.randn(4, 2, 64)
+    torch.library.opcheck(
+        torch.ops.fp8attn.append, (k, k, *cache.pages.tensors, None, 2, None, None, False, False, "reference"), test_utils=checks
+    )
+    arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, "reference")
+    torch.library.opcheck(torch.ops.fp8attn.attention, arguments, test_utils=checks)
+
+
+def test_ops_change_what_they_say_and_nothing_else(cache):
+    cache.reserve(40)
+    names = ("k", "v", "k_scale", "v_scale", "k_mean", "v_mean", "page_table", "cache_seqlens")
+    bits = lambda: {name: t.view(torch.uint8).clone() for name, t in zip(names, cache.pages.tensors, strict=True)}  # noqa: E731
+    before = bits()
+    attention(torch.randn(4, 4, 64), cache.pages)
+    assert all(torch.equal(before[name], after) for name, after in bits().items())
+    k = torch.randn(4, 2, 64) * 1000
+    fp8attn.append(cache.pages, k, k.clone())
+    changed = {name for name, after in bits().items() if not torch.equal(before[name], after)}
+    assert changed == {"k", "v", "k_scale", "v_scale", "cache_seqlens"}
+
+
+def test_a_step_compiles_whole_and_once(cache):
+    """Append and attend as static-shape decoding does: one graph, lengths that change between calls."""
+    cache.reserve(300)
+    twin = PagedKVCache(2, 64, num_seqs=2)
+    torch.manual_seed(0)
+    twin.append(torch.randn(20, 2, 64), torch.randn(20, 2, 64))
+
+    def step(q, k, v):
+        fp8attn.append(cache.pages, k, v)
+        return attention(q, cache.pages)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            q, k, v = torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64)
+            twin.append(k, v)
+            torch.testing.assert_close(compiled(q, k, v), attention(q, twin.pages), rtol=0, atol=0)
+    cache.sync()
+    assert cache.lengths == twin.lengths == (13, 13)
