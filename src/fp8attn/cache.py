@@ -159,13 +159,13 @@ class PagedKVCache:
         lengths = [lengths] * self.num_seqs if isinstance(lengths, int) else list(lengths)
         added: list[tuple[int, int]] = []  # (sequence, column of its table)
         copied: list[tuple[int, int]] = []
-        # Of the sequences that share a page the last to write may keep it.
-        sharers = {p: self._references[p] for table in self._tables for p in table}
+        leaving: dict[int, int] = {}  # how many of a page's sharers get copies; the last to write keeps the page
         for seq, (table, length) in enumerate(zip(self._tables, lengths, strict=True)):
             if length > self._lengths[seq]:
                 for column in range(self._lengths[seq] // PAGE_SIZE, min(len(table), _num_pages(length))):
-                    if sharers[table[column]] > 1:
-                        sharers[table[column]] -= 1
+                    page = table[column]
+                    if self._references[page] - leaving.get(page, 0) > 1:
+                        leaving[page] = leaving.get(page, 0) + 1
                         copied.append((seq, column))
             added += [(seq, column) for column in range(len(table), _num_pages(length))]
         if not added and not copied:
