@@ -1,0 +1,241 @@
+"""Scales and means from a few batches of text.
+
+A cache needs none of this: it finds its own. Calibrated values are for pages that unrelated sequences share, for engines that want static
+scales, and for seeing which layers FP8 hurts.
+
+One pass takes, per channel, the sum, the minimum and the maximum. Means follow, and with them the exact `max |x - mean|` of a head, which
+is at one of its channels' two ends: no second look at the data. A percentile needs one: it counts `|x - mean|` into bins.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .numerics import E4M3, MIN_SCALE, dequantize, power_of_two_scale, quantize, sqnr_db
+from .scales import KVScales, LayerScales
+
+METHODS = ("absmax", "percentile")
+SAMPLED_TOKENS = 1024  # of each layer, kept to measure the SQNR on
+Batch = torch.Tensor | Mapping[str, torch.Tensor]
+
+
+def calibrate(
+    model: Any,
+    batches: Iterable[Batch],
+    *,
+    method: str = "absmax",
+    percentile: float = 99.99,
+    progress: Callable[[int, int], None] | None = None,
+) -> KVScales:
+    """Static scales and means of K and V: `mean[h, d] = E[x]`, `scale[h] = max |x - mean| / 448`, or a percentile in place of the maximum.
+
+    The model runs through a cache that sees K (after RoPE) and V where attention reads them. Nothing is hooked or patched, and the model
+    is left as it was. K and V of a whole batch are in memory one layer at a time; nothing but statistics is kept.
+
+    Args:
+        model: a transformers causal language model.
+        batches: `input_ids [B, S]`, or mappings with `input_ids` and `attention_mask [B, S]` (0 = padding, which is not counted).
+        method: `"absmax"`, or `"percentile"` of the magnitudes over all tokens and channels of a head: what is larger saturates.
+        percentile: in (0, 100]; found within 0.2% of its value.
+        progress: called with (batches done, batches in all).
+    Returns:
+        The scales of all full-attention layers (sliding layers stay in 16 bits), with the SQNR of K and V of each.
+    Raises:
+        ValueError: no tokens, NaN or Inf in K or V, an unknown method, a model without plain K and V.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}; got {method!r}")
+    if not 0 < percentile <= 100:
+        raise ValueError(f"percentile must be in (0, 100]; got {percentile}")
+    batches = [_as_mapping(batch) for batch in batches]
+    passes = 1 if method == "absmax" else 2
+    steps = passes * len(batches)
+    every = max(1, SAMPLED_TOKENS // max(1, len(batches)))
+    layers: dict[int, tuple[_Range, _Range]] = {}
+
+    def first(index: int, tokens: tuple[torch.Tensor, torch.Tensor]) -> None:
+        pair = layers.setdefault(index, (_Range(), _Range()))
+        for name, seen, x in zip("KV", pair, tokens, strict=True):
+            seen.add(x, every, f"{name} of layer {index}")
+
+    num_layers = _run(model, batches, first, lambda done: progress and progress(done, steps))
+    if not layers or not next(iter(layers.values()))[0].count:
+        raise ValueError("calibration saw no tokens: give at least one batch with input_ids of a model that has full-attention layers")
+    top = {index: [seen.amax for seen in pair] for index, pair in layers.items()}
+    if method == "percentile":
+        counts = {index: tuple(_Histogram(seen.mean, seen.amax) for seen in pair) for index, pair in layers.items()}
+
+        def second(index: int, tokens: tuple[torch.Tensor, torch.Tensor]) -> None:
+            for histogram, x in zip(counts[index], tokens, strict=True):
+                histogram.add(x)
+
+        _run(model, batches, second, lambda done: progress and progress(len(batches) + done, steps))
+        top = {index: [histogram.quantile(percentile / 100) for histogram in pair] for index, pair in counts.items()}
+
+    scales, sqnr = {}, {}
+    for index in sorted(layers):
+        k, v = layers[index]
+        k_scale, v_scale = ((amax / E4M3.max).clamp_min(MIN_SCALE) for amax in top[index])
+        scales[index] = LayerScales(k_scale, v_scale, k.mean, v.mean)
+        sqnr[index] = (k.sqnr_db(k_scale), v.sqnr_db(v_scale))
+    heads, head_dim = next(iter(scales.values())).k_mean.shape
+    return KVScales(
+        scales,
+        num_layers,
+        heads,
+        head_dim,
+        getattr(model.config, "_name_or_path", ""),
+        next(iter(layers.values()))[0].count,
+        method if method == "absmax" else f"percentile {percentile:g}",
+        sqnr,
+    )
+
+
+def _as_mapping(batch: Batch) -> dict[str, torch.Tensor]:
+    """`input_ids` and, where there is one, `attention_mask`."""
+    batch = {"input_ids": batch} if isinstance(batch, torch.Tensor) else {name: batch.get(name) for name in ("input_ids", "attention_mask")}
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if ids is None or ids.dim() != 2 or (mask is not None and mask.shape != ids.shape):
+        got = "none" if ids is None else f"{list(ids.shape)} and mask {None if mask is None else list(mask.shape)}"
+        raise ValueError(f"a batch must have input_ids [B, S], and an attention_mask of that shape if any; got {got}")
+    return batch
+
+
+@torch.no_grad()
+def _run(model: Any, batches: list[dict], see: Callable[[int, tuple], None], done: Callable[[int], None]) -> int:
+    """One forward a batch; `see(layer, (K, V))` gets the tokens that are not padding, each `[T, num_kv_heads, head_dim]`.
+
+    Returns how many layers the model has, observed or not.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    accepted = inspect.signature(model.forward).parameters
+    try:
+        for number, batch in enumerate(batches, 1):
+            ids, mask = batch["input_ids"].to(model.device), batch.get("attention_mask")
+            inputs = {"input_ids": ids}
+            if mask is not None and not mask.all():
+                mask = mask.to(model.device)
+                inputs["attention_mask"] = mask
+                if "position_ids" in accepted:  # as `generate` numbers them: padding takes no positions
+                    inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
+            else:
+                mask = torch.ones_like(ids)
+            kept = mask.bool()
+            if "logits_to_keep" in accepted:
+                inputs["logits_to_keep"] = 1  # nobody reads them, and a large vocabulary's take gigabytes
+
+            def observe(index: int, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor = kept) -> None:
+                if k.shape != v.shape:
+                    raise ValueError(
+                        f"layer {index} caches {list(k.shape)} and {list(v.shape)}; fp8attn needs K and V of one shape, which multi-head "
+                        "latent attention does not keep"
+                    )
+                see(index, tuple(x.transpose(1, 2)[kept.to(x.device)].float() for x in (k, v)))
+
+            cache = _observing_cache(model.config, observe)
+            model(**inputs, past_key_values=cache, use_cache=True)
+            done(number)
+        return len(cache) if batches else 0
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _observing_cache(config: Any, observe: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Any:
+    """A transformers cache for one forward whose full-attention layers keep nothing and call `observe(layer, K, V)`.
+
+    Sliding and linear layers get the layer that transformers would give them.
+    """
+    from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer, get_layer_types_and_kwargs
+
+    class ObservedLayer(DynamicLayer):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+            observe(self.index, key_states, value_states)
+            return key_states, value_states
+
+    kinds, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if isinstance(kwargs, dict):  # transformers < 5.20: one set of options for all layers
+        kwargs = [kwargs] * len(kinds)
+    return Cache(
+        layers=[
+            ObservedLayer(index) if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
+            for index, (kind, options) in enumerate(zip(kinds, kwargs, strict=True))
+        ]
+    )
+
+
+class _Range:
+    """Sum, minimum, maximum and a small sample of the tokens of one tensor."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sample: list[torch.Tensor] = []
+
+    def add(self, x: torch.Tensor, sampled: int, name: str) -> None:
+        """Take in `x [T, H, D]`, `sampled` of its tokens into the sample."""
+        if not len(x):
+            return
+        low, high, total = x.amin(0), x.amax(0), x.sum(0, dtype=torch.float64)
+        if not torch.isfinite(total).all():
+            raise ValueError(f"{name} holds NaN or Inf; run the model in bfloat16 or float32 (float16 overflows at 65504)")
+        if self.count:
+            low, high, total = torch.minimum(low, self._low), torch.maximum(high, self._high), total + self._total
+        self._low, self._high, self._total = low, high, total
+        self.count += len(x)
+        room = min(sampled, SAMPLED_TOKENS - sum(map(len, self._sample)), len(x))
+        self._sample.append(x[torch.arange(room, device=x.device) * len(x) // max(room, 1)])
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """`[H, D]` float32."""
+        return (self._total / self.count).float()
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """`[H]`: the largest `|x - mean|` of each head, exactly."""
+        return torch.maximum(self._high - self.mean, self.mean - self._low).amax(1)
+
+    def sqnr_db(self, scale: torch.Tensor) -> float:
+        """SQNR of the sample under static scales `[H]`, in dB; infinite where nothing is lost."""
+        x, scale = torch.cat(self._sample), power_of_two_scale(scale * E4M3.max)[:, None]
+        return sqnr_db(dequantize(quantize(x - self.mean, scale), scale) + self.mean, x)
+
+
+class _Histogram:
+    """Counts of `|x - mean|` per head, 512 bins to the octave, from the maximum down to 2^-16 of it; what is smaller is in the last.
+
+    A positive float's bits, read as an integer, grow with it, and their upper part numbers such bins with no logarithm.
+    """
+
+    SHIFT = 23 - 9  # keeps 9 bits of the mantissa
+    OCTAVES = 16
+
+    def __init__(self, mean: torch.Tensor, amax: torch.Tensor) -> None:
+        self._mean, self._amax = mean, amax
+        self._bins = self.OCTAVES << 9
+        self._last = amax.view(torch.int32) >> self.SHIFT  # [H]: where the maximum falls
+        self._counts = torch.zeros(len(amax), self._bins, dtype=torch.int64, device=amax.device)
+
+    def add(self, x: torch.Tensor) -> None:
+        """Count `x [T, H, D]`."""
+        bits = (x - self._mean).abs().contiguous().view(torch.int32) >> self.SHIFT
+        below = (self._last[:, None] - bits).clamp(0, self._bins - 1).transpose(0, 1).flatten(1)  # [H, T * D]
+        self._counts += torch.stack([torch.bincount(head, minlength=self._bins) for head in below])
+
+    def quantile(self, q: float) -> torch.Tensor:
+        """`[H]`: the smallest bin's upper end that at least `q` of the values do not exceed."""
+        above = self._counts.cumsum(1)  # [H, bins], from the maximum downwards
+        total = above[:, -1:]
+        allowed = total - torch.ceil(q * total.double()).long()  # how many may be larger
+        below = (above <= allowed).sum(1, dtype=torch.int32).clamp_max(self._bins - 1)
+        edge = ((self._last - below + 1).clamp_min(0) << self.SHIFT).view(torch.float32)
+        return torch.minimum(edge, self._amax)

@@ -1,0 +1,95 @@
+"""`fp8attn demo`: the claims of the README that a machine without a GPU can check."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .. import calibrate
+from ..evaluation.caches import cache_factory, greedy
+from ..evaluation.models import read_text, tokenize, windows
+from ..evaluation.needle import Haystack, cells_equal, needle_grid, score
+from ..evaluation.perplexity import perplexity
+from ..evaluation.report import meta, needle_table, perplexity_table, plot_needle, sensitivity_table, title, write_json
+from .shared import load, out, progress
+
+CONTEXT = 4096
+PROMPT = "def read_header(self, name, default=None):\n"
+
+
+def run(folder: Path, device: str | None) -> dict[str, Any]:
+    """Calibrate, generate, measure; print tables, write `demo.json`, `needle.png` and `scales.safetensors` into `folder`."""
+    began = time.monotonic()
+    model, tokenizer = load(None, device)
+    text = read_text()
+    tokens = tokenize(tokenizer, text)
+
+    out.rule("1. Calibrate (the FP8 cache does not need it; static scales are for pages that sequences share)", align="left")
+    with progress("calibrating") as tick:
+        scales = calibrate(model, windows(tokens, 1024, 8, from_end=True).split(1), progress=tick)
+    folder.mkdir(parents=True, exist_ok=True)
+    scales.save(folder / "scales.safetensors")
+    out.print(sensitivity_table(scales))
+    caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
+    static = {"fp8-static": cache_factory("fp8-static", model.config, scales=scales)}
+
+    out.rule("2. Generate, greedily", align="left")
+    prompt = tokenize(tokenizer, PROMPT)[None].to(model.device)
+    written = {name: greedy(model, prompt, make(), 64)[0].tolist() for name, make in caches.items()}
+    for name, ids in written.items():
+        out.print(f"[bold]{title(name)}[/bold]")
+        out.print(PROMPT + tokenizer.decode(ids), markup=False, highlight=False)
+    pairs = zip(written["bf16"], written["fp8"], strict=True)
+    matched = next((at for at, (a, b) in enumerate(pairs) if a != b), len(written["bf16"]))
+
+    out.rule("3. Perplexity of held-out code, every K and V read through the cache", align="left")
+    with progress("prefill in chunks") as tick:
+        parts = windows(tokens, CONTEXT + 1, 3)
+        chunks = perplexity(model, parts, caches | static, tokenizer=tokenizer, progress=tick)
+    with progress("token by token") as tick:
+        decoded = perplexity(model, parts[:1], caches | static, decode_tokens=64, tokenizer=tokenizer, progress=tick)
+    out.print(perplexity_table(chunks))
+    out.print(perplexity_table(decoded))
+
+    out.rule("4. Needles in haystacks of held-out code", align="left")
+    with progress("asking") as tick:
+        cells = needle_grid(model, tokenizer, Haystack(tokenizer, text, seed=2026), caches, progress=tick)
+    out.print(needle_table(cells))
+    plot_needle(cells, folder / "needle.png", heading=f"Needle in a haystack: {Path(model.config._name_or_path).name}")
+
+    bf16, fp8 = chunks[:2]
+    results = {
+        "bytes_per_token_bf16": bf16.bytes_per_token,
+        "bytes_per_token_fp8": fp8.bytes_per_token,
+        "ppl_bf16": bf16.ppl,
+        "ppl_fp8": fp8.ppl,
+        "ppl_fp8_static": chunks[2].ppl,
+        "needle_bf16": score(cells, "bf16"),
+        "needle_fp8": score(cells, "fp8"),
+        "needle_cells_equal": cells_equal(cells, "bf16", "fp8"),
+        "greedy_tokens_equal": matched == len(written["bf16"]),
+        "greedy_tokens_matched": matched,
+        "greedy_tokens": len(written["bf16"]),
+        "seconds": time.monotonic() - began,
+    }
+    write_json(folder / "demo.json", {**results, "meta": meta(model), "perplexity": [*chunks, *decoded], "needle": cells})
+    out.print(_summary(results))
+    out.print(f"{folder}/demo.json, {folder}/needle.png, {folder}/scales.safetensors; {results['seconds']:.0f} s")
+    return results
+
+
+def _summary(results: dict[str, Any]) -> Table:
+    table = Table(title=f"BF16 and FP8 cache side by side, contexts up to {CONTEXT} tokens")
+    for column in ("", "BF16", "FP8", ""):
+        table.add_column(column, justify="right" if column else "left")
+    ratio = results["bytes_per_token_fp8"] / results["bytes_per_token_bf16"]
+    change = results["ppl_fp8"] / results["ppl_bf16"] - 1
+    same = "the same prompts" if results["needle_cells_equal"] else "different prompts"
+    table.add_row("cache bytes per token", *(f"{results[f'bytes_per_token_{c}']:.0f}" for c in ("bf16", "fp8")), f"{ratio:.1%}")
+    table.add_row("perplexity", *(f"{results[f'ppl_{c}']:.4f}" for c in ("bf16", "fp8")), f"{change:+.3%}")
+    table.add_row("needles found", *(f"{results[f'needle_{c}']:.1%}" for c in ("bf16", "fp8")), same)
+    table.add_row("greedy tokens equal", "", f"{results['greedy_tokens_matched']}", f"of {results['greedy_tokens']}")
+    return table

@@ -1,0 +1,61 @@
+"""What the commands share: loading, progress, printing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+out = Console()
+
+
+def load(model: str | None, device: str | None) -> tuple[Any, Any]:
+    from ..evaluation.models import load
+
+    return load(model, device=device)
+
+
+def makers(choice: str, model: Any, scales: Path | None) -> dict[str, Callable]:
+    from ..evaluation.caches import cache_factory, cache_names
+    from ..scales import KVScales
+
+    loaded = KVScales.load(scales) if scales else None
+    names = cache_names(choice, loaded)
+    return {name: cache_factory(name, model.config, scales=loaded if name == "fp8-static" else None) for name in names}
+
+
+def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not tokenizer.chat_template:
+        raise ValueError("this model's tokenizer has no chat template; leave out --chat")
+    turns = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def numbers(text: str, kind: type, option: str) -> list:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option} must be numbers joined by commas; got {text!r}") from error
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, driven by (done, total)."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def print_json(value: Any) -> None:
+    from ..evaluation.report import to_json
+
+    typer.echo(json.dumps(to_json(value), indent=2))

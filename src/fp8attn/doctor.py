@@ -1,0 +1,80 @@
+"""What this machine can run, and why not the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from .backends import BACKENDS, unsupported_reason
+
+PACKAGES = {  # what each is for
+    "triton": "the GPU kernels",
+    "transformers": "models (pip install 'fp8attn[hf]')",
+    "safetensors": "saved scales",
+    "diffusers": "image and video models (pip install 'fp8attn[diffusers]')",
+    "matplotlib": "plots (pip install 'fp8attn[plot]')",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the diagnosis.
+
+    Attributes:
+        name: what was looked at.
+        status: `"ok"`, `"no"` (cannot be used here) or `"info"`.
+        detail: a version, a reason, a way out.
+    """
+
+    name: str
+    status: str
+    detail: str
+
+
+def diagnose() -> list[Check]:
+    """Versions, devices, and for each device and backend whether it runs or why it does not. Starts no kernel."""
+    checks = [Check("python", "info", platform.python_version()), Check("torch", "info", torch.__version__)]
+    for package, use in PACKAGES.items():
+        try:
+            checks.append(Check(package, "ok", importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            checks.append(Check(package, "no", f"not installed; needed for {use}"))
+    checks.append(Check("cpu", "info", f"{platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()}"))
+    devices = _gpus(checks)
+    for device in [*devices, "cpu"]:
+        for backend in BACKENDS:
+            dtype = torch.float32 if device == "cpu" and backend == "reference" else torch.bfloat16
+            reason = unsupported_reason(backend, device, dtype)
+            checks.append(Check(f"backend {backend} on {device}", "no" if reason else "ok", reason or "runs"))
+    return checks
+
+
+def _gpus(checks: list[Check]) -> list[str]:
+    devices = []
+    for kind, module in (("cuda", torch.cuda), ("xpu", torch.xpu)):
+        if not module.is_available():
+            continue
+        for index in range(module.device_count()):
+            name, memory = module.get_device_name(index), module.get_device_properties(index).total_memory
+            detail = f"{name}, {memory / 2**30:.0f} GiB"
+            if kind == "cuda" and torch.version.hip is None:
+                capability = torch.cuda.get_device_capability(index)
+                detail += f", capability {capability[0]}.{capability[1]}: {_fp8_support(capability)}"
+            checks.append(Check(f"{kind}:{index}", "ok", detail))
+            devices.append(f"{kind}:{index}")
+    if not devices:
+        checks.append(Check("gpu", "no", "none that this PyTorch can use: the reference backend runs everything on the CPU, slowly"))
+    return devices
+
+
+def _fp8_support(capability: tuple[int, int]) -> str:
+    """What a CUDA compute capability (major, minor) does with FP8."""
+    if capability >= (9, 0):
+        return "FP8 tensor cores"
+    if capability == (8, 9):
+        return "FP8 conversion in hardware"
+    return "no FP8 hardware: FP8 storage, converted in software, 16-bit arithmetic"

@@ -1,0 +1,119 @@
+"""The caches that are compared, by name, and how a model is run through one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
+
+from ..integrations.transformers import FP8Cache
+from ..scales import KVScales
+
+NAMES = ("bf16", "fp8", "fp8-static", "fp8-no-means", "transformers-fp8")
+CHUNK = 512  # tokens of a prefill's forward: bounds the memory of logits and scores
+MakeCache = Callable[[], Cache]
+
+
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.bfloat16)
+
+
+class _StoresBF16:
+    """Makes a layer keep K and V in bfloat16 whatever the model computes in, and give them back in that dtype."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(_stored(key_states), _stored(value_states))
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(_stored(key_states), _stored(value_states), *args, **kwargs)
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+
+class BF16Layer(_StoresBF16, DynamicLayer):
+    """A full-attention layer that stores bfloat16."""
+
+
+class BF16SlidingLayer(_StoresBF16, DynamicSlidingWindowLayer):
+    """A sliding window that stores bfloat16."""
+
+
+class BF16Cache(DynamicCache):
+    """The 16-bit baseline: what a model in bfloat16 keeps, also where a CPU computes in float32."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        replaced = {DynamicLayer: lambda _: BF16Layer(), DynamicSlidingWindowLayer: lambda old: BF16SlidingLayer(old.sliding_window)}
+        self.layers = [replaced.get(type(layer), lambda old: old)(layer) for layer in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V held."""
+        return sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
+
+
+def cache_factory(name: str, config: Any, *, scales: KVScales | None = None, max_cache_len: int | None = None) -> MakeCache:
+    """A function that makes an empty cache of the kind `name` for a model of that config.
+
+    Args:
+        name: `bf16`: the baseline. `fp8`: ours, which finds its own scales and means. `fp8-static`: with calibrated `scales`.
+            `fp8-no-means`: scales alone, to see what means are worth. `transformers-fp8`: the one in transformers (its first prefill
+            attends in 16 bits, and its one scale per tensor is that of the first tokens).
+        config: the model's config.
+        scales: for `fp8-static`.
+        max_cache_len: tokens that our caches allocate from the start. None: they grow.
+    Raises:
+        ValueError: no such name; scales missing, or given where they are not used.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no cache is called {name!r}; choose from {', '.join(NAMES)}")
+    if (scales is not None) != (name == "fp8-static"):
+        raise ValueError("the cache 'fp8-static' needs scales (--scales FILE)" if scales is None else f"the cache {name!r} takes no scales")
+    if name == "bf16":
+        return lambda: BF16Cache(config)
+    if name == "transformers-fp8":
+        return lambda: QuantizedCache("fp8", config)
+    return lambda: FP8Cache(config, max_cache_len=max_cache_len, scales=scales, remove_means=name != "fp8-no-means")
+
+
+def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
+    """What `--cache` means: `both` is BF16 and FP8, the baseline first; names may be joined by commas. Scales make `fp8` static.
+
+    Raises:
+        ValueError: no such cache.
+    """
+    names = ("bf16", "fp8") if choice == "both" else tuple(choice.split(","))
+    if scales is not None:
+        names = tuple("fp8-static" if name == "fp8" else name for name in names)
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"no cache is called {name!r}; choose bf16, fp8, both, or from {', '.join(NAMES)} (several with commas)")
+    return names
+
+
+@torch.no_grad()
+def forward(model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0) -> torch.Tensor:
+    """Run `tokens [B, S]` through the model onto the end of `cache`, and return the last `logits` positions' logits (0: all).
+
+    Returns:
+        `[B, logits or S, vocabulary]`.
+    """
+    return model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=logits).logits
+
+
+def prefill(model: Any, tokens: torch.Tensor, cache: Cache, *, chunk: int = CHUNK) -> torch.Tensor:
+    """Put `tokens [B, S]` into `cache` in chunks; the last position's logits `[B, vocabulary]`."""
+    for part in tokens.split(chunk, 1):
+        last = forward(model, part, cache, logits=1)
+    return last[:, -1]
+
+
+def greedy(model: Any, tokens: torch.Tensor, cache: Cache, count: int, *, chunk: int = CHUNK) -> torch.Tensor:
+    """`[B, count]`: the likeliest continuation of `tokens [B, S]`, token by token, each through the cache."""
+    likeliest = prefill(model, tokens, cache, chunk=chunk).argmax(-1, keepdim=True)
+    out = [likeliest]
+    while len(out) < count:
+        likeliest = forward(model, likeliest, cache, logits=1)[:, -1].argmax(-1, keepdim=True)
+        out.append(likeliest)
+    return torch.cat(out, 1)

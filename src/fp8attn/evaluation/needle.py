@@ -1,0 +1,173 @@
+"""Needle in a haystack: a key and its value hidden in code at some depth, asked for at the end.
+
+The form is the one that the committed model was trained on (training/data.py), with names and values of a seed of its own:
+
+    KEY_qwzuka = "481516"        <- somewhere in the text, and others like it that are not asked for
+    ...
+    KEY_qwzuka = "               <- the end of the prompt; the model completes it
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .caches import CHUNK, MakeCache, greedy
+
+VALUE_DIGITS = 6
+QUERY = 'KEY_{} = "'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question.
+
+    Attributes:
+        tokens: exactly as many ids as were asked for.
+        value: the six digits that answer it.
+    """
+
+    tokens: tuple[int, ...]
+    value: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The answers of one cache at one length and depth.
+
+    Attributes:
+        cache: its name.
+        length: tokens of the prompts.
+        depth: where the needle stands, 0 the start and 1 the end.
+        correct: for each prompt, whether the value came out, digit for digit.
+        answers: for each prompt, the text that came out.
+    """
+
+    cache: str
+    length: int
+    depth: float
+    correct: tuple[bool, ...]
+    answers: tuple[str, ...]
+
+
+class Haystack:
+    """Text that prompts are cut from, line by line.
+
+    A line is tokenised by itself, so that needles can stand between any two and a prompt has exactly the length asked for.
+
+    Args:
+        tokenizer: the model's.
+        text: the hay; long enough for the longest prompt.
+        seed: of names, values, texts and places.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, seed: int = 0) -> None:
+        self._tokenizer, self._random = tokenizer, random.Random(seed)
+        self._start = tokenizer("")["input_ids"]  # what this tokenizer begins every text with, if anything
+        lines = tokenizer(text.splitlines(keepends=True), add_special_tokens=False)["input_ids"]
+        self._tokens = [token for line in lines for token in line]
+        self._ends = [0]  # where lines end
+        for line in lines:
+            self._ends.append(self._ends[-1] + len(line))
+
+    def prompt(self, length: int, depth: float, distractors: int = 3) -> Prompt:
+        """A prompt of `length` tokens with its needle at `depth`, and `distractors` other pairs at random places.
+
+        Raises:
+            ValueError: a length too short for the needles, or longer than the text; a depth outside [0, 1].
+        """
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth must be in [0, 1] (0 the start of the context); got {depth}")
+        names = self._names(1 + distractors)
+        values = ["".join(self._random.choices(string.digits, k=VALUE_DIGITS)) for _ in names]
+        needles = [self._encode(QUERY.format(name) + value + '"\n') for name, value in zip(names, values, strict=True)]
+        query = self._encode(QUERY.format(names[0]))
+        space = length - len(self._start) - sum(map(len, needles)) - len(query)
+        ends = [end for end in self._ends if end >= space]
+        if space < 0 or not ends:
+            shortest = length - space
+            longest = shortest + len(self._tokens)
+            raise ValueError(f"a prompt with {1 + distractors} pairs takes {shortest} to {longest} tokens; got {length}")
+        end = self._random.choice(ends)
+        breaks = [0, *(e - end + space for e in self._ends if 0 < e - end + space <= space)]
+        places = [min(breaks, key=lambda at: abs(at - depth * space)), *self._random.choices(breaks, k=distractors)]
+        tokens, at = list(self._start), 0
+        hay = self._tokens[end - space : end]
+        for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
+            tokens += hay[at:place] + needle
+            at = place
+        return Prompt((*tokens, *hay[at:], *query), values[0])
+
+    def _names(self, count: int) -> list[str]:
+        names: dict[str, None] = {}  # keeps the order of a seed, as a set would not
+        while len(names) < count:
+            names["".join(self._random.choices(string.ascii_lowercase, k=6))] = None
+        return list(names)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def needle_grid(
+    model: Any,
+    tokenizer: Any,
+    haystack: Haystack,
+    caches: Mapping[str, MakeCache],
+    *,
+    lengths: Sequence[int] = (512, 1024, 2048, 4096),
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    samples: int = 2,
+    distractors: int = 3,
+    chunk: int = CHUNK,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Cell]:
+    """Ask at every length and depth, all caches the same questions, decoding greedily through the cache.
+
+    Args:
+        model: a transformers causal language model; the lengths should not exceed what it was trained on.
+        tokenizer: its tokenizer.
+        haystack: where prompts come from.
+        caches: by name, what makes an empty one.
+        lengths: tokens of a prompt.
+        depths: of the needle, in [0, 1].
+        samples: prompts of each cell; they run as one batch.
+        distractors: other pairs in each prompt.
+        chunk: tokens of a prefill's forward.
+        progress: called with (prompts done, prompts in all), each counted once for each cache.
+    Returns:
+        One cell for each length, depth and cache, in that order.
+    """
+    total, done = len(lengths) * len(depths) * len(caches) * samples, 0
+    cells = []
+    for length in lengths:
+        for depth in depths:
+            prompts = [haystack.prompt(length, depth, distractors) for _ in range(samples)]
+            tokens = torch.tensor([prompt.tokens for prompt in prompts], device=model.device)
+            answers = tokenizer([prompt.value + '"' for prompt in prompts], add_special_tokens=False)["input_ids"]
+            answer_tokens = max(map(len, answers)) + 1  # the context may split the digits otherwise
+            for name, make in caches.items():
+                out = greedy(model, tokens, make(), answer_tokens, chunk=chunk)
+                answers = tuple(tokenizer.batch_decode(out.tolist(), clean_up_tokenization_spaces=False))
+                correct = tuple(answer.startswith(prompt.value) for answer, prompt in zip(answers, prompts, strict=True))
+                cells.append(Cell(name, length, depth, correct, answers))
+                done += samples
+                if progress:
+                    progress(done, total)
+    return cells
+
+
+def score(cells: Sequence[Cell], cache: str) -> float:
+    """The share of all questions that `cache` answered rightly."""
+    answers = [correct for cell in cells if cell.cache == cache for correct in cell.correct]
+    return sum(answers) / len(answers)
+
+
+def cells_equal(cells: Sequence[Cell], first: str, second: str) -> bool:
+    """Whether two caches were right and wrong on exactly the same questions."""
+    mine, theirs = ([(c.length, c.depth, c.correct) for c in cells if c.cache == name] for name in (first, second))
+    return mine == theirs

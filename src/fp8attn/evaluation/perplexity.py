@@ -1,0 +1,117 @@
+"""Perplexity of the same tokens through several caches: prefill in chunks, and token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .caches import CHUNK, MakeCache, forward, prefill
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What a model makes of a text through one cache.
+
+    Attributes:
+        cache: its name.
+        mode: `"chunks"` or `"decode"`.
+        context: tokens of a window, all of them held by the cache at its end.
+        tokens: tokens predicted.
+        nll: mean negative log-likelihood, in nats per token.
+        bits_per_byte: the same per byte of the text, which models of different tokenizers share; NaN if the bytes are not known.
+        kl: mean KL divergence of the first cache's predictions from this one's, in nats; 0 for the first itself.
+        top1_agreement: the share of positions where both think the same token likeliest.
+        bytes_per_token: bytes of the cache after a window, all of them, by token held; NaN if it does not say.
+    """
+
+    cache: str
+    mode: str
+    context: int
+    tokens: int
+    nll: float
+    bits_per_byte: float
+    kl: float
+    top1_agreement: float
+    bytes_per_token: float
+
+    @property
+    def ppl(self) -> float:
+        """`exp(nll)`."""
+        return math.exp(self.nll)
+
+
+def perplexity(
+    model: Any,
+    windows: torch.Tensor,
+    caches: Mapping[str, MakeCache],
+    *,
+    chunk: int = CHUNK,
+    decode_tokens: int = 0,
+    tokenizer: Any = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Perplexity]:
+    """Teacher-forced likelihood of each window, every one of its K and V read through the cache.
+
+    The caches advance side by side over identical tokens, so their predictions are compared position by position.
+
+    Args:
+        model: a transformers causal language model.
+        windows: `[N, S + 1]` token ids; each window starts from an empty cache, S tokens go in and S are predicted.
+        caches: by name, what makes an empty one; the first is the baseline of `kl` and `top1_agreement`.
+        chunk: tokens of a forward.
+        decode_tokens: predict only the last so many tokens of each window, one forward each, after the others were prefilled. 0: all
+            S of them, in chunks.
+        tokenizer: to count the bytes of what is predicted.
+        progress: called with (windows done, windows in all).
+    Raises:
+        ValueError: more tokens to decode than a window has to predict.
+    """
+    count, context = windows.shape[0], windows.shape[1] - 1
+    if not 0 <= decode_tokens <= context:
+        raise ValueError(f"a context of {context} tokens predicts as many; cannot decode {decode_tokens}")
+    start = context - decode_tokens if decode_tokens else 0  # the first position that predicts
+    step = 1 if decode_tokens else chunk
+    totals = {name: torch.zeros(3, dtype=torch.float64) for name in caches}
+    held = dict.fromkeys(caches, math.nan)
+    for number, window in enumerate(windows.to(model.device)):
+        window = window[None]
+        open_caches = {name: make() for name, make in caches.items()}
+        if start:
+            for cache in open_caches.values():
+                prefill(model, window[:, :start], cache, chunk=chunk)
+        for begin in range(start, context, step):
+            end = min(begin + step, context)
+            baseline = None
+            for name, cache in open_caches.items():
+                predicted = forward(model, window[:, begin:end], cache)[0].float().log_softmax(-1)
+                baseline = predicted if baseline is None else baseline
+                nll = -predicted.gather(1, window[0, begin + 1 : end + 1, None]).sum()
+                kl = (baseline.exp() * (baseline - predicted)).sum()
+                same = (baseline.argmax(-1) == predicted.argmax(-1)).sum()
+                totals[name] += torch.stack([nll, kl, same.float()]).double().cpu()
+        held = {name: getattr(cache, "nbytes", math.nan) / context for name, cache in open_caches.items()}
+        if progress:
+            progress(number + 1, count)
+    tokens = count * (context - start)
+    nbytes = math.nan
+    if tokenizer is not None:
+        texts = tokenizer.batch_decode(windows[:, start + 1 :].tolist(), clean_up_tokenization_spaces=False)
+        nbytes = sum(len(text.encode()) for text in texts)
+    return [
+        Perplexity(
+            name,
+            "decode" if decode_tokens else "chunks",
+            context,
+            tokens,
+            float(nll) / tokens,
+            float(nll) / math.log(2) / nbytes,
+            float(kl) / tokens,
+            float(same) / tokens,
+            held[name],
+        )
+        for name, (nll, kl, same) in totals.items()
+    ]
