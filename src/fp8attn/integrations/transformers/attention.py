@@ -1,0 +1,204 @@
+"""The attention and mask functions that transformers knows as `fp8_kv`.
+
+Masks. A model makes one mask for all its layers of a kind, before it knows which of them are in FP8, so the mask must serve both.
+Where the mask is causal with left padding at most, it is None (nothing to say), or *compact*: int32 `[1, 1, n, B]` holding for every
+row `end`, the number of tokens up to the last query, and if n is 2 also `start`, the first token that is not padding. FP8 layers take
+`start` as their `leftpad_k`; 16-bit layers unfold blocks of it. Being four-dimensional and an integer it passes through transformers as
+it is, and is never mistaken for a mask of scores. Any other mask is what `sdpa` would get, and FP8 layers refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from ... import ops
+from .tensors import PagedKV, pages_of
+
+QUERY_BLOCK = 1024  # queries whose mask or scores are unfolded at a time
+
+# What transformers' models pass down that no attention function needs.
+_NEUTRAL = frozenset({
+    "cache_position", "deterministic", "labels", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_embeddings", "position_ids", "return_dict", "token_type_ids", "use_cache",
+})  # fmt: skip
+
+
+def fp8_kv_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> torch.Tensor | None:
+    """The mask of one kind of layers: None, compact, or what `sdpa` gets (see the module).
+
+    Args:
+        batch_size, q_length, kv_length, q_offset, kv_offset: which part of the scores is asked for. A tensor `q_offset` (static caches)
+            is never read back.
+        mask_function: which query sees which key.
+        attention_mask: bool `[B, tokens]`, False where a token is padding.
+        local_size: the window of sliding and chunked layers.
+    """
+    sdpa_arguments = dict(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, device=device, **kwargs,
+    )  # fmt: skip
+    if local_size is not None or kv_offset:
+        return sdpa_mask(**sdpa_arguments)
+    end = q_offset + q_length
+    start, padded = None, False
+    if attention_mask is not None:
+        width = attention_mask.shape[1]
+        real = attention_mask.bool() & (torch.arange(width, device=attention_mask.device) < end)
+        start = (real.cumsum(-1) == 0).sum(-1).clamp_max(end)
+        padded = True
+        if not torch.compiler.is_compiling():  # the one wait for the device in a step, as in sdpa_mask
+            last = (real * torch.arange(1, width + 1, device=real.device)).amax(-1)
+            holes = (real.sum(-1) != (last - start).clamp_min(0)).any()
+            padded, holes, end_now = torch.stack([start.amax(), holes.long(), torch.as_tensor(end, device=real.device)]).tolist()
+            if holes or width < end_now:
+                return sdpa_mask(**sdpa_arguments)
+    if mask_function is not causal_mask_function and not _is_causal(sdpa_arguments):
+        return sdpa_mask(**sdpa_arguments)
+    if not padded and isinstance(q_offset, int) and (kv_length == end if q_length == 1 else q_offset == 0):
+        return None
+    ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
+    return torch.stack([ends, start.int()] if padded else [ends])[None, None]
+
+
+def _is_causal(sdpa_arguments: dict) -> bool:
+    """Whether an unknown mask function turns out to be the causal one: text alone in a model of images, say."""
+    if torch.compiler.is_compiling() or sdpa_arguments["mask_function"] is bidirectional_mask_function:
+        return False
+    length = sdpa_arguments["q_length"]
+    for begin in range(0, length, QUERY_BLOCK):
+        block = {
+            **sdpa_arguments,
+            "q_length": min(QUERY_BLOCK, length - begin),
+            "q_offset": sdpa_arguments["q_offset"] + begin,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+        if not torch.equal(sdpa_mask(**block), sdpa_mask(**{**block, "mask_function": causal_mask_function})):
+            return False
+    return True
+
+
+def fp8_kv_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a transformers layer: over FP8 pages where `key` carries them, and as `sdpa` does elsewhere.
+
+    Args:
+        query: `[B, num_q_heads, S, head_dim]`.
+        key, value: `[B, num_kv_heads, length, head_dim]`, `PagedKV` or plain.
+        attention_mask: from `fp8_kv_mask`, or a caller's own four-dimensional one (16-bit layers only).
+        dropout: FP8 layers and layers with sinks or a softcap take none.
+        scaling, is_causal, softcap: as elsewhere in transformers; 16-bit layers honour the softcap too, which `sdpa` does not.
+        s_aux: `[num_q_heads]` attention sinks, likewise.
+    Returns:
+        `[B, S, num_q_heads, head_dim]` and None (attention weights are never formed).
+    Raises:
+        ValueError: something that would change the result and cannot be honoured, with what to do instead.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if isinstance(key, PagedKV):
+        return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
+    compact = attention_mask is not None and attention_mask.dtype == torch.int32
+    exact = softcap is not None or s_aux is not None
+    if not compact and not exact:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    if exact and (dropout or kwargs.get("position_bias") is not None):
+        raise ValueError("fp8_kv: a layer with sinks or a softcap takes no dropout and no position_bias; use attn_implementation='eager'")
+    outs = []
+    length = query.shape[2]
+    for begin in range(0, length, QUERY_BLOCK):
+        stop = min(begin + QUERY_BLOCK, length)
+        block, mask = query[:, :, begin:stop], _mask_block(attention_mask, causal, length, key.shape[2], begin, stop, query.device)
+        if exact:
+            outs.append(_attend_exactly(block, key, value, mask, scaling, softcap, s_aux))
+        else:
+            outs.append(sdpa_attention_forward(module, block, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)[0])
+    return torch.cat(outs, 1), None
+
+
+def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, sinks, keywords) -> torch.Tensor:
+    layer = f"layer {getattr(module, 'layer_idx', '?')} of {type(module).__name__} is in FP8"
+    if dropout:
+        raise ValueError(f"{layer}, which is for inference, and dropout is {dropout}; call model.eval()")
+    unknown = sorted(name for name, value in keywords.items() if value is not None and value is not False and name not in _NEUTRAL)
+    if unknown:
+        raise ValueError(
+            f"{layer} and is called with {', '.join(unknown)}, which fp8_kv cannot honour. Keep such layers in 16 bits "
+            "(FP8Cache(config, skip_layers=[...])), or read the same cache dequantised: model.set_attn_implementation('sdpa' or 'eager')"
+        )
+    start = None
+    if mask is not None:
+        if mask.dtype != torch.int32:
+            raise ValueError(
+                f"{layer}, which sees causally and past padding on the left, and this call asks for another mask {tuple(mask.shape)}: a "
+                "four-dimensional one; a two-dimensional one with holes (padding on the right that more tokens follow is one) or shorter "
+                "than the cache and the new tokens together; or one that the model makes for packed sequences, image blocks or prefixes. "
+                "Pad on the left (tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or read the same cache "
+                "dequantised, with any mask: model.set_attn_implementation('sdpa')"
+            )
+        causal, start = True, mask[0, 0, 1] if mask.shape[2] == 2 else None
+    batch, _, length, _ = query.shape
+    out = ops.attention(
+        query.transpose(1, 2).flatten(0, 1), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,
+        leftpad_k=start, backend=key.backend,
+    )  # fmt: skip
+    return out.unflatten(0, (batch, length))
+
+
+def _mask_block(mask, causal: bool, q_length: int, kv_length: int, begin: int, stop: int, device) -> torch.Tensor | None:
+    """Queries `begin` to `stop` of a mask, unfolded to `[B or 1, 1, stop - begin, kv_length]`; None where they see everything."""
+    if mask is not None and mask.dtype != torch.int32:
+        return mask[:, :, begin:stop] if mask.shape[2] > 1 else mask
+    queries, keys = torch.arange(begin, stop, device=device), torch.arange(kv_length, device=device)
+    if mask is None:
+        # Keys behind the queries' own are room that a static cache has not filled yet.
+        return (keys <= queries[:, None])[None, None] if causal and q_length > 1 else None
+    queries = queries + mask[0, 0, 0][:, None] - q_length
+    seen = keys <= queries[..., None]
+    if mask.shape[2] == 2:
+        seen = seen & (keys >= mask[0, 0, 1][:, None, None])
+    return seen[:, None]
+
+
+def _attend_exactly(query, key, value, mask, scaling, softcap, sinks) -> torch.Tensor:
+    """What `sdpa` cannot: a softcap, and sinks as one more column of the softmax with no value. FP32 softmax; `[B, S, heads, D]`."""
+    group = query.shape[1] // key.shape[1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query.unflatten(1, (-1, group)).flatten(2, 3) @ key.transpose(2, 3)
+    scores = scores.unflatten(2, (group, -1)).flatten(1, 2).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(len(query), -1, query.shape[2], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    out = weights.unflatten(1, (-1, group)).flatten(2, 3) @ value
+    return out.unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2)

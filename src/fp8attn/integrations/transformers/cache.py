@@ -1,0 +1,363 @@
+"""`FP8Cache`: a transformers cache whose full-attention layers hold FP8 pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from ... import ops
+from ...cache import PagedKVCache
+from ...layout import PAGE_SIZE
+from ...scales import KVScales, LayerScales
+from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantise
+
+WINDOWED = ("sliding_attention", "chunked_attention")  # kinds whose cache does not grow: transformers' own layers keep it, in 16 bits
+
+
+class FP8Layer(CacheLayerMixin):
+    """One full-attention layer of an `FP8Cache`.
+
+    Args:
+        index: the layer's number, for errors.
+        config: the decoder's config; its attention implementation decides what `update` returns.
+        max_cache_len: tokens to make room for, once and for all; None grows.
+        scales, remove_means, backend: as `PagedKVCache` takes them.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self,
+        index: int,
+        config: PreTrainedConfig,
+        *,
+        max_cache_len: int | None,
+        scales: LayerScales | None,
+        remove_means: bool,
+        backend: str,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.config = config
+        self.max_cache_len = max_cache_len
+        self.is_compileable = max_cache_len is not None
+        self.scales = scales
+        self.remove_means = remove_means
+        self.backend = backend
+        self.cache: PagedKVCache | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the pages for K and V of this shape, `[B, num_kv_heads, S, head_dim]`; S may be 0.
+
+        Raises:
+            ValueError: a shape that no kernel takes.
+            RuntimeError: inside a compiled region, where nothing can be allocated for good.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the first append to a static FP8Cache is in a compiled region; run the prefill uncompiled, or call "
+                "cache.early_initialization(batch_size, num_heads, head_dim, dtype, device) before it"
+            )
+        if key_states.shape != value_states.shape:
+            raise ValueError(
+                f"layer {self.index} has K {tuple(key_states.shape)} and V {tuple(value_states.shape)}; FP8 pages hold K and V of one "
+                f"shape. Keep such layers in 16 bits: FP8Cache(config, skip_layers=[{self.index}, ...])"
+            )
+        self.batch_size, num_kv_heads, _, head_dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        length = self.max_cache_len
+        self.cache = PagedKVCache(
+            num_kv_heads,
+            head_dim,
+            num_seqs=self.batch_size,
+            num_pages=None if length is None else self.batch_size * -(-length // PAGE_SIZE),
+            scales=self.scales,
+            remove_means=self.remove_means,
+            device=self.device,
+            backend=self.backend,
+        )
+        if length is not None:
+            self.cache.reserve(length)
+            for tensor in self.cache.pages.tensors:
+                torch._dynamo.mark_static_address(tensor)  # CUDA graphs write into it in place
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantise new tokens onto the end, and return K and V of all.
+
+        Args:
+            key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens.
+        Returns:
+            K and V `[B, num_kv_heads, length, head_dim]` (the static form: `max_cache_len`, zero past its tokens): `PagedKV` under the
+            attention implementation `fp8_kv`, plain dequantised tensors under any other.
+        Raises:
+            RuntimeError: a gradient is wanted.
+            ValueError: another batch, head count or head_dim than before.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError(
+                "FP8Cache is for inference: no gradient flows through FP8 pages. Use torch.no_grad() or torch.inference_mode()"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        pages = self.cache.pages
+        batch, _, length, head_dim = key_states.shape
+        if (batch, key_states.shape[1], head_dim) != (pages.num_seqs, pages.num_kv_heads, pages.head_dim):
+            raise ValueError(
+                f"layer {self.index} of this cache holds {pages.num_seqs} sequences of {pages.num_kv_heads} heads of {pages.head_dim}; "
+                f"got K {tuple(key_states.shape)}. Use a new FP8Cache for another batch"
+            )
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
+        if self.max_cache_len is None:
+            self.cache.append(k, v)
+            pages, total = self.cache.pages, self.cache.lengths[0]
+        else:
+            # Device state alone, so that this compiles once. Tokens past the reserved pages would overwrite others: stop there, as an
+            # index out of range does.
+            fits = pages.cache_seqlens.max() + length <= self.max_cache_len
+            torch._assert_async(fits, "FP8Cache is full: make it with a larger max_cache_len")
+            fix_means = self.remove_means and self.scales is None and length > 1
+            ops.append(pages, k, v, static_scales=self.scales is not None, fix_means=fix_means, backend=self.backend)
+            total = self.max_cache_len
+        if self.config._attn_implementation == ATTN_IMPLEMENTATION:
+            return tuple(PagedKV(pages, which, total, key_states.dtype, self.backend) for which in "kv")
+        return tuple(dequantise(pages, which, total, key_states.dtype) for which in "kv")
+
+    # Sizes, as transformers asks for them
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(how many keys a mask for `query_length` new tokens covers, where they begin)."""
+        return self.max_cache_len or self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Tokens held; in the static form, once it holds any, a scalar on the device."""
+        if not self.is_initialized:
+            return 0
+        if self.max_cache_len is None:
+            return self.cache.lengths[0]
+        return self.cache.pages.cache_seqlens[0].long()  # a copy: what it is read for outlives the next append
+
+    def get_max_length(self) -> int:
+        """Tokens that fit; -1 without a limit."""
+        return self.max_cache_len or -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return self.cache.nbytes if self.is_initialized else 0
+
+    # Sequences moved about: host work, so the static form reads its lengths back first
+
+    def _moved(self, move: Callable[[PagedKVCache], None]) -> None:
+        if not self.is_initialized:
+            return
+        if self.max_cache_len is None:
+            move(self.cache)
+        else:
+            self.cache.sync()
+            move(self.cache)
+            self.cache.reserve(self.max_cache_len)  # compiled steps find every page there again, and none shared that they write
+
+    def reset(self) -> None:
+        """Forget every token. The growing form also frees its pages; the static form keeps its tensors where they are."""
+        if self.max_cache_len is None:
+            self.cache, self.is_initialized = None, False
+        else:
+            self._moved(PagedKVCache.reset)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove}")
+        if tokens_to_remove:
+            self._moved(lambda cache: cache.truncate([max(0, length + tokens_to_remove) for length in cache.lengths]))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Sequence `i` becomes a copy of what sequence `beam_idx[i]` was; copies share pages until they differ."""
+        self._select(beam_idx.tolist(), "reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times, side by side."""
+        if self.is_initialized:
+            self._select([i for i in range(self.batch_size) for _ in range(repeats)], "batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices` (numbers, or a mask)."""
+        self._select((indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist(), "batch_select_indices")
+
+    def _select(self, indices: list[int], what: str) -> None:
+        if not self.is_initialized:
+            return
+        if self.max_cache_len is not None and len(indices) != self.batch_size:
+            raise ValueError(
+                f"{what} would change a static FP8Cache from {self.batch_size} to {len(indices)} sequences; use max_cache_len=None, or "
+                "give the prompt to generate with the final batch"
+            )
+        self._moved(lambda cache: cache.select(indices))
+        self.batch_size = len(indices)
+
+    def offload(self) -> None:
+        """Raises NotImplementedError: pages stay on their device."""
+        raise NotImplementedError(
+            "FP8Cache does not offload: its pages stay on the device. Use transformers' DynamicCache(offloading=True)"
+        )
+
+    prefetch = offload
+
+
+def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
+    """The numbers of the `first` and the `last` layers of a model, for `skip_layers`: `edge_layers(1, 2)` is `(0, -2, -1)`."""
+    return (*range(first), *range(-last, 0))
+
+
+class FP8Cache(Cache):
+    """A transformers cache with FP8 pages in its full-attention layers: half the bytes of BF16.
+
+    Sliding-window and chunked layers stay transformers' own, in 16 bits: they hold a window, which does not grow.
+
+    Args:
+        config: the model's config (`model.config`). Its attention implementation is read at every step: `fp8_kv` gets the pages.
+        max_cache_len: None grows as tokens come. A number makes the static form: all memory at once, no host work in a step, so that
+            decoding compiles once (`generate` does so on a GPU) and runs in CUDA graphs.
+        scales: calibrated scales and means (`KVScales.load`); None: the cache finds its own as it goes, and needs no calibration.
+        skip_layers: layers to keep in 16 bits: numbers (negative ones count from the end), or a function of the number. A choice for
+            whoever measured the model: `fp8attn calibrate` reports each layer's error; `edge_layers` names the first and last.
+        remove_means: subtract each sequence's mean K and V before quantising (`PagedKVCache`).
+        backend: `"auto"`, `"triton"` or `"reference"`, for writing and for attention.
+    Raises:
+        ValueError: a model that it cannot serve, by name, with what to do instead.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        max_cache_len: int | None = None,
+        scales: KVScales | None = None,
+        skip_layers: Iterable[int] | Callable[[int], bool] = (),
+        remove_means: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"max_cache_len must be positive (None grows); got {max_cache_len}")
+        config = _supported(config)
+        kinds, options = get_layer_types_and_kwargs(config)
+        if isinstance(options, dict):  # transformers < 5.20: one set of options for all layers
+            options = [options] * len(kinds)
+        skipped = _skipped(skip_layers, config.num_hidden_layers)
+        if scales is not None:
+            heads = config.num_attention_heads
+            scales.check(
+                num_layers=config.num_hidden_layers,
+                num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+                head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            )
+        plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
+        length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
+        layers = []
+        for index, (kind, option) in enumerate(zip(kinds, options, strict=True)):
+            if kind not in ("full_attention", *WINDOWED):
+                raise ValueError(
+                    f"layer {index} of {config.model_type!r} is of kind {kind!r}; FP8Cache holds full, sliding and chunked attention. "
+                    "Use transformers' own cache for this model (DynamicCache(config=model.config))"
+                )
+            if kind == "full_attention" and not skipped(index):
+                layers.append(
+                    FP8Layer(
+                        index,
+                        config,
+                        max_cache_len=max_cache_len,
+                        scales=None if scales is None else scales.layer(index),
+                        remove_means=remove_means,
+                        backend=backend,
+                    )
+                )
+            else:
+                layers.append(plain[kind](**{**option, **length}))
+        if not any(isinstance(layer, FP8Layer) for layer in layers):
+            why = (
+                "skip_layers keeps every full-attention layer in 16 bits"
+                if "full_attention" in kinds
+                else (
+                    f"every layer of {config.model_type!r} has a window (sliding_window={getattr(config, 'sliding_window', None)}), "
+                    "so its cache does not grow"
+                )
+            )
+            raise ValueError(f"no layer would be in FP8: {why}. Use transformers' own cache (DynamicCache(config=model.config))")
+        super().__init__(layers=layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device by all layers, FP8 and 16-bit."""
+        return sum(
+            layer.nbytes if isinstance(layer, FP8Layer) else sum(x.nbytes for x in (layer.keys, layer.values) if x is not None)
+            for layer in self.layers
+        )
+
+    @property
+    def fp8_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that are in FP8."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer, FP8Layer))
+
+    def _all_layers(self, method: str, *args) -> None:
+        """Call `method` on every layer, or on none: transformers' static layers lack some."""
+        lacking = [index for index, layer in enumerate(self.layers) if not hasattr(layer, method)]
+        if lacking:
+            raise ValueError(
+                f"{method} needs a cache that grows: transformers' static 16-bit layers ({', '.join(map(str, lacking))}) have none. "
+                "Use FP8Cache(config) without max_cache_len"
+            )
+        for layer in self.layers:
+            getattr(layer, method)(*args)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every layer."""
+        self._all_layers("crop", tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times, side by side."""
+        self._all_layers("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices`."""
+        self._all_layers("batch_select_indices", indices)
+
+
+def _supported(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's config; raises ValueError for models that are refused whatever their layers are."""
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{config.model_type!r} is an encoder-decoder, whose cross-attention cache FP8Cache does not hold; "
+            "use transformers' own cache (EncoderDecoderCache)"
+        )
+    config = config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"{config.model_type!r} uses multi-head latent attention (kv_lora_rank={config.kv_lora_rank}), which expands its K and V "
+            "after the cache; FP8Cache does not hold latents. Use transformers' own cache (DynamicCache(config=model.config))"
+        )
+    return config
+
+
+def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:
+    if callable(skip_layers):
+        return skip_layers
+    numbers = list(skip_layers)
+    wrong = [n for n in numbers if not -num_layers <= n < num_layers]
+    if wrong:
+        raise ValueError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")
+    return {n % num_layers for n in numbers}.__contains__

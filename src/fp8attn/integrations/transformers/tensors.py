@@ -1,0 +1,78 @@
+"""How an FP8 layer's K and V travel from the cache to the attention function: as tensors that carry their pages."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ...layout import FP8, PAGE_SIZE, KVPages, v_position
+
+ATTN_IMPLEMENTATION = "fp8_kv"  # transformers looks into names: "flash", "sdpa", "flex_attention" and "/" would mean something
+_PAGES = tuple(field.name for field in fields(KVPages))
+
+
+def dequantise(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """K or V of every sequence as `[num_seqs, num_kv_heads, length, head_dim]`, zero past `cache_seqlens`; device work alone.
+
+    Args:
+        pages: the cache.
+        which: `"k"` or `"v"`.
+        length: tokens to return; at most the page table's width in tokens.
+        dtype: of the result. The arithmetic is FP32.
+    """
+    ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
+    pool, scale, mean = getattr(pages, which), getattr(pages, f"{which}_scale"), getattr(pages, f"{which}_mean")
+    # FP8 tensors index through their bytes: a CPU has no gather for them.
+    x = pool.view(torch.uint8)[ids].view(FP8).float() * scale[ids][..., None, None]
+    if which == "v":
+        x = x[..., v_position(x.device)].transpose(-1, -2)
+    x = x.transpose(1, 2).flatten(2, 3)[:, :, :length] + mean[:, :, None]
+    # Bytes past the length are unspecified in K: a NaN there would survive a mask that is added.
+    held = torch.arange(length, device=x.device) < pages.cache_seqlens[:, None]
+    return torch.where(held[:, None, :, None], x, 0.0).to(dtype)
+
+
+class PagedKV(torch.Tensor):
+    """K or V of an FP8 layer: shape `[B, num_kv_heads, S, head_dim]`, the model's dtype, and no storage but the layer's pages.
+
+    The attention function takes the pages (`pages_of`); every other operation dequantises first. `data_ptr()` is 0, so code that passes
+    raw pointers (a foreign kernel) must not get one: the cache hands it out only when the model's attention implementation is `fp8_kv`.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, pages: KVPages, which: str, length: int, dtype: torch.dtype, backend: str = "auto") -> PagedKV:
+        shape = (pages.num_seqs, pages.num_kv_heads, length, pages.head_dim)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.device)
+
+    def __init__(self, pages: KVPages, which: str, length: int, dtype: torch.dtype, backend: str = "auto") -> None:
+        self.which, self.backend = which, backend
+        # One attribute a tensor, as `__tensor_flatten__` wants them.
+        self._k, self._v, self._k_scale, self._v_scale = pages.k, pages.v, pages.k_scale, pages.v_scale
+        self._k_mean, self._v_mean, self._page_table, self._cache_seqlens = (
+            pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens,
+        )  # fmt: skip
+
+    def dequantise(self) -> torch.Tensor:
+        """The plain tensor that this one stands for."""
+        return dequantise(pages_of(self), self.which, self.shape[2], self.dtype)
+
+    def __tensor_flatten__(self):
+        return [f"_{name}" for name in _PAGES], (self.which, self.shape[2], self.dtype, self.backend)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, outer_size, outer_stride):
+        return cls(KVPages(*(inner[f"_{name}"] for name in _PAGES)), *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = tree_map(lambda x: x.dequantise() if isinstance(x, PagedKV) else x, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def pages_of(x: PagedKV) -> KVPages:
+    """The pages that `x` stands for. A function, because Dynamo traces into neither methods nor properties of a tensor."""
+    return KVPages(x._k, x._v, x._k_scale, x._v_scale, x._k_mean, x._v_mean, x._page_table, x._cache_seqlens)
