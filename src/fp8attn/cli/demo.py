@@ -9,14 +9,16 @@ from typing import Any
 from rich.table import Table
 
 from .. import calibrate
+from ..evaluation import models
 from ..evaluation.caches import cache_factory, greedy
-from ..evaluation.models import read_text, tokenize, windows
 from ..evaluation.needle import Haystack, cells_equal, needle_grid, score
 from ..evaluation.perplexity import perplexity
 from ..evaluation.report import meta, needle_table, perplexity_table, plot_needle, sensitivity_table, title, write_json
 from .shared import load, out, progress
 
-CONTEXT = 4096
+CALIBRATION = (8, 1024)  # windows, tokens of each: from the text's end, where the measurements do not come
+CONTEXT, WINDOWS = 4096, 3  # of the perplexity
+LENGTHS = (512, 1024, 2048, 4096)  # of the needles' prompts
 PROMPT = "def read_header(self, name, default=None):\n"
 
 
@@ -24,12 +26,13 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     """Calibrate, generate, measure; print tables, write `demo.json`, `needle.png` and `scales.safetensors` into `folder`."""
     began = time.monotonic()
     model, tokenizer = load(None, device)
-    text = read_text()
-    tokens = tokenize(tokenizer, text)
+    text = models.read_text()
+    tokens = models.tokenize(tokenizer, text)
 
     out.rule("1. Calibrate (the FP8 cache does not need it; static scales are for pages that sequences share)", align="left")
+    count, length = CALIBRATION
     with progress("calibrating") as tick:
-        scales = calibrate(model, windows(tokens, 1024, 8, from_end=True).split(1), progress=tick)
+        scales = calibrate(model, models.windows(tokens, length, count, from_end=True).split(1), progress=tick)
     folder.mkdir(parents=True, exist_ok=True)
     scales.save(folder / "scales.safetensors")
     out.print(sensitivity_table(scales))
@@ -37,7 +40,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     static = {"fp8-static": cache_factory("fp8-static", model.config, scales=scales)}
 
     out.rule("2. Generate, greedily", align="left")
-    prompt = tokenize(tokenizer, PROMPT)[None].to(model.device)
+    prompt = models.tokenize(tokenizer, PROMPT)[None].to(model.device)
     written = {name: greedy(model, prompt, make(), 64)[0].tolist() for name, make in caches.items()}
     for name, ids in written.items():
         out.print(f"[bold]{title(name)}[/bold]")
@@ -47,7 +50,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
 
     out.rule("3. Perplexity of held-out code, every K and V read through the cache", align="left")
     with progress("prefill in chunks") as tick:
-        parts = windows(tokens, CONTEXT + 1, 3)
+        parts = models.windows(tokens, CONTEXT + 1, WINDOWS)
         chunks = perplexity(model, parts, caches | static, tokenizer=tokenizer, progress=tick)
     with progress("token by token") as tick:
         decoded = perplexity(model, parts[:1], caches | static, decode_tokens=64, tokenizer=tokenizer, progress=tick)
@@ -56,7 +59,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
 
     out.rule("4. Needles in haystacks of held-out code", align="left")
     with progress("asking") as tick:
-        cells = needle_grid(model, tokenizer, Haystack(tokenizer, text, seed=2026), caches, progress=tick)
+        cells = needle_grid(model, tokenizer, Haystack(tokenizer, text, seed=2026), caches, lengths=LENGTHS, progress=tick)
     out.print(needle_table(cells))
     plot_needle(cells, folder / "needle.png", heading=f"Needle in a haystack: {Path(model.config._name_or_path).name}")
 

@@ -1,0 +1,52 @@
+"""One thread a worker; a model and a tokenizer small enough to build in every session."""
+
+import lzma
+import string
+
+import pytest
+import torch
+
+# The workers of xdist share the cores: two threads in each wait for each other more than they work.
+torch.set_num_threads(1)
+
+
+def byte_tokenizer():
+    """One token a byte, and an end of text: any text has a known number of tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({"<end>": 0, **{symbol: number for number, symbol in enumerate(alphabet, 1)}}, []))
+    inner.add_special_tokens(["<end>"])
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A folder with a random two-layer Llama (biases give K and V an offset), its tokenizer and a held-out text of 16,384 bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, max_position_embeddings=4096, attention_bias=True, bos_token_id=None, eos_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name or "embed" in name:
+                weight.normal_(0, 0.5 if name.endswith("bias") else 0.15)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    names = zip(string.ascii_letters * 12, "xyzuvw" * 104, strict=True)
+    lines = (f"value_{a}{b} = function_{b}({a!r}, {number})\n" for number, (a, b) in enumerate(names))
+    (folder / "heldout.txt.xz").write_bytes(lzma.compress("".join(lines).encode()[:16384]))
+    return folder

@@ -1,0 +1,188 @@
+"""Calibration against direct computation on the K and V that an ordinary cache holds."""
+
+import numpy as np
+import pytest
+import torch
+
+from fp8attn import PagedKVCache, calibrate
+from fp8attn.calibrate import _Histogram
+from fp8attn.numerics import E4M3, power_of_two_scale
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 257, (4, 200), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def kept(model, ids):
+    """By layer, (K, V) `[tokens, heads, dim]` as a plain cache holds them."""
+    cache = transformers.DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=cache)
+    return [tuple(x.transpose(1, 2).flatten(0, 1) for x in (layer.keys, layer.values)) for layer in cache.layers]
+
+
+def test_absmax_is_exact(model, ids):
+    found = calibrate(model, ids.split(1))
+    assert (found.num_layers, found.num_kv_heads, found.head_dim, found.tokens, found.method) == (2, 2, 64, 800, "absmax")
+    assert found.model_id.endswith("tiny-llama")
+    for index, pair in enumerate(kept(model, ids)):
+        layer = found.layer(index)
+        for x, mean, scale in zip(pair, (layer.k_mean, layer.v_mean), (layer.k_scale, layer.v_scale), strict=True):
+            torch.testing.assert_close(mean, x.double().mean(0).float(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(scale, (x - mean).abs().amax((0, 2)) / 448, rtol=1e-5, atol=0)
+            assert mean.abs().max() > 0.5, "the model was built to have offsets"
+
+
+def test_batches_may_be_an_iterator_and_of_any_shape(model, ids):
+    whole = calibrate(model, [ids])
+    pieces = calibrate(model, ({"input_ids": row} for row in ids.split([1, 2, 1])))
+    for index in whole.layers:
+        for name in ("k_scale", "v_scale", "k_mean", "v_mean"):
+            torch.testing.assert_close(getattr(whole.layer(index), name), getattr(pieces.layer(index), name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_counted(model, ids, side):
+    rows = [ids[0, :150], ids[1, :90]]
+    padded, mask = torch.zeros(2, 150, dtype=torch.long), torch.zeros(2, 150, dtype=torch.long)
+    for number, row in enumerate(rows):
+        place = slice(150 - len(row), None) if side == "left" else slice(len(row))
+        padded[number, place], mask[number, place] = row, 1
+    want, got = calibrate(model, [row[None] for row in rows]), calibrate(model, [{"input_ids": padded, "attention_mask": mask}])
+    assert got.tokens == want.tokens == 240
+    for index in want.layers:
+        for name in ("k_scale", "v_scale", "k_mean", "v_mean"):
+            torch.testing.assert_close(getattr(got.layer(index), name), getattr(want.layer(index), name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("percentile", [50.0, 99.0, 99.99])
+def test_percentile_against_numpy(model, ids, percentile):
+    found = calibrate(model, ids.split(2), method="percentile", percentile=percentile)
+    assert found.method == f"percentile {percentile:g}"
+    for index, pair in enumerate(kept(model, ids)):
+        layer = found.layer(index)
+        for x, mean, scale in zip(pair, (layer.k_mean, layer.v_mean), (layer.k_scale, layer.v_scale), strict=True):
+            magnitudes = (x - mean).abs().transpose(0, 1).flatten(1).numpy()
+            exact = np.percentile(magnitudes, percentile, axis=1, method="inverted_cdf")
+            ratio = scale.numpy() * 448 / exact
+            assert (ratio > 1 - 1e-5).all()
+            assert (ratio < 1.002).all()
+
+
+def test_percentile_100_is_absmax(model, ids):
+    all_of_it, absmax = calibrate(model, [ids], method="percentile", percentile=100.0), calibrate(model, [ids])
+    for index in absmax.layers:
+        assert torch.equal(all_of_it.layer(index).k_scale, absmax.layer(index).k_scale)
+        assert torch.equal(all_of_it.layer(index).v_scale, absmax.layer(index).v_scale)
+
+
+@pytest.mark.parametrize("q", [0.01, 0.5, 0.999, 0.99999, 1.0])
+def test_histogram_of_heavy_tails(q):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.exp(2 * torch.randn(3000, 2, 64, generator=generator)) * torch.tensor([1.0, 1e-6])[:, None]
+    mean = torch.zeros(2, 64)
+    histogram = _Histogram(mean, x.amax((0, 2)))
+    for part in x.split(700):
+        histogram.add(part)
+    exact = np.quantile(x.transpose(0, 1).flatten(1).numpy(), q, axis=1, method="inverted_cdf")
+    ratio = histogram.quantile(q).numpy() / exact
+    floor = x.amax((0, 2)).numpy() * 2.0**-16 / exact  # what is below the last bin is taken for its end
+    assert (ratio >= 1 - 1e-6).all()
+    assert (ratio <= np.maximum(1.002, floor * 1.01)).all()
+
+
+def test_constant_head_has_a_positive_scale():
+    histogram = _Histogram(torch.ones(1, 4), torch.zeros(1))
+    histogram.add(torch.ones(5, 1, 4))
+    assert histogram.quantile(0.999).tolist() == [0.0]  # `calibrate` keeps scales above 2^-32
+
+
+def test_sensitivity(model, ids):
+    found = calibrate(model, [ids])
+    for k, v in found.sqnr_db.values():
+        assert 28 < k < 45  # FP8 E4M3 keeps about 31.5 dB of a normal variable, and more where a mean is taken off
+        assert 28 < v < 45
+    # A scale that cuts off half of all values must show.
+    cut = calibrate(model, [ids], method="percentile", percentile=50.0)
+    assert all(cut.sqnr_db[index][1] < found.sqnr_db[index][1] - 5 for index in found.layers)
+
+
+def test_static_cache_holds_the_calibrated_range_and_saturates_past_it(model, ids):
+    layer = calibrate(model, [ids]).layer(1)
+    k, v = kept(model, ids)[1]
+    cache = PagedKVCache(2, 64, scales=layer)
+    cache.append(k, v)
+    for got, want, scale in zip(cache.read(0), (k, v), (layer.k_scale, layer.v_scale), strict=True):
+        step = power_of_two_scale(scale * E4M3.max)[:, None]
+        assert ((got - want).abs() <= 2.0**-4 * (want - want.mean(0)).abs() * 1.01 + step * 2.0**-9).all()
+    cache.append(k * 1000, v * 1000)
+    for got, mean, scale in zip(cache.read(0), (layer.k_mean, layer.v_mean), (layer.k_scale, layer.v_scale), strict=True):
+        limit = E4M3.max * power_of_two_scale(scale * E4M3.max)
+        torch.testing.assert_close((got - mean).abs().amax((0, 2)), limit, rtol=1e-5, atol=0)
+
+
+def test_the_model_is_left_as_it_was(tiny_model, ids):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = model.config.to_json_string()
+    calls = []
+    calibrate(model, ids.split(2), progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 2), (2, 2)]
+    assert [module.training for module in model.modules()] == modes
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.config.to_json_string() == config
+
+
+def test_under_our_attention_too(tiny_model, model, ids):
+    import fp8attn.integrations.transformers  # noqa: F401
+
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="fp8_kv")
+    want, got = calibrate(model, [ids]), calibrate(ours, [ids])
+    torch.testing.assert_close(got.layer(1).v_scale, want.layer(1).v_scale, rtol=1e-4, atol=0)
+
+
+def test_sliding_layers_stay_in_16_bits(ids):
+    config = transformers.Gemma3TextConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    found = calibrate(transformers.Gemma3ForCausalLM(config), [ids[:1]])
+    assert list(found.layers) == [1]
+    assert found.num_layers == 3
+
+
+def test_nan_is_named(tiny_model, ids):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.bias[3] = torch.inf
+    with pytest.raises(ValueError, match="V of layer 1 holds NaN or Inf"):
+        calibrate(model, [ids])
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "message"),
+    [
+        ([], {}, "calibration saw no tokens"),
+        ([torch.zeros(1, 4, dtype=torch.long)], {"method": "mse"}, "method must be one of .*absmax.*percentile"),
+        ([torch.zeros(1, 4, dtype=torch.long)], {"method": "percentile", "percentile": 0.0}, r"percentile must be in \(0, 100\]"),
+        ([torch.zeros(4, dtype=torch.long)], {}, r"input_ids \[B, S\].*got \[4\]"),
+        ([{"attention_mask": torch.ones(1, 4)}], {}, "must have input_ids .*got none"),
+        ([{"input_ids": torch.zeros(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 5)}], {}, r"got \[1, 4\] and mask \[1, 5\]"),
+    ],
+)
+def test_errors(model, batches, options, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, batches, **options)

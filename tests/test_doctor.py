@@ -1,0 +1,45 @@
+"""The diagnosis says what runs here, and why not the rest."""
+
+import torch
+
+from fp8attn import backends
+from fp8attn.doctor import _fp8_support, diagnose
+
+
+def test_this_machine():
+    checks = {check.name: check for check in diagnose()}
+    assert checks["torch"].detail == torch.__version__
+    assert checks["backend reference on cpu"].status == "ok"
+    assert {check.status for check in checks.values()} <= {"ok", "no", "info"}
+    if not torch.cuda.is_available():
+        assert checks["gpu"].status == "no"
+
+
+def test_reasons_are_those_of_the_backends(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    check = next(check for check in diagnose() if check.name == "backend triton on cpu")
+    assert check.status == "no"
+    assert check.detail == backends.unsupported_reason("triton", "cpu", torch.bfloat16)
+
+
+def test_missing_package(monkeypatch):
+    monkeypatch.setattr("fp8attn.doctor.PACKAGES", {"no-such-package": "nothing"})
+    check = next(check for check in diagnose() if check.name == "no-such-package")
+    assert (check.status, check.detail) == ("no", "not installed; needed for nothing")
+
+
+def test_gpus_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("P", (), {"total_memory": 80 * 2**30})())
+    checks = {check.name: check for check in diagnose()}
+    assert checks["cuda:0"].detail == "H100, 80 GiB, capability 9.0: FP8 tensor cores"
+    assert "backend triton on cuda:0" in checks
+
+
+def test_fp8_support():
+    assert _fp8_support((8, 9)) == "FP8 conversion in hardware"
+    assert _fp8_support((12, 0)) == "FP8 tensor cores"
+    assert "16-bit arithmetic" in _fp8_support((8, 0))

@@ -1,0 +1,334 @@
+"""The evaluations measure what they say: against direct computation, and with a model whose memory is known."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from fp8attn import calibrate  # noqa: E402
+from fp8attn.evaluation import models, needle, report  # noqa: E402
+from fp8attn.evaluation.caches import NAMES, BF16Cache, cache_factory, cache_names, greedy, prefill  # noqa: E402
+from fp8attn.evaluation.perplexity import perplexity  # noqa: E402
+from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    return models.load(tiny_model, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tokens(loaded, tiny_model):
+    return models.tokenize(loaded[1], models.read_text(model=tiny_model))
+
+
+# models
+
+
+def test_load(loaded):
+    model, tokenizer = loaded
+    assert model.dtype == torch.float32  # 16-bit products are slow on a CPU
+    assert model.config._attn_implementation == "fp8_kv"
+    assert not model.training
+    assert models.tokenize(tokenizer, "ab\n").tolist() == tokenizer("ab\n")["input_ids"]
+
+
+def test_outside_a_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "__file__", str(tmp_path / "a/b/c/d.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"models/stdlib-llama, is part of a checkout .* name a model folder or a Hugging Face id"):
+        models.default_model()
+    assert "import" in models.read_text()  # the standard library's source
+
+
+def test_texts(tmp_path, tiny_model):
+    with pytest.raises(ValueError, match="no such text file: nowhere"):
+        models.read_text("nowhere")
+    (tmp_path / "a.txt").write_text("héllo")
+    assert models.read_text(tmp_path / "a.txt") == "héllo"
+    assert len(models.read_text(model=tiny_model)) == 16384
+
+
+def test_windows():
+    tokens = torch.arange(10)
+    assert models.windows(tokens, 4, 2).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert models.windows(tokens, 4, 2, from_end=True).tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]]
+    with pytest.raises(ValueError, match="3 windows of 4 tokens need 12, and the text has 10"):
+        models.windows(tokens, 4, 3)
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        models.windows(tokens, 1, 3)
+
+
+# caches
+
+
+def test_bf16_cache_stores_bf16_and_answers_in_the_models_dtype(loaded):
+    cache = BF16Cache(loaded[0].config)
+    k, v = torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64)
+    cache.update(k[:, :, :3], v[:, :, :3], 0)
+    keys, values = cache.update(k[:, :, 3:], v[:, :, 3:], 0)
+    assert keys.dtype == torch.float32
+    assert torch.equal(keys, k.bfloat16().float())
+    assert torch.equal(values, v.bfloat16().float())
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert cache.nbytes == 2 * 5 * 2 * 64 * 2
+
+
+def test_bf16_cache_with_sliding_layers():
+    config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    cache = BF16Cache(config)
+    for layer in (0, 1):
+        for _ in range(3):
+            cache.update(torch.randn(1, 1, 3, 64), torch.randn(1, 1, 3, 64), layer)
+        assert cache.layers[layer].keys.dtype == torch.bfloat16
+    assert (cache.layers[0].keys.shape[2], cache.layers[1].keys.shape[2]) == (3, 9)
+
+
+def test_cache_names_and_factory(loaded):
+    model = loaded[0]
+    assert cache_names("both") == ("bf16", "fp8")
+    assert cache_names("fp8") == ("fp8",)
+    scales = calibrate(model, [torch.arange(50)[None]])
+    assert cache_names("both", scales) == ("bf16", "fp8-static")
+    with pytest.raises(ValueError, match="no cache is called 'int4'; choose bf16, fp8, both"):
+        cache_names("bf16,int4")
+    with pytest.raises(ValueError, match="no cache is called 'int4'"):
+        cache_factory("int4", model.config)
+    with pytest.raises(ValueError, match=r"'fp8-static' needs scales \(--scales FILE\)"):
+        cache_factory("fp8-static", model.config)
+    with pytest.raises(ValueError, match="'bf16' takes no scales"):
+        cache_factory("bf16", model.config, scales=scales)
+    for name in NAMES:
+        make = cache_factory(name, model.config, scales=scales if name == "fp8-static" else None)
+        assert make() is not make()
+        prefill(model, torch.arange(20)[None], make())
+
+
+def test_greedy_is_generate(loaded, tokens):
+    model = loaded[0]
+    prompt = tokens[None, :70]
+    for name in ("bf16", "fp8"):
+        make = cache_factory(name, model.config)
+        want = model.generate(prompt, past_key_values=make(), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert torch.equal(greedy(model, prompt, make(), 12), want[:, 70:])
+
+
+# perplexity
+
+
+@torch.no_grad()
+def direct(model, windows):
+    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none").view(len(windows), -1)
+
+
+@pytest.mark.parametrize("chunk", [64, 100, 1000])
+def test_perplexity_is_that_of_a_plain_forward(loaded, tokens, chunk):
+    model, tokenizer = loaded
+    windows = models.windows(tokens, 301, 2)
+    exact = {"exact": lambda: transformers.DynamicCache(config=model.config)}
+    (row,) = perplexity(model, windows, exact, chunk=chunk, tokenizer=tokenizer)
+    want = direct(model, windows).mean().item()
+    assert row.nll == pytest.approx(want, rel=1e-5)
+    assert row.ppl == pytest.approx(math.exp(want), rel=1e-4)
+    assert (row.mode, row.context, row.tokens, row.kl, row.top1_agreement) == ("chunks", 300, 600, 0.0, 1.0)
+    assert row.bits_per_byte == pytest.approx(want / math.log(2), rel=1e-5)  # a token of this tokenizer is a byte
+    assert math.isnan(row.bytes_per_token)  # transformers' cache does not say
+
+
+def test_decoding_predicts_the_last_tokens(loaded, tokens):
+    model, _ = loaded
+    windows, calls = models.windows(tokens, 201, 2), []
+    exact = {"exact": lambda: transformers.DynamicCache(config=model.config)}
+    (row,) = perplexity(model, windows, exact, decode_tokens=20, progress=lambda *done: calls.append(done))
+    assert row.nll == pytest.approx(direct(model, windows)[:, -20:].mean().item(), rel=1e-5)
+    assert (row.mode, row.tokens) == ("decode", 40)
+    assert math.isnan(row.bits_per_byte)
+    assert calls == [(1, 2), (2, 2)]
+    with pytest.raises(ValueError, match="a context of 200 tokens predicts as many; cannot decode 201"):
+        perplexity(model, windows, exact, decode_tokens=201)
+
+
+def test_fp8_beside_bf16(loaded, tokens):
+    model, _ = loaded
+    scales = calibrate(model, [tokens[None, -500:]])
+    caches = {name: cache_factory(name, model.config, scales=scales if name == "fp8-static" else None) for name in NAMES[:3]}
+    for decode in (0, 10):
+        bf16, fp8, static = perplexity(model, models.windows(tokens, 257, 2), caches, decode_tokens=decode, chunk=100)
+        assert bf16.kl == 0
+        for row in (fp8, static):
+            assert row.nll == pytest.approx(bf16.nll, rel=0.02)
+            assert 0 < row.kl < 0.05
+            assert row.top1_agreement > 0.8
+        assert bf16.bytes_per_token == 2 * 2 * 2 * 64 * 2
+        cache = FP8Cache(model.config)
+        prefill(model, tokens[None, :256], cache)
+        assert fp8.bytes_per_token == cache.nbytes / 256
+
+
+# needles
+
+
+class RecallModel:
+    """Predicts what followed the last place where the latest `context` tokens stood before, as far as its cache remembers."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, context=12):
+        self.context = context
+
+    def __call__(self, input_ids, past_key_values, use_cache, logits_to_keep):
+        past_key_values.append(input_ids)
+        logits = torch.zeros(len(input_ids), 1, 257)
+        for row, ids in enumerate(past_key_values.ids.tolist()):
+            key = ids[-self.context :]
+            for end in range(len(ids) - 1, self.context - 1, -1):
+                if ids[end - self.context : end] == key:
+                    logits[row, 0, ids[end]] = 1
+                    break
+        return SimpleNamespace(logits=logits)
+
+
+class Memory:
+    """Keeps all ids, or forgets (zeroes) those older than `horizon`."""
+
+    def __init__(self, horizon=None):
+        self.horizon, self.ids = horizon, None
+
+    def append(self, new):
+        self.ids = new.clone() if self.ids is None else torch.cat([self.ids, new], 1)
+        if self.horizon:
+            self.ids[:, : -self.horizon] = 0
+
+
+@pytest.fixture(scope="module")
+def haystack(tokenizer, tiny_model):
+    return needle.Haystack(tokenizer, models.read_text(model=tiny_model), seed=1)
+
+
+@pytest.mark.parametrize("length", [200, 1001])
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_prompts(haystack, tokenizer, length, depth):
+    prompt = haystack.prompt(length, depth, distractors=3)
+    text = tokenizer.decode(prompt.tokens)
+    assert len(prompt.tokens) == length
+    query = text.rsplit("\n", 1)[1]
+    stated = query + prompt.value + '"\n'
+    assert query.startswith("KEY_")
+    assert query.endswith(' = "')
+    assert text.count(query) == 2
+    assert text.count("KEY_") == 5
+    assert text.startswith(stated) or "\n" + stated in text  # on a line of its own
+    at = text.index(stated) / (length - len(query))
+    assert abs(at - depth) < 0.35 if length == 200 else abs(at - depth) < 0.1
+
+
+def test_prompts_have_a_seed(tokenizer, tiny_model):
+    text = models.read_text(model=tiny_model)
+    first, again, other = (needle.Haystack(tokenizer, text, seed) for seed in (5, 5, 6))
+    assert first.prompt(300, 0.5) == again.prompt(300, 0.5)
+    assert first.prompt(300, 0.5) != other.prompt(300, 0.5)
+    assert first.prompt(300, 0.5) != again.prompt(500, 0.5)
+
+
+def test_prompts_that_cannot_be(haystack):
+    with pytest.raises(ValueError, match=r"a prompt with 4 pairs takes 102 to 16486 tokens; got 90"):
+        haystack.prompt(90, 0.5)
+    with pytest.raises(ValueError, match="got 20000"):
+        haystack.prompt(20000, 0.5)
+    with pytest.raises(ValueError, match=r"depth must be in \[0, 1\]"):
+        haystack.prompt(500, 50)
+
+
+def test_a_perfect_memory_finds_all_and_a_short_one_the_near(haystack, tokenizer):
+    caches, calls = {"all": Memory, "half": lambda: Memory(horizon=200)}, []
+    cells = needle.needle_grid(
+        RecallModel(), tokenizer, haystack, caches, lengths=(300, 600), depths=(0.0, 0.2, 0.8, 1.0), samples=2, chunk=128,
+        progress=lambda *done: calls.append(done),
+    )  # fmt: skip
+    assert len(cells) == 16
+    assert calls[0] == (2, 32)
+    assert calls[-1] == (32, 32)
+    assert needle.score(cells, "all") == 1.0
+    found = {(cell.length, cell.depth): cell.correct for cell in cells if cell.cache == "half"}
+    for (length, depth), correct in found.items():
+        assert correct == ((True, True) if length * (1 - depth) < 150 else (False, False)), (length, depth)
+    assert needle.score(cells, "half") == 4 / 8
+    assert needle.cells_equal(cells, "all", "all")
+    assert not needle.cells_equal(cells, "all", "half")
+    assert all(cell.answers[0][:6].isdigit() for cell in cells if cell.cache == "all")
+
+
+# reports
+
+
+def cells():
+    made = []
+    for length in (512, 1024, 2048, 4096):
+        for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+            made.append(needle.Cell("bf16", length, depth, (True, True), ("1", "2")))
+            made.append(needle.Cell("fp8", length, depth, (length < 4096, depth > 0), ("1", "2")))
+    return made
+
+
+def test_needle_plot(tmp_path):
+    path = tmp_path / "folder" / "needle.png"
+    report.plot_needle(cells(), path, heading="Needle")
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert 1000 < width < 3000
+    assert 400 < height < 1500
+
+
+def shown(table):
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_needle_table():
+    lines = shown(report.needle_table(cells())).splitlines()
+    last = next(line for line in lines if "FP8" in line and line is [x for x in lines if "FP8" in x][-1])
+    assert [part.strip() for part in last.split("│")[3:-1]] == ["0%", "50%", "50%", "50%", "50%"]
+    assert sum("4096" in line for line in lines) == 1
+
+
+def test_perplexity_table_and_json(loaded, tokens, tmp_path):
+    model, _ = loaded
+    rows = perplexity(model, models.windows(tokens, 33, 1), {"bf16": cache_factory("bf16", model.config)})
+    text = shown(report.perplexity_table(rows))
+    assert f"{rows[0].ppl:.4f}" in text
+    assert "+0.000%" in text
+    report.write_json(tmp_path / "a" / "r.json", {"rows": rows, "meta": report.meta(model)})
+    written = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert written["rows"][0]["ppl"] == pytest.approx(rows[0].ppl)
+    assert written["rows"][0]["bits_per_byte"] is None  # NaN is not JSON
+    assert written["meta"]["model"] == "tiny-llama"
+    assert all(len(digest) == 64 for digest in written["meta"]["sources"].values())
+
+
+# the claim, on the model of this repository
+
+COMMITTED = models.Path(models.__file__).resolve().parents[3] / models.DEFAULT_MODEL
+
+
+@pytest.mark.skipif(not (COMMITTED / "model.safetensors").is_file(), reason="the committed model is not here")
+def test_the_committed_model_says_the_same_through_fp8():
+    model, tokenizer = models.load()
+    text = models.read_text()
+    caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
+    bf16, fp8 = perplexity(model, models.windows(models.tokenize(tokenizer, text), 1025, 1), caches)
+    assert fp8.ppl == pytest.approx(bf16.ppl, rel=0.003)
+    found = needle.needle_grid(model, tokenizer, needle.Haystack(tokenizer, text), caches, lengths=(1024,), depths=(0.1, 0.9), samples=1)
+    assert needle.cells_equal(found, "bf16", "fp8")
+    assert needle.score(found, "fp8") == 1.0
