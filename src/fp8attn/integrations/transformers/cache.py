@@ -20,7 +20,8 @@ from ...layout import PAGE_SIZE
 from ...scales import KVScales, LayerScales
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantise
 
-WINDOWED = ("sliding_attention", "chunked_attention")  # kinds whose cache does not grow: transformers' own layers keep it, in 16 bits
+# Kinds that stay transformers' own: windows, which do not grow, in 16 bits, and layers that read an earlier layer's K and V.
+THEIRS = ("sliding_attention", "chunked_attention", "dummy")
 
 
 class FP8Layer(CacheLayerMixin):
@@ -270,7 +271,7 @@ class FP8Cache(Cache):
         length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
         layers = []
         for index, (kind, option) in enumerate(zip(kinds, options, strict=True)):
-            if kind not in ("full_attention", *WINDOWED):
+            if kind not in ("full_attention", *THEIRS):
                 raise ValueError(
                     f"layer {index} of {config.model_type!r} is of kind {kind!r}; FP8Cache holds full, sliding and chunked attention. "
                     "Use transformers' own cache for this model (DynamicCache(config=model.config))"

@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 from torch.utils._pytree import tree_map
 
-from ...layout import FP8, PAGE_SIZE, KVPages, v_position
+from ...layout import FP8, PAGE_SIZE, KVPages
 
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers looks into names: "flash", "sdpa", "flex_attention" and "/" would mean something
 _PAGES = tuple(field.name for field in fields(KVPages))
@@ -27,10 +27,12 @@ def dequantise(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     # FP8 tensors index through their bytes: a CPU has no gather for them.
     x = pool.view(torch.uint8)[ids].view(FP8).float() * scale[ids][..., None, None]
     if which == "v":
-        x = x[..., v_position(x.device)].transpose(-1, -2)
+        # `layout.V_ORDER` as axes: position 4a + 2b + c holds token 8b + 2a + c. Indices and aranges would be real tensors where this is
+        # traced with fake ones.
+        x = x.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4).transpose(-1, -2)
     x = x.transpose(1, 2).flatten(2, 3)[:, :, :length] + mean[:, :, None]
     # Bytes past the length are unspecified in K: a NaN there would survive a mask that is added.
-    held = torch.arange(length, device=x.device) < pages.cache_seqlens[:, None]
+    held = pages.cache_seqlens.new_ones(length).cumsum(0) <= pages.cache_seqlens[:, None]
     return torch.where(held[:, None, :, None], x, 0.0).to(dtype)
 
 
@@ -59,6 +61,9 @@ class PagedKV(torch.Tensor):
     def dequantise(self) -> torch.Tensor:
         """The plain tensor that this one stands for."""
         return dequantise(pages_of(self), self.which, self.shape[2], self.dtype)
+
+    def __repr__(self, **_) -> str:
+        return f"PagedKV({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __tensor_flatten__(self):
         return [f"_{name}" for name in _PAGES], (self.which, self.shape[2], self.dtype, self.backend)

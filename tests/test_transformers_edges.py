@@ -1,0 +1,301 @@
+"""What an FP8Cache holds, the tensors and masks that reach the attention function, and what is refused."""
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, MistralConfig
+from transformers_models import SHAPE, Oracle, close, fp8, logits, make, one_thread, plain, prompt, using  # noqa: F401
+
+from fp8attn import LayerScales
+from fp8attn.integrations.transformers import FP8Cache, edge_layers, fp8_kv_attention, fp8_kv_mask
+from fp8attn.integrations.transformers.tensors import PagedKV, dequantise
+from fp8attn.numerics import relative_error
+from fp8attn.scales import KVScales
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make()
+
+
+# Which layers, and what they hold
+
+
+@pytest.mark.parametrize(
+    ("skip", "expected"),
+    [((), (0, 1, 2)), ([0, -1], (1,)), (lambda i: i == 1, (0, 2)), (edge_layers(1, 1), (1,)), (edge_layers(last=2), (0,))],
+)
+@pytest.mark.parametrize("static", [False, True])
+def test_skipped_layers_stay_in_16_bits(llama, skip, expected, static):
+    ids = prompt()
+    cache = FP8Cache(llama.config, skip_layers=skip, max_cache_len=160 if static else None)
+    ours = logits(llama, cache, ids)
+    assert cache.fp8_layers == expected
+    with using(llama, "sdpa"):
+        close(ours, logits(llama, FP8Cache(llama.config, skip_layers=skip), ids))
+    exact = plain(llama.config)
+    logits(llama, exact, ids)
+    if 0 not in expected:
+        torch.testing.assert_close(cache.layers[0].keys[:, :, : ids.shape[1]], exact.layers[0].keys)
+
+
+def test_skipped_layers_with_left_padding_and_long_prompts(llama, monkeypatch):
+    monkeypatch.setattr("fp8attn.integrations.transformers.attention.QUERY_BLOCK", 64)
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    for length in (None, 160):
+        ours = logits(llama, FP8Cache(llama.config, skip_layers=[0], max_cache_len=length), ids, mask)
+        with using(llama, "sdpa"):
+            close(ours[mask.bool()], logits(llama, FP8Cache(llama.config, skip_layers=[0]), ids, mask)[mask.bool()])
+
+
+def test_calibrated_scales_are_used(llama):
+    layers = {
+        i: LayerScales(torch.full((2,), 0.02), torch.full((2,), 0.05), torch.full((2, 64), 0.1), torch.zeros(2, 64)) for i in range(3)
+    }
+    scales = KVScales(layers=layers, num_layers=3, num_kv_heads=2, head_dim=64)
+    ids = prompt()
+    caches = [FP8Cache(llama.config, scales=scales, max_cache_len=length) for length in (None, 160)]
+    outs = [logits(llama, cache, ids) for cache in caches]
+    assert torch.equal(*outs)
+    pages = caches[0].layers[1].cache.pages
+    assert (pages.k_scale == 2.0**-5).all()
+    assert (pages.v_scale == 2.0**-4).all()
+    assert (pages.k_mean == 0.1).all()
+    other = KVScales(layers=layers, num_layers=4, num_kv_heads=2, head_dim=64)
+    with pytest.raises(ValueError, match="another model"):
+        FP8Cache(llama.config, scales=other)
+
+
+def test_nbytes_is_half(llama):
+    ids = prompt(length=1024)
+    caches = [FP8Cache(llama.config), FP8Cache(llama.config, max_cache_len=1024), FP8Cache(llama.config, skip_layers=[0])]
+    with torch.no_grad():
+        for cache in caches:
+            assert cache.nbytes == 0
+            llama(ids, past_key_values=cache, logits_to_keep=1)
+    bf16_layer = 2 * ids.numel() * 2 * 64 * 2  # K and V, tokens, heads, head_dim, bytes
+    assert 0.5 < caches[0].nbytes / (3 * bf16_layer) < 0.51
+    assert caches[1].nbytes == caches[0].nbytes
+    assert caches[2].nbytes == caches[0].nbytes * 2 // 3 + 2 * bf16_layer  # a float32 model's 16-bit layer is in float32
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_crop_reset_and_moving_sequences(llama, static):
+    ids = prompt(3)
+    length = 200 if static else None
+
+    def filled(n=150, rows=slice(None)):
+        cache = fp8(llama.config, max_cache_len=length)
+        with torch.no_grad():
+            llama(ids[rows, :n], past_key_values=cache)
+        return cache
+
+    def next_logits(cache, rows=slice(None), token=7):
+        with torch.no_grad():
+            return llama(torch.full((len(ids[rows]), 1), token), past_key_values=cache).logits
+
+    cache = filled()
+    cache.crop(0)
+    assert int(cache.get_seq_length()) == 150
+    cache.crop(-50)
+    assert int(cache.get_seq_length()) == 100
+    close(next_logits(cache), next_logits(filled(100)))
+    cache = filled()
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    close(next_logits(cache), next_logits(filled())[order])
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    with torch.no_grad():
+        llama(ids[:, :70], past_key_values=cache)
+    close(next_logits(cache), next_logits(filled(70)))
+    if static:
+        with pytest.raises(ValueError, match="from 3 to 2 sequences"):
+            cache.batch_select_indices(torch.tensor([0, 2]))
+        return
+    expected = next_logits(filled())
+    cache = filled()
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    close(next_logits(cache, slice(2)), expected[[0, 2]])
+    cache = filled()
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    cache.batch_repeat_interleave(2)
+    close(next_logits(cache, [0, 0, 2, 2]), expected[[0, 0, 2, 2]])
+
+
+# Tensors that carry pages
+
+
+def test_paged_kv_is_its_dequantised_values():
+    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
+    cache.layers[0].config._attn_implementation = "fp8_kv"
+    k0, v0 = torch.randn(2, 2, 2, 150, 64) + 3
+    k, v = cache.update(k0, v0, 0)
+    assert isinstance(k, PagedKV)
+    assert k.shape == k0.shape
+    for paged, original, index in ((k, k0, 0), (v, v0, 1)):
+        assert relative_error(paged + 0, original) < 0.02
+        for seq in range(2):
+            read = cache.layers[0].cache.read(seq)[index].transpose(0, 1)
+            torch.testing.assert_close(paged[seq], read, rtol=0, atol=0)
+    torch.testing.assert_close(k.transpose(2, 3) @ v, (k + 0).transpose(2, 3) @ (v + 0))
+    assert torch.equal(torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)(k), k * 2)
+
+
+def test_dequantise_is_zero_past_the_length():
+    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64), max_cache_len=256)
+    cache.update(torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64), 0)
+    pages = cache.layers[0].cache.pages
+    pages.k.view(torch.uint8)[:, :, 5:] = 0x7F  # NaN
+    k = dequantise(pages, "k", 256, torch.float32)
+    assert k.shape == (1, 2, 256, 64)
+    assert (k[:, :, 5:] == 0).all()
+
+
+# Masks
+
+
+def test_masks_are_none_or_compact():
+    def mask(*args, **options):
+        return fp8_kv_mask(2, *args, device="cpu", **options)
+
+    padding = torch.arange(100) >= torch.tensor([[0], [30]])
+    everything = torch.ones(2, 100, dtype=torch.bool)
+    assert mask(100, 100) is None
+    assert mask(100, 100, attention_mask=everything) is None
+    assert mask(1, 100, 99, attention_mask=everything) is None
+    assert mask(100, 256, attention_mask=everything) is None  # an empty static cache
+    assert mask(100, 100, attention_mask=padding).tolist() == [[[[100, 100], [0, 30]]]]
+    assert mask(10, 100, 90).tolist() == [[[[100, 100]]]]  # a later chunk
+    assert mask(1, 256, torch.tensor(99), attention_mask=padding).tolist() == [[[[100, 100], [0, 30]]]]
+    assert mask(1, 256, 0).tolist() == [[[[1, 1]]]]
+    assert mask(1, 100, 99, attention_mask=padding).dtype == torch.int32
+    assert mask(50, 100, 50, attention_mask=everything[:, :60]).shape == (2, 1, 50, 100)  # too short: refused where it is used
+    future = torch.ones(2, 256, dtype=torch.bool)
+    assert mask(100, 256, attention_mask=future) is None
+    assert mask(32, 32, local_size=16, mask_function=lambda b, h, q, k: (k <= q) & (k > q - 16)).shape == (2, 1, 32, 32)
+
+
+def test_an_unknown_mask_function_is_compared_with_the_causal_one():
+    def mask(blocks):
+        function = lambda b, h, q, k: (k <= q) | ((blocks[q] == blocks[k]) & (blocks[q] >= 0))  # noqa: E731
+        return fp8_kv_mask(1, 2000, 2000, mask_function=function, allow_is_causal_skip=False)
+
+    blocks = torch.full((2000,), -1)
+    assert mask(blocks) is None
+    blocks[1990:] = 0  # an image
+    assert mask(blocks).shape == (1, 1, 2000, 2000)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MistralConfig(**SHAPE, sliding_window=32), "every layer of 'mistral' has a window"),
+        (transformers.DeepseekV3Config(), "multi-head latent attention"),
+        (transformers.T5Config(), "encoder-decoder"),
+        (transformers.Qwen3NextConfig(), "'linear_attention'"),
+    ],
+    ids=["all-sliding", "mla", "encoder-decoder", "linear"],
+)
+def test_models_that_are_refused(config, message):
+    with pytest.raises(ValueError, match=message) as error:
+        FP8Cache(config)
+    assert "transformers' own cache" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"skip_layers": [3]}, r"names \[3\]"),
+        ({"skip_layers": range(3)}, "every full-attention layer in 16 bits"),
+        ({"max_cache_len": 0}, "must be positive"),
+    ],
+)
+def test_options_that_are_refused(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        FP8Cache(llama.config, **options)
+
+
+def test_gradients_are_refused(llama):
+    with pytest.raises(RuntimeError, match="inference"):
+        llama(prompt(), past_key_values=FP8Cache(llama.config))
+
+
+def test_another_head_dim_batch_and_offloading_are_refused(llama):
+    model = make(head_dim=32)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="head_dim must be one of"):
+            model(prompt(), past_key_values=FP8Cache(model.config))
+        cache = FP8Cache(llama.config)
+        llama(prompt(), past_key_values=cache)
+        with pytest.raises(ValueError, match="another batch"):
+            llama(prompt(3), past_key_values=cache)
+        with pytest.raises(ValueError, match="another batch"):
+            llama(prompt(1, 2), past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="does not offload"):
+        cache.offload(0)
+    with pytest.raises(ValueError, match="minus the number"):
+        cache.crop(3)
+    with pytest.raises(ValueError, match="without max_cache_len"):
+        FP8Cache(llama.config, max_cache_len=64, skip_layers=[0]).crop(-1)
+
+
+@pytest.mark.parametrize("kind", ["holes", "right-then-more", "short", "4-d"])
+def test_masks_that_are_refused(llama, kind):
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    cache = FP8Cache(llama.config)
+    with torch.no_grad():
+        if kind == "holes":
+            mask[0, 5:9] = 0
+        elif kind == "4-d":
+            mask = torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
+        else:
+            first = torch.ones_like(ids)
+            first[0, -3:] = 0
+            llama(ids, attention_mask=first, past_key_values=cache)
+            mask = torch.cat([first, first[:, :1]], 1) if kind == "right-then-more" else mask[:, :1]
+            ids = ids[:, :1]
+        with pytest.raises(ValueError, match=r"another mask.*padding_side = 'left'.*set_attn_implementation\('sdpa'\)"):
+            llama(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_a_refused_mask_works_dequantised(llama):
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[0, 5:9] = 0
+    with using(llama, "sdpa"):
+        close(logits(llama, fp8(llama.config), ids, mask), logits(llama, Oracle(llama.config), ids, mask))
+    with torch.no_grad():  # and under fp8_kv without an FP8 layer that would see it
+        ours = llama(ids, attention_mask=mask).logits
+        with using(llama, "sdpa"):
+            close(ours, llama(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize(
+    "keyword", [{"dropout": 0.1}, {"sliding_window": 16}, {"position_bias": torch.zeros(1)}, {"cu_seq_lens_q": torch.zeros(2)}, {"x": 1}]
+)
+def test_keywords_that_are_refused(keyword):
+    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
+    cache.layers[0].config._attn_implementation = "fp8_kv"
+    k, v = cache.update(torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64), 0)
+    with pytest.raises(ValueError, match=next(iter(keyword))):
+        fp8_kv_attention(torch.nn.Module(), torch.randn(1, 4, 9, 64), k, v, None, **keyword)
+    fp8_kv_attention(torch.nn.Module(), torch.randn(1, 4, 9, 64), k, v, None, sliding_window=None, output_attentions=False)
+
+
+def test_packed_prefixes_and_bidirectional_models_are_refused_or_served(llama):
+    ids = prompt(1, 20)
+    positions = torch.cat([torch.arange(12), torch.arange(8)])[None]
+    with torch.no_grad():  # packed: transformers knows it without a cache only, and that is sdpa
+        ours = llama(ids, position_ids=positions, use_cache=False).logits
+        with using(llama, "sdpa"):
+            close(ours, llama(ids, position_ids=positions, use_cache=False).logits)
+    model = make("gemma3", use_bidirectional_attention=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="another mask"):
+        model(ids, past_key_values=FP8Cache(model.config))

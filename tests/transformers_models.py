@@ -1,0 +1,176 @@
+"""Small random transformers models, and a plain cache that holds what an FP8 cache holds, dequantised.
+
+The plain cache (`Oracle`) knows nothing of pages: transformers' own layers keep K and V and move them about, and every read rounds
+whole blocks of 128 tokens. So it checks appending, cropping, reordering and masks, and not the quantiser (test_numerics does).
+"""
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.cache_utils import DynamicLayer
+
+from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.layout import PAGE_SIZE
+from fp8attn.numerics import dequantize, finite_amax, power_of_two_scale, quantize, relative_error
+
+VOCABULARY = 89
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MIXED = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"head_dim": 64}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"hidden_size": 256}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 128}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"head_dim": 64, "sliding_window": None}),
+    "qwen2-mixed": (Qwen2ForCausalLM, Qwen2Config, dict(hidden_size=256, use_sliding_window=True, **MIXED)),
+    "phi3-partial-rotary": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {"hidden_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "gemma2-softcap": (Gemma2ForCausalLM, Gemma2Config, dict(head_dim=64, attn_logit_softcapping=3.0, query_pre_attn_scalar=64, **MIXED)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, dict(head_dim=64, query_pre_attn_scalar=64, **MIXED)),
+    "gemma3n-shared-kv": (
+        Gemma3nForCausalLM,
+        Gemma3nTextConfig,
+        {
+            "head_dim": 64,
+            "sliding_window": 32,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "laurel_rank": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 16,
+        },
+    ),
+    "gpt-oss-sinks": (GptOssForCausalLM, GptOssConfig, dict(head_dim=64, num_local_experts=2, num_experts_per_tok=1, **MIXED)),
+}
+
+
+def make(family="llama", **changes):
+    """A random float32 model whose attention is neither flat nor one-hot, on `fp8_kv`."""
+    cls, config, options = FAMILIES[family]
+    torch.manual_seed(0)
+    model = cls(config(**{**SHAPE, **options, **changes})).eval()
+    for name, p in model.named_parameters():
+        if p.dim() >= 2:
+            p.data.normal_(std=0.9 / p.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+        elif name.endswith("sinks"):
+            p.data.normal_(1.0)
+    for name, p in model.named_parameters():
+        if name.endswith("k_proj.bias"):  # Qwen2.5's K has offsets many times its own spread, where the rotation is slow
+            p.data.unflatten(0, (-1, 2, 32))[:, :, 20:] = 10.0
+    model.set_attn_implementation("fp8_kv")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small matrices: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class OracleLayer(DynamicLayer):
+    def update(self, key_states, value_states, *args, **kwargs):
+        return tuple(self.rounded(x) for x in super().update(key_states, value_states, *args, **kwargs))
+
+    @staticmethod
+    def rounded(x):
+        blocks = []
+        for block in x.split(PAGE_SIZE, 2):
+            scale = power_of_two_scale(finite_amax(block, (2, 3)))[..., None, None]
+            blocks.append(dequantize(quantize(block, scale), scale))
+        return torch.cat(blocks, 2)
+
+
+class Oracle(DynamicCache):
+    """What FP8Cache(config, remove_means=False) holds, dequantised."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.layers = [OracleLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+
+def plain(config, **_):
+    return DynamicCache(config=config)
+
+
+def fp8(config, **options):
+    return FP8Cache(config, remove_means=False, **options)
+
+
+def prompt(batch=2, length=150):
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, cache, ids, mask=None, steps=12):
+    """Logits of a prefill of all but `steps` tokens, and of the rest one by one."""
+    n = ids.shape[1] - steps
+    outs = [model(ids[:, :n], attention_mask=None if mask is None else mask[:, :n], past_key_values=cache).logits]
+    for i in range(n, ids.shape[1]):
+        part = None if mask is None else mask[:, : i + 1]
+        outs.append(model(ids[:, i : i + 1], attention_mask=part, past_key_values=cache).logits)
+    return torch.cat(outs, 1)
+
+
+def generated(model, cache, ids, **options):
+    """Tokens after the prompt, and their logits."""
+    options = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True} | options
+    out = model.generate(ids, past_key_values=cache, **options)
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1)
+
+
+def close(a, b, tolerance=2e-3):
+    error = relative_error(a, b)
+    assert error < tolerance, error
+
+
+class using:
+    """Another attention implementation for a while."""
+
+    def __init__(self, model, name):
+        self.model, self.name = model, name
+
+    def __enter__(self):
+        self.model.set_attn_implementation(self.name)
+
+    def __exit__(self, *_):
+        self.model.set_attn_implementation("fp8_kv")
