@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from fp8attn import KVScales, cli
 from fp8attn.cli import demo as demo_command
-from fp8attn.cli.app import app
+from fp8attn.cli.app import CACHES, app
 from fp8attn.evaluation import models
+from fp8attn.evaluation.caches import NAMES
 
 
 def run(*arguments):
@@ -70,7 +71,7 @@ def test_evaluate_perplexity(tiny_model):
     assert fp8["ppl"] == pytest.approx(bf16["ppl"], rel=0.05)
     assert found["meta"]["model"] == "tiny-llama"
     text = run(*options, "--decode", 5, "--cache", "fp8")
-    assert "decode" in text
+    assert "token by token" in text
     assert "FP8" in text
     assert "BF16" not in text
 
@@ -128,6 +129,11 @@ def test_demo(tiny_model, tmp_path, monkeypatch):
     assert {row["mode"] for row in found["perplexity"]} == {"chunks", "decode"}
     assert (tmp_path / "out" / "needle.png").stat().st_size > 5000
     assert KVScales.load(tmp_path / "out" / "scales.safetensors").tokens == 512
+
+
+def test_help_names_the_caches():
+    assert tuple(CACHES.split(", ")) == NAMES
+    assert "calibrate" in run("--help")
 
 
 # `main`: one line and exit code 2

@@ -105,7 +105,7 @@ def test_cache_names_and_factory(loaded):
         cache_factory("fp8-static", model.config)
     with pytest.raises(ValueError, match="'bf16' takes no scales"):
         cache_factory("bf16", model.config, scales=scales)
-    for name in NAMES:
+    for name in NAMES if hasattr(transformers.cache_utils, "Fp8QuantizedLayer") else NAMES[:-1]:
         make = cache_factory(name, model.config, scales=scales if name == "fp8-static" else None)
         assert make() is not make()
         prefill(model, torch.arange(20)[None], make())
@@ -297,10 +297,10 @@ def shown(table):
 
 
 def test_needle_table():
-    lines = shown(report.needle_table(cells())).splitlines()
-    last = next(line for line in lines if "FP8" in line and line is [x for x in lines if "FP8" in x][-1])
-    assert [part.strip() for part in last.split("│")[3:-1]] == ["0%", "50%", "50%", "50%", "50%"]
-    assert sum("4096" in line for line in lines) == 1
+    rows = [line.split() for line in shown(report.needle_table(cells())).splitlines()]
+    assert ["4096", "BF16"] + 5 * ["100%"] in rows
+    assert ["FP8", "0%", "50%", "50%", "50%", "50%"] in rows
+    assert ["FP8", "50%", "100%", "100%", "100%", "100%"] in rows
 
 
 def test_perplexity_table_and_json(loaded, tokens, tmp_path):

@@ -80,7 +80,7 @@ def calibrate(
     for index in sorted(layers):
         k, v = layers[index]
         k_scale, v_scale = ((amax / E4M3.max).clamp_min(MIN_SCALE) for amax in top[index])
-        scales[index] = LayerScales(k_scale, v_scale, k.mean, v.mean)
+        scales[index] = LayerScales(k_scale.cpu(), v_scale.cpu(), k.mean.cpu(), v.mean.cpu())  # layers may lie on several devices
         sqnr[index] = (k.sqnr_db(k_scale), v.sqnr_db(v_scale))
     heads, head_dim = next(iter(scales.values())).k_mean.shape
     return KVScales(

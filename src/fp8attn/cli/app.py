@@ -22,7 +22,8 @@ app.add_typer(evaluate, name="evaluate")
 
 Model = Annotated[str | None, typer.Option(help="A model folder or Hugging Face id. Default: the small model of this repository.")]
 Device = Annotated[str | None, typer.Option(help="Where to run. Default: the GPU where there is one.")]
-CacheChoice = Annotated[str, typer.Option("--cache", help="bf16, fp8, both; or names joined by commas, see docs.")]
+CACHES = "bf16, fp8, fp8-static, fp8-no-means, transformers-fp8"
+CacheChoice = Annotated[str, typer.Option("--cache", help=f"both, or some of {CACHES}, joined by commas.")]
 Scales = Annotated[Path | None, typer.Option(help="Calibrated scales for the FP8 cache (fp8attn calibrate).")]
 Text = Annotated[Path | None, typer.Option(help="A text file, plain or .xz. Default: the held-out text of the committed model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from ..integrations.transformers import FP8Cache
@@ -73,6 +75,8 @@ def cache_factory(name: str, config: Any, *, scales: KVScales | None = None, max
     if name == "bf16":
         return lambda: BF16Cache(config)
     if name == "transformers-fp8":
+        if not hasattr(cache_utils, "Fp8QuantizedLayer"):
+            raise ValueError(f"transformers {transformers.__version__} has no FP8 cache of its own; 5.23 has")
         return lambda: QuantizedCache("fp8", config)
     return lambda: FP8Cache(config, max_cache_len=max_cache_len, scales=scales, remove_means=name != "fp8-no-means")
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .. import __version__
+from ..numerics import E4M3
 from ..scales import KVScales
 from .needle import Cell, score
 from .perplexity import Perplexity
@@ -27,7 +29,7 @@ SOURCES = (
     *("integrations/transformers/attention.py", "integrations/transformers/cache.py", "integrations/transformers/tensors.py"),
     *("evaluation/caches.py", "evaluation/perplexity.py", "evaluation/needle.py"),
 )
-TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-static": "FP8, static scales", "fp8-no-means": "FP8, no means"}
+TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-static": "FP8 static", "fp8-no-means": "FP8 no means"}
 
 
 def title(cache: str) -> str:
@@ -37,8 +39,9 @@ def title(cache: str) -> str:
 
 def perplexity_table(rows: Sequence[Perplexity]) -> Table:
     """One row a cache; differences are against the first."""
-    table = Table(title=f"Perplexity through the cache ({rows[0].mode}, context {rows[0].context}, {rows[0].tokens} tokens)")
-    for column in ("cache", "perplexity", "change", "bits/byte", "KL (nats)", "same top-1", "bytes/token"):
+    how = {"chunks": "prefill in chunks", "decode": "token by token"}[rows[0].mode]
+    table = _table(f"Perplexity through the cache: {how}, context {rows[0].context}, {rows[0].tokens} tokens")
+    for column in ("cache", "perplexity", "change", "bits/byte", "KL, nats", "same\ntop-1", "bytes/\ntoken"):
         table.add_column(column, justify="left" if column == "cache" else "right")
     for row in rows:
         table.add_row(
@@ -54,18 +57,19 @@ def perplexity_table(rows: Sequence[Perplexity]) -> Table:
 
 
 def sensitivity_table(scales: KVScales) -> Table:
-    """A row a layer: SQNR of K and V, in dB."""
-    table = Table(title=f"What FP8 keeps of K and V ({scales.method}, {scales.tokens} tokens)")
-    for column in ("layer", "K SQNR (dB)", "V SQNR (dB)"):
+    """A row a layer: SQNR of K and V in dB, and the largest magnitude (means taken off) that the scale of any of its heads holds."""
+    table = _table(f"What FP8 keeps of K and V: {scales.method}, {scales.tokens} tokens")
+    for column in ("layer", "K SQNR (dB)", "V SQNR (dB)", "K up to", "V up to"):
         table.add_column(column, justify="right")
     for index, (k, v) in scales.sqnr_db.items():
-        table.add_row(str(index), f"{k:.1f}", f"{v:.1f}")
+        tops = (float(scale.max()) * E4M3.max for scale in (scales.layer(index).k_scale, scales.layer(index).v_scale))
+        table.add_row(str(index), f"{k:.1f}", f"{v:.1f}", *(f"{top:.3g}" for top in tops))
     return table
 
 
 def needle_table(cells: Sequence[Cell]) -> Table:
     """A row for each length and cache, a column for each depth: the share answered rightly."""
-    table = Table(title="Needle in a haystack: share of exact answers, by depth")
+    table = _table("Needle in a haystack: share of exact answers, by depth")
     depths = sorted({cell.depth for cell in cells})
     table.add_column("length", justify="right")
     table.add_column("cache")
@@ -157,6 +161,11 @@ def write_json(path: str | Path, value: Any) -> None:
     """Write `to_json(value)`, and the folders above it."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(to_json(value), indent=2) + "\n")
+
+
+def _table(heading: str) -> Table:
+    """An empty table that fits into 80 columns."""
+    return Table(title=heading, title_justify="left", box=SIMPLE_HEAD, min_width=min(80, len(heading)))
 
 
 def _number(value: float, form: str) -> str:
