@@ -2,14 +2,15 @@
 
 The form is the one that the committed model was trained on (training/data.py), with names and values of a seed of its own:
 
-    KEY_qwzuka = "481516"        <- somewhere in the text, and others like it that are not asked for
+    KEY = "harbour481516"        <- somewhere in the text, and others like it that are not asked for
     ...
-    KEY_qwzuka = "               <- the end of the prompt; the model completes it
+    KEY = "harbour               <- the end of the prompt; the model completes it
 """
 
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ import torch
 from .caches import CHUNK, MakeCache, greedy
 
 VALUE_DIGITS = 6
-QUERY = 'KEY_{} = "'
+QUERY = 'KEY = "{}'
+STATED = QUERY + '{}"\n'
+RARE = 1536  # token ids fall with frequency: names are words of larger ids, which few texts hold by chance
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,12 @@ class Haystack:
     Args:
         tokenizer: the model's.
         text: the hay; long enough for the longest prompt.
-        seed: of names, values, texts and places.
+        seed: of names, values, texts and places. Names are words of the tokenizer's, or six letters where it has few.
     """
 
     def __init__(self, tokenizer: Any, text: str, seed: int = 0) -> None:
         self._tokenizer, self._random = tokenizer, random.Random(seed)
+        self._words = _names(tokenizer.get_vocab())
         self._start = tokenizer("")["input_ids"]  # what this tokenizer begins every text with, if anything
         lines = tokenizer(text.splitlines(keepends=True), add_special_tokens=False)["input_ids"]
         self._tokens = [token for line in lines for token in line]
@@ -85,7 +89,7 @@ class Haystack:
             raise ValueError(f"depth must be in [0, 1] (0 the start of the context); got {depth}")
         names = self._names(1 + distractors)
         values = ["".join(self._random.choices(string.digits, k=VALUE_DIGITS)) for _ in names]
-        needles = [self._encode(QUERY.format(name) + value + '"\n') for name, value in zip(names, values, strict=True)]
+        needles = [self._encode(STATED.format(name, value)) for name, value in zip(names, values, strict=True)]
         query = self._encode(QUERY.format(names[0]))
         space = length - len(self._start) - sum(map(len, needles)) - len(query)
         ends = [end for end in self._ends if end >= space]
@@ -104,6 +108,8 @@ class Haystack:
         return Prompt((*tokens, *hay[at:], *query), values[0])
 
     def _names(self, count: int) -> list[str]:
+        if len(self._words) >= max(count, 64):
+            return self._random.sample(self._words, count)
         names: dict[str, None] = {}  # keeps the order of a seed, as a set would not
         while len(names) < count:
             names["".join(self._random.choices(string.ascii_lowercase, k=6))] = None
@@ -111,6 +117,12 @@ class Haystack:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _names(vocabulary: Mapping[str, int]) -> list[str]:
+    """Words that are one rare token, with and without a space before them (`Ġ` or `▁`, by the kind of tokenizer)."""
+    words = (word for word, token in vocabulary.items() if token >= RARE and re.fullmatch("[a-z]{4,}", word))
+    return sorted(word for word in words if "Ġ" + word in vocabulary or "▁" + word in vocabulary)
 
 
 def needle_grid(
