@@ -1,5 +1,7 @@
 """What an FP8Cache holds, the tensors and masks that reach the attention function, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -125,6 +127,21 @@ def test_crop_reset_and_moving_sequences(llama, static):
     close(next_logits(cache, [0, 0, 2, 2]), expected[[0, 0, 2, 2]])
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_deep_copy_goes_its_own_way(llama, static):
+    ids = prompt()
+    cache = fp8(llama.config, max_cache_len=200 if static else None)
+    with torch.no_grad():
+        llama(ids[:, :130], past_key_values=cache)
+        other = copy.deepcopy(cache)
+        assert other.layers[0].config is llama.config
+        llama(ids[:, :9], past_key_values=other)
+        ours = llama(ids[:, 130:], past_key_values=cache).logits
+        oracle = Oracle(llama.config)
+        llama(ids[:, :130], past_key_values=oracle)
+        close(ours, llama(ids[:, 130:], past_key_values=oracle).logits)
+
+
 # Tensors that carry pages
 
 
@@ -229,7 +246,7 @@ def test_gradients_are_refused(llama):
 def test_another_head_dim_batch_and_offloading_are_refused(llama):
     model = make(head_dim=32)
     with torch.no_grad():
-        with pytest.raises(ValueError, match="head_dim must be one of"):
+        with pytest.raises(ValueError, match="head_dim 32"):
             model(prompt(), past_key_values=FP8Cache(model.config))
         cache = FP8Cache(llama.config)
         llama(prompt(), past_key_values=cache)

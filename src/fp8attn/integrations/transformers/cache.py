@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,7 +17,7 @@ from transformers.cache_utils import (
 
 from ... import ops
 from ...cache import PagedKVCache
-from ...layout import PAGE_SIZE
+from ...layout import HEAD_DIMS, PAGE_SIZE
 from ...scales import KVScales, LayerScales
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantise
 
@@ -69,10 +70,12 @@ class FP8Layer(CacheLayerMixin):
                 "the first append to a static FP8Cache is in a compiled region; run the prefill uncompiled, or call "
                 "cache.early_initialization(batch_size, num_heads, head_dim, dtype, device) before it"
             )
-        if key_states.shape != value_states.shape:
+        head_dims = key_states.shape[-1], value_states.shape[-1]
+        if head_dims[0] != head_dims[1] or head_dims[0] not in HEAD_DIMS:
             raise ValueError(
-                f"layer {self.index} has K {tuple(key_states.shape)} and V {tuple(value_states.shape)}; FP8 pages hold K and V of one "
-                f"shape. Keep such layers in 16 bits: FP8Cache(config, skip_layers=[{self.index}, ...])"
+                f"layer {self.index} has a K of head_dim {head_dims[0]} and a V of {head_dims[1]}; FP8 pages hold one head_dim for both, "
+                f"of {HEAD_DIMS}. Keep such layers in 16 bits (FP8Cache(config, skip_layers=[{self.index}, ...])), or use transformers' "
+                "own cache"
             )
         self.batch_size, num_kv_heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -211,6 +214,13 @@ class FP8Layer(CacheLayerMixin):
         self._moved(lambda cache: cache.select(indices))
         self.batch_size = len(indices)
 
+    def __deepcopy__(self, memo: dict) -> FP8Layer:
+        """A copy of its own, to go on from one prompt in several ways; the config stays the model's."""
+        memo[id(self.config)] = self.config
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return new
+
     def offload(self) -> None:
         """Raises NotImplementedError: pages stay on their device."""
         raise NotImplementedError(
@@ -228,7 +238,8 @@ def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
 class FP8Cache(Cache):
     """A transformers cache with FP8 pages in its full-attention layers: half the bytes of BF16.
 
-    Sliding-window and chunked layers stay transformers' own, in 16 bits: they hold a window, which does not grow.
+    Sliding-window and chunked layers stay transformers' own, in 16 bits: they hold a window, which does not grow. (Their masks do: for a
+    long prompt to a model that has them, `generate(..., prefill_chunk_size=8192)`.)
 
     Args:
         config: the model's config (`model.config`). Its attention implementation is read at every step: `fp8_kv` gets the pages.
