@@ -9,9 +9,7 @@ train the tokenizer, write the held-out modules next to the model, and tokenise 
 import hashlib
 import json
 import lzma
-import math
 import re
-import string
 import sysconfig
 from pathlib import Path
 
@@ -31,9 +29,12 @@ HEADER = "# === Lib/{} ===\n"
 # (a line can be inserted without tokenising the rest again), and a value of six digits is always six tokens.
 PIECES = r"\n|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
 
-VALUE_DIGITS = 6
-ANSWER_TOKENS = VALUE_DIGITS + 1  # the closing quote is asked for too: it ends the answer
-TAIL_TOKENS = ANSWER_TOKENS + 1  # ... and the newline after it is not
+RARE = 1536  # words of the recall task have at least this token id
+
+# What follows the word of a needle, in tokens: number (2), value (4), closing quote, newline.
+NUMBER_TOKENS = 2
+ANSWER_TOKENS = 4 + 1  # the quote is asked for too: it ends the answer
+LEARNED_TOKENS = NUMBER_TOKENS + ANSWER_TOKENS
 
 
 # ---------------------------------------------------------------- text
@@ -77,7 +78,7 @@ def read_held_out(file=HELD_OUT):
     text = lzma.decompress(Path(file).read_bytes()).decode()
     starts = list(re.finditer(r"^" + re.escape(HEADER).replace(r"\{\}", "(.+)"), text, re.MULTILINE))
     ends = [m.start() for m in starts[1:]] + [len(text)]
-    return [(m.group(1), text[m.start():end]) for m, end in zip(starts, ends)]
+    return [(m.group(1), text[m.start():end]) for m, end in zip(starts, ends, strict=True)]
 
 
 # ---------------------------------------------------------------- tokens
@@ -109,9 +110,24 @@ def tokenise(tokenizer, texts):
 
 # ---------------------------------------------------------------- recall
 
-def needle(name, value):
-    """The line that states a pair, and, at the end of a context, the line that asks for it again."""
-    return f'KEY_{name} = "{value}"\n'
+def needle(word, number, value):
+    """The line that states a pair of key (word and number) and value; up to the number it is also the query.
+
+    The value follows its key at once. With `KEY_name = "value"`, where three tokens lie between, a model of this
+    size had not begun to look the name up after 350 million tokens, and gave one of the values at random.
+    """
+    return f'KEY = "{word}{number:02d}{value:04d}"\n'
+
+
+def needle_words(vocabulary):
+    """The words of keys: words of four letters or more that are one token with and without a space before them.
+
+    Args:
+        vocabulary: the tokenizer's `get_vocab()`. Its ids fall with frequency: only the rarer words are taken, which
+            are in few of the contexts themselves. "Ġ" stands for a space.
+    """
+    return sorted(word for word, i in vocabulary.items()
+                  if i >= RARE and re.fullmatch("[a-z]{4,}", word) and "Ġ" + word in vocabulary)
 
 
 class RecallTask:
@@ -120,23 +136,26 @@ class RecallTask:
     Args:
         tokenizer: the model's tokenizer (of the `tokenizers` library).
         tokens: an array of token ids to cut the surrounding text from.
-        seed: names, values, texts and places are all drawn anew for each context, from this seed.
+        seed: keys, values, texts and places are all drawn anew for each context, from this seed.
+        distinct: whether no two pairs of a context share their number. Training leaves numbers to chance, so that
+            the word counts too; evaluation asks for keys that differ.
     """
 
-    def __init__(self, tokenizer, tokens, seed):
+    def __init__(self, tokenizer, tokens, seed, distinct):
         self.tokenizer = tokenizer
         self.tokens = tokens
+        self.words = needle_words(tokenizer.get_vocab())
         self.newline = tokenizer.token_to_id("Ċ")
         self.line_ends = np.flatnonzero(tokens == self.newline) + 1
         self.rng = np.random.default_rng(seed)
+        self.distinct = distinct
 
     def pairs(self, count):
-        """`count` needle lines as lists of tokens; names are six random letters, all different."""
-        names = {}  # a dict and not a set: its order, and so the context, depends on nothing but the seed
-        while len(names) < count:
-            names["".join(self.rng.choice(list(string.ascii_lowercase), 6))] = None
-        values = ["".join(map(str, self.rng.integers(0, 10, VALUE_DIGITS))) for _ in names]
-        lines = [needle(name, value) for name, value in zip(names, values)]
+        """`count` needle lines as lists of tokens, no word twice."""
+        words = self.rng.choice(self.words, count, replace=False)
+        numbers = self.rng.choice(100, count, replace=not self.distinct)
+        values = self.rng.integers(10_000, size=count)
+        lines = [needle(*pair) for pair in zip(words, numbers, values, strict=True)]
         return [e.ids for e in self.tokenizer.encode_batch(lines, add_special_tokens=False)]
 
     def row(self, length, pairs, queries, depth=None):
@@ -149,7 +168,8 @@ class RecallTask:
             depth: where the first pair asked for stands, 0 at the start and 1 at the end; random if None.
 
         Returns:
-            (tokens, answers): token ids, and a mask of the tokens that the model has to recall.
+            (tokens, learned): token ids, and a mask of what training teaches: numbers, values and quotes of the
+            queries. Evaluation gives the number and asks for the last ANSWER_TOKENS of them.
         """
         lines = self.pairs(pairs)
         asked = lines[:queries]
@@ -166,22 +186,22 @@ class RecallTask:
             parts += [text[at:places[i]], lines[i]]
             at = places[i]
         parts += [text[at:], *asked]
-        answers = np.zeros(length, dtype=bool)
+        learned = np.zeros(length, dtype=bool)
         stop = length
         for line in reversed(asked):
-            answers[stop - TAIL_TOKENS:stop - 1] = True
+            learned[stop - 1 - LEARNED_TOKENS:stop - 1] = True
             stop -= len(line)
-        return np.concatenate(parts).astype(np.int32), answers
+        return np.concatenate(parts).astype(np.int32), learned
 
     def batch(self, rows, length):
-        """`rows` contexts for training, the number of pairs spread evenly over its orders of magnitude."""
+        """`rows` contexts for training: as many pairs as the length has room for, or fewer, and half of them asked."""
         recall = CONFIG["recall"]
         most = max(1, min(recall["max_pairs"], length // recall["tokens_per_pair"]))
         made = []
         for _ in range(rows):
-            pairs = int(math.exp(self.rng.uniform(0, math.log(most + 1))))
-            made.append(self.row(length, pairs, min(pairs, recall["max_queries"])))
-        return tuple(np.stack(part) for part in zip(*made))
+            pairs = int(self.rng.integers(1, most + 1))
+            made.append(self.row(length, pairs, (pairs + 1) // 2))
+        return tuple(np.stack(part) for part in zip(*made, strict=True))
 
 
 def main():

@@ -35,11 +35,18 @@ def project(x, norm, wq, wk, wv, cos, sin, head_dim, eps):
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
+def drop(x, dropout):
+    """Dropout with a probability for each token: `dropout` is [tokens, 1], or None for no dropout at all."""
+    if dropout is None:
+        return x
+    return x * ((torch.rand_like(x, dtype=torch.float32) >= dropout) / (1 - dropout)).to(x.dtype)
+
+
 def finish(x, attended, wo, norm, gate, up, down, eps, dropout):
     """The rest of a layer: output projection and MLP, both added to the residual stream."""
-    x = x + F.dropout(linear(attended, wo), dropout)
+    x = x + drop(linear(attended, wo), dropout)
     h = rms_norm(x, norm, eps)
-    return x + F.dropout(linear(F.silu(linear(h, gate)) * linear(h, up), down), dropout)
+    return x + drop(linear(F.silu(linear(h, gate)) * linear(h, up), down), dropout)
 
 
 def token_losses(x, norm, embed, targets, eps):
@@ -54,11 +61,11 @@ class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
         q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
-        d, mlp, deep = c["hidden_size"], c["intermediate_size"], (2 * c["num_hidden_layers"]) ** -0.5
+        d, mlp = c["hidden_size"], c["intermediate_size"]
         self.norm1, self.norm2 = nn.Parameter(torch.ones(d)), nn.Parameter(torch.ones(d))
         self.wq, self.wk, self.wv = matrix(q, d), matrix(kv, d), matrix(kv, d)
         self.gate, self.up = matrix(mlp, d), matrix(mlp, d)
-        self.wo, self.down = matrix(d, q, deep), matrix(d, mlp, deep)
+        self.wo, self.down = matrix(d, q, 0.0), matrix(d, mlp, 0.0)  # a layer starts as the identity
 
 
 def matrix(rows, columns, scale=1.0):
@@ -71,13 +78,12 @@ class Llama(nn.Module):
 
     Args:
         c: the `model` part of config.json.
-        dropout: on the embeddings and on what each block adds, while training.
-        compiled: compile what is compiled; evaluation stays eager.
+        compiled: compile what is compiled while training; evaluation stays eager.
     """
 
-    def __init__(self, c, dropout=0.0, compiled=False):
+    def __init__(self, c, compiled=False):
         super().__init__()
-        self.c, self.dropout = c, dropout
+        self.c = c
         self.embed = nn.Parameter(torch.randn(c["vocab_size"], c["hidden_size"]) * 0.02)
         self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
         self.norm = nn.Parameter(torch.ones(c["hidden_size"]))
@@ -88,13 +94,17 @@ class Llama(nn.Module):
         wrap = torch.compile(dynamic=False) if compiled else lambda f: f
         self.fast = [wrap(f) for f in (project, finish, token_losses)]
 
-    def forward(self, tokens, dtype=torch.float32):
-        """Losses and hits [batch, length - 1] of each next token of `tokens` [batch, length]."""
+    def forward(self, tokens, dtype=torch.float32, dropout=None):
+        """Losses and hits [batch, length - 1] of each next token of `tokens` [batch, length].
+
+        `dropout` [batch] is each row's probability on the embeddings and on what each block adds; None: none.
+        """
         run_project, run_finish, run_losses = self.fast if self.training else (project, finish, token_losses)
-        c, eps, dropout = self.c, self.c["rms_norm_eps"], self.dropout if self.training else 0.0
-        batch, length = tokens.shape[0], tokens.shape[1] - 1
+        c, eps = self.c, self.c["rms_norm_eps"]
+        tokens, batch, length = tokens.long(), tokens.shape[0], tokens.shape[1] - 1
         cos, sin = self.cos[:length].repeat(batch, 1, 1), self.sin[:length].repeat(batch, 1, 1)
-        x = F.dropout(F.embedding(tokens[:, :-1].flatten(), self.embed).to(dtype), dropout)
+        dropout = None if dropout is None else dropout.repeat_interleave(length)[:, None]
+        x = drop(F.embedding(tokens[:, :-1].flatten(), self.embed).to(dtype), dropout)
         for w in self.layers:
             qkv = run_project(x, w.norm1, w.wq, w.wk, w.wv, cos, sin, c["head_dim"], eps)
             qkv = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in qkv)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data import CONFIG, SCRATCH, RecallTask, load_tokenizer, read_held_out, tokenise
+from data import ANSWER_TOKENS, CONFIG, SCRATCH, RecallTask, load_tokenizer, read_held_out, tokenise
 from model import Llama, save_hf
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -29,7 +29,7 @@ class RecallBatches(IterableDataset):
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
-        task = RecallTask(self.tokenizer, self.tokens, [worker.seed % 2**32, worker.id])
+        task = RecallTask(self.tokenizer, self.tokens, [worker.seed % 2**32, worker.id], distinct=False)
         while True:
             stages = self.settings["curriculum"]
             stage = next((s for s in stages if self.progress.value < s["until"]), stages[-1])
@@ -49,19 +49,19 @@ class Evaluation:
         count = min(64, (len(tokens) - 1) // length)
         windows = [tokens[i * length:(i + 1) * length + 1].astype(np.int32) for i in range(count)]
         self.text = torch.from_numpy(np.stack(windows)).to(device)
-        task, self.recall = RecallTask(tokenizer, tokens, 1), []
+        task, self.recall = RecallTask(tokenizer, tokens, 1, distinct=True), []
         for length in sorted({min(n, longest) for n in (512, 2048, 4096)}):
-            made = [task.row(length, max(2, min(8, length // 64)), 1) for _ in range(64)]
-            self.recall.append((length, *(torch.from_numpy(np.stack(part)).to(device) for part in zip(*made))))
+            rows = np.stack([task.row(length, 8, 1)[0] for _ in range(64)])
+            self.recall.append((length, torch.from_numpy(rows).to(device)))
 
     @torch.no_grad()
     def __call__(self, model, dtype):
         model.eval()
         result = {"held_out": sum(model(part, dtype)[0].mean().item() for part in self.text.split(16))
                   / len(self.text.split(16))}
-        for length, tokens, answers in self.recall:
+        for length, tokens in self.recall:
             hits = torch.cat([model(part, dtype)[1] for part in tokens.split(16)])
-            result[f"recall_{length}"] = (hits | ~answers[:, 1:]).all(1).float().mean().item()
+            result[f"recall_{length}"] = hits[:, -1 - ANSWER_TOKENS:-1].all(1).float().mean().item()
         model.train()
         return result
 
@@ -89,12 +89,12 @@ def main():
     args = parser.parse_args()
     settings, recall = CONFIG["train"], CONFIG["recall"]
     args.out.mkdir(parents=True, exist_ok=True)
-    log = open(args.out / "log.jsonl", "a")
 
     def report(**values):
         line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()})
         print(line, flush=True)
-        print(line, file=log, flush=True)
+        with open(args.out / "log.jsonl", "a") as log:
+            log.write(line + "\n")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # BF16 products are slow on most CPUs
@@ -108,7 +108,7 @@ def main():
                               num_workers=settings["workers"], pin_memory=device == "cuda", prefetch_factor=2))
     evaluate = Evaluation(tokenizer, settings, device)
 
-    model = Llama(CONFIG["model"], settings["dropout"], compiled=device == "cuda").to(device)
+    model = Llama(CONFIG["model"], compiled=device == "cuda").to(device)
     optimizers = make_optimizers(model, settings)
     peak = [o.param_groups[0]["lr"] for o in optimizers]
     step, elapsed, tokens, best = 0, 0.0, 0, math.inf
@@ -117,7 +117,7 @@ def main():
         saved = torch.load(state, map_location=device)
         step, elapsed, tokens, best = saved["counts"]
         model.load_state_dict(saved["model"])
-        for optimizer, values in zip(optimizers, saved["optimizers"]):
+        for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
     report(parameters=sum(p.numel() for p in model.parameters()), device=device, step=step,
            torch=torch.__version__, gpu=torch.cuda.get_device_name() if device == "cuda" else None)
@@ -127,20 +127,22 @@ def main():
     logged_tokens = tokens
     while elapsed < budget:
         progress.value = elapsed / budget
-        rows, contexts, answers = next(batches)
+        rows, contexts, learned = next(batches)
         length = contexts.shape[1] - 1
         plain = rows - len(contexts)
         starts = torch.randint(len(text) - length - 1, (plain, 1), device=device)
         inputs = torch.cat([text[starts + torch.arange(length + 1, device=device)],
-                            contexts.to(device, non_blocking=True)]).long()
-        answers = answers[:, 1:].to(device, non_blocking=True)
+                            contexts.to(device, non_blocking=True)])
+        learned = learned[:, 1:].to(device, non_blocking=True)
 
-        losses, _ = model(inputs, dtype)
+        # Only the text is seen again and again; the recall contexts are new each time and need no dropout.
+        dropout = settings["dropout"] * (torch.arange(rows, device=device) < plain)
+        losses, hits = model(inputs, dtype, dropout)
         text_loss = losses[:plain].mean()
-        recall_loss = (losses[plain:] * answers).sum() / answers.sum()
+        recall_loss = (losses[plain:] * learned).sum() / learned.sum()
         (text_loss + recall["loss_weight"] * recall_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
-        for optimizer, lr in zip(optimizers, peak):
+        for optimizer, lr in zip(optimizers, peak, strict=True):
             optimizer.param_groups[0]["lr"] = lr * learning_rate(progress.value, settings)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -157,7 +159,9 @@ def main():
                 fresh, last_log, last_eval, logged_tokens = False, now, now, tokens
         if now - last_log > settings["log_seconds"]:
             report(step=step, tokens=tokens, progress=progress.value, length=length, text=text_loss.item(),
-                   recall=recall_loss.item(), tokens_per_second=(tokens - logged_tokens) / (now - last_log))
+                   recall=recall_loss.item(),
+                   recalled=hits[plain:][learned].float().mean().item(),
+                   tokens_per_second=(tokens - logged_tokens) / (now - last_log))
             last_log, logged_tokens = now, tokens
         if now - last_eval > settings["eval_seconds"] or elapsed >= budget:
             result = evaluate(model, dtype)
