@@ -1,0 +1,64 @@
+"""E4M3 and BF16 conversions inside Triton kernels, with the rounding of `numerics`.
+
+`NATIVE` says that the target converts E4M3 by itself (NVIDIA from compute capability 8.9). Everywhere else, Triton's interpreter
+included (whose own conversions truncate), integer arithmetic does it, to the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@lru_cache
+def is_native(device: torch.device) -> bool:
+    """Whether kernels on `device` may use Triton's own E4M3 conversions."""
+    if device.type != "cuda" or torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def from_e4m3(x, NATIVE: tl.constexpr):
+    """E4M3 (bytes unless NATIVE) to FP16, which holds every E4M3 value exactly."""
+    if NATIVE:
+        return x.to(tl.float16)
+    else:
+        # E4M3's four exponent bits in FP16's five give the value over 2^8 (the biases are 7 and 15), subnormals included.
+        bits = x.to(tl.int16)
+        magnitude = bits & 0x7F
+        value = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where(magnitude == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def to_e4m3(x, NATIVE: tl.constexpr):
+    """FP32 to E4M3 bytes: to nearest, ties to even; what is too large saturates, Inf too; NaN stays NaN."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        nan = magnitude > 0x7F800000
+        magnitude = tl.minimum(magnitude, 0x43E00000)  # 448
+        # 20 mantissa bits go; the bias falls by 120.
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 the codes count 2^-9, which is what the last mantissa bit of 2^14 is worth: FP32's own addition rounds.
+        subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(nan, 0x7F, tl.where(magnitude < 0x3C800000, subnormal, normal))
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 to `dtype`, to nearest, ties to even."""
+    if NATIVE or dtype != tl.bfloat16:
+        return x.to(dtype)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -1,0 +1,428 @@
+"""Attention over FP8 pages in plain Triton: FP8 storage, 16-bit arithmetic, FP32 accumulation, for prefill and decode alike.
+
+Nothing but the cache is rounded to FP8. K and V are exact in FP16; Q is brought into FP16's range by a power of two per row; the
+weights P are held 2^15 times too large, so that FP16 keeps all its digits down to weights of 2^-29, and the denominator sums the
+weights as they were rounded, so that their errors cancel where V is constant. What is left, about 2e-4, is the rounding of P.
+
+Means cost nothing per key: `q . (k + k_mean)` is `q . k` and one constant per row, which leaves a softmax as it is and only the LSE,
+sinks and a softcap ask for it; v_mean is added to the normalised output. A page's k_scale joins the row's factor and its v_scale is the
+accumulator's unit, which the rescaling by the running maximum changes on the way (FlashAttention-2, arXiv:2307.08691).
+
+The query heads of one KV head are packed into the rows of a tile (row r: token r // G, head r % G), so that decode shares each K and V
+byte between them. Long sequences are split over programs (Flash-Decoding): each takes its share of the pages that its rows see, computed on
+the device, and a second kernel combines. Where a tile has so few rows that warps could share it only by splitting keys, each warp
+gets its own quarter of the keys, with its own maximum, denominator and accumulator (a batched matrix product whose batch is the warp):
+the loop then has no exchange between warps, and they meet once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import PAGE_SIZE, KVPages
+from .fp8 import from_e4m3, is_native, round_to
+
+_PAGE = tl.constexpr(PAGE_SIZE)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_P_BITS = tl.constexpr(15)  # P is held times 2^15: at most 32768 in FP16
+_Q_BITS = tl.constexpr(8)  # a row of Q is held with its largest value in [2^8, 2^9)
+_NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: finite, so that -inf scores need no care
+
+
+@triton.jit
+def _tiles(
+    acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads, first, last,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, MASK_START: tl.constexpr, MASK_END: tl.constexpr,
+    SOFTCAP: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, l, m` of a block of rows.
+
+    With WARPS > 1 everything has one more axis in front: the tile's keys in WARPS parts, each with a state of its own.
+    """
+    TILES: tl.constexpr = _PAGE // TILE
+    AXIS: tl.constexpr = 2 if WARPS > 1 else 1  # of keys
+    d = tl.arange(0, DP)
+    # Columns are V's positions, so K's tokens are read in V's order: inside 16, [0, 1, 8, 9, 2, 3, 10, 11, ...].
+    if WARPS > 1:
+        position = tl.arange(0, WARPS)[:, None] * (TILE // WARPS) + tl.arange(0, TILE // WARPS)[None, :]
+    else:
+        position = tl.arange(0, TILE)
+    token = (position & ~15) | (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
+    if WARPS > 1:
+        k_offsets = token[:, :, None] * D + d[None, None, :]
+        v_offsets = d[None, :, None] * _PAGE + position[:, None, :]
+        k_mask = (d < D)[None, None, :]
+        v_mask = (d < D)[None, :, None]
+        key = token[:, None, :]
+    else:
+        k_offsets = token[:, None] * D + d[None, :]
+        v_offsets = d[:, None] * _PAGE + position[None, :]
+        k_mask = (d < D)[None, :]
+        v_mask = (d < D)[:, None]
+        key = token[None, :]
+
+    # A page's number and scales are loaded one tile ahead: nothing else hides their latency, and the pipeline need not.
+    some = first < last
+    page = tl.load(table_ptr + first // TILES, mask=some, other=0).to(tl.int64) * num_kv_heads
+    k_scale = tl.load(k_scale_ptr + page, mask=some, other=1.0)
+    v_scale = tl.load(v_scale_ptr + page, mask=some, other=1.0)
+    ratio = unit / v_scale
+    for tile in range(first, last):
+        in_page = tile * TILE - tile // TILES * _PAGE
+        k_ptrs = k_ptr + (page * (_PAGE * D) + in_page * D) + k_offsets
+        v_ptrs = v_ptr + (page * (_PAGE * D) + in_page) + v_offsets
+        page = tl.load(table_ptr + tl.minimum(tile + 1, last - 1) // TILES).to(tl.int64) * num_kv_heads
+        next_k_scale = tl.load(k_scale_ptr + page)
+        next_v_scale = tl.load(v_scale_ptr + page)
+
+        k = from_e4m3(tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0.0), NATIVE)
+        s = tl.dot(q, tl.permute(k, (0, 2, 1)) if WARPS > 1 else tl.trans(k))
+        f = factor * k_scale
+        if SOFTCAP:
+            # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
+            s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
+        if MASK_START and MASK_END:
+            s = tl.where((tile * TILE + key < see_to) & (tile * TILE + key >= see_from), s, float("-inf"))
+        elif MASK_END:
+            s = tl.where(tile * TILE + key < see_to, s, float("-inf"))
+        elif MASK_START:
+            s = tl.where(tile * TILE + key >= see_from, s, float("-inf"))
+        largest = tl.max(s, AXIS)
+        if not SOFTCAP:
+            largest = largest * f
+        new_m = tl.maximum(m, largest)
+        origin = tl.expand_dims(new_m - _P_BITS, -1)
+        p = tl.exp2((s if SOFTCAP else s * tl.expand_dims(f, -1)) - origin).to(tl.float16)
+        alpha = tl.exp2(m - new_m)
+        l = l * alpha + tl.sum(p.to(tl.float32), AXIS)
+        rescale = tl.broadcast_to(tl.expand_dims(alpha * ratio, -1), acc.shape)
+        v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0.0), NATIVE)
+        v = tl.permute(v, (0, 2, 1)) if WARPS > 1 else tl.trans(v)
+        if TWO_LEVEL:
+            # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (Written as a sum, the
+            # compiler would hand it back to the tensor core.)
+            acc = tl.fma(acc, rescale, tl.dot(p, v))
+        else:
+            acc = tl.dot(p, v, acc * rescale)
+        m = new_m
+        ratio = v_scale / next_v_scale
+        k_scale = next_k_scale
+        v_scale = next_v_scale
+    return acc, l, m, tl.where(some, v_scale, unit)
+
+
+@triton.jit(do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_splits", "num_rows", "window"])
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr,
+    out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_splits, num_rows, softmax_scale, softcap, window,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    # The last queries see the most keys and start first.
+    split = tl.program_id(0) % num_splits
+    block = tl.num_programs(0) // num_splits - 1 - tl.program_id(0) // num_splits
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2)
+    if cu_seqlens_ptr is None:
+        start = seq * max_seqlen_q
+        q_len = max_seqlen_q
+    else:
+        start = tl.load(cu_seqlens_ptr + seq)
+        q_len = tl.load(cu_seqlens_ptr + seq + 1) - start
+    if block * ROWS >= q_len * G:
+        return
+    length = tl.load(seqlens_ptr + seq)
+    row = block * ROWS + tl.arange(0, ROWS)
+    query = row // G
+    head = kv_head * G + row % G
+    real = query < q_len
+    first_position = length - q_len + block * ROWS // G
+    last_position = length - q_len + tl.minimum((block * ROWS + ROWS - 1) // G, q_len - 1)
+    # Offsets of rows in [T, num_q_heads] and, with splits, in [num_splits, T, num_q_heads]
+    offset = (start + query).to(tl.int64) * (num_kv_heads * G) + head
+    if SPLIT:
+        offset += split.to(tl.int64) * num_rows
+
+    # Keys that some row sees, [begin, end), and keys that every row sees, [all_begin, all_end)
+    begin = 0
+    if leftpad_ptr is not None:
+        begin = tl.load(leftpad_ptr + seq)
+    all_begin = begin
+    end = length
+    all_end = length
+    if CAUSAL:
+        end = tl.minimum(length, last_position + 1)
+        all_end = tl.minimum(length, first_position + 1)
+    if WINDOW:
+        all_begin = tl.maximum(begin, last_position - window + 1)
+        begin = tl.maximum(begin, first_position - window + 1)
+    first_tile = tl.maximum(begin, 0) // TILE
+    num_tiles = tl.maximum(tl.cdiv(end, TILE) - first_tile, 0)
+    if SPLIT:
+        last_tile = first_tile + num_tiles * (split + 1) // num_splits
+        first_tile += num_tiles * split // num_splits
+        if first_tile >= last_tile:
+            tl.store(lse_ptr + offset, float("-inf"), mask=real)
+            return
+    else:
+        last_tile = first_tile + num_tiles
+
+    d = tl.arange(0, DP)
+    q_offsets = (start + query).to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
+    q_mask = real[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    # factor * q16 = |softmax_scale| * log2(e) * q: what is left of q after a power of two that brings its largest value to 2^8.
+    exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
+    grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)
+    shrink = ((exponent - _Q_BITS) << 23).to(tl.float32, bitcast=True)
+    scale_log2 = tl.abs(softmax_scale) * _LOG2E
+    q = tl.where(softmax_scale < 0, -q, q)
+    # Above zero, so that -inf keeps its meaning: scores this small are zero whatever the factor.
+    factor = tl.maximum(shrink * scale_log2, 1e-25)
+    means = (seq.to(tl.int64) * num_kv_heads + kv_head) * D
+    k_mean = tl.load(k_mean_ptr + means + d, mask=d < D, other=0.0)
+    mean_score = tl.sum(q * k_mean[None, :], 1) * scale_log2  # in units of log2, as all scores here
+    q = (q * grow[:, None]).to(tl.float16)
+    cap = softcap * _LOG2E
+    shift = mean_score
+    if SOFTCAP:
+        factor = factor * (2.0 / softcap)
+        shift = shift * (2.0 / softcap)
+        mean_score = tl.zeros_like(mean_score)
+
+    see_from = tl.zeros_like(row) + tl.maximum(begin, 0)
+    see_to = tl.zeros_like(row) + length
+    position = length - q_len + query
+    if CAUSAL:
+        see_to = tl.minimum(see_to, position + 1)
+    if WINDOW:
+        see_from = tl.maximum(see_from, position - window + 1)
+
+    if WARPS > 1:
+        q = tl.broadcast_to(q[None, :, :], (WARPS, ROWS, DP))
+        acc = tl.zeros((WARPS, ROWS, DP), tl.float32)
+        l = tl.zeros((WARPS, ROWS), tl.float32)
+        m = tl.full((WARPS, ROWS), _NOTHING, tl.float32)
+        factor = factor[None, :]
+        shift = shift[None, :]
+        see_from = see_from[None, :, None]
+        see_to = see_to[None, :, None]
+    else:
+        acc = tl.zeros((ROWS, DP), tl.float32)
+        l = tl.zeros((ROWS,), tl.float32)
+        m = tl.full((ROWS,), _NOTHING, tl.float32)
+        see_from = see_from[:, None]
+        see_to = see_to[:, None]
+    unit = tl.full((), 1.0, tl.float32)
+    k_ptr += kv_head.to(tl.int64) * (_PAGE * D)
+    v_ptr += kv_head.to(tl.int64) * (_PAGE * D)
+    k_scale_ptr += kv_head
+    v_scale_ptr += kv_head
+    table_ptr += seq.to(tl.int64) * table_stride
+    HAS_START: tl.constexpr = WINDOW or leftpad_ptr is not None
+    if WARPS > 1:
+        # One loop: a mask over a few rows costs less than filling the pipeline twice.
+        acc, l, m, unit = _tiles(
+            acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
+            first_tile, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, TWO_LEVEL, NATIVE,
+        )  # fmt: skip
+    else:
+        all_last = tl.minimum(tl.maximum(all_end // TILE, first_tile), last_tile)
+        all_first = first_tile
+        if HAS_START:
+            all_first = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(all_begin, 0), TILE), first_tile), last_tile)
+            all_last = tl.maximum(all_last, all_first)
+            acc, l, m, unit = _tiles(
+                acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
+                first_tile, all_first, D, DP, TILE, WARPS, True, True, SOFTCAP, TWO_LEVEL, NATIVE,
+            )  # fmt: skip
+        acc, l, m, unit = _tiles(
+            acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
+            all_first, all_last, D, DP, TILE, WARPS, False, False, SOFTCAP, TWO_LEVEL, NATIVE,
+        )  # fmt: skip
+        acc, l, m, unit = _tiles(
+            acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
+            all_last, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, TWO_LEVEL, NATIVE,
+        )  # fmt: skip
+    if WARPS > 1:
+        top = tl.max(m, 0)
+        weight = tl.exp2(m - top[None, :])
+        l = tl.sum(l * weight, 0)
+        acc = tl.sum(acc * weight[:, :, None], 0)
+        m = top
+
+    # Rows that see nothing have l = 0; a NaN is not 0 and stays.
+    nothing = l == 0.0
+    lse = tl.where(nothing, float("-inf"), tl.log2(l) + (m - _P_BITS))
+    out = acc * (unit / tl.where(nothing, 1.0, l))[:, None]
+    v_mean = tl.load(v_mean_ptr + means + d, mask=d < D, other=0.0)
+    out = tl.where(nothing[:, None], 0.0, out + v_mean[None, :])
+    out_mask = real[:, None] & (d < D)[None, :]
+    if SPLIT:
+        tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask & (nothing == 0)[:, None])
+        tl.store(lse_ptr + offset, lse, mask=real)
+        tl.store(lse_ptr + offset + num_splits.to(tl.int64) * num_rows, mean_score, mask=real)
+    else:
+        share, lse = _finish(lse, mean_score, sinks_ptr, head)
+        out = round_to(out * share[:, None], out_ptr.dtype.element_ty, NATIVE)
+        tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask)
+        tl.store(lse_ptr + offset, lse, mask=real)
+
+
+@triton.jit
+def _finish(lse, mean_score, sinks_ptr, head):
+    """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centred scores and the score of k_mean."""
+    lse = tl.where(lse == float("-inf"), lse, lse + mean_score)
+    if sinks_ptr is None:
+        return tl.where(lse == lse, 1.0, 1.0), lse * _LN2
+    else:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        top = tl.maximum(lse, sink)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        keys = tl.exp2(lse - top)
+        total = keys + tl.exp2(sink - top)
+        return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * _LN2
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_q_heads"])
+def _combine_kernel(
+    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_q_heads,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    lse_ptrs = partial_lse_ptr + split.to(tl.int64) * num_rows + row
+    split_lse = tl.load(lse_ptrs, mask=split < num_splits, other=float("-inf"))
+    written = split_lse != float("-inf")  # a split that saw no key wrote nothing else
+    mean_score = tl.load(lse_ptrs + num_splits.to(tl.int64) * num_rows, mask=written, other=float("-inf"))
+    mean_score = tl.max(mean_score, 0)  # the same in every split
+    top = tl.max(split_lse, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(split_lse - top), 0)
+    lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
+    share, lse = _finish(lse, mean_score, sinks_ptr, row % num_q_heads)
+
+    d = tl.arange(0, DP)
+    out = tl.zeros((DP,), tl.float32)
+    for first in range(0, num_splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        offset = split.to(tl.int64) * num_rows + row
+        split_lse = tl.load(partial_lse_ptr + offset, mask=split < num_splits, other=float("-inf"))
+        mask = (split_lse != float("-inf"))[:, None] & (d < D)[None, :]
+        partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
+        out += tl.sum(partial * tl.exp2(split_lse - top)[:, None], 0)
+    out = out * (share / tl.where(total == 0.0, 1.0, total))
+    tl.store(out_ptr + row * D + d, round_to(out, out_ptr.dtype.element_ty, NATIVE), mask=d < D)
+    tl.store(lse_ptr + row, lse)
+
+
+class Config(NamedTuple):
+    """How a block of rows is computed: its rows, keys of a tile, warps that split the keys (1: none), warps, pipeline stages."""
+
+    rows: int
+    tile: int
+    key_warps: int
+    num_warps: int
+    num_stages: int
+    two_level: bool
+
+
+@lru_cache
+def config(head_dim: int, rows: int, shared_memory: int) -> Config:
+    """The launch for `rows` packed rows a KV head (queries times group), on a device with so many bytes of shared memory a program."""
+    padded = triton.next_power_of_2(head_dim)
+    if rows <= 16:
+        return Config(16, 128, 4, 4, 3 if padded <= 128 else 1, True)
+    if rows <= 64:
+        return Config(64, 64, 1, 4, 2, padded <= 128)
+    return Config(128, 64, 1, 8, 2, padded <= 128)
+
+
+@lru_cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that one program may have."""
+    if device.type == "cpu":
+        return 1, 1 << 30
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 64 << 10)
+
+
+MAX_SPLITS = 128
+_TILE_OVERHEAD = 1.5  # what a program costs besides its pages, in pages
+
+
+@lru_cache(maxsize=4096)
+def num_splits(programs: int, pages: int, slots: int) -> int:
+    """Into how many parts each of `programs` programs over up to `pages` pages is cut, where `slots` run at a time.
+
+    The fewest waves times the longest program; from the host's knowledge alone, so that a launch reads nothing back.
+    """
+    best, best_cost = 1, math.inf
+    for splits in range(1, min(pages, MAX_SPLITS, max(1, 4 * slots // programs)) + 1):
+        cost = -(-programs * splits // slots) * (-(-pages // splits) + _TILE_OVERHEAD) + (splits > 1) * (1 + splits / 32)
+        if cost < best_cost:
+            best, best_cost = splits, cost
+    return best
+
+
+def attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    *,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    causal: bool,
+    softmax_scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attention` to within 3e-4, and what the output's dtype rounds off."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    device = q.device
+    out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)
+    lse = torch.empty((num_tokens, num_q_heads), dtype=torch.float32, device=device)
+    if not num_tokens:
+        return out, lse
+    group = num_q_heads // pages.num_kv_heads
+    padded = triton.next_power_of_2(head_dim)
+    sms, shared_memory = _device(device)
+    rows, tile, key_warps, num_warps, num_stages, two_level = config(head_dim, max_seqlen_q * group, shared_memory)
+    blocks = triton.cdiv(max_seqlen_q * group, rows)
+    max_pages = pages.page_table.shape[1]
+    if window:
+        max_pages = min(max_pages, (window + max_seqlen_q) // PAGE_SIZE + 2)
+    splits = num_splits(blocks * pages.num_kv_heads * pages.num_seqs, max_pages, sms * (8 // num_warps))
+    num_rows = num_tokens * num_q_heads
+    if splits > 1:
+        target = torch.empty((splits, num_rows, head_dim), dtype=torch.float32, device=device)
+        target_lse = torch.empty((2, splits, num_rows), dtype=torch.float32, device=device)
+    else:
+        target, target_lse = out, lse
+    native = is_native(device)
+    k, v = (pages.k, pages.v) if native else (pages.k.view(torch.uint8), pages.v.view(torch.uint8))
+    with torch.accelerator.device_index(device.index):
+        _attention_kernel[(blocks * splits, pages.num_kv_heads, pages.num_seqs)](
+            q, k, v, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens,
+            cu_seqlens_q, None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1),
+            pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads, splits, num_rows, softmax_scale, softcap, window,
+            D=head_dim, DP=padded, G=group, ROWS=rows, TILE=tile, WARPS=key_warps, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0,
+            SPLIT=splits > 1, TWO_LEVEL=two_level, NATIVE=native,
+            num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        if splits > 1:
+            parts = triton.next_power_of_2(splits)
+            _combine_kernel[(num_rows,)](
+                target, target_lse, sinks, out, lse, splits, num_rows, num_q_heads,
+                D=head_dim, DP=padded, SPLITS=parts, CHUNK=min(parts, 4096 // padded), NATIVE=native, num_warps=4,
+                enable_fp_fusion=True,
+            )  # fmt: skip
+    return out, lse

@@ -1,0 +1,167 @@
+"""Compiles, without a GPU, what the launchers of the Triton kernels would launch, and prints what ptxas says of it as JSON.
+
+A process of its own (`test_compile.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile. The launchers themselves run, on
+CPU tensors, with the kernels replaced by recorders: what is compiled is what they ask for.
+
+    python tests/compile_kernels.py [sm_90 | sm_80 | sm_89 ...] [case substring]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8attn import KVPages
+from fp8attn.kernels import append, portable
+from fp8attn.layout import HEAD_DIMS
+
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes one program may have
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+@dataclass
+class Compiled:
+    case: str
+    kernel: str
+    arch: int
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    num_warps: int = 0
+    warnings: str = ""
+
+
+class Recorder:
+    """Stands in for a jitted kernel: `recorder[grid](...)` notes the arguments."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.launches = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launches.append((args, options))
+
+
+def compile_launch(kernel, args, options, arch: int):
+    """`triton.compile` of one recorded launch, specialised as Triton would: returns (metadata, ptxas's log, asm)."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in options.items() if k not in OPTIONS}
+    signature, constants, attributes = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = values[param.name]
+        special = not param.do_not_specialize
+        if param.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
+            signature[param.name] = "constexpr"
+            constants[(i,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = TYPES[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[param.name] = "i32"
+            if special and value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[param.name] = "fp32"
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), contextlib.redirect_stdout(log):
+        knobs.cache.dir = cache
+        knobs.nvidia.dump_ptxas_log = True
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={k: options[k] for k in OPTIONS if k in options})
+    return compiled.metadata, log.getvalue(), compiled.asm
+
+
+def _pages(head_dim: int, max_pages: int = 48) -> KVPages:
+    return KVPages.empty(48, 2, head_dim, 1, max_pages)
+
+
+def attention_case(name: str, head_dim: int, dtype, queries: int, group: int = 4, causal=True, splits=1, device_arch: int = 90, **features):
+    """What `portable.attention` launches for `queries` queries of a sequence."""
+    options = {"window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None} | features
+    portable._attention_kernel, portable._combine_kernel = Recorder(ATTENTION), Recorder(COMBINE)
+    portable.is_native = lambda device: device_arch >= 89
+    portable._device = lambda device: (132, SHARED_MEMORY[device_arch])
+    portable.num_splits = lambda *_: splits
+    q = torch.zeros(queries, 2 * group, head_dim, dtype=dtype)
+    portable.attention(
+        q, _pages(head_dim), cu_seqlens_q=None, max_seqlen_q=queries, causal=causal, softmax_scale=0.1, **options,
+    )  # fmt: skip
+    return [(name, r.kernel, *launch) for r in (portable._attention_kernel, portable._combine_kernel) for launch in r.launches]
+
+
+def append_case(name: str, head_dim: int, dtype, tokens: int, rotary: int = 0, interleaved=False, device_arch: int = 90):
+    """What `append.append` launches for `tokens` new tokens of a sequence."""
+    append._append_kernel = Recorder(APPEND)
+    append.is_native = lambda device: device_arch >= 89
+    k = torch.zeros(tokens, 2, head_dim, dtype=dtype)
+    angle = torch.zeros(tokens, rotary // 2) if rotary else None
+    append.append(
+        _pages(head_dim), k, k, cu_seqlens=None, max_seqlen=tokens, rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved,
+        static_scales=False,
+    )  # fmt: skip
+    return [(name, APPEND, *launch) for launch in append._append_kernel.launches]
+
+
+ATTENTION, COMBINE, APPEND = portable._attention_kernel, portable._combine_kernel, append._append_kernel
+
+
+def cases(arch: int) -> list[tuple]:
+    """Every head_dim with few, some and many rows, each dtype and feature somewhere; the whole list for sm_90, a sample elsewhere."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    found = []
+    for i, head_dim in enumerate(HEAD_DIMS if arch == 90 else (64, 128, 256)):
+        dtype, other = (bf16, fp16) if i % 2 else (fp16, bf16)
+        found += attention_case(f"D{head_dim} rows4", head_dim, dtype, 1, splits=4, device_arch=arch)
+        found += attention_case(f"D{head_dim} rows64", head_dim, other, 16, splits=1 + i % 2, device_arch=arch)
+        found += attention_case(f"D{head_dim} rows128", head_dim, dtype, 512, device_arch=arch)
+        found += append_case(f"D{head_dim} step rope", head_dim, other, 1, head_dim, device_arch=arch)
+        found += append_case(f"D{head_dim} prompt rope", head_dim, dtype, 300, head_dim, interleaved=i % 2 == 1, device_arch=arch)
+    if arch == 90:
+        leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
+        for queries, rows in ((1, 4), (16, 64), (512, 128)):
+            found += attention_case(f"D128 rows{rows} window sinks", 128, bf16, queries, window=100, sinks=sinks)
+            found += attention_case(f"D64 rows{rows} softcap leftpad", 64, fp16, queries, softcap=30.0, leftpad_k=leftpad)
+            found += attention_case(f"D128 rows{rows} full", 128, fp16, queries, causal=False)
+        found += append_case("D128 prompt", 128, bf16, 300)
+    return found
+
+
+def run(arch: int, index: int) -> Compiled:
+    name, kernel, args, options = cases(arch)[index]
+    metadata, log, _ = compile_launch(kernel, args, options, arch)
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    warnings = "\n".join(line for line in log.splitlines() if re.search(r"C75\d\d|warning", line))
+    return Compiled(name, kernel.__name__.strip("_"), arch, max(registers), sum(spills), metadata.shared, metadata.num_warps, warnings)
+
+
+def main() -> None:
+    arch = int(sys.argv[1].removeprefix("sm_")) if len(sys.argv) > 1 else 90
+    wanted = [i for i, case in enumerate(cases(arch)) if len(sys.argv) < 3 or sys.argv[2] in f"{case[0]} {case[1].__name__}"]
+    with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
+        for result in pool.map(run, [arch] * len(wanted), wanted):
+            print(json.dumps(asdict(result)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
