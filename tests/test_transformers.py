@@ -33,7 +33,7 @@ def test_every_family_equals_a_plain_cache_of_the_rounded_values(family):
     close(logits(model, plain(model.config), ids), exact)  # without our cache, `fp8_kv` is sdpa with sinks and softcaps
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n-shared-kv", "gpt-oss-sinks", "gemma2-softcap"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n-shared-kv", "diffllama-changes-v", "gpt-oss-sinks", "gemma2-softcap"])
 @pytest.mark.parametrize("static", [False, True])
 def test_left_padding(family, static):
     model, ids = make(family), prompt()

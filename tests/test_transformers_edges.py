@@ -212,7 +212,7 @@ def test_an_unknown_mask_function_is_compared_with_the_causal_one():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MistralConfig(**SHAPE, sliding_window=32), "every layer of 'mistral' has a window"),
+        (MistralConfig(**SHAPE, sliding_window=32), "every layer of 'mistral' .*sliding_attention"),
         (transformers.DeepseekV3Config(), "multi-head latent attention"),
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.Qwen3NextConfig(), "'linear_attention'"),
@@ -223,6 +223,15 @@ def test_models_that_are_refused(config, message):
     with pytest.raises(ValueError, match=message) as error:
         FP8Cache(config)
     assert "transformers' own cache" in str(error.value)
+
+
+def test_a_model_with_attention_of_its_own_is_refused_on_fp8_kv_and_served_on_eager():
+    config = transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="fp8_kv").eval()
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        FP8Cache(model.config)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="eager").eval()
+    close(logits(model, fp8(model.config), prompt()), logits(model, Oracle(model.config), prompt()))
 
 
 @pytest.mark.parametrize(

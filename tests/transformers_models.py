@@ -7,6 +7,8 @@ whole blocks of 128 tokens. So it checks appending, cropping, reordering and mas
 import pytest
 import torch
 from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -76,6 +78,7 @@ FAMILIES = {
             "hidden_size_per_layer_input": 16,
         },
     ),
+    "diffllama-changes-v": (DiffLlamaForCausalLM, DiffLlamaConfig, {"head_dim": 64}),
     "gpt-oss-sinks": (GptOssForCausalLM, GptOssConfig, dict(head_dim=64, num_local_experts=2, num_experts_per_tok=1, **MIXED)),
 }
 

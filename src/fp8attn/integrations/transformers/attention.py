@@ -43,7 +43,7 @@ def fp8_kv_mask(
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset: which part of the scores is asked for. A tensor `q_offset` (static caches)
-            is never read back.
+            is read back only to check an `attention_mask`, and not in compiled code.
         mask_function: which query sees which key.
         attention_mask: bool `[B, tokens]`, False where a token is padding.
         local_size: the window of sliding and chunked layers.
@@ -121,8 +121,10 @@ def fp8_kv_attention(
         ValueError: something that would change the result and cannot be honoured, with what to do instead.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if isinstance(key, PagedKV):
+    if isinstance(key, PagedKV) and isinstance(value, PagedKV) and (key.which, value.which) == ("k", "v"):
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
+    # A model that changes K or V after the cache (DiffLlama) has dequantised what it changed; the other one follows.
+    key, value = (x.dequantise() if isinstance(x, PagedKV) else x for x in (key, value))
     compact = attention_mask is not None and attention_mask.dtype == torch.int32
     exact = softcap is not None or s_aux is not None
     if not compact and not exact:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -304,10 +304,7 @@ class FP8Cache(Cache):
             why = (
                 "skip_layers keeps every full-attention layer in 16 bits"
                 if "full_attention" in kinds
-                else (
-                    f"every layer of {config.model_type!r} has a window (sliding_window={getattr(config, 'sliding_window', None)}), "
-                    "so its cache does not grow"
-                )
+                else (f"every layer of {config.model_type!r} is of a kind whose cache does not grow ({', '.join(sorted(set(kinds)))})")
             )
             raise ValueError(f"no layer would be in FP8: {why}. Use transformers' own cache (DynamicCache(config=model.config))")
         super().__init__(layers=layers)
@@ -361,6 +358,12 @@ def _supported(config: PreTrainedConfig) -> PreTrainedConfig:
         raise ValueError(
             f"{config.model_type!r} uses multi-head latent attention (kv_lora_rank={config.kv_lora_rank}), which expands its K and V "
             "after the cache; FP8Cache does not hold latents. Use transformers' own cache (DynamicCache(config=model.config))"
+        )
+    calls_the_interface = getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)
+    if config._attn_implementation == ATTN_IMPLEMENTATION and not calls_the_interface():
+        raise ValueError(
+            f"{config.model_type!r} computes its attention itself and never calls {ATTN_IMPLEMENTATION!r}, whose masks it would misread; "
+            "load it with attn_implementation='eager', which reads the same cache dequantised"
         )
     return config
 
