@@ -114,7 +114,7 @@ def test_doctor():
 def test_demo(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "default_model", lambda: tiny_model)
     monkeypatch.setattr(models, "read_text", lambda path=None, model=None: models._read(tiny_model / models.HELD_OUT))
-    for name, value in {"CONTEXT": 300, "LENGTHS": (150, 300), "WINDOWS": 2, "CALIBRATION": (2, 256)}.items():
+    for name, value in {"CONTEXT": 300, "LENGTHS": (150, 300), "WINDOWS": 2, "DECODE": (100, 5), "CALIBRATION": (2, 256)}.items():
         assert hasattr(demo_command, name)
         monkeypatch.setattr(demo_command, name, value)
     text = run("demo", "--out", tmp_path / "out")

@@ -18,6 +18,7 @@ from .shared import load, out, progress
 
 CALIBRATION = (8, 1024)  # windows, tokens of each: from the text's end, where the measurements do not come
 CONTEXT, WINDOWS = 4096, 3  # of the perplexity
+DECODE = 1024, 128  # context, tokens decoded
 LENGTHS = (512, 1024, 2048, 4096)  # of the needles' prompts
 PROMPT = "def read_header(self, name, default=None):\n"
 
@@ -29,7 +30,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     text = models.read_text()
     tokens = models.tokenize(tokenizer, text)
 
-    out.rule("1. Calibrate static scales (the FP8 cache works without; see below)", align="left")
+    out.rule("1. Calibrate static scales (optional: the FP8 cache finds its own)", align="left")
     count, length = CALIBRATION
     with progress("calibrating") as tick:
         scales = calibrate(model, models.windows(tokens, length, count, from_end=True).split(1), progress=tick)
@@ -53,7 +54,8 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
         parts = models.windows(tokens, CONTEXT + 1, WINDOWS)
         chunks = perplexity(model, parts, caches | static, tokenizer=tokenizer, progress=tick)
     with progress("token by token") as tick:
-        decoded = perplexity(model, parts[:1], caches, decode_tokens=32, tokenizer=tokenizer, progress=tick)
+        context, count = DECODE
+        decoded = perplexity(model, parts[:1, : context + 1], caches, decode_tokens=count, tokenizer=tokenizer, progress=tick)
     out.print(perplexity_table(chunks))
     out.print(perplexity_table(decoded))
 

@@ -1,10 +1,11 @@
 """Needle in a haystack: a key and its value hidden in code at some depth, asked for at the end.
 
-The form is the one that the committed model was trained on (training/data.py), with names and values of a seed of its own:
+The form is the one that the committed model was trained on (training/data.py), with keys and values of a seed of its own. A key is a
+word and a number, no two of a prompt alike in either; its value follows at once, four digits and a quote:
 
-    KEY = "harbour481516"        <- somewhere in the text, and others like it that are not asked for
+    KEY = "harbour374815"        <- somewhere in the text, and others like it that are not asked for
     ...
-    KEY = "harbour               <- the end of the prompt; the model completes it
+    KEY = "harbour37             <- the end of the prompt; the model completes it
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ import torch
 
 from .caches import CHUNK, MakeCache, greedy
 
-VALUE_DIGITS = 6
-QUERY = 'KEY = "{}'
-STATED = QUERY + '{}"\n'
-RARE = 1536  # token ids fall with frequency: names are words of larger ids, which few texts hold by chance
+QUERY = 'KEY = "{word}{number:02d}'
+STATED = QUERY + '{value}"\n'
+RARE = 1536  # token ids fall with frequency: keys are words of larger ids, which few texts hold by chance
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Prompt:
 
     Attributes:
         tokens: exactly as many ids as were asked for.
-        value: the six digits that answer it.
+        value: the digits and the quote that answer it.
     """
 
     tokens: tuple[int, ...]
@@ -47,7 +47,7 @@ class Cell:
         cache: its name.
         length: tokens of the prompts.
         depth: where the needle stands, 0 the start and 1 the end.
-        correct: for each prompt, whether the value came out, digit for digit.
+        correct: for each prompt, whether the value came out, digit for digit, and ended there.
         answers: for each prompt, the text that came out.
     """
 
@@ -66,12 +66,12 @@ class Haystack:
     Args:
         tokenizer: the model's.
         text: the hay; long enough for the longest prompt.
-        seed: of names, values, texts and places. Names are words of the tokenizer's, or six letters where it has few.
+        seed: of keys, values, texts and places. Words are the tokenizer's, or six random letters where it has few.
     """
 
     def __init__(self, tokenizer: Any, text: str, seed: int = 0) -> None:
         self._tokenizer, self._random = tokenizer, random.Random(seed)
-        self._words = _names(tokenizer.get_vocab())
+        self._words = _words(tokenizer.get_vocab())
         self._start = tokenizer("")["input_ids"]  # what this tokenizer begins every text with, if anything
         lines = tokenizer(text.splitlines(keepends=True), add_special_tokens=False)["input_ids"]
         self._tokens = [token for line in lines for token in line]
@@ -83,14 +83,18 @@ class Haystack:
         """A prompt of `length` tokens with its needle at `depth`, and `distractors` other pairs at random places.
 
         Raises:
-            ValueError: a length too short for the needles, or longer than the text; a depth outside [0, 1].
+            ValueError: a length too short for the needles, or longer than the text; a depth outside [0, 1]; too many distractors.
         """
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must be in [0, 1] (0 the start of the context); got {depth}")
-        names = self._names(1 + distractors)
-        values = ["".join(self._random.choices(string.digits, k=VALUE_DIGITS)) for _ in names]
-        needles = [self._encode(STATED.format(name, value)) for name, value in zip(names, values, strict=True)]
-        query = self._encode(QUERY.format(names[0]))
+        if not 0 <= distractors < 100:
+            raise ValueError(f"distractors must be 0 to 99 (keys differ in a number of two digits); got {distractors}")
+        pairs = [
+            {"word": word, "number": number, "value": f"{self._random.randrange(10_000):04d}"}
+            for word, number in zip(self._draw(1 + distractors), self._random.sample(range(100), 1 + distractors), strict=True)
+        ]
+        needles = [self._encode(STATED.format(**pair)) for pair in pairs]
+        query = self._encode(QUERY.format(**pairs[0]))
         space = length - len(self._start) - sum(map(len, needles)) - len(query)
         ends = [end for end in self._ends if end >= space]
         if space < 0 or not ends:
@@ -105,21 +109,21 @@ class Haystack:
         for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
             tokens += hay[at:place] + needle
             at = place
-        return Prompt((*tokens, *hay[at:], *query), values[0])
+        return Prompt((*tokens, *hay[at:], *query), pairs[0]["value"] + '"')
 
-    def _names(self, count: int) -> list[str]:
+    def _draw(self, count: int) -> list[str]:
         if len(self._words) >= max(count, 64):
             return self._random.sample(self._words, count)
-        names: dict[str, None] = {}  # keeps the order of a seed, as a set would not
-        while len(names) < count:
-            names["".join(self._random.choices(string.ascii_lowercase, k=6))] = None
-        return list(names)
+        words: dict[str, None] = {}  # keeps the order of a seed, as a set would not
+        while len(words) < count:
+            words["".join(self._random.choices(string.ascii_lowercase, k=6))] = None
+        return list(words)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _names(vocabulary: Mapping[str, int]) -> list[str]:
+def _words(vocabulary: Mapping[str, int]) -> list[str]:
     """Words that are one rare token, with and without a space before them (`Ġ` or `▁`, by the kind of tokenizer)."""
     words = (word for word, token in vocabulary.items() if token >= RARE and re.fullmatch("[a-z]{4,}", word))
     return sorted(word for word in words if "Ġ" + word in vocabulary or "▁" + word in vocabulary)
@@ -160,7 +164,7 @@ def needle_grid(
         for depth in depths:
             prompts = [haystack.prompt(length, depth, distractors) for _ in range(samples)]
             tokens = torch.tensor([prompt.tokens for prompt in prompts], device=model.device)
-            answers = tokenizer([prompt.value + '"' for prompt in prompts], add_special_tokens=False)["input_ids"]
+            answers = tokenizer([prompt.value for prompt in prompts], add_special_tokens=False)["input_ids"]
             answer_tokens = max(map(len, answers)) + 1  # the context may split the digits otherwise
             for name, make in caches.items():
                 out = greedy(model, tokens, make(), answer_tokens, chunk=chunk)

@@ -23,6 +23,7 @@ class Perplexity:
         tokens: tokens predicted.
         nll: mean negative log-likelihood, in nats per token.
         bits_per_byte: the same per byte of the text, which models of different tokenizers share; NaN if the bytes are not known.
+        standard_error: of the difference between this `nll` and the first cache's, from its scatter over the tokens; 0 for the first.
         kl: mean KL divergence of the first cache's predictions from this one's, in nats; 0 for the first itself.
         top1_agreement: the share of positions where both think the same token likeliest.
         bytes_per_token: bytes of the cache after a window, all of them, by token held; NaN if it does not say.
@@ -34,6 +35,7 @@ class Perplexity:
     tokens: int
     nll: float
     bits_per_byte: float
+    standard_error: float
     kl: float
     top1_agreement: float
     bytes_per_token: float
@@ -75,7 +77,7 @@ def perplexity(
         raise ValueError(f"a context of {context} tokens predicts as many; cannot decode {decode_tokens}")
     start = context - decode_tokens if decode_tokens else 0  # the first position that predicts
     step = 1 if decode_tokens else chunk
-    totals = {name: torch.zeros(3, dtype=torch.float64) for name in caches}
+    totals = {name: torch.zeros(4, dtype=torch.float64) for name in caches}
     held = dict.fromkeys(caches, math.nan)
     for number, window in enumerate(windows.to(model.device)):
         window = window[None]
@@ -85,14 +87,15 @@ def perplexity(
                 prefill(model, window[:, :start], cache, chunk=chunk)
         for begin in range(start, context, step):
             end = min(begin + step, context)
-            baseline = None
+            baseline = base = None
             for name, cache in open_caches.items():
                 predicted = forward(model, window[:, begin:end], cache)[0].float().log_softmax(-1)
-                baseline = predicted if baseline is None else baseline
-                nll = -predicted.gather(1, window[0, begin + 1 : end + 1, None]).sum()
+                losses = -predicted.gather(1, window[0, begin + 1 : end + 1, None])
+                if baseline is None:
+                    baseline, base = predicted, losses
                 kl = (baseline.exp() * (baseline - predicted)).sum()
                 same = (baseline.argmax(-1) == predicted.argmax(-1)).sum()
-                totals[name] += torch.stack([nll, kl, same.float()]).double().cpu()
+                totals[name] += torch.stack([losses.sum(), (losses - base).square().sum(), kl, same.float()]).double().cpu()
         held = {name: getattr(cache, "nbytes", math.nan) / context for name, cache in open_caches.items()}
         if progress:
             progress(number + 1, count)
@@ -101,6 +104,7 @@ def perplexity(
     if tokenizer is not None:
         texts = tokenizer.batch_decode(windows[:, start + 1 :].tolist(), clean_up_tokenization_spaces=False)
         nbytes = sum(len(text.encode()) for text in texts)
+    first = next(iter(totals.values()))[0]
     return [
         Perplexity(
             name,
@@ -109,9 +113,10 @@ def perplexity(
             tokens,
             float(nll) / tokens,
             float(nll) / math.log(2) / nbytes,
+            math.sqrt(max(0.0, float(squares) / tokens - (float(nll - first) / tokens) ** 2) / tokens),
             float(kl) / tokens,
             float(same) / tokens,
             held[name],
         )
-        for name, (nll, kl, same) in totals.items()
+        for name, (nll, squares, kl, same) in totals.items()
     ]

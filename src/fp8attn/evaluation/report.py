@@ -29,7 +29,7 @@ SOURCES = (
     *("integrations/transformers/attention.py", "integrations/transformers/cache.py", "integrations/transformers/tensors.py"),
     *("evaluation/caches.py", "evaluation/perplexity.py", "evaluation/needle.py"),
 )
-TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-static": "FP8 static", "fp8-no-means": "FP8 no means"}
+TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-static": "FP8 static", "fp8-no-means": "FP8 no means", "transformers-fp8": "HF FP8"}
 
 
 def title(cache: str) -> str:
@@ -38,19 +38,19 @@ def title(cache: str) -> str:
 
 
 def perplexity_table(rows: Sequence[Perplexity]) -> Table:
-    """One row a cache; differences are against the first."""
+    """One row a cache; differences are against the first, give or take their standard error."""
     how = {"chunks": "prefill in chunks", "decode": "token by token"}[rows[0].mode]
     table = _table(f"Perplexity through the cache: {how}, context {rows[0].context}, {rows[0].tokens} tokens")
-    for column in ("cache", "perplexity", "change", "bits/byte", "KL, nats", "same\ntop-1", "bytes/\ntoken"):
+    for column in ("cache", "perplexity", "change", "bits/\nbyte", "KL,\nnats", "same\ntop-1", "bytes/\ntoken"):
         table.add_column(column, justify="left" if column == "cache" else "right")
-    for row in rows:
+    for number, row in enumerate(rows):
         table.add_row(
             title(row.cache),
             f"{row.ppl:.4f}",
-            f"{row.ppl / rows[0].ppl - 1:+.3%}",
+            f"{row.ppl / rows[0].ppl - 1:+.2%} ± {row.standard_error:.2%}" if number else "",
             _number(row.bits_per_byte, ".4f"),
-            f"{row.kl:.2e}",
-            f"{row.top1_agreement:.2%}",
+            f"{row.kl:.1e}" if number else "",
+            f"{row.top1_agreement:.1%}" if number else "",
             _number(row.bytes_per_token, ".0f"),
         )
     return table
