@@ -41,7 +41,7 @@ def perplexity_table(rows: Sequence[Perplexity]) -> Table:
     """One row a cache; differences are against the first, give or take their standard error."""
     how = {"chunks": "prefill in chunks", "decode": "token by token"}[rows[0].mode]
     table = _table(f"Perplexity through the cache: {how}, context {rows[0].context}, {rows[0].tokens} tokens")
-    for column in ("cache", "perplexity", "change", "bits/\nbyte", "KL,\nnats", "same\ntop-1", "bytes/\ntoken"):
+    for column in ("cache", "ppl", "change", "bits/\nbyte", "KL,\nnats", "same\ntop-1", "bytes/\ntoken"):
         table.add_column(column, justify="left" if column == "cache" else "right")
     for number, row in enumerate(rows):
         table.add_row(
@@ -165,7 +165,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 def _table(heading: str) -> Table:
     """An empty table that fits into 80 columns."""
-    return Table(title=heading, title_justify="left", box=SIMPLE_HEAD, min_width=min(80, len(heading)))
+    return Table(title=heading, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, min_width=min(80, len(heading)))
 
 
 def _number(value: float, form: str) -> str:
