@@ -38,11 +38,12 @@ _NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: fini
 
 @triton.jit
 def _tiles(
-    acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads, first, last,
+    acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
+    first, last,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, MASK_START: tl.constexpr, MASK_END: tl.constexpr,
     SOFTCAP: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, l, m` of a block of rows.
+    """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, denom, m` of a block of rows.
 
     With WARPS > 1 everything has one more axis in front: the tile's keys in WARPS parts, each with a state of its own.
     """
@@ -50,10 +51,9 @@ def _tiles(
     AXIS: tl.constexpr = 2 if WARPS > 1 else 1  # of keys
     d = tl.arange(0, DP)
     # Columns are V's positions, so K's tokens are read in V's order: inside 16, [0, 1, 8, 9, 2, 3, 10, 11, ...].
-    if WARPS > 1:
+    position = tl.arange(0, TILE)
+    if WARPS > 1:  # (a reshape would hide from the compiler that positions lie side by side)
         position = tl.arange(0, WARPS)[:, None] * (TILE // WARPS) + tl.arange(0, TILE // WARPS)[None, :]
-    else:
-        position = tl.arange(0, TILE)
     token = (position & ~15) | (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
     if WARPS > 1:
         k_offsets = token[:, :, None] * D + d[None, None, :]
@@ -101,27 +101,25 @@ def _tiles(
         origin = tl.expand_dims(new_m - _P_BITS, -1)
         p = tl.exp2((s if SOFTCAP else s * tl.expand_dims(f, -1)) - origin).to(tl.float16)
         alpha = tl.exp2(m - new_m)
-        l = l * alpha + tl.sum(p.to(tl.float32), AXIS)
+        denom = denom * alpha + tl.sum(p.to(tl.float32), AXIS)
         rescale = tl.broadcast_to(tl.expand_dims(alpha * ratio, -1), acc.shape)
         v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0.0), NATIVE)
         v = tl.permute(v, (0, 2, 1)) if WARPS > 1 else tl.trans(v)
-        if TWO_LEVEL:
-            # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (Written as a sum, the
-            # compiler would hand it back to the tensor core.)
-            acc = tl.fma(acc, rescale, tl.dot(p, v))
-        else:
-            acc = tl.dot(p, v, acc * rescale)
+        # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (Written as a product and a sum,
+        # the compiler would hand it back to the tensor core.)
+        acc = tl.fma(acc, rescale, tl.dot(p, v)) if TWO_LEVEL else tl.dot(p, v, acc * rescale)
         m = new_m
         ratio = v_scale / next_v_scale
         k_scale = next_k_scale
         v_scale = next_v_scale
-    return acc, l, m, tl.where(some, v_scale, unit)
+    return acc, denom, m, tl.where(some, v_scale, unit)
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_splits", "num_rows", "window"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr,
-    out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_splits, num_rows, softmax_scale, softcap, window,
+    out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_splits, num_rows,
+    softmax_scale, softcap, window,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +206,7 @@ def _attention_kernel(
     if WARPS > 1:
         q = tl.broadcast_to(q[None, :, :], (WARPS, ROWS, DP))
         acc = tl.zeros((WARPS, ROWS, DP), tl.float32)
-        l = tl.zeros((WARPS, ROWS), tl.float32)
+        denom = tl.zeros((WARPS, ROWS), tl.float32)
         m = tl.full((WARPS, ROWS), _NOTHING, tl.float32)
         factor = factor[None, :]
         shift = shift[None, :]
@@ -216,7 +214,7 @@ def _attention_kernel(
         see_to = see_to[None, :, None]
     else:
         acc = tl.zeros((ROWS, DP), tl.float32)
-        l = tl.zeros((ROWS,), tl.float32)
+        denom = tl.zeros((ROWS,), tl.float32)
         m = tl.full((ROWS,), _NOTHING, tl.float32)
         see_from = see_from[:, None]
         see_to = see_to[:, None]
@@ -229,8 +227,8 @@ def _attention_kernel(
     HAS_START: tl.constexpr = WINDOW or leftpad_ptr is not None
     if WARPS > 1:
         # One loop: a mask over a few rows costs less than filling the pipeline twice.
-        acc, l, m, unit = _tiles(
-            acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
+        acc, denom, m, unit = _tiles(
+            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
             first_tile, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, TWO_LEVEL, NATIVE,
         )  # fmt: skip
     else:
@@ -239,29 +237,29 @@ def _attention_kernel(
         if HAS_START:
             all_first = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(all_begin, 0), TILE), first_tile), last_tile)
             all_last = tl.maximum(all_last, all_first)
-            acc, l, m, unit = _tiles(
-                acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
-                first_tile, all_first, D, DP, TILE, WARPS, True, True, SOFTCAP, TWO_LEVEL, NATIVE,
+            acc, denom, m, unit = _tiles(
+                acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+                num_kv_heads, first_tile, all_first, D, DP, TILE, WARPS, True, True, SOFTCAP, TWO_LEVEL, NATIVE,
             )  # fmt: skip
-        acc, l, m, unit = _tiles(
-            acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
+        acc, denom, m, unit = _tiles(
+            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
             all_first, all_last, D, DP, TILE, WARPS, False, False, SOFTCAP, TWO_LEVEL, NATIVE,
         )  # fmt: skip
-        acc, l, m, unit = _tiles(
-            acc, l, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
+        acc, denom, m, unit = _tiles(
+            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
             all_last, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, TWO_LEVEL, NATIVE,
         )  # fmt: skip
     if WARPS > 1:
         top = tl.max(m, 0)
         weight = tl.exp2(m - top[None, :])
-        l = tl.sum(l * weight, 0)
+        denom = tl.sum(denom * weight, 0)
         acc = tl.sum(acc * weight[:, :, None], 0)
         m = top
 
-    # Rows that see nothing have l = 0; a NaN is not 0 and stays.
-    nothing = l == 0.0
-    lse = tl.where(nothing, float("-inf"), tl.log2(l) + (m - _P_BITS))
-    out = acc * (unit / tl.where(nothing, 1.0, l))[:, None]
+    # Rows that see nothing have denom = 0; a NaN is not 0 and stays.
+    nothing = denom == 0.0
+    lse = tl.where(nothing, float("-inf"), tl.log2(denom) + (m - _P_BITS))
+    out = acc * (unit / tl.where(nothing, 1.0, denom))[:, None]
     v_mean = tl.load(v_mean_ptr + means + d, mask=d < D, other=0.0)
     out = tl.where(nothing[:, None], 0.0, out + v_mean[None, :])
     out_mask = real[:, None] & (d < D)[None, :]
@@ -281,7 +279,7 @@ def _finish(lse, mean_score, sinks_ptr, head):
     """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centred scores and the score of k_mean."""
     lse = tl.where(lse == float("-inf"), lse, lse + mean_score)
     if sinks_ptr is None:
-        return tl.where(lse == lse, 1.0, 1.0), lse * _LN2
+        return 1.0 + tl.zeros_like(lse), lse * _LN2
     else:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
         top = tl.maximum(lse, sink)
@@ -336,13 +334,23 @@ class Config(NamedTuple):
 
 @lru_cache
 def config(head_dim: int, rows: int, shared_memory: int) -> Config:
-    """The launch for `rows` packed rows a KV head (queries times group), on a device with so many bytes of shared memory a program."""
-    padded = triton.next_power_of_2(head_dim)
+    """The launch for `rows` packed rows a KV head (queries times group), where a program may have `shared_memory` bytes.
+
+    Chosen so that nothing spills where it matters (`tests/test_compile.py` looks). Much shared memory also means instructions that take
+    operands from there (Hopper's and Blackwell's); without them tiles are smaller, because operands cost registers.
+    """
+    wide = head_dim > 128
+    if shared_memory >= 200_000:
+        if rows <= 16:
+            return Config(16, 128, 4, 4, 2 if wide else 3, not wide)
+        if rows <= 64:
+            return Config(64, 64, 1, 8 if wide else 4, 2, True)
+        return Config(128, 64, 1, 8, 2, not wide)
     if rows <= 16:
-        return Config(16, 128, 4, 4, 3 if padded <= 128 else 1, True)
-    if rows <= 64:
-        return Config(64, 64, 1, 4, 2, padded <= 128)
-    return Config(128, 64, 1, 8, 2, padded <= 128)
+        return Config(16, 64, 1, 8, 3, True) if wide else Config(16, 128, 4, 4, 3, True)
+    if rows <= 64 or wide:
+        return Config(64, 32, 1, 8 if wide else 4, 2, not wide)
+    return Config(128, 32, 1, 8, 3, True)
 
 
 @lru_cache
