@@ -17,7 +17,7 @@ from ..evaluation.report import meta, needle_table, perplexity_table, plot_needl
 from .shared import load, out, progress
 
 CALIBRATION = (8, 1024)  # windows, tokens of each: from the text's end, where the measurements do not come
-CONTEXT, WINDOWS = 4096, 3  # of the perplexity
+CONTEXT, WINDOWS = 4096, 2  # of the perplexity
 DECODE = 1024, 128  # context, tokens decoded
 LENGTHS = (512, 1024, 2048, 4096)  # of the needles' prompts
 PROMPT = "def read_header(self, name, default=None):\n"
@@ -61,7 +61,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
 
     out.rule("4. Needles in haystacks of held-out code", align="left")
     with progress("asking") as tick:
-        cells = needle_grid(model, tokenizer, Haystack(tokenizer, text, seed=2026), caches, lengths=LENGTHS, progress=tick)
+        cells = needle_grid(model, tokenizer, Haystack(tokenizer, text, seed=2026), caches, lengths=LENGTHS, samples=1, progress=tick)
     out.print(needle_table(cells))
     plot_needle(cells, folder / "needle.png", heading=f"Needle in a haystack: {Path(model.config._name_or_path).name}")
 
