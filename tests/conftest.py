@@ -1,10 +1,14 @@
-"""One thread a worker; a model and a tokenizer small enough to build in every session."""
+"""One thread a worker; Triton's interpreter where there is no GPU; a model and a tokenizer small enough to build in every session."""
 
 import lzma
+import os
 import string
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of Triton, which looks once
 
 # The workers of xdist share the cores: two threads in each wait for each other more than they work.
 torch.set_num_threads(1)

@@ -1,0 +1,223 @@
+"""What the kernel tests share, in the interpreter and on a GPU: caches with poison in them, cases, and the one tolerance."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import fields
+
+import torch
+
+from fp8attn import KVPages, reference
+from fp8attn.layout import PAGE_SIZE, unpack_k, unpack_v
+from fp8attn.numerics import relative_error
+
+KERNEL_ERROR = 3e-4  # relative, against float64 on the same bytes, besides the rounding of the output
+LSE_ERROR = 5e-4  # absolute; half a unit in the last place of FP16, in which a softmax's weights are summed
+POISON = 0x7F  # NaN in E4M3
+
+
+def assert_kernel_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """Fails unless `out` is `ref` (float64) to within KERNEL_ERROR and what `out.dtype` rounds off: `e^2 <= 3e-4^2 + rounding^2`."""
+    assert not out.isnan().any(), "NaN in the output"
+    if not ref.any():
+        assert not out.any()
+        return 0.0
+    error, rounding = relative_error(out, ref), relative_error(ref.to(out.dtype), ref)
+    assert error**2 <= KERNEL_ERROR**2 + rounding**2, f"error {error:.2e}; rounding alone is {rounding:.2e}"
+    return error
+
+
+def assert_lse(lse: torch.Tensor, ref: torch.Tensor) -> None:
+    assert torch.equal(lse == -torch.inf, ref == -torch.inf)
+    seen = ref > -torch.inf
+    assert torch.allclose(lse[seen], ref[seen], rtol=0, atol=LSE_ERROR), float((lse - ref)[seen].abs().max())
+
+
+def poison_empty(monkeypatch) -> None:
+    """`torch.empty` gives NaN: outputs and scratch that a kernel leaves unwritten show."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: x.fill_(torch.nan) if (x := empty(*a, **k)).is_floating_point() else x)
+
+
+def pairwise(factors: dict[str, list], seed: int = 0) -> list[dict]:
+    """Few cases in which every two values of different factors meet (a greedy covering array)."""
+    rng = random.Random(seed)
+    names = list(factors)
+    pairs = lambda case: {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(range(len(names)), 2)}  # noqa: E731
+    sizes = [range(len(factors[name])) for name in names]
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(range(len(names)), 2) for x in sizes[a] for y in sizes[b]}
+    cases = []
+    while missing:
+        (a, x), (b, y) = min(missing)
+        candidates = []
+        for _ in range(60):
+            case = [rng.choice(size) for size in sizes]
+            case[a], case[b] = x, y
+            candidates.append((len(pairs(case) & missing), case))
+        case = max(candidates)[1]
+        missing -= pairs(case)
+        cases.append({name: factors[name][i] for name, i in zip(names, case, strict=True)})
+    return cases
+
+
+def case_id(case: dict) -> str:
+    return "-".join(str(value).replace("torch.", "").replace(" ", "") for value in case.values())
+
+
+def cumulative(lengths: list[int], device="cpu") -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def clone(pages: KVPages) -> KVPages:
+    return KVPages(*(getattr(pages, field.name).clone() for field in fields(pages)))
+
+
+def random_tokens(tokens: int, heads: int, head_dim: int, dtype, device="cpu", spread: float = 3.0) -> torch.Tensor:
+    """Normal values whose size differs from token to token by powers of two, so that the pages' scales differ."""
+    size = torch.exp2(torch.randint(-int(spread), int(spread) + 1, (tokens, 1, 1), device=device).float())
+    return (torch.randn(tokens, heads, head_dim, device=device) * size).to(dtype)
+
+
+def empty_cache(lengths: list[int], heads: int, head_dim: int, device="cpu", mean: float = 0.0, spare: int = 2) -> KVPages:
+    """Room for `lengths` in shuffled pages, all of K and the pages that nobody holds poisoned."""
+    columns = max(1, -(-max(lengths) // PAGE_SIZE))
+    num_seqs = len(lengths)
+    pages = KVPages.empty(num_seqs * columns + spare, heads, head_dim, num_seqs, columns, device)
+    order = torch.randperm(pages.num_pages, device=device)
+    pages.page_table.copy_(order[: num_seqs * columns].view(num_seqs, columns))
+    pages.k.view(torch.uint8).fill_(POISON)
+    pages.v.view(torch.uint8)[order[num_seqs * columns :]] = POISON
+    pages.k_mean.normal_().mul_(mean)
+    pages.v_mean.normal_().mul_(mean)
+    return pages
+
+
+def fill(pages: KVPages, k: torch.Tensor, v: torch.Tensor, lengths: list[int], static: bool = False) -> None:
+    """Append with the reference: the first tokens of every sequence."""
+    if sum(lengths):
+        cu = cumulative(lengths, k.device)
+        reference.append(
+            pages, k, v, cu_seqlens=cu, max_seqlen=max(lengths), rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=static
+        )
+        pages.cache_seqlens.copy_(cu.diff())
+
+
+# Append
+
+APPEND_FACTORS = {
+    "head_dim": [64, 80, 96, 128, 192, 256],
+    "dtype": [torch.bfloat16, torch.float16],
+    "heads": [1, 3],
+    "lengths": [[0, 0, 0], [5, 127, 0], [128, 100, 250], [17, 1, 128]],  # tokens there before
+    "new": [[1, 1, 1], [3, 16, 0], [200, 1, 29], [128, 0, 300]],
+    "rotary": [0, 16, 40, "all"],
+    "interleaved": [False, True],
+    "static": [False, True],
+    "strided": [False, True],
+    "grow": [False, True],  # the new tokens are far larger than the old
+}
+
+
+def check_append(append, case: dict, device="cpu") -> None:
+    """The kernel's bytes and scales are the reference's, on every token written; V's tail is finite."""
+    heads, head_dim, dtype, lengths, new = (case[name] for name in ("heads", "head_dim", "dtype", "lengths", "new"))
+    totals = [a + b for a, b in zip(lengths, new, strict=True)]
+    expected = empty_cache(totals, heads, head_dim, device, mean=0.5)
+    if case["static"]:
+        expected.k_scale.fill_(2.0**-7)
+        expected.v_scale.fill_(2.0**-8)
+    fill(expected, *(random_tokens(sum(lengths), heads, head_dim, dtype, device) for _ in "kv"), lengths, case["static"])
+
+    tokens = sum(new)
+    kv = torch.stack([random_tokens(tokens, heads, head_dim, dtype, device, 6) for _ in "kv"], 1)
+    kv = kv * (512.0 if case["grow"] else 0.5)
+    chance = torch.rand(kv.shape, device=device)
+    kv[chance < 0.006] = -0.0
+    kv[chance < 0.003] = torch.nan
+    kv[chance < 0.002] = torch.inf
+    kv[chance < 0.001] = -torch.inf
+    kv[chance > 0.998] = 1e-7
+    k, v = kv[:, 0], kv[:, 1]
+    if case["strided"]:  # as cut out of a fused projection
+        fused = torch.cat([v, k, v], -1)
+        k, v = fused[..., head_dim : 2 * head_dim], fused[..., 2 * head_dim :]
+    rotary = min(head_dim, case["rotary"]) if case["rotary"] != "all" else head_dim
+    cos = sin = None
+    if rotary:
+        angle = torch.randn(tokens, rotary // 2, device=device) * 10
+        cos, sin = angle.cos().to(dtype), angle.sin()
+    cu = None if len(set(new)) == 1 else cumulative(new, device)
+    arguments = dict(
+        cu_seqlens=cu, max_seqlen=max(new), rope_cos=cos, rope_sin=sin, rope_interleaved=case["interleaved"], static_scales=case["static"]
+    )
+    actual = clone(expected)
+    reference.append(expected, k, v, **arguments)
+    append(actual, k, v, **arguments)
+    for seq, total in enumerate(totals):
+        ids = actual.page_table[seq, : -(-total // PAGE_SIZE)].long()
+        for name, unpack in (("k", unpack_k), ("v", unpack_v)):
+            assert torch.equal(getattr(actual, f"{name}_scale")[ids], getattr(expected, f"{name}_scale")[ids]), (name, seq)
+            ours, theirs = (unpack(getattr(p, name).view(torch.uint8)[ids]) for p in (actual, expected))
+            ours, theirs = (torch.where(x == 0xFF, POISON, x) for x in (ours, theirs))  # a NaN may lose its sign
+            assert torch.equal(ours[:total], theirs[:total]), (name, seq, int((ours != theirs)[:total].sum()))
+            assert name == "k" or not (ours[total:] == POISON).any(), "V's unwritten tail must stay finite"
+    held = torch.zeros(actual.num_pages, dtype=torch.bool)
+    held[actual.page_table.flatten().long().cpu()] = True
+    for pool in (actual.k, actual.v):
+        assert (pool.view(torch.uint8)[~held.to(device)] == POISON).all(), "wrote to a page that belongs to nobody"
+
+
+# Attention
+
+LENGTHS = [[1, 300, 0], [2, 15, 128], [16, 17, 129], [127, 130, 1]]
+ATTENTION_FACTORS = {
+    "head_dim": [64, 80, 96, 128, 192, 256],
+    "dtype": [torch.float16, torch.bfloat16],
+    "heads": [(2, 1), (1, 8), (2, 2), (1, 4)],  # KV heads, query heads for each
+    "lengths": LENGTHS,
+    "queries": [1, 2, 7, 130],  # the most of any sequence; some have fewer, some none
+    "mask": ["causal", "full", "window 5", "window 140"],
+    "softcap": [0.0, 20.0],
+    "sinks": [False, True],
+    "leftpad": [False, True],
+    "splits": [1, 3],
+    "scale": [None, -0.3],
+    "strided": [False, True],
+    "mean": [0.0, 2.0],
+}
+
+
+def run_attention(attention, pages: KVPages, q, arguments: dict) -> float:
+    """Check one call against float64; returns the error of the output."""
+    ref, ref_lse = reference.attention(q, pages, **arguments, compute_dtype=torch.float64, out_dtype=torch.float64)
+    out, lse = attention(q, pages, **arguments)
+    assert out.dtype == q.dtype
+    assert out.shape == q.shape
+    assert_lse(lse, ref_lse)
+    return assert_kernel_error(out, ref)
+
+
+def check_attention(attention, case: dict, device="cpu") -> float:
+    """One case of ATTENTION_FACTORS against float64 on the same bytes (`splits` is for the caller to arrange)."""
+    (heads, group), head_dim, lengths = case["heads"], case["head_dim"], case["lengths"]
+    pages = empty_cache(lengths, heads, head_dim, device, case["mean"])
+    fill(pages, *(random_tokens(sum(lengths), heads, head_dim, torch.float16, device) for _ in "kv"), lengths)
+    # As many queries as there are tokens at most, but for the first sequence, whose first rows then see nothing.
+    most = case["queries"]
+    q_lens = [most if i == 0 or most == 1 else min(most, length) for i, length in enumerate(lengths)]
+    uniform = len(set(q_lens)) == 1
+    width = head_dim * (3 if case["strided"] else 1)
+    q = torch.randn(sum(q_lens), heads * group, width, device=device).to(case["dtype"])[..., -head_dim:]
+    kind, _, window = case["mask"].partition(" ")
+    arguments = dict(
+        cu_seqlens_q=None if uniform else cumulative(q_lens, device),
+        max_seqlen_q=max(q_lens),
+        causal=kind != "full",
+        softmax_scale=case["scale"] or head_dim**-0.5,
+        window=int(window or 0),
+        softcap=case["softcap"],
+        sinks=torch.randn(heads * group, device=device) if case["sinks"] else None,
+        leftpad_k=torch.tensor([0, 3, 1], dtype=torch.int32, device=device) if case["leftpad"] else None,
+    )
+    return run_attention(attention, pages, q, arguments)

@@ -1,0 +1,182 @@
+"""The Triton kernels in Triton's interpreter, on a CPU (conftest.py sets TRITON_INTERPRET where there is no GPU)."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the kernels run compiled here: see tests/gpu", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from kernel_cases import (
+    APPEND_FACTORS,
+    ATTENTION_FACTORS,
+    case_id,
+    check_append,
+    check_attention,
+    clone,
+    cumulative,
+    empty_cache,
+    fill,
+    pairwise,
+    poison_empty,
+    random_tokens,
+    run_attention,
+)
+
+import fp8attn
+from fp8attn import reference
+from fp8attn.kernels import portable
+from fp8attn.kernels.append import append
+from fp8attn.kernels.fp8 import from_e4m3, round_to, to_e4m3
+from fp8attn.numerics import quantize
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
+
+EVERY_CODE = torch.arange(256, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    torch.manual_seed(0)
+    poison_empty(monkeypatch)
+
+
+@triton.jit
+def _convert(codes_ptr, halves_ptr, x_ptr, quantized_ptr, bf16_ptr, N: tl.constexpr):
+    i = tl.arange(0, 256)
+    tl.store(halves_ptr + i, from_e4m3(tl.load(codes_ptr + i), False))
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(quantized_ptr + i, to_e4m3(x, False))
+    tl.store(bf16_ptr + i, round_to(x, tl.bfloat16, False))
+
+
+def test_conversions_without_hardware_are_exact():
+    exact = EVERY_CODE.view(torch.float8_e4m3fn).float()
+    # Every value, every tie, and both neighbours of each; what is out of range, and what is hardly there.
+    ties = torch.cat([exact[:-1], (exact[:-1] + exact[1:]) / 2])
+    edges = torch.tensor([0.0, -0.0, 449.0, 464.0, 1e30, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-20, 2.0**-10, 2.0**-126])
+    x = torch.cat([ties, torch.nextafter(ties, torch.tensor(torch.inf)), torch.nextafter(ties, torch.tensor(-torch.inf)), edges])
+    x = torch.cat([x, torch.randn(4096 - len(x)) * torch.exp2(torch.randint(-30, 20, (4096 - len(x),)).float())])
+    halves, quantized, bf16 = torch.zeros(256).half(), torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096).bfloat16()
+    _convert[(1,)](EVERY_CODE, halves, x, quantized, bf16, N=4096)
+    assert torch.equal(halves.float().nan_to_num(1e5), exact.nan_to_num(1e5))
+    assert torch.equal(quantized, quantize(x).view(torch.uint8))
+    assert torch.equal(bf16.float().nan_to_num(7e30), x.bfloat16().float().nan_to_num(7e30))
+
+
+@pytest.mark.parametrize("case", pairwise(APPEND_FACTORS), ids=case_id)
+def test_append_writes_the_references_bytes(case):
+    check_append(append, case)
+
+
+def test_append_of_nothing():
+    pages = empty_cache([128, 128], 2, 64)
+    before = clone(pages)
+    nothing = torch.zeros(0, 2, 64, dtype=torch.float16)
+    arguments = dict(rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=False)
+    append(pages, nothing, nothing, cu_seqlens=None, max_seqlen=0, **arguments)
+    append(pages, nothing, nothing, cu_seqlens=cumulative([0, 0]), max_seqlen=5, **arguments)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before.tensors, pages.tensors, strict=True))
+
+
+@pytest.mark.parametrize("case", pairwise(ATTENTION_FACTORS), ids=case_id)
+def test_attention_against_float64(case, monkeypatch):
+    monkeypatch.setattr(portable, "num_splits", lambda *_: case["splits"])
+    check_attention(portable.attention, case)
+
+
+ARGUMENTS = dict(
+    cu_seqlens_q=None, max_seqlen_q=1, causal=True, softmax_scale=0.125, window=0, softcap=0.0, sinks=None, leftpad_k=None
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("k", "v"), [(0.0, 1.0), (8.0, None), (0.0, None), ("needle", 1.0)], ids=str)
+def test_attention_of_extremes(k, v, splits, monkeypatch):
+    """Flat and peaked scores, constant V, means that are not removed."""
+    monkeypatch.setattr(portable, "num_splits", lambda *_: splits)
+    length, heads = 700, 2
+    pages = empty_cache([length], heads, 64)
+    keys = torch.randn(length, heads, 64) * (0.0 if k == "needle" else k)
+    values = torch.full((length, heads, 64), v) if v else torch.randn(length, heads, 64) + 1
+    q = torch.randn(1, 8, 64).half()
+    if k == "needle":  # one key that weighs about as much as all others together, with a value of its own
+        keys[333] = q[0, ::4].float() * 0.8
+        values[333] = torch.randn(heads, 64)
+    fill(pages, keys, values, [length])
+    run_attention(portable.attention, pages, q, ARGUMENTS)
+
+
+def test_large_and_tiny_queries_keep_their_digits():
+    pages = empty_cache([40], 1, 64)
+    fill(pages, random_tokens(40, 1, 64, torch.float16), torch.randn(40, 1, 64), [40])
+    q = (torch.randn(1, 4, 64) * torch.tensor([1e-30, 1e-6, 1e5, 1e20])[None, :, None]).bfloat16()
+    for scale in (0.125, 1e-5, 1e-20, 0.0):
+        arguments = ARGUMENTS | {"softmax_scale": scale}
+        ref, _ = reference.attention(q, pages, **arguments, compute_dtype=torch.float64, out_dtype=torch.float64)
+        out, _ = portable.attention(q, pages, **arguments)
+        torch.testing.assert_close(out.double(), ref, rtol=2**-8, atol=2e-3)
+
+
+def test_nan_in_a_seen_token_is_not_hidden():
+    pages = empty_cache([40, 40], 1, 64)
+    v = torch.randn(80, 1, 64)
+    v[3, 0, 5] = torch.nan
+    fill(pages, torch.randn(80, 1, 64), v, [40, 40])
+    out, _ = portable.attention(torch.randn(2, 2, 64).half(), pages, **ARGUMENTS)
+    assert out[0, :, 5].isnan().all()
+    assert int(out.isnan().sum()) == 2
+
+
+def test_no_queries():
+    pages = empty_cache([40], 1, 64)
+    out, lse = portable.attention(torch.zeros(0, 2, 64).half(), pages, **ARGUMENTS | {"max_seqlen_q": 0})
+    assert out.shape == (0, 2, 64)
+    assert lse.shape == (0, 2)
+
+
+def test_splits_fill_the_machine():
+    assert portable.num_splits(1000, 64, 264) == 1
+    assert 16 <= portable.num_splits(8, 64, 264) <= 33
+    assert portable.num_splits(8, 1, 264) == 1
+    assert portable.num_splits(128, 64, 264) == 2
+    assert portable.num_splits(1, 8192, 264) <= portable.MAX_SPLITS
+
+
+def _cache_and_queries():
+    pages = empty_cache([150, 30], 2, 64, mean=1.0)
+    fill(pages, torch.randn(180, 2, 64), torch.randn(180, 2, 64), [150, 30])
+    return pages, torch.randn(2, 4, 64).half()
+
+
+def test_ops_run_the_kernels_and_pass_opcheck():
+    pages, q = _cache_and_queries()
+    expected = fp8attn.attention(q, pages, backend="reference")
+    assert torch.allclose(fp8attn.attention(q, pages, backend="triton").float(), expected.float(), atol=2e-3)
+    options = (None, 1, True, 0.125, 0, 0.0, None, None, "triton")
+    # (test_schema compares FP8 tensors, which torch cannot on a CPU; append's changes are compared by the test below.)
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.tensors, *options), test_utils=checks)
+    token = torch.randn(2, 2, 64).half()
+    arguments = (token, token, *pages.tensors, None, 1, None, None, False, False, "triton")
+    torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=checks[:2])
+
+
+def test_a_compiled_step_calls_the_kernels():
+    pages, q = _cache_and_queries()
+    twin = clone(pages)
+    token = torch.randn(2, 2, 64).half()
+
+    def step(pages):
+        fp8attn.append(pages, token, token, backend="triton")
+        return fp8attn.attention(q, pages, backend="triton")
+
+    expected = step(twin)
+    actual = torch.compile(step, backend="aot_eager", fullgraph=True)(pages)
+    assert torch.equal(actual, expected)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pages.tensors, twin.tensors, strict=True))
