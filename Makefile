@@ -11,7 +11,7 @@ demo: .venv/.cli
 
 test: check .venv/.dev
 	$(PYTEST) -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-fail-under=90
-	PYTHONPATH=$(COMPAT) $(PYTEST) tests/test_transformers.py -n 2
+	PYTHONPATH=$(COMPAT) $(PYTEST) tests/test_transformers.py tests/test_transformers_edges.py -n 2
 
 check: .venv/.dev
 	$(BIN)/ruff check .
@@ -34,7 +34,8 @@ gpu:
 # The oldest transformers that a GPU machine of ours has stands beside the newest.
 .venv/.dev: .venv/.python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --no-deps --upgrade --target $(COMPAT) transformers==5.17.0
+	$(BIN)/pip install -q --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
+		httpx httpcore h11 anyio sniffio certifi idna
 	touch $@
 
 clean:

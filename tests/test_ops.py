@@ -54,7 +54,7 @@ def test_backends_say_why_not(monkeypatch):
     assert unsupported_reason("triton", "cuda", torch.bfloat16) is None
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("fp8attn.backends.TRITON_INSTALLED", False)
     assert "not installed" in unsupported_reason("triton", "cuda", torch.bfloat16)
 
 

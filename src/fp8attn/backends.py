@@ -10,6 +10,8 @@ import torch
 
 BACKENDS = ("triton", "reference")  # the order in which `auto` asks
 
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None  # looked up once: Dynamo cannot trace the look
+
 
 def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why `backend` cannot serve `dtype` inputs on `device`; None if it can.
@@ -23,7 +25,7 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
             return f"inputs must be floating point, not {dtype}"
         return None
     if backend == "triton":
-        if importlib.util.find_spec("triton") is None:
+        if not TRITON_INSTALLED:
             return "Triton is not installed (pip install triton)"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"the kernels take bfloat16 and float16, not {dtype}"
