@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layout import FP8, PAGE_SIZE, KVPages
-from .gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, mma_v2, thread_barrier, tma
+from .gluon import TensorDescriptor, aggregate, fetch, gl, gluon, mbarrier, mma_v2, reinterpret, sync
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
 STATE_SIZE = 1024  # counters of a call, at most
@@ -280,7 +280,8 @@ def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_strid
     # ends up in accumulators that nobody reads. K's padding is the contracted axis, and TMA fills it with zeros.
     V_ROWS: gl.constexpr = v_desc.block_type.shape[0]
     V_PARTS: gl.constexpr = pipe.v.shape[1] // V_ROWS
-    v_parts = pipe.v._reinterpret(gl.float8e4nv, [pipe.STAGES * V_PARTS, V_ROWS, PAGE], v_desc.layout)
+    V_LAYOUT: gl.constexpr = v_desc.layout
+    v_parts = reinterpret(pipe.v, gl.float8e4nv, [pipe.STAGES * V_PARTS, V_ROWS, PAGE], V_LAYOUT)
     cuts = cut(batch.total(BLOCK), workers, PIECES)
     tile, turn = 0, 0
     index = gl.where(worker < cuts.workers, worker * cuts.pieces, -1)
@@ -299,10 +300,10 @@ def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_strid
                 mbarrier.wait(pipe.empty.index(stage), ((tile // pipe.STAGES) & 1) ^ 1)
                 if length > 0:
                     mbarrier.expect(pipe.k_full.index(stage), k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(k_desc, [slot * PAGE, 0], pipe.k_full.index(stage), pipe.k.index(stage))
+                    fetch(k_desc, [slot * PAGE, 0], pipe.k_full.index(stage), pipe.k.index(stage))
                     mbarrier.expect(pipe.v_full.index(stage), D * PAGE)
                     for part in gl.static_range(D // V_ROWS):
-                        tma.async_copy_global_to_shared(
+                        fetch(
                             v_desc, [slot * D + part * V_ROWS, 0], pipe.v_full.index(stage), v_parts.index(stage * V_PARTS + part)
                         )
                 else:  # an empty sequence's table may name any page, and any bytes may lie there
@@ -546,9 +547,9 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                     gl.store(sums_ptr + 2 * plane + place, gl.convert_layout(offset_one, row.type.layout), mask=inside)
                     start = cuts.holder(begin)
                     parts = cuts.holder(begin + count - 1) - start + 1
-                    thread_barrier()
+                    sync()
                     arrived = gl.atomic_add(arrivals_ptr + start, 1, sem="acq_rel", scope="gpu")
-                    thread_barrier()
+                    sync()
                     if arrived == parts - 1:
                         gl.store(arrivals_ptr + start, 0)
                         _combine(
