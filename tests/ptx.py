@@ -199,9 +199,8 @@ class Machine:
                     moved = True
                 for warp in self.random.sample(cta.warps, len(cta.warps)):
                     moved |= self._advance(warp, self.random.randrange(1, quantum))
-            if not moved:
-                if not any(cta.copies for cta in ctas):
-                    raise RuntimeError("deadlock: " + "; ".join(self._where(w) for cta in ctas for w in cta.warps if not w.done.all()))
+            if not moved and not any(cta.copies for cta in ctas):
+                raise RuntimeError("deadlock: " + "; ".join(self._where(w) for cta in ctas for w in cta.warps if not w.done.all()))
             ctas = [cta for cta in ctas if not all(w.done.all() for w in cta.warps)]
         self.memory.sync()
 
@@ -306,7 +305,14 @@ class Machine:
                     return self._cvt(warp, opcode, operands, mask)
                 case "setp":
                     a, b = (self.get(warp, o, kind) for o in operands[1:3])
-                    table = dict(eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal)
+                    table = {
+                        "eq": np.equal,
+                        "ne": np.not_equal,
+                        "lt": np.less,
+                        "le": np.less_equal,
+                        "gt": np.greater,
+                        "ge": np.greater_equal,
+                    }
                     out = table[opcode[1]](a, b)
                     if len(opcode) == 4:  # setp.lt.and.s32
                         out = getattr(np, "logical_" + opcode[2])(out, self.get(warp, operands[3], "pred"))
@@ -560,7 +566,7 @@ class Machine:
             self.put(warp, target, warp.cta.shared[rows[:, None] + np.arange(16)].reshape(-1).view(np.uint32), mask)
 
     def op_mma(self, warp, opcode, operands, mask, active) -> None:
-        assert active.all() and opcode[3:] == "m16n8k16.row.col.f32.f16.f16.f32".split("."), opcode
+        assert active.all() and opcode[3:] == ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"], opcode
         d, a, b, c = (_operands(o[1:-1]) for o in operands)
         halves = [np.stack([self.get(warp, x, "b32") for x in regs]).view(np.float16).astype(np.float64) for regs in (a, b)]
         left = halves[0].reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(16, 16)  # [k half, row half, group, thread, pair]

@@ -84,9 +84,17 @@ def append_kernel(name: str) -> Callable:
 def attention_kernel(name: str) -> Callable:
     """The `attention` of a resolved backend: the signature of `reference.attention`."""
     if name == "hopper":
-        from .kernels.prefill import attention
+        attention = _hopper_attention
     elif name == "triton":
         from .kernels.portable import attention
     else:
         from .reference import attention
     return attention
+
+
+def _hopper_attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic (`prefill`)."""
+    from .kernels import decode, prefill
+
+    kernel = decode if decode.unsupported_reason(q, pages, max_seqlen_q) is None else prefill
+    return kernel.attention(q, pages, max_seqlen_q=max_seqlen_q, **options)

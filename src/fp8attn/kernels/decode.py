@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layout import FP8, PAGE_SIZE, KVPages
+from ..layout import PAGE_SIZE, KVPages
 from .gluon import TensorDescriptor, aggregate, fetch, gl, gluon, mbarrier, mma_v2, reinterpret, sync
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
@@ -143,11 +143,25 @@ class Batch:
 
     @gluon.jit
     def find_among(self, page, base, before, BLOCK: gl.constexpr):
-        """Of `BLOCK` sequences with `before` pages in front: how many end at `page` or earlier, where the last of them ends, pages of all."""
+        """Of `BLOCK` sequences with `before` pages in front: how many end by `page`, where the last of these ends, pages of all."""
         count = self.counts(base, BLOCK)
         end = (gl.associative_scan(count, 0, _add) + before) * self.heads
         passed = (end <= page) & (base + gl.arange(0, BLOCK, count.type.layout) < self.num_seqs)
         return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
+
+    @gluon.jit
+    def locate(self, page, BLOCK: gl.constexpr):
+        """Sequence and head of the flat index `page`, and the flat index at which that head begins."""
+        seq, begin = self.find(page, BLOCK)
+        _, _, _, _, _, count = self.sequence(gl.minimum(seq, self.num_seqs - 1))
+        head = (page - begin) // gl.maximum(count, 1)
+        return seq, head, begin + head * count
+
+    @gluon.jit
+    def following(self, seq, head, count):
+        """The next head."""
+        last = (head + 1 == self.heads) | (count == 0)
+        return gl.where(last, seq + 1, seq), gl.where(last, 0, head + 1)
 
 
 @gluon.jit
@@ -287,12 +301,9 @@ def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_strid
     index = gl.where(worker < cuts.workers, worker * cuts.pieces, -1)
     while index >= 0:
         low, high = cuts.bounds(index)
-        seq, begin = batch.find(low, BLOCK)
-        length, query, num_q, pad, first, count = batch.sequence(gl.minimum(seq, batch.num_seqs - 1))
-        head = (low - begin) // gl.maximum(count, 1)
-        begin += head * count
+        seq, head, begin = batch.locate(low, BLOCK)
         while begin < high:
-            length, query, num_q, pad, first, count = batch.sequence(seq)
+            length, _, _, _, first, count = batch.sequence(seq)
             i, j = portion(begin, count, low, high)
             for page in range(first + i, first + j):
                 stage = tile % pipe.STAGES
@@ -303,18 +314,13 @@ def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_strid
                     fetch(k_desc, [slot * PAGE, 0], pipe.k_full.index(stage), pipe.k.index(stage))
                     mbarrier.expect(pipe.v_full.index(stage), D * PAGE)
                     for part in gl.static_range(D // V_ROWS):
-                        fetch(
-                            v_desc, [slot * D + part * V_ROWS, 0], pipe.v_full.index(stage), v_parts.index(stage * V_PARTS + part)
-                        )
+                        fetch(v_desc, [slot * D + part * V_ROWS, 0], pipe.v_full.index(stage), v_parts.index(stage * V_PARTS + part))
                 else:  # an empty sequence's table may name any page, and any bytes may lie there
                     mbarrier.arrive(pipe.k_full.index(stage), count=1)
                     mbarrier.arrive(pipe.v_full.index(stage), count=1)
                 tile += 1
             begin += count
-            head += 1
-            if (head == batch.heads) | (count == 0):
-                head = 0
-                seq += 1
+            seq, head = batch.following(seq, head, count)
         index = -1
         if PIECES > 1:  # noqa: SIM102
             if cuts.piece > 0:
@@ -396,9 +402,9 @@ def _tanh(x):
 
 
 @gluon.jit
-def _finish(o, m, l, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr, SINKS: gl.constexpr,
-            SOFTCAP: gl.constexpr):  # fmt: skip
-    """Outputs and LSE of one head from sums over all its keys: `o [width, rows]`, and by row `m`, `l`, `offset` (all in powers of two)."""
+def _finish(o, m, mass, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr,
+            SINKS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
+    """Outputs and LSE of one head from sums over all its keys: `o [width, rows]`; by row `m`, `mass` and `offset`, as exponents of two."""
     ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = batch.row0 + gl.arange(0, o.shape[1], ROW)
@@ -407,22 +413,22 @@ def _finish(o, m, l, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_p
     out_row = (query + row // batch.GROUP) * (batch.heads * batch.GROUP) + q_head
     inside = row < num_q * batch.GROUP
     m = gl.convert_layout(m, ROW)
-    l = gl.convert_layout(l, ROW)
+    mass = gl.convert_layout(mass, ROW)
     offset = gl.convert_layout(offset, ROW)
     if SOFTCAP:
         offset = offset * 0.0  # it is in the scores already
-    total = l
-    weight = l * 0.0 + 1.0
+    total = mass
+    weight = mass * 0.0 + 1.0
     if SINKS:
         sink = gl.load(sinks_ptr + q_head, mask=inside, other=0.0).to(gl.float32) * LOG2E - offset
         top = gl.maximum(m, sink)
         weight = gl.exp2(m - top)
-        total = l * weight + gl.exp2(sink - top)
+        total = mass * weight + gl.exp2(sink - top)
         m = top
     mean = gl.load(v_mean_ptr + (seq * batch.heads + head) * D + d, mask=d < D, other=0.0)
     weight = weight / total
-    result = o * weight[None, :] + mean[:, None] * (l * weight)[None, :]
-    result = gl.where((l > 0)[None, :], result, 0.0)  # a row that sees no key
+    result = o * weight[None, :] + mean[:, None] * (mass * weight)[None, :]
+    result = gl.where((mass > 0)[None, :], result, 0.0)  # a row that sees no key
     gl.store(out_ptr + out_row[None, :] * D + d[:, None], result.to(out_ptr.dtype.element_ty), mask=inside[None, :] & (d < D)[:, None])
     gl.store(lse_ptr + out_row, (m + gl.log2(total) + offset) * LN2, mask=inside)
 
@@ -449,10 +455,7 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
     index = gl.where(worker < cuts.workers, worker * cuts.pieces, -1)
     while index >= 0:
         low, high = cuts.bounds(index)
-        seq, begin = batch.find(low, BLOCK)
-        length, query, num_q, pad, first, count = batch.sequence(gl.minimum(seq, batch.num_seqs - 1))
-        head = (low - begin) // gl.maximum(count, 1)
-        begin += head * count
+        seq, head, begin = batch.locate(low, BLOCK)
         while begin < high:
             length, query, num_q, pad, first, count = batch.sequence(seq)
             i, j = portion(begin, count, low, high)
@@ -479,7 +482,7 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                     clear = gl.maximum(pad, length - batch.window)
                 acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
                 m = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
-                l = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
+                mass = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
                 v_scale = next_v_scale * 1.0  # a value of its own: Triton 3.6 forgets to carry a plain alias round the loop
                 for page in range(first + i, first + j):
                     stage = tile % pipe.STAGES
@@ -509,7 +512,7 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                     m_new = gl.maximum(m, gl.max(s, 1) * c - WEIGHT_BITS)
                     shrink = gl.exp2(m - m_new)
                     p = gl.exp2(s * c[:, None, :] - m_new[:, None, :])
-                    l = l * shrink + gl.sum(p, 1)
+                    mass = mass * shrink + gl.sum(p, 1)
                     m = m_new
                     # acc is in units of v_scale. Scales are powers of two, so their ratio is a difference of exponents: exact.
                     ratio = last_v_scale.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
@@ -524,15 +527,30 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                 # The four warps' sums become one.
                 o = gl.convert_layout(acc, MERGED)
                 m_all = gl.convert_layout(m, gl.SliceLayout(1, MERGED))
-                l_all = gl.convert_layout(l, gl.SliceLayout(1, MERGED))
+                mass_all = gl.convert_layout(mass, gl.SliceLayout(1, MERGED))
                 m_one = gl.max(m_all, 0)
                 weight = gl.exp2(m_all - m_one[None, :])
-                l_one = gl.sum(l_all * weight, 0)
+                mass_one = gl.sum(mass_all * weight, 0)
                 o = gl.sum(o * (weight * v_scale)[:, None, :], 0)
                 offset_one = gl.max(gl.convert_layout(offset, gl.SliceLayout(1, MERGED)), 0)
                 if i + count == j:
                     _finish(
-                        o, m_one, l_one, offset_one, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP
+                        o,
+                        m_one,
+                        mass_one,
+                        offset_one,
+                        batch,
+                        seq,
+                        head,
+                        query,
+                        num_q,
+                        v_mean_ptr,
+                        sinks_ptr,
+                        out_ptr,
+                        lse_ptr,
+                        D,
+                        SINKS,
+                        SOFTCAP,
                     )
                 else:
                     # A range has at most two heads that it shares: one that began before it, and one that ends after it.
@@ -543,7 +561,7 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                     place = part * ROWS + row
                     gl.store(part_ptr + place[None, :] * WIDTH + d[:, None], o, mask=inside[None, :] & (d < D)[:, None])
                     gl.store(sums_ptr + place, gl.convert_layout(m_one, row.type.layout), mask=inside)
-                    gl.store(sums_ptr + plane + place, gl.convert_layout(l_one, row.type.layout), mask=inside)
+                    gl.store(sums_ptr + plane + place, gl.convert_layout(mass_one, row.type.layout), mask=inside)
                     gl.store(sums_ptr + 2 * plane + place, gl.convert_layout(offset_one, row.type.layout), mask=inside)
                     start = cuts.holder(begin)
                     parts = cuts.holder(begin + count - 1) - start + 1
@@ -553,14 +571,11 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                     if arrived == parts - 1:
                         gl.store(arrivals_ptr + start, 0)
                         _combine(
-                            start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane, D,
-                            WIDTH, ROWS, USED, SINKS, SOFTCAP,
+                            start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane,
+                            D, WIDTH, ROWS, USED, SINKS, SOFTCAP,
                         )  # fmt: skip
             begin += count
-            head += 1
-            if (head == batch.heads) | (count == 0):
-                head = 0
-                seq += 1
+            seq, head = batch.following(seq, head, count)
         index = next_range(pipe, cuts, turn, PIECES)
         turn += 1
 
@@ -582,7 +597,7 @@ def _combine(start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr
     d = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, ALL)))[None, :, None]
     inside = batch.row0 + row < num_q * batch.GROUP
     m = gl.full([USED], NO_SCORE, gl.float32, ROW)
-    l = gl.zeros([USED], gl.float32, ROW)
+    mass = gl.zeros([USED], gl.float32, ROW)
     o = gl.zeros([WIDTH, USED], gl.float32, gl.SliceLayout(0, ALL))
     for base in range(0, parts, AT_ONCE):
         part = base + which
@@ -590,15 +605,15 @@ def _combine(start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr
         there = (part < parts)[:, None] & inside[None, :]
         some = gl.load(part_ptr + place[:, None, :] * WIDTH + d, mask=there[:, None, :] & (d < D), other=0.0)
         some_m = gl.load(sums_ptr + place, mask=there, other=NO_SCORE)
-        some_l = gl.load(sums_ptr + plane + place, mask=there, other=0.0)
+        some_mass = gl.load(sums_ptr + plane + place, mask=there, other=0.0)
         m_new = gl.maximum(m, gl.max(some_m, 0))
         shrink = gl.exp2(m - m_new)
         weight = gl.exp2(some_m - m_new[None, :])
-        l = l * shrink + gl.sum(some_l * weight, 0)
+        mass = mass * shrink + gl.sum(some_mass * weight, 0)
         o = o * gl.convert_layout(shrink, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some * weight[:, None, :], 0)
         m = m_new
     offset = gl.load(sums_ptr + 2 * plane + (2 * start + 1) * ROWS + row, mask=inside, other=0.0)
-    _finish(o, m, l, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
+    _finish(o, m, mass, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
 
 
 @gluon.jit
@@ -631,9 +646,9 @@ def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_p
     arrivals_ptr = state_ptr + TILES + row_tile * ranges
     pipe = make_pipe(k_desc, v_desc, WIDTH, STAGES)
     gl.warp_specialize([
-        (_consume, (pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
-                    table_stride, sinks_ptr, out_ptr, lse_ptr, part_ptr + first * WIDTH, sums_ptr + first, plane, arrivals_ptr, scale,
-                    softcap, D, WIDTH, ROWS, USED, BLOCK, PIECES, CAUSAL, SOFTCAP, SINKS, EARLY_V)),
+        (_consume, (pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
+                    table_ptr, table_stride, sinks_ptr, out_ptr, lse_ptr, part_ptr + first * WIDTH, sums_ptr + first, plane, arrivals_ptr,
+                    scale, softcap, D, WIDTH, ROWS, USED, BLOCK, PIECES, CAUSAL, SOFTCAP, SINKS, EARLY_V)),
         (produce, (pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, state_ptr + row_tile, D, BLOCK, PIECES)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     if RAGGED:
@@ -688,16 +703,16 @@ class Launch:
         return max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
 
     def constants(self) -> dict[str, object]:
-        return dict(
-            D=self.head_dim, WIDTH=self.width, GROUP=self.group, ROWS=self.rows, TILES=self.tiles, STAGES=self.stages,
-            USED=min(self.rows, 1 << (self.max_rows - 1).bit_length()), BLOCK=32 if self.num_seqs <= 32 else 128, PIECES=self.pieces,
-            CAUSAL=self.causal, RAGGED=self.ragged, WINDOW=self.window, SOFTCAP=self.softcap, SINKS=self.sinks, LEFTPAD=self.leftpad,
-            EARLY_V=self.width * self.rows <= 2048,
-        )  # fmt: skip
+        return {
+            "D": self.head_dim, "WIDTH": self.width, "GROUP": self.group, "ROWS": self.rows, "TILES": self.tiles, "STAGES": self.stages,
+            "USED": min(self.rows, 1 << (self.max_rows - 1).bit_length()), "BLOCK": 32 if self.num_seqs <= 32 else 128,
+            "PIECES": self.pieces, "CAUSAL": self.causal, "RAGGED": self.ragged, "WINDOW": self.window, "SOFTCAP": self.softcap,
+            "SINKS": self.sinks, "LEFTPAD": self.leftpad, "EARLY_V": self.width * self.rows <= 2048,
+        }  # fmt: skip
 
     def options(self) -> dict[str, int]:
         """Under warp specialisation every register must be spoken for, so `maxnreg` is the SM's 65536 over all its threads."""
-        return dict(num_warps=WARPS, maxnreg=min(65536 // (self.ctas_per_sm * 2 * WARPS * 32), 248))
+        return {"num_warps": WARPS, "maxnreg": min(65536 // (self.ctas_per_sm * 2 * WARPS * 32), 248)}
 
     def blocks(self) -> tuple[list[int], list[int]]:
         """What one TMA copy brings of K and of V."""
@@ -710,8 +725,8 @@ _counters: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
 def _state(device: torch.device) -> torch.Tensor:
     """Counters for a call: zero before it, and it leaves them zero.
 
-    Calls on one stream follow each other and share theirs. A CUDA graph keeps those of the stream it was captured on: two graphs captured on
-    one stream must not be replayed at the same time (cuBLAS's workspaces in PyTorch have the same rule).
+    Calls on one stream follow each other and share theirs. A CUDA graph keeps those of the stream it was captured on: two graphs captured
+    on one stream must not be replayed at the same time (cuBLAS's workspaces in PyTorch have the same rule).
     """
     if device not in _counters:
         if torch.cuda.is_current_stream_capturing():  # nothing that a graph allocates may outlive it; it will zero these itself
@@ -720,6 +735,10 @@ def _state(device: torch.device) -> torch.Tensor:
         torch.cuda.synchronize(device)  # other streams will use their rows
     counters, rows = _counters[device]
     return counters[rows.setdefault(torch.cuda.current_stream(device).cuda_stream, len(rows) % STREAMS)]
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
@@ -747,16 +766,17 @@ def attention(
     claims: bool = CLAIMS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` for up to 128 rows (query tokens x GQA group) a sequence: one launch, nothing read back to the host."""
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if not q.numel():
-        return out, lse
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if not q.numel() or not pages.num_pages:
+        return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     heads, head_dim = pages.num_kv_heads, pages.head_dim
     group = q.shape[1] // heads
     launch = Launch(
         head_dim, group, max_seqlen_q * group, pages.num_seqs, causal=causal and max_seqlen_q > 1, ragged=cu_seqlens_q is not None,
         window=window > 0, softcap=softcap > 0, sinks=sinks is not None, leftpad=leftpad_k is not None, claims=claims,
     )  # fmt: skip
-    workers = launch.workers(torch.cuda.get_device_properties(q.device).multi_processor_count, heads * pages.num_seqs)
+    workers = launch.workers(_num_sms(q.device), heads * pages.num_seqs)
     # Two parts a range at most: of a head that began before it, and of one that ends after it.
     parts = 2 * launch.pieces * workers * launch.tiles * launch.rows
     part = torch.empty(parts * (launch.width + 3), dtype=torch.float32, device=q.device)
@@ -765,11 +785,12 @@ def attention(
         for x, block in zip((pages.k, pages.v), launch.blocks(), strict=True)
     )
     none = pages.cache_seqlens  # stands in for what is not given and not read
-    decode[(workers * launch.tiles,)](
-        q, q.stride(0), q.stride(1), k_desc, v_desc, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table,
-        pages.page_table.stride(0), pages.cache_seqlens, none if cu_seqlens_q is None else cu_seqlens_q,
-        none if leftpad_k is None else leftpad_k, none if sinks is None else sinks, out, lse, part, part[parts * launch.width :], parts,
-        _state(q.device), pages.num_seqs, heads, max_seqlen_q, q.shape[0], window, workers, softmax_scale,
-        softcap * LOG2E.value, **launch.constants(), **launch.options(),
-    )  # fmt: skip
+    with torch.cuda.device(q.device):
+        decode[(workers * launch.tiles,)](
+            q, q.stride(0), q.stride(1), k_desc, v_desc, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table,
+            pages.page_table.stride(0), pages.cache_seqlens, none if cu_seqlens_q is None else cu_seqlens_q,
+            none if leftpad_k is None else leftpad_k, none if sinks is None else sinks, out, lse, part, part[parts * launch.width :], parts,
+            _state(q.device), pages.num_seqs, heads, max_seqlen_q, q.shape[0], window, workers, softmax_scale,
+            softcap * LOG2E.value, **launch.constants(), **launch.options(),
+        )  # fmt: skip
     return out, lse
