@@ -28,9 +28,13 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
             return f"the kernels are for NVIDIA GPUs, not {'ROCm' if device.type == 'cuda' else device.type}"
         if not _has_gluon():
             return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
-        from .kernels.prefill import unsupported_reason as hopper_reason
-
-        return hopper_reason(torch.cuda.get_device_capability(device), dtype)
+        if not torch.cuda.is_available():
+            return "PyTorch finds no GPU"
+        if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+            return f"the kernels are for Hopper (compute capability 9.0), not {capability[0]}.{capability[1]}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"the kernels take bfloat16 and float16, not {dtype}"
+        return None
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed (pip install triton)"
@@ -94,7 +98,10 @@ def attention_kernel(name: str) -> Callable:
 
 def _hopper_attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic (`prefill`)."""
-    from .kernels import decode, prefill
+    from .kernels import decode
 
-    kernel = decode if decode.unsupported_reason(q, pages, max_seqlen_q) is None else prefill
-    return kernel.attention(q, pages, max_seqlen_q=max_seqlen_q, **options)
+    if decode.unsupported_reason(q, pages, max_seqlen_q) is None:
+        return decode.attention(q, pages, max_seqlen_q=max_seqlen_q, **options)
+    from .kernels import prefill
+
+    return prefill.attention(q, pages, max_seqlen_q=max_seqlen_q, **options)

@@ -324,7 +324,7 @@ def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_strid
         index = -1
         if PIECES > 1:  # noqa: SIM102
             if cuts.piece > 0:
-                ticket = gl.atomic_add(ticket_ptr, 1)
+                ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed")
                 if ticket == 3 * cuts.workers - 1:  # 2 a worker are good, and one more tells each that there are no more: this is the last
                     gl.store(ticket_ptr, 0)
                 part = ticket // cuts.workers
@@ -571,8 +571,8 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                     if arrived == parts - 1:
                         gl.store(arrivals_ptr + start, 0)
                         _combine(
-                            start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane,
-                            D, WIDTH, ROWS, USED, SINKS, SOFTCAP,
+                            start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr,
+                            plane, D, WIDTH, ROWS, USED, SINKS, SOFTCAP,
                         )  # fmt: skip
             begin += count
             seq, head = batch.following(seq, head, count)
