@@ -790,7 +790,7 @@ def attention(
             q, q.stride(0), q.stride(1), k_desc, v_desc, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table,
             pages.page_table.stride(0), pages.cache_seqlens, none if cu_seqlens_q is None else cu_seqlens_q,
             none if leftpad_k is None else leftpad_k, none if sinks is None else sinks, out, lse, part, part[parts * launch.width :], parts,
-            _state(q.device), pages.num_seqs, heads, max_seqlen_q, q.shape[0], window, workers, softmax_scale,
+            _state(q.device), pages.num_seqs, heads, max_seqlen_q, q.shape[0], window, workers, float(softmax_scale),
             softcap * LOG2E.value, **launch.constants(), **launch.options(),
         )  # fmt: skip
     return out, lse
