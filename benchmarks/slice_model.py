@@ -15,8 +15,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from fp8attn.integrations.transformers import FP8Cache
 
-from .results import write_rows
+from .results import write
 
+SOURCES = ("src/fp8attn/kernels", "src/fp8attn/integrations/transformers", "benchmarks/slice_model.py")
 LENGTHS = (2048, 8192, 32768)
 STEPS = 24  # decode steps timed; the median is reported
 CHUNK = 8192  # prompts are prefilled in chunks, so that logits and MLP activations stay small
@@ -111,7 +112,7 @@ def main() -> None:
             rows += found
             for row in found:
                 print(row, flush=True)
-    write_rows("results/h100/slice.json", "model-", rows, sources=["src/fp8attn", "benchmarks/slice_model.py"])
+    write("results/h100/slice.json", rows, SOURCES, replaces="model-")
 
 
 if __name__ == "__main__":

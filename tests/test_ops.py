@@ -31,7 +31,7 @@ def cache():
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(3)}, "one count per sequence"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "needs max_seqlen_q"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 1}, "int32"),
-        (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'triton', 'reference'"),
+        (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'hopper', 'triton', 'reference'"),
         (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
         (torch.zeros(2, 4, 64, dtype=torch.int32), {}, "must be floating point"),
         (torch.zeros(2, 4, 64, device="meta"), {}, "the cache is on cpu and the tokens are on meta"),
@@ -49,10 +49,16 @@ def test_append_needs_the_longest_of_ragged_sequences(cache):
 
 
 def test_backends_say_why_not(monkeypatch):
-    assert BACKENDS == ("triton", "reference")
+    assert BACKENDS == ("hopper", "triton", "reference")
     assert unsupported_reason("reference", "cpu", torch.float32) is None
     assert unsupported_reason("triton", "cuda", torch.bfloat16) is None
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "are for NVIDIA GPUs, not cpu" in unsupported_reason("hopper", "cpu", torch.bfloat16)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability, dtype, reason in (((8, 9), torch.float16, "not 8.9"), ((9, 0), torch.float32, "not torch.float32")):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, capability=capability: capability)
+        assert reason in unsupported_reason("hopper", "cuda", dtype)
+    assert unsupported_reason("hopper", "cuda", torch.bfloat16) is None and select_backend("auto", "cuda", torch.float16) == "hopper"
     assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
     monkeypatch.setattr("fp8attn.backends.TRITON_INSTALLED", False)
     assert "not installed" in unsupported_reason("triton", "cuda", torch.bfloat16)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 
-BACKENDS = ("triton", "reference")  # the order in which `auto` asks
+BACKENDS = ("hopper", "triton", "reference")  # the order in which `auto` asks
 
-TRITON_INSTALLED = importlib.util.find_spec("triton") is not None  # looked up once: Dynamo cannot trace the look
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
@@ -24,6 +26,18 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             return f"inputs must be floating point, not {dtype}"
         return None
+    if backend == "hopper":
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"the kernels are for NVIDIA GPUs, not {'ROCm' if device.type == 'cuda' else device.type}"
+        if not _has_gluon():
+            return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
+        if not torch.cuda.is_available():
+            return "PyTorch finds no GPU"
+        if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+            return f"the kernels are for Hopper (compute capability 9.0), not {capability[0]}.{capability[1]}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"the kernels take bfloat16 and float16, not {dtype}"
+        return None
     if backend == "triton":
         if not TRITON_INSTALLED:
             return "Triton is not installed (pip install triton)"
@@ -35,16 +49,28 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
     raise ValueError(f"unknown backend {backend!r}; choose 'auto', {', '.join(map(repr, BACKENDS))}")
 
 
+@lru_cache
+def _has_gluon() -> bool:
+    """Whether Triton's folder holds Gluon for Hopper; looked up without importing Triton."""
+    triton = importlib.util.find_spec("triton")
+    return triton is not None and (Path(triton.origin).parent / "experimental/gluon/nvidia/hopper.py").exists()
+
+
 def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Resolve `backend` to a name in `BACKENDS`.
 
-    `auto` takes `triton` on every GPU and `reference` on a CPU, and nothing else: a GPU never falls back to `reference` in silence.
+    `auto` takes `hopper` where it can run, `triton` on every other GPU and `reference` on a CPU, and nothing else: a GPU never falls back
+    to `reference` in silence.
 
     Raises:
         ValueError: the backend cannot serve this, with the reason.
     """
     device = torch.device(device)
-    name = ("reference" if device.type == "cpu" else "triton") if backend == "auto" else backend
+    name = backend
+    if backend == "auto":
+        name = "reference" if device.type == "cpu" else "triton"
+        if device.type == "cuda" and unsupported_reason("hopper", device, dtype) is None:
+            name = "hopper"
     reason = unsupported_reason(name, device, dtype)
     if reason is not None:
         hint = "; backend='reference' runs anywhere, slowly" if name != "reference" else ""
@@ -54,7 +80,7 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
 
 def append_kernel(name: str) -> Callable:
     """The `append` of a resolved backend: the signature of `reference.append`."""
-    if name == "triton":
+    if name in ("hopper", "triton"):  # writing is the same everywhere
         from .kernels.append import append
     else:
         from .reference import append
@@ -63,8 +89,18 @@ def append_kernel(name: str) -> Callable:
 
 def attention_kernel(name: str) -> Callable:
     """The `attention` of a resolved backend: the signature of `reference.attention`."""
-    if name == "triton":
+    if name == "hopper":
+        attention = _hopper_attention
+    elif name == "triton":
         from .kernels.portable import attention
     else:
         from .reference import attention
     return attention
+
+
+def _hopper_attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Few query rows are bound by memory: the Gluon kernel. Many are bound by arithmetic: the portable one, until Hopper has its own."""
+    from .kernels import decode, portable
+
+    few = decode.unsupported_reason(q, pages, max_seqlen_q) is None
+    return (decode if few else portable).attention(q, pages, max_seqlen_q=max_seqlen_q, **options)

@@ -44,7 +44,7 @@ def append(
         rope_interleaved: which channels are pairs.
         static_scales: the pages' scales are given and stay (calibrated); larger values saturate.
         fix_means: sequences that are empty before this call get their means from a sample of it (`numerics.shrunk_mean`).
-        backend: `"auto"`, `"triton"` or `"reference"`.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Raises:
         ValueError: a shape, dtype or backend that does not fit, with what would.
     """
@@ -88,7 +88,7 @@ def attention(
         sinks: `[num_q_heads]` logits, one more column of every row's softmax, with no value (gpt-oss).
         leftpad_k: `[num_seqs]` int32, how many of a sequence's first tokens are padding and seen by nobody.
         return_lse: also return the natural logarithm of the softmax denominator (sinks included).
-        backend: `"auto"`, `"triton"` or `"reference"`.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
         `out [T, num_q_heads, head_dim]` in q's dtype; rows that see no key are zero. With `return_lse` also `lse [T, num_q_heads]`
         float32, `-inf` in such rows.
@@ -112,7 +112,7 @@ def attention(
     scale = 1 / math.sqrt(pages.head_dim) if softmax_scale is None else softmax_scale
     out, lse = torch.ops.fp8attn.attention(
         q, *pages.tensors, cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k,
-        select_backend(backend, q.device, q.dtype),
+        _resolve(backend, q),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -130,7 +130,12 @@ def check_append(pages: KVPages, k, v, rope_cos, rope_sin, backend: str) -> str:
         raise ValueError("give rope_cos and rope_sin together, or neither")
     if rope_cos is not None:
         check_rope(k, rope_cos, rope_sin)
-    return select_backend(backend, k.device, k.dtype)
+    return _resolve(backend, k)
+
+
+def _resolve(backend: str, x: torch.Tensor) -> str:
+    """The backend's name, or `backend` itself while Dynamo traces, which cannot look at the machine: then the op resolves it."""
+    return backend if torch.compiler.is_compiling() else select_backend(backend, x.device, x.dtype)
 
 
 def _check_tokens(x: torch.Tensor, pages: KVPages) -> None:
@@ -178,7 +183,7 @@ def _append(
     backend: str,
 ) -> None:  # fmt: skip
     pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
-    append_kernel(backend)(
+    append_kernel(select_backend(backend, k.device, k.dtype))(
         pages, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
         rope_interleaved=rope_interleaved, static_scales=static_scales,
     )  # fmt: skip
@@ -197,7 +202,7 @@ def _attention(
     leftpad_k: torch.Tensor | None, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
-    return attention_kernel(backend)(
+    return attention_kernel(select_backend(backend, q.device, q.dtype))(
         q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
         softcap=softcap, sinks=sinks, leftpad_k=leftpad_k,
     )  # fmt: skip

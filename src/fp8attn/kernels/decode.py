@@ -1,0 +1,796 @@
+"""Attention of a few query tokens over the cache, on Hopper: bound by memory, and exact.
+
+The arithmetic is 16-bit with FP32 accumulation, all of it on the tensor cores, and the operands stand the other way round from what is
+usual: a tile's tokens (then V's channels) are the MMA's 16 rows, and the query rows (query tokens x GQA group) its 8 columns. So eight
+query rows cost nothing in padding, and the accumulator of a warp is `[head_dim, 8]`.
+
+    S^T [tokens, rows] = K [tokens, d] Q^T [d, rows]        O^T [d, rows] += V [d, tokens] P^T [tokens, rows]
+
+Each of four warps owns 32 of a page's 128 tokens, with its own running maximum, sum and output, so the loop has no exchange between
+warps. K and V go from FP8 to FP16 in registers. V lies transposed and in `V_ORDER`: four bytes of a channel are the four tokens that one
+thread's A fragment wants. P^T's fragments are the scores' accumulators transposed 8x8, which `movmatrix` does.
+
+Work is cut flat over (sequence, head, page): every CTA finds its range from `cache_seqlens` by itself. A head that several ranges share
+is combined, in order, by the last of them to finish.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..layout import PAGE_SIZE, KVPages
+from .gluon import TensorDescriptor, aggregate, fetch, gl, gluon, mbarrier, mma_v2, reinterpret, sync
+
+WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
+STATE_SIZE = 1024  # counters of a call, at most
+STREAMS = 256  # streams of a device that have counters of their own
+CLAIMS = False  # see `Cuts`
+MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+PAGE = gl.constexpr(PAGE_SIZE)
+MASKED = gl.constexpr(-1e30)  # a score that nobody sees; finite, so that no inf - inf can arise
+NO_SCORE = gl.constexpr(-1e28)  # the maximum of no scores: far above MASKED, so that masked weights are exactly zero
+WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times what they stand for, out of FP16's subnormals
+WHOLE = gl.constexpr(4)  # heads of up to so many pages are not shared between ranges: combining would cost more
+LEAST = gl.constexpr(2)  # pages that a range has at least, when there is little work
+PRODUCER_REGISTERS = gl.constexpr(40)
+TURNS = gl.constexpr(2)  # claimed ranges that the producer may be ahead of the consumer
+
+
+@aggregate
+class Batch:
+    """The sequences, and which of their pages a row tile has to read."""
+
+    lengths: gl.tensor  # pointers to int32: tokens held, bounds of the queries, tokens of padding
+    bounds: gl.tensor
+    leftpad: gl.tensor
+    num_seqs: gl.tensor
+    heads: gl.tensor  # KV heads
+    max_q: gl.tensor
+    window: gl.tensor
+    row0: gl.tensor  # first query row of this row tile
+    GROUP: gl.constexpr
+    RAGGED: gl.constexpr  # bounds are given; else every sequence has max_q queries
+    WINDOW: gl.constexpr
+    LEFTPAD: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, lengths, bounds, leftpad, num_seqs, heads, max_q, window, row0, GROUP, RAGGED, WINDOW, LEFTPAD):
+        self.lengths = lengths
+        self.bounds = bounds
+        self.leftpad = leftpad
+        self.num_seqs = num_seqs
+        self.heads = heads
+        self.max_q = max_q
+        self.window = window
+        self.row0 = row0
+        self.GROUP = gl.constexpr(GROUP)
+        self.RAGGED = gl.constexpr(RAGGED)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.LEFTPAD = gl.constexpr(LEFTPAD)
+
+    @gluon.jit
+    def pages(self, length, num_q, pad):
+        """First page that some row sees and how many there are from it on; scalars or vectors.
+
+        None without rows. With rows one at least, even of an empty sequence: somebody has to write its zeros.
+        """
+        last = gl.maximum(length - 1, 0) // PAGE
+        first = last * 0
+        if self.WINDOW:
+            first = gl.maximum(length - num_q - self.window + 1, 0) // PAGE
+        if self.LEFTPAD:
+            first = gl.maximum(first, pad // PAGE)
+        first = gl.minimum(first, last)
+        return first, gl.where(num_q * self.GROUP > self.row0, last + 1 - first, 0)
+
+    @gluon.jit
+    def sequence(self, seq):
+        """Length, first query, queries, padding, first page and pages of one sequence."""
+        length = gl.load(self.lengths + seq)
+        query = seq * self.max_q
+        num_q = self.max_q
+        if self.RAGGED:
+            query = gl.load(self.bounds + seq)
+            num_q = gl.load(self.bounds + seq + 1) - query
+        pad = length * 0
+        if self.LEFTPAD:
+            pad = gl.load(self.leftpad + seq)
+        first, count = self.pages(length, num_q, pad)
+        return length, query, num_q, pad, first, count
+
+    @gluon.jit
+    def counts(self, base, BLOCK: gl.constexpr):
+        """Pages (of one head) of the sequences `[base, base + BLOCK)`; every warp holds them all."""
+        seq = base + gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
+        inside = seq < self.num_seqs
+        length = gl.load(self.lengths + seq, mask=inside, other=0)
+        num_q = length * 0 + self.max_q
+        pad = length * 0
+        if self.RAGGED:
+            num_q = gl.load(self.bounds + seq + 1, mask=inside, other=0) - gl.load(self.bounds + seq, mask=inside, other=0)
+        if self.LEFTPAD:
+            pad = gl.load(self.leftpad + seq, mask=inside, other=0)
+        _, count = self.pages(length, num_q, pad)
+        return gl.where(inside, count, 0)
+
+    @gluon.jit
+    def total(self, BLOCK: gl.constexpr):
+        """Pages of all sequences, heads counted apart."""
+        if BLOCK == 32:  # all there are: no loop
+            pages = gl.sum(self.counts(0, BLOCK), 0)
+        else:
+            pages = 0
+            for base in range(0, self.num_seqs, BLOCK):
+                pages += gl.sum(self.counts(base, BLOCK), 0)
+        return pages * self.heads
+
+    @gluon.jit
+    def find(self, page, BLOCK: gl.constexpr):
+        """The sequence that holds the flat index `page`, and the flat index at which it begins."""
+        if BLOCK == 32:
+            seq, begin, before = self.find_among(page, 0, 0, BLOCK)
+        else:
+            seq, begin, before = 0, 0, 0
+            for base in range(0, self.num_seqs, BLOCK):
+                more, end, pages = self.find_among(page, base, before, BLOCK)
+                seq += more
+                begin = gl.maximum(begin, end)
+                before += pages
+        return seq, begin
+
+    @gluon.jit
+    def find_among(self, page, base, before, BLOCK: gl.constexpr):
+        """Of `BLOCK` sequences with `before` pages in front: how many end by `page`, where the last of these ends, pages of all."""
+        count = self.counts(base, BLOCK)
+        end = (gl.associative_scan(count, 0, _add) + before) * self.heads
+        passed = (end <= page) & (base + gl.arange(0, BLOCK, count.type.layout) < self.num_seqs)
+        return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
+
+    @gluon.jit
+    def locate(self, page, BLOCK: gl.constexpr):
+        """Sequence and head of the flat index `page`, and the flat index at which that head begins."""
+        seq, begin = self.find(page, BLOCK)
+        _, _, _, _, _, count = self.sequence(gl.minimum(seq, self.num_seqs - 1))
+        head = (page - begin) // gl.maximum(count, 1)
+        return seq, head, begin + head * count
+
+    @gluon.jit
+    def following(self, seq, head, count):
+        """The next head."""
+        last = (head + 1 == self.heads) | (count == 0)
+        return gl.where(last, seq + 1, seq), gl.where(last, 0, head + 1)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@aggregate
+class Cuts:
+    """The flat work `[0, total)`, cut into ranges.
+
+    Every worker gets an equal share. With `PIECES == 3`, and shares worth it, a share is a main range and two small ones from its end,
+    which are claimed by whoever is free first: SMs do not all read at one speed. Where the cuts lie depends on the lengths alone, and so
+    does the order of every sum.
+    """
+
+    workers: gl.tensor
+    share: gl.tensor  # pages per worker, one more for the first `rest` of them
+    rest: gl.tensor
+    piece: gl.tensor  # pages of a small range; 0 if there are none
+    pieces: gl.tensor  # ranges per worker
+
+    @gluon.constexpr_function
+    def __init__(self, workers, share, rest, piece, pieces):
+        self.workers = workers
+        self.share = share
+        self.rest = rest
+        self.piece = piece
+        self.pieces = pieces
+
+    @gluon.jit
+    def bounds(self, index):
+        """Bounds of a range."""
+        worker = index // self.pieces
+        part = index - worker * self.pieces
+        begin = worker * self.share + gl.minimum(worker, self.rest)
+        end = begin + self.share + (worker < self.rest).to(gl.int32)
+        begin = gl.where(part == 0, begin, end - (3 - part) * self.piece)
+        end = gl.where(part == self.pieces - 1, end, end - (2 - part) * self.piece)
+        return begin, end
+
+    @gluon.jit
+    def holder(self, page):
+        """The range that a page is in."""
+        longer = self.rest * (self.share + 1)
+        worker = gl.where(page < longer, page // (self.share + 1), self.rest + (page - longer) // gl.maximum(self.share, 1))
+        end = (worker + 1) * self.share + gl.minimum(worker + 1, self.rest)
+        part = (page >= end - 2 * self.piece).to(gl.int32) + (page >= end - self.piece).to(gl.int32)
+        return worker * self.pieces + part  # no page is past the end, so part is 0 where piece is
+
+
+@gluon.jit
+def cut(total, workers, PIECES: gl.constexpr):
+    """Cuts of `total` pages for at most so many workers."""
+    workers = gl.maximum(gl.minimum(workers, total // LEAST), 1)
+    share = total // workers
+    piece = total * 0
+    pieces = total * 0 + 1
+    if PIECES > 1:
+        piece = share // 16
+        pieces = gl.where(piece > 0, 3, 1)
+    return Cuts(workers, share, total - share * workers, piece, pieces)
+
+
+@gluon.jit
+def portion(begin, count, low, high):
+    """Which pages `[i, j)` of a head, whose flat indices are `[begin, begin + count)`, the range `[low, high)` does.
+
+    A short head goes whole to the range that holds its middle.
+    """
+    middle = begin + count // 2
+    mine = gl.where((low <= middle) & (middle < high), count, 0)
+    short = count <= WHOLE
+    return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, count))
+
+
+@aggregate
+class Pipe:
+    """Shared memory between the producer and the consumer: stages of a K and a V page each, and the ranges claimed."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    claim: gl.shared_memory_descriptor
+    claimed: gl.shared_memory_descriptor
+    taken: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, k_full, v_full, empty, claim, claimed, taken, STAGES):
+        self.k = k
+        self.v = v
+        self.k_full = k_full
+        self.v_full = v_full
+        self.empty = empty
+        self.claim = claim
+        self.claimed = claimed
+        self.taken = taken
+        self.STAGES = gl.constexpr(STAGES)
+
+
+@gluon.jit
+def make_pipe(k_desc, v_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+    """`WIDTH` is the head dimension, padded to a power of two."""
+    k = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PAGE, WIDTH], k_desc.layout)
+    v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    claim = gl.allocate_shared_memory(gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    claimed = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), 1)
+        mbarrier.init(v_full.index(stage), 1)
+        mbarrier.init(empty.index(stage), 1)
+    for turn in gl.static_range(TURNS):
+        mbarrier.init(claimed.index(turn), 1)
+        mbarrier.init(taken.index(turn), 1)
+    return Pipe(k, v, k_full, v_full, empty, claim, claimed, taken, STAGES)
+
+
+@gluon.jit
+def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, ticket_ptr, D: gl.constexpr, BLOCK: gl.constexpr,
+            PIECES: gl.constexpr):  # fmt: skip
+    """One warp: claims ranges and loads their pages."""
+    # V's tile is padded to a power of two channels, but only the D there are get loaded, in equal parts: what lies in the rest of the tile
+    # ends up in accumulators that nobody reads. K's padding is the contracted axis, and TMA fills it with zeros.
+    V_ROWS: gl.constexpr = v_desc.block_type.shape[0]
+    V_PARTS: gl.constexpr = pipe.v.shape[1] // V_ROWS
+    V_LAYOUT: gl.constexpr = v_desc.layout
+    v_parts = reinterpret(pipe.v, gl.float8e4nv, [pipe.STAGES * V_PARTS, V_ROWS, PAGE], V_LAYOUT)
+    cuts = cut(batch.total(BLOCK), workers, PIECES)
+    tile, turn = 0, 0
+    index = gl.where(worker < cuts.workers, worker * cuts.pieces, -1)
+    while index >= 0:
+        low, high = cuts.bounds(index)
+        seq, head, begin = batch.locate(low, BLOCK)
+        while begin < high:
+            length, _, _, _, first, count = batch.sequence(seq)
+            i, j = portion(begin, count, low, high)
+            for page in range(first + i, first + j):
+                stage = tile % pipe.STAGES
+                slot = gl.load(table_ptr + seq * table_stride + page) * batch.heads + head
+                mbarrier.wait(pipe.empty.index(stage), ((tile // pipe.STAGES) & 1) ^ 1)
+                if length > 0:
+                    mbarrier.expect(pipe.k_full.index(stage), k_desc.block_type.nbytes)
+                    fetch(k_desc, [slot * PAGE, 0], pipe.k_full.index(stage), pipe.k.index(stage))
+                    mbarrier.expect(pipe.v_full.index(stage), D * PAGE)
+                    for part in gl.static_range(D // V_ROWS):
+                        fetch(v_desc, [slot * D + part * V_ROWS, 0], pipe.v_full.index(stage), v_parts.index(stage * V_PARTS + part))
+                else:  # an empty sequence's table may name any page, and any bytes may lie there
+                    mbarrier.arrive(pipe.k_full.index(stage), count=1)
+                    mbarrier.arrive(pipe.v_full.index(stage), count=1)
+                tile += 1
+            begin += count
+            seq, head = batch.following(seq, head, count)
+        index = -1
+        if PIECES > 1:  # noqa: SIM102
+            if cuts.piece > 0:
+                ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+                if ticket == 3 * cuts.workers - 1:  # 2 a worker are good, and one more tells each that there are no more: this is the last
+                    gl.store(ticket_ptr, 0)
+                part = ticket // cuts.workers
+                index = gl.where(part < 2, (ticket - part * cuts.workers) * cuts.pieces + part + 1, -1)
+                mbarrier.wait(pipe.taken.index(turn % TURNS), ((turn // TURNS) & 1) ^ 1)
+                pipe.claim.index(turn % TURNS).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + index)
+                mbarrier.arrive(pipe.claimed.index(turn % TURNS), count=1)
+                turn += 1
+
+
+@gluon.jit
+def next_range(pipe, cuts, turn, PIECES: gl.constexpr):
+    """The consumer's side of a claim: the next range, or -1."""
+    index = turn * 0 - 1
+    if PIECES > 1:  # noqa: SIM102
+        if cuts.piece > 0:
+            mbarrier.wait(pipe.claimed.index(turn % TURNS), (turn // TURNS) & 1)
+            index = gl.max(pipe.claim.index(turn % TURNS).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+            mbarrier.arrive(pipe.taken.index(turn % TURNS), count=1)
+    return index
+
+
+@gluon.jit
+def _transpose(p):
+    """Each 8x8 of FP16 weights, one 32-bit register a thread, transposed."""
+    return gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _weights_operand(p, OPERAND: gl.constexpr):
+    """Weights `[warps, tokens, rows]` as they leave the softmax -> the B operand of V P^T, its tokens in V's order.
+
+    After the 8x8 transposes, what stands at (8i + a, 8j + b) belongs to token 8i + b of row 8j + a; and position p of 16 in a V page holds
+    token p1 p3 p2 p0 (in bits, highest first). No data moves here but in `_transpose`: the last conversion is asserted to be trivial.
+    """
+    WARPS: gl.constexpr = p.shape[0]
+    TOKENS: gl.constexpr = p.shape[1]
+    ROWS: gl.constexpr = p.shape[2]
+    x = _transpose(p.to(gl.float16)).reshape([WARPS, TOKENS // 16, 2, 8, ROWS // 8, 4, 2])  # ..., t3, a, j, t2 t1, t0
+    x = x.permute(0, 1, 5, 2, 6, 4, 3).reshape([WARPS, TOKENS, ROWS])
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _load_query(q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q_stride_h, scale, D: gl.constexpr, WIDTH: gl.constexpr,
+                ROWS: gl.constexpr, OPERAND: gl.constexpr, VECTOR: gl.constexpr):  # fmt: skip
+    """Q^T as FP16 operand, each row times a power of two (exactly); what takes scores back, times log2(e); and the rows' q.k_mean.
+
+    The row's largest value comes to lie in [2^14, 2^15), so elements down to 2^-29 of it keep all their bits. The softmax scale's sign goes
+    into Q, so that the factor of the scores is positive and the largest score is found before it is applied.
+    """
+    WARPS: gl.constexpr = OPERAND.parent.warps_per_cta[0]
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, OPERAND)))[:, None, None]
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
+    row = batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))[None, None, :]
+    token = query + row // batch.GROUP
+    q_head = head * batch.GROUP + row % batch.GROUP
+    inside = (row < num_q * batch.GROUP) & (d < D) & (warp >= 0)
+    q = gl.load(q_ptr + token * q_stride_t + q_head * q_stride_h + d + warp * 0, mask=inside, other=0.0).to(gl.float32)
+    mean = gl.load(k_mean_ptr + (seq * batch.heads + head) * D + d, mask=d < D, other=0.0)
+    offset = gl.sum(q * mean, 1) * (scale * LOG2E)
+    # Rows of nothing but tiny values are scaled as if 2^-60 were the largest: no factor may underflow.
+    exponent = gl.maximum(gl.max(gl.abs(q), 1).to(gl.int32, bitcast=True) >> 23, 67)
+    up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+    q = (q * (gl.where(scale < 0, -up, up))[:, None, :]).to(gl.float16)
+    factor = down * (gl.abs(scale) * LOG2E)
+    return q, gl.convert_layout(factor, VECTOR), gl.convert_layout(offset, VECTOR)
+
+
+@gluon.jit
+def _tanh(x):
+    """tanh to 2e-7; `tanh.approx` has 5e-4, which a cap of 50 would make 2.5e-2."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2 * LOG2E)))
+
+
+@gluon.jit
+def _finish(o, m, mass, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr,
+            SINKS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
+    """Outputs and LSE of one head from sums over all its keys: `o [width, rows]`; by row `m`, `mass` and `offset`, as exponents of two."""
+    ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
+    COLUMN: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    row = batch.row0 + gl.arange(0, o.shape[1], ROW)
+    d = gl.arange(0, o.shape[0], COLUMN)
+    q_head = head * batch.GROUP + row % batch.GROUP
+    out_row = (query + row // batch.GROUP) * (batch.heads * batch.GROUP) + q_head
+    inside = row < num_q * batch.GROUP
+    m = gl.convert_layout(m, ROW)
+    mass = gl.convert_layout(mass, ROW)
+    offset = gl.convert_layout(offset, ROW)
+    if SOFTCAP:
+        offset = offset * 0.0  # it is in the scores already
+    total = mass
+    weight = mass * 0.0 + 1.0
+    if SINKS:
+        sink = gl.load(sinks_ptr + q_head, mask=inside, other=0.0).to(gl.float32) * LOG2E - offset
+        top = gl.maximum(m, sink)
+        weight = gl.exp2(m - top)
+        total = mass * weight + gl.exp2(sink - top)
+        m = top
+    mean = gl.load(v_mean_ptr + (seq * batch.heads + head) * D + d, mask=d < D, other=0.0)
+    weight = weight / total
+    result = o * weight[None, :] + mean[:, None] * (mass * weight)[None, :]
+    result = gl.where((mass > 0)[None, :], result, 0.0)  # a row that sees no key
+    gl.store(out_ptr + out_row[None, :] * D + d[:, None], result.to(out_ptr.dtype.element_ty), mask=inside[None, :] & (d < D)[:, None])
+    gl.store(lse_ptr + out_row, (m + gl.log2(total) + offset) * LN2, mask=inside)
+
+
+@gluon.jit
+def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
+             table_stride, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane, arrivals_ptr, scale, softcap, D: gl.constexpr,
+             WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, BLOCK: gl.constexpr, PIECES: gl.constexpr, CAUSAL: gl.constexpr,
+             SOFTCAP: gl.constexpr, SINKS: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
+    """Four warps: attention over the pages of each range, and the combination of heads that ranges share."""
+    WARPS: gl.constexpr = gl.num_warps()
+    TOKENS: gl.constexpr = PAGE // WARPS  # of a page, for each warp
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])  # [warp, tokens or channels, rows]
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
+    VECTOR: gl.constexpr = gl.SliceLayout(1, MMA)  # [warp, rows]
+    # Channels over lanes, rows over warps, all warps' values in one thread.
+    MERGED: gl.constexpr = gl.BlockedLayout([WARPS, min(WIDTH // 32, 4), 1], [1, 32, 1], [1, 1, WARPS], [1, 2, 0])
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+    token = (warp[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :])[:, :, None]
+    step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
+    cuts = cut(batch.total(BLOCK), workers, PIECES)
+    tile, turn = 0, 0
+    index = gl.where(worker < cuts.workers, worker * cuts.pieces, -1)
+    while index >= 0:
+        low, high = cuts.bounds(index)
+        seq, head, begin = batch.locate(low, BLOCK)
+        while begin < high:
+            length, query, num_q, pad, first, count = batch.sequence(seq)
+            i, j = portion(begin, count, low, high)
+            if i < j:
+                table = table_ptr + seq * table_stride
+                last = first + count - 1
+                slot = gl.load(table + first + i) * batch.heads + head
+                next_k_scale = gl.load(k_scale_ptr + slot)
+                next_v_scale = gl.load(v_scale_ptr + slot)
+                next_page = gl.load(table + gl.minimum(first + i + 1, last))
+                q, factor, offset = _load_query(
+                    q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q_stride_h, scale, D, WIDTH, ROWS, B, VECTOR
+                )
+                # Keys [from_, until) are seen by the row; pages before `clear` or past `full` have keys that some row does not see.
+                until = length + step * 0
+                full = length
+                if CAUSAL:
+                    until = length - num_q + 1 + step
+                    full = length - num_q + 1
+                from_ = pad + step * 0
+                clear = pad
+                if batch.WINDOW:
+                    from_ = gl.maximum(from_, length - num_q + 1 + step - batch.window)
+                    clear = gl.maximum(pad, length - batch.window)
+                acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
+                m = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
+                mass = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
+                v_scale = next_v_scale * 1.0  # a value of its own: Triton 3.6 forgets to carry a plain alias round the loop
+                for page in range(first + i, first + j):
+                    stage = tile % pipe.STAGES
+                    phase = (tile // pipe.STAGES) & 1
+                    c = next_k_scale * factor
+                    last_v_scale = v_scale
+                    v_scale = next_v_scale
+                    slot = next_page * batch.heads + head
+                    next_k_scale = gl.load(k_scale_ptr + slot)
+                    next_v_scale = gl.load(v_scale_ptr + slot)
+                    next_page = gl.load(table + gl.minimum(page + 2, last))
+                    mbarrier.wait(pipe.k_full.index(stage), phase)
+                    k = pipe.k.index(stage).reshape([WARPS, TOKENS, WIDTH]).load(A)
+                    if EARLY_V:  # frees the stage before the arithmetic
+                        mbarrier.wait(pipe.v_full.index(stage), phase)
+                        v = pipe.v.index(stage).reshape([WIDTH, WARPS, TOKENS]).permute([1, 0, 2]).load(A)
+                        mbarrier.arrive(pipe.empty.index(stage), count=1)
+                    s = mma_v2(k.to(gl.float16), q, gl.zeros([WARPS, TOKENS, ROWS], gl.float32, MMA))
+                    if SOFTCAP:
+                        s = _tanh((s * c[:, None, :] + offset[:, None, :]) * (1.0 / softcap)) * softcap
+                        c = c * 0.0 + 1.0
+                    if ((page + 1) * PAGE > full) | (page * PAGE < clear):
+                        key = page * PAGE + token
+                        s = gl.where((key < until) & (key >= from_), s * c[:, None, :], MASKED)
+                        c = c * 0.0 + 1.0
+                    # Weights are 2^14 times larger than m says they are.
+                    m_new = gl.maximum(m, gl.max(s, 1) * c - WEIGHT_BITS)
+                    shrink = gl.exp2(m - m_new)
+                    p = gl.exp2(s * c[:, None, :] - m_new[:, None, :])
+                    mass = mass * shrink + gl.sum(p, 1)
+                    m = m_new
+                    # acc is in units of v_scale. Scales are powers of two, so their ratio is a difference of exponents: exact.
+                    ratio = last_v_scale.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
+                    shrink = shrink * ratio.to(gl.float32, bitcast=True)
+                    if not EARLY_V:
+                        mbarrier.wait(pipe.v_full.index(stage), phase)
+                        v = pipe.v.index(stage).reshape([WIDTH, WARPS, TOKENS]).permute([1, 0, 2]).load(A)
+                        mbarrier.arrive(pipe.empty.index(stage), count=1)
+                    acc = mma_v2(v.to(gl.float16), _weights_operand(p, B), acc * shrink[:, None, :])
+                    tile += 1
+
+                # The four warps' sums become one.
+                o = gl.convert_layout(acc, MERGED)
+                m_all = gl.convert_layout(m, gl.SliceLayout(1, MERGED))
+                mass_all = gl.convert_layout(mass, gl.SliceLayout(1, MERGED))
+                m_one = gl.max(m_all, 0)
+                weight = gl.exp2(m_all - m_one[None, :])
+                mass_one = gl.sum(mass_all * weight, 0)
+                o = gl.sum(o * (weight * v_scale)[:, None, :], 0)
+                offset_one = gl.max(gl.convert_layout(offset, gl.SliceLayout(1, MERGED)), 0)
+                if i + count == j:
+                    _finish(
+                        o,
+                        m_one,
+                        mass_one,
+                        offset_one,
+                        batch,
+                        seq,
+                        head,
+                        query,
+                        num_q,
+                        v_mean_ptr,
+                        sinks_ptr,
+                        out_ptr,
+                        lse_ptr,
+                        D,
+                        SINKS,
+                        SOFTCAP,
+                    )
+                else:
+                    # A range has at most two heads that it shares: one that began before it, and one that ends after it.
+                    part = 2 * index + (i == 0).to(gl.int32)
+                    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(0, MERGED)))
+                    d = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
+                    inside = batch.row0 + row < num_q * batch.GROUP
+                    place = part * ROWS + row
+                    gl.store(part_ptr + place[None, :] * WIDTH + d[:, None], o, mask=inside[None, :] & (d < D)[:, None])
+                    gl.store(sums_ptr + place, gl.convert_layout(m_one, row.type.layout), mask=inside)
+                    gl.store(sums_ptr + plane + place, gl.convert_layout(mass_one, row.type.layout), mask=inside)
+                    gl.store(sums_ptr + 2 * plane + place, gl.convert_layout(offset_one, row.type.layout), mask=inside)
+                    start = cuts.holder(begin)
+                    parts = cuts.holder(begin + count - 1) - start + 1
+                    sync()
+                    arrived = gl.atomic_add(arrivals_ptr + start, 1, sem="acq_rel", scope="gpu")
+                    sync()
+                    if arrived == parts - 1:
+                        gl.store(arrivals_ptr + start, 0)
+                        _combine(
+                            start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr,
+                            plane, D, WIDTH, ROWS, USED, SINKS, SOFTCAP,
+                        )  # fmt: skip
+            begin += count
+            seq, head = batch.following(seq, head, count)
+        index = next_range(pipe, cuts, turn, PIECES)
+        turn += 1
+
+
+@gluon.jit
+def _combine(start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane,
+             D: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, SINKS: gl.constexpr,
+             SOFTCAP: gl.constexpr):  # fmt: skip
+    """One head's parts, in the order of its pages whatever order they came in, and its output. Only `USED` of `ROWS` rows are real."""
+    WARPS: gl.constexpr = gl.num_warps()
+    BY_ROW: gl.constexpr = min(USED, WARPS)
+    CHANNELS: gl.constexpr = max(1, min(4, WIDTH * BY_ROW // (32 * WARPS)))
+    AT_ONCE: gl.constexpr = max(4, min(32, 8192 // (WIDTH * USED)))  # parts in flight: up to 64 registers
+    ALL: gl.constexpr = gl.BlockedLayout([AT_ONCE, CHANNELS, 1], [1, 32, 1], [1, WARPS // BY_ROW, BY_ROW], [1, 2, 0])
+    SUM: gl.constexpr = gl.SliceLayout(1, ALL)  # [part, row]
+    ROW: gl.constexpr = gl.SliceLayout(0, SUM)
+    which = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SUM))
+    row = gl.arange(0, USED, ROW)
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, ALL)))[None, :, None]
+    inside = batch.row0 + row < num_q * batch.GROUP
+    m = gl.full([USED], NO_SCORE, gl.float32, ROW)
+    mass = gl.zeros([USED], gl.float32, ROW)
+    o = gl.zeros([WIDTH, USED], gl.float32, gl.SliceLayout(0, ALL))
+    for base in range(0, parts, AT_ONCE):
+        part = base + which
+        place = (2 * (start + part) + (part == 0).to(gl.int32))[:, None] * ROWS + row[None, :]
+        there = (part < parts)[:, None] & inside[None, :]
+        some = gl.load(part_ptr + place[:, None, :] * WIDTH + d, mask=there[:, None, :] & (d < D), other=0.0)
+        some_m = gl.load(sums_ptr + place, mask=there, other=NO_SCORE)
+        some_mass = gl.load(sums_ptr + plane + place, mask=there, other=0.0)
+        m_new = gl.maximum(m, gl.max(some_m, 0))
+        shrink = gl.exp2(m - m_new)
+        weight = gl.exp2(some_m - m_new[None, :])
+        mass = mass * shrink + gl.sum(some_mass * weight, 0)
+        o = o * gl.convert_layout(shrink, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some * weight[:, None, :], 0)
+        m = m_new
+    offset = gl.load(sums_ptr + 2 * plane + (2 * start + 1) * ROWS + row, mask=inside, other=0.0)
+    _finish(o, m, mass, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
+
+
+@gluon.jit
+def _clear_rest(batch, num_tokens, out_ptr, lse_ptr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """Zeros for tokens past the last sequence's: they belong to nobody."""
+    d = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    heads = batch.heads * batch.GROUP
+    rest = gl.load(batch.bounds + batch.num_seqs) * heads
+    for row in range(rest + gl.program_id(0), num_tokens * heads, gl.num_programs(0)):
+        gl.store(out_ptr + row * D + d, gl.zeros_like(d).to(out_ptr.dtype.element_ty), mask=d < D)
+        gl.store(lse_ptr + row, float("-inf"))
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "num_tokens", "window", "workers", "plane"])
+def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride,
+           lengths_ptr, bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane, state_ptr, num_seqs, heads, max_q,
+           num_tokens, window, workers, scale, softcap, D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+           USED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, PIECES: gl.constexpr, CAUSAL: gl.constexpr,
+           RAGGED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LEFTPAD: gl.constexpr,
+           EARLY_V: gl.constexpr):  # fmt: skip
+    """`workers * TILES` CTAs. Neighbours read the same pages at the same time for different row tiles: memory is read once."""
+    row_tile = gl.program_id(0) % TILES
+    worker = gl.program_id(0) // TILES
+    batch = Batch(
+        lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, GROUP, RAGGED, WINDOW, LEFTPAD
+    )  # fmt: skip
+    # Every row tile has its own parts and arrivals, as its own ranges.
+    ranges = workers * PIECES
+    first = row_tile * (2 * ranges) * ROWS
+    arrivals_ptr = state_ptr + TILES + row_tile * ranges
+    pipe = make_pipe(k_desc, v_desc, WIDTH, STAGES)
+    gl.warp_specialize([
+        (_consume, (pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
+                    table_ptr, table_stride, sinks_ptr, out_ptr, lse_ptr, part_ptr + first * WIDTH, sums_ptr + first, plane, arrivals_ptr,
+                    scale, softcap, D, WIDTH, ROWS, USED, BLOCK, PIECES, CAUSAL, SOFTCAP, SINKS, EARLY_V)),
+        (produce, (pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, state_ptr + row_tile, D, BLOCK, PIECES)),
+    ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+    if RAGGED:
+        _clear_rest(batch, num_tokens, out_ptr, lse_ptr, D, WIDTH)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernel is laid out for one shape of problem: everything that is compiled in, and the number of CTAs."""
+
+    head_dim: int
+    group: int
+    max_rows: int  # query tokens x group of the longest sequence
+    num_seqs: int
+    causal: bool = False  # among the query tokens
+    ragged: bool = False
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    leftpad: bool = False
+    claims: bool = False  # small ranges are claimed as SMs become free
+
+    @property
+    def width(self) -> int:
+        return 1 << (self.head_dim - 1).bit_length()
+
+    @property
+    def rows(self) -> int:
+        return 8 if self.max_rows <= 8 else 16
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.max_rows // self.rows)
+
+    @property
+    def stages(self) -> int:
+        return {64: 4, 128: 2, 256: 3 if self.rows == 8 else 2}[self.width]
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 1 if self.width == 256 else 2
+
+    @property
+    def pieces(self) -> int:
+        return 3 if self.claims else 1
+
+    def workers(self, num_sms: int, heads: int) -> int:
+        """Ranges that the work of one row tile is cut into: as many as there are CTAs, or a few less if then sequences of one length are
+        cut alike."""
+        most = self.ctas_per_sm * num_sms // self.tiles
+        even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
+        return max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
+
+    def constants(self) -> dict[str, object]:
+        return {
+            "D": self.head_dim, "WIDTH": self.width, "GROUP": self.group, "ROWS": self.rows, "TILES": self.tiles, "STAGES": self.stages,
+            "USED": min(self.rows, 1 << (self.max_rows - 1).bit_length()), "BLOCK": 32 if self.num_seqs <= 32 else 128,
+            "PIECES": self.pieces, "CAUSAL": self.causal, "RAGGED": self.ragged, "WINDOW": self.window, "SOFTCAP": self.softcap,
+            "SINKS": self.sinks, "LEFTPAD": self.leftpad, "EARLY_V": self.width * self.rows <= 2048,
+        }  # fmt: skip
+
+    def options(self) -> dict[str, int]:
+        """Under warp specialisation every register must be spoken for, so `maxnreg` is the SM's 65536 over all its threads."""
+        return {"num_warps": WARPS, "maxnreg": min(65536 // (self.ctas_per_sm * 2 * WARPS * 32), 248)}
+
+    def blocks(self) -> tuple[list[int], list[int]]:
+        """What one TMA copy brings of K and of V."""
+        return [PAGE_SIZE, self.width], [self.head_dim & -self.head_dim, PAGE_SIZE]
+
+
+_counters: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    """Counters for a call: zero before it, and it leaves them zero.
+
+    Calls on one stream follow each other and share theirs. A CUDA graph keeps those of the stream it was captured on: two graphs captured
+    on one stream must not be replayed at the same time (cuBLAS's workspaces in PyTorch have the same rule).
+    """
+    if device not in _counters:
+        if torch.cuda.is_current_stream_capturing():  # nothing that a graph allocates may outlive it; it will zero these itself
+            return torch.zeros(STATE_SIZE, dtype=torch.int32, device=device)
+        _counters[device] = torch.zeros(STREAMS, STATE_SIZE, dtype=torch.int32, device=device), {}
+        torch.cuda.synchronize(device)  # other streams will use their rows
+    counters, rows = _counters[device]
+    return counters[rows.setdefault(torch.cuda.current_stream(device).cuda_stream, len(rows) % STREAMS)]
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
+    """Why this kernel does not take these queries; None if it does."""
+    group = q.shape[1] // pages.num_kv_heads
+    if max_seqlen_q * group > MAX_ROWS:
+        return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
+    if pages.num_pages * pages.num_kv_heads * max(PAGE_SIZE, pages.head_dim) >= 2**31:
+        return "the pool is too large for TMA's 32-bit coordinates"
+    return None
+
+
+def attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    *,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    causal: bool,
+    softmax_scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    claims: bool = CLAIMS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attention` for up to 128 rows (query tokens x GQA group) a sequence: one launch, nothing read back to the host."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if not q.numel() or not pages.num_pages:
+        return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
+    heads, head_dim = pages.num_kv_heads, pages.head_dim
+    group = q.shape[1] // heads
+    launch = Launch(
+        head_dim, group, max_seqlen_q * group, pages.num_seqs, causal=causal and max_seqlen_q > 1, ragged=cu_seqlens_q is not None,
+        window=window > 0, softcap=softcap > 0, sinks=sinks is not None, leftpad=leftpad_k is not None, claims=claims,
+    )  # fmt: skip
+    workers = launch.workers(_num_sms(q.device), heads * pages.num_seqs)
+    # Two parts a range at most: of a head that began before it, and of one that ends after it.
+    parts = 2 * launch.pieces * workers * launch.tiles * launch.rows
+    part = torch.empty(parts * (launch.width + 3), dtype=torch.float32, device=q.device)
+    k_desc, v_desc = (
+        TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
+        for x, block in zip((pages.k, pages.v), launch.blocks(), strict=True)
+    )
+    none = pages.cache_seqlens  # stands in for what is not given and not read
+    with torch.cuda.device(q.device):
+        decode[(workers * launch.tiles,)](
+            q, q.stride(0), q.stride(1), k_desc, v_desc, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table,
+            pages.page_table.stride(0), pages.cache_seqlens, none if cu_seqlens_q is None else cu_seqlens_q,
+            none if leftpad_k is None else leftpad_k, none if sinks is None else sinks, out, lse, part, part[parts * launch.width :], parts,
+            _state(q.device), pages.num_seqs, heads, max_seqlen_q, q.shape[0], window, workers, float(softmax_scale),
+            softcap * LOG2E.value, **launch.constants(), **launch.options(),
+        )  # fmt: skip
+    return out, lse
