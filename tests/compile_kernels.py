@@ -44,12 +44,13 @@ TYPES = {
 class Compiled:
     case: str
     kernel: str
-    arch: int
-    registers: int = 0
-    spill_bytes: int = 0
-    shared_bytes: int = 0
-    num_warps: int = 0
-    warnings: str = ""
+    head_dim: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    shared_limit: int
+    num_warps: int
+    warnings: str
 
 
 class Recorder:
@@ -129,19 +130,20 @@ def cases(arch: int) -> list[tuple]:
     """Every head_dim with few, some and many rows, each dtype and feature somewhere; the whole list for sm_90, a sample elsewhere."""
     bf16, fp16 = torch.bfloat16, torch.float16
     found = []
-    for i, head_dim in enumerate(HEAD_DIMS if arch == 90 else (64, 128, 256)):
+    for i, head_dim in enumerate(HEAD_DIMS if arch == 90 else (128, 256) if arch == 80 else (256,)):
         dtype, other = (bf16, fp16) if i % 2 else (fp16, bf16)
-        found += attention_case(f"D{head_dim} rows4", head_dim, dtype, 1, splits=4, device_arch=arch)
+        found += attention_case(f"D{head_dim} rows4", head_dim, dtype, 1, splits=4 if i % 3 else 33, device_arch=arch)
         found += attention_case(f"D{head_dim} rows64", head_dim, other, 16, splits=1 + i % 2, device_arch=arch)
         found += attention_case(f"D{head_dim} rows128", head_dim, dtype, 512, device_arch=arch)
-        found += append_case(f"D{head_dim} step rope", head_dim, other, 1, head_dim, device_arch=arch)
+        found += append_case(f"D{head_dim} step rope", head_dim, other, 1 + i, head_dim, device_arch=arch)
         found += append_case(f"D{head_dim} prompt rope", head_dim, dtype, 300, head_dim, interleaved=i % 2 == 1, device_arch=arch)
     if arch == 90:
         leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
-        for queries, rows in ((1, 4), (16, 64), (512, 128)):
-            found += attention_case(f"D128 rows{rows} window sinks", 128, bf16, queries, window=100, sinks=sinks)
-            found += attention_case(f"D64 rows{rows} softcap leftpad", 64, fp16, queries, softcap=30.0, leftpad_k=leftpad)
-            found += attention_case(f"D128 rows{rows} full", 128, fp16, queries, causal=False)
+        found += attention_case("D128 rows4 window sinks", 128, bf16, 1, window=100, sinks=sinks)
+        found += attention_case("D64 rows4 softcap leftpad", 64, fp16, 1, softcap=30.0, leftpad_k=leftpad)
+        found += attention_case("D128 rows64 softcap", 128, bf16, 16, softcap=30.0, sinks=sinks)
+        found += attention_case("D128 rows128 window sinks", 128, bf16, 512, window=100, sinks=sinks)
+        found += attention_case("D128 rows128 full leftpad", 128, fp16, 512, causal=False, leftpad_k=leftpad)
         found += append_case("D128 prompt", 128, bf16, 300)
     return found
 
@@ -152,7 +154,10 @@ def run(arch: int, index: int) -> Compiled:
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     warnings = "\n".join(line for line in log.splitlines() if re.search(r"C75\d\d|warning", line))
-    return Compiled(name, kernel.__name__.strip("_"), arch, max(registers), sum(spills), metadata.shared, metadata.num_warps, warnings)
+    return Compiled(
+        name, kernel.__name__.strip("_"), options["D"], max(registers), sum(spills), metadata.shared, SHARED_MEMORY[arch],
+        metadata.num_warps, warnings,
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -148,9 +148,14 @@ def check_append(append, case: dict, device="cpu") -> None:
         angle = torch.randn(tokens, rotary // 2, device=device) * 10
         cos, sin = angle.cos().to(dtype), angle.sin()
     cu = None if len(set(new)) == 1 else cumulative(new, device)
-    arguments = dict(
-        cu_seqlens=cu, max_seqlen=max(new), rope_cos=cos, rope_sin=sin, rope_interleaved=case["interleaved"], static_scales=case["static"]
-    )
+    arguments = {
+        "cu_seqlens": cu,
+        "max_seqlen": max(new),
+        "rope_cos": cos,
+        "rope_sin": sin,
+        "rope_interleaved": case["interleaved"],
+        "static_scales": case["static"],
+    }
     actual = clone(expected)
     reference.append(expected, k, v, **arguments)
     append(actual, k, v, **arguments)
@@ -210,14 +215,14 @@ def check_attention(attention, case: dict, device="cpu") -> float:
     width = head_dim * (3 if case["strided"] else 1)
     q = torch.randn(sum(q_lens), heads * group, width, device=device).to(case["dtype"])[..., -head_dim:]
     kind, _, window = case["mask"].partition(" ")
-    arguments = dict(
-        cu_seqlens_q=None if uniform else cumulative(q_lens, device),
-        max_seqlen_q=max(q_lens),
-        causal=kind != "full",
-        softmax_scale=case["scale"] or head_dim**-0.5,
-        window=int(window or 0),
-        softcap=case["softcap"],
-        sinks=torch.randn(heads * group, device=device) if case["sinks"] else None,
-        leftpad_k=torch.tensor([0, 3, 1], dtype=torch.int32, device=device) if case["leftpad"] else None,
-    )
+    arguments = {
+        "cu_seqlens_q": None if uniform else cumulative(q_lens, device),
+        "max_seqlen_q": max(q_lens),
+        "causal": kind != "full",
+        "softmax_scale": case["scale"] or head_dim**-0.5,
+        "window": int(window or 0),
+        "softcap": case["softcap"],
+        "sinks": torch.randn(heads * group, device=device) if case["sinks"] else None,
+        "leftpad_k": torch.tensor([0, 3, 1], dtype=torch.int32, device=device) if case["leftpad"] else None,
+    }
     return run_attention(attention, pages, q, arguments)

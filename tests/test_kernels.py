@@ -78,7 +78,7 @@ def test_append_of_nothing():
     pages = empty_cache([128, 128], 2, 64)
     before = clone(pages)
     nothing = torch.zeros(0, 2, 64, dtype=torch.float16)
-    arguments = dict(rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=False)
+    arguments = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "static_scales": False}
     append(pages, nothing, nothing, cu_seqlens=None, max_seqlen=0, **arguments)
     append(pages, nothing, nothing, cu_seqlens=cumulative([0, 0]), max_seqlen=5, **arguments)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before.tensors, pages.tensors, strict=True))
@@ -90,12 +90,19 @@ def test_attention_against_float64(case, monkeypatch):
     check_attention(portable.attention, case)
 
 
-ARGUMENTS = dict(
-    cu_seqlens_q=None, max_seqlen_q=1, causal=True, softmax_scale=0.125, window=0, softcap=0.0, sinks=None, leftpad_k=None
-)  # fmt: skip
+ARGUMENTS = {
+    "cu_seqlens_q": None,
+    "max_seqlen_q": 1,
+    "causal": True,
+    "softmax_scale": 0.125,
+    "window": 0,
+    "softcap": 0.0,
+    "sinks": None,
+    "leftpad_k": None,
+}
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [1, 40])
 @pytest.mark.parametrize(("k", "v"), [(0.0, 1.0), (8.0, None), (0.0, None), ("needle", 1.0)], ids=str)
 def test_attention_of_extremes(k, v, splits, monkeypatch):
     """Flat and peaked scores, constant V, means that are not removed."""

@@ -310,12 +310,12 @@ def _combine_kernel(
     d = tl.arange(0, DP)
     out = tl.zeros((DP,), tl.float32)
     for first in range(0, num_splits, CHUNK):
-        split = first + tl.arange(0, CHUNK)
-        offset = split.to(tl.int64) * num_rows + row
-        split_lse = tl.load(partial_lse_ptr + offset, mask=split < num_splits, other=float("-inf"))
-        mask = (split_lse != float("-inf"))[:, None] & (d < D)[None, :]
+        part = first + tl.arange(0, CHUNK)
+        offset = part.to(tl.int64) * num_rows + row
+        part_lse = tl.load(partial_lse_ptr + offset, mask=part < num_splits, other=float("-inf"))
+        mask = (part_lse != float("-inf"))[:, None] & (d < D)[None, :]
         partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
-        out += tl.sum(partial * tl.exp2(split_lse - top)[:, None], 0)
+        out += tl.sum(partial * tl.exp2(part_lse - top)[:, None], 0)
     out = out * (share / tl.where(total == 0.0, 1.0, total))
     tl.store(out_ptr + row * D + d, round_to(out, out_ptr.dtype.element_ty, NATIVE), mask=d < D)
     tl.store(lse_ptr + row, lse)

@@ -1,0 +1,253 @@
+"""The Triton kernels, compiled, on a GPU: bytes against the reference, errors against float64 up to 131072 tokens, CUDA graphs."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from kernel_cases import (
+    APPEND_FACTORS,
+    ATTENTION_FACTORS,
+    KERNEL_ERROR,
+    case_id,
+    check_append,
+    check_attention,
+    clone,
+    cumulative,
+    empty_cache,
+    fill,
+    pairwise,
+    poison_empty,
+    random_tokens,
+    run_attention,
+)
+
+import fp8attn
+from fp8attn import KVPages, reference
+from fp8attn.kernels import portable
+from fp8attn.kernels.append import append
+from fp8attn.kernels.fp8 import from_e4m3, is_native, to_e4m3
+from fp8attn.numerics import quantize, relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    torch.manual_seed(0)
+    poison_empty(monkeypatch)
+
+
+# Conversions: by hardware and by integers, all the same bits
+
+
+@triton.jit
+def _convert(codes_ptr, halves_ptr, x_ptr, quantized_ptr, N: tl.constexpr, NATIVE: tl.constexpr):
+    i = tl.arange(0, 256)
+    codes = tl.load(codes_ptr + i)
+    tl.store(halves_ptr + i, from_e4m3(codes.to(tl.float8e4nv, bitcast=True) if NATIVE else codes, NATIVE))
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(quantized_ptr + i, to_e4m3(tl.load(x_ptr + i), NATIVE))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_conversions_are_exact(native):
+    if native and not is_native(CUDA):
+        pytest.skip("no E4M3 conversions in hardware")
+    codes = torch.arange(256, dtype=torch.uint8, device=CUDA)
+    # 2^24 FP32 values: every exponent and sign, the upper 16 mantissa bits, with sticky bits below
+    x = ((torch.arange(1 << 24, device=CUDA) << 8) | torch.randint(0, 256, (1 << 24,), device=CUDA)).to(torch.int32).view(torch.float32)
+    halves, quantized = torch.zeros(256, dtype=torch.float16, device=CUDA), torch.zeros(1 << 24, dtype=torch.uint8, device=CUDA)
+    _convert[(1 << 12,)](codes, halves, x, quantized, N=1 << 12, NATIVE=native)
+    assert torch.equal(halves.float().nan_to_num(1e5), codes.view(torch.float8_e4m3fn).float().nan_to_num(1e5))
+    expected = quantize(x).view(torch.uint8)
+    nan = (expected & 0x7F) == 0x7F
+    assert torch.equal(nan, (quantized & 0x7F) == 0x7F)
+    assert torch.equal(quantized[~nan], expected[~nan])
+
+
+# Append
+
+APPEND_GPU = APPEND_FACTORS | {
+    "lengths": [[0, 0, 0], [5, 127, 0], [128, 100, 250], [17, 1, 1000]],
+    "new": [[1, 1, 1], [3, 16, 0], [200, 1, 29], [128, 0, 5000], [2048, 2048, 2048]],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(APPEND_GPU), ids=case_id)
+def test_append_writes_the_references_bytes(case):
+    check_append(append, case, CUDA)
+
+
+def test_token_by_token_equals_the_reference():
+    """A page filled in 300 decode steps, its scale growing on the way."""
+    theirs = empty_cache([320, 320], 2, 128, CUDA)
+    fill(theirs, *(random_tokens(20, 2, 128, torch.bfloat16, CUDA) for _ in "kv"), [3, 17])
+    ours = clone(theirs)
+    for step in range(300):
+        k, v = (random_tokens(2, 2, 128, torch.bfloat16, CUDA) * 2.0 ** (step // 30) for _ in "kv")
+        for pages, function in ((ours, append), (theirs, reference.append)):
+            function(
+                pages, k, v, cu_seqlens=None, max_seqlen=1, rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=False
+            )  # fmt: skip
+            pages.cache_seqlens.add_(1)
+    for name in ("k_scale", "v_scale"):
+        held = theirs.page_table.flatten().long()
+        assert torch.equal(getattr(ours, name)[held], getattr(theirs, name)[held])
+    for seq, length in enumerate(theirs.cache_seqlens.tolist()):
+        for a, b in zip(ours.read(seq, length), theirs.read(seq, length), strict=True):
+            assert torch.equal(a, b)
+
+
+# Attention: the grid
+
+ATTENTION_GPU = ATTENTION_FACTORS | {
+    "lengths": [[1, 300, 0], [2, 15, 128], [16, 17, 129], [127, 130, 1], [4000, 5, 1025]],
+    "queries": [1, 2, 7, 130, 600],
+    "splits": [1, 3, None],  # None: as the launcher chooses
+}
+
+
+@pytest.mark.parametrize("case", pairwise(ATTENTION_GPU), ids=case_id)
+def test_attention_against_float64(case, monkeypatch):
+    if case["splits"]:
+        monkeypatch.setattr(portable, "num_splits", lambda *_: case["splits"])
+    check_attention(portable.attention, case, CUDA)
+
+
+def test_integer_conversions_serve_attention_and_append(monkeypatch):
+    """What GPUs without E4M3 run."""
+    monkeypatch.setattr(portable, "is_native", lambda _: False)
+    monkeypatch.setattr("fp8attn.kernels.append.is_native", lambda _: False)
+    case = {name: values[-1] for name, values in ATTENTION_FACTORS.items()} | {"head_dim": 128, "softcap": 0.0}
+    check_attention(portable.attention, case, CUDA)
+    check_append(append, {name: values[-1] for name, values in APPEND_FACTORS.items()} | {"head_dim": 128}, CUDA)
+
+
+# Attention: long contexts
+
+
+def long_cache(kind: str, length: int, head_dim: int, q: torch.Tensor) -> KVPages:
+    """One sequence of two KV heads; its means are not removed, so that V's mean is the kernel's to accumulate."""
+    heads, shape = 2, (length, 2, head_dim)
+    k, v = torch.randn(shape, device=CUDA), torch.randn(shape, device=CUDA)
+    if kind == "mean 1":
+        v += 1
+    elif kind == "flat":
+        k.zero_()
+    elif kind == "peaked":
+        k *= 8
+    elif kind == "constant":  # one score above the others: a bias in rounding P or summing shows in full
+        k.zero_()
+        k[length // 2] = q[-1, :: q.shape[1] // heads].float() * (4 / head_dim**0.5)
+        v.fill_(1)
+    elif kind == "needle":  # one key that weighs as much as all others together
+        k.zero_()
+        direction = q[-1, :: q.shape[1] // heads].float()
+        score = torch.log(torch.tensor(float(length)))
+        k[length // 3] = direction * (score * head_dim**0.5 / (direction * direction).sum(-1, keepdim=True))
+    pages = empty_cache([length], heads, head_dim, CUDA)
+    fill(pages, k, v, [length])
+    return pages
+
+
+@pytest.mark.parametrize("kind", ["normal", "mean 1", "flat", "peaked", "constant", "needle"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 100])
+def test_error_is_the_same_at_every_length(kind, head_dim, queries):
+    arguments = {
+        "cu_seqlens_q": None,
+        "max_seqlen_q": queries,
+        "causal": True,
+        "softmax_scale": head_dim**-0.5,
+        "window": 0,
+        "softcap": 0.0,
+        "sinks": None,
+        "leftpad_k": None,
+    }
+    for length in (1, 2, 127, 128, 129, 1000, 8192, 32768, 131072):
+        if length >= queries:
+            q = torch.randn(queries, 8, head_dim, device=CUDA).half()
+            pages = long_cache(kind, length, head_dim, q)
+            error = run_attention(portable.attention, pages, q, arguments)
+            ours, _ = portable.attention(q, pages, **arguments)
+            again, _ = portable.attention(q, pages, **arguments)
+            assert torch.equal(ours, again), "two runs differ"
+            print(f"{kind} D{head_dim} {queries} queries {length} keys: {error:.2e}")
+
+
+def test_one_pass_over_131072_keys_without_splits(monkeypatch):
+    """The longest chain of sums, whatever the launcher would choose."""
+    monkeypatch.setattr(portable, "num_splits", lambda *_: 1)
+    test_error_is_the_same_at_every_length("mean 1", 128, 1)
+    test_error_is_the_same_at_every_length("mean 1", 256, 1)
+
+
+# Memory layout and capture
+
+
+def test_pages_beyond_two_gigabytes_are_reached():
+    """Offsets in 64 bits: the same tokens in the first and in the last pages of a pool of 2.2 GB each for K and V."""
+    num_pages = 2_200_000_000 // (128 * 128 * 8)
+    pages = KVPages.empty(num_pages, 8, 128, 2, 2, CUDA)
+    pages.page_table.copy_(torch.tensor([[0, 1], [num_pages - 2, num_pages - 1]]))
+    k, v = (random_tokens(200, 8, 128, torch.bfloat16, CUDA).repeat(2, 1, 1) for _ in "kv")
+    append(
+        pages, k, v, cu_seqlens=None, max_seqlen=200, rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=False
+    )  # fmt: skip
+    pages.cache_seqlens.fill_(200)
+    q = torch.randn(1, 8, 128, device=CUDA).half().repeat(2, 1, 1)
+    out = fp8attn.attention(q, pages)
+    assert torch.equal(out[0], out[1])
+    assert relative_error(out[:1], reference_of(q[:1], pages)) < 2 * KERNEL_ERROR
+
+
+def reference_of(q: torch.Tensor, pages: KVPages) -> torch.Tensor:
+    """Decode of the first sequence in float64."""
+    first = KVPages(*pages.tensors[:4], pages.k_mean[:1], pages.v_mean[:1], pages.page_table[:1], pages.cache_seqlens[:1])
+    arguments = {"cu_seqlens_q": None, "max_seqlen_q": 1, "causal": True, "softmax_scale": 128**-0.5, "window": 0, "softcap": 0.0}
+    wide = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
+    return reference.attention(q, first, **arguments, sinks=None, leftpad_k=None, **wide)[0]
+
+
+def test_a_captured_step_follows_changing_lengths():
+    """One CUDA graph, replayed over a page boundary, against the same steps run eagerly."""
+    lengths = [120, 3, 254]
+    eager = empty_cache([600] * 3, 2, 128, CUDA, mean=0.5)
+    fill(eager, *(random_tokens(sum(lengths), 2, 128, torch.bfloat16, CUDA) for _ in "kv"), lengths)
+    pages = clone(eager)
+    q = torch.zeros(3, 8, 128, dtype=torch.bfloat16, device=CUDA)
+    k, v = (torch.zeros(3, 2, 128, dtype=torch.bfloat16, device=CUDA) for _ in "kv")
+
+    def step(pages):
+        fp8attn.append(pages, k, v)
+        return fp8attn.attention(q, pages, return_lse=True)
+
+    step(clone(eager))  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step(pages)
+    for _ in range(20):
+        for static in (q, k, v):
+            static.normal_()
+        graph.replay()
+        expected, expected_lse = step(eager)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+    assert pages.cache_seqlens.tolist() == [length + 20 for length in lengths]
+
+
+def test_ragged_prefill_through_the_ops_in_every_stride():
+    """Queries, keys and values cut out of one fused projection, sequences of very different lengths."""
+    lengths, heads, group, head_dim = [700, 1, 0, 2500], 2, 4, 128
+    pages = empty_cache(lengths, heads, head_dim, CUDA)
+    fused = torch.randn(sum(lengths), heads * (group + 2), head_dim, device=CUDA, dtype=torch.float16)
+    q, k, v = fused.split([heads * group, heads, heads], 1)
+    cu = cumulative(lengths, CUDA)
+    fp8attn.append(pages, k, v, cu_seqlens=cu, max_seqlen=max(lengths), fix_means=True)
+    arguments = {"cu_seqlens_q": cu, "max_seqlen_q": max(lengths), "causal": True, "softmax_scale": head_dim**-0.5}
+    run_attention(portable.attention, pages, q, arguments | {"window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None})

@@ -1,0 +1,34 @@
+"""Every launch of the Triton kernels compiles for Hopper without spilling, and for older GPUs too; no GPU is needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def compiled(*arguments: str) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    output = subprocess.run([sys.executable, script, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert output.returncode == 0, output.stderr[-3000:]
+    return [json.loads(line) for line in output.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_89"])
+def test_kernels_compile_without_spills(arch, capsys):
+    rows = compiled(arch)
+    assert {row["kernel"] for row in rows} == {"attention_kernel", "combine_kernel", "append_kernel"}
+    for row in rows:
+        assert not row["warnings"], row
+        assert row["shared_bytes"] <= row["shared_limit"], row
+        if arch == "sm_90" and row["head_dim"] <= 128:
+            assert row["spill_bytes"] == 0, row
+    with capsys.disabled():
+        for row in rows:
+            if row["spill_bytes"]:
+                print(f"\n{arch} {row['kernel']} {row['case']}: {row['spill_bytes']} bytes spilled", end="")
