@@ -39,6 +39,7 @@ LEARNED_TOKENS = NUMBER_TOKENS + ANSWER_TOKENS
 
 # ---------------------------------------------------------------- text
 
+
 def is_test(path):
     """Whether a module (its path below the library's folder) belongs to a test suite."""
     return any(part in ("test", "tests", "idle_test") for part in Path(path).parts)
@@ -78,21 +79,25 @@ def read_held_out(file=HELD_OUT):
     text = lzma.decompress(Path(file).read_bytes()).decode()
     starts = list(re.finditer(r"^" + re.escape(HEADER).replace(r"\{\}", "(.+)"), text, re.MULTILINE))
     ends = [m.start() for m in starts[1:]] + [len(text)]
-    return [(m.group(1), text[m.start():end]) for m, end in zip(starts, ends, strict=True)]
+    return [(m.group(1), text[m.start() : end]) for m, end in zip(starts, ends, strict=True)]
 
 
 # ---------------------------------------------------------------- tokens
 
+
 def train_tokenizer(texts):
     """A byte-level BPE tokenizer of the configured size, trained on `texts`."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=CONFIG["model"]["vocab_size"], special_tokens=[END],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["model"]["vocab_size"], special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -110,6 +115,7 @@ def tokenise(tokenizer, texts):
 
 # ---------------------------------------------------------------- recall
 
+
 def needle(word, number, value):
     """The line that states a pair of key (word and number) and value; up to the number it is also the query.
 
@@ -126,8 +132,7 @@ def needle_words(vocabulary):
         vocabulary: the tokenizer's `get_vocab()`. Its ids fall with frequency: only the rarer words are taken, which
             are in few of the contexts themselves. "Ġ" stands for a space.
     """
-    return sorted(word for word, i in vocabulary.items()
-                  if i >= RARE and re.fullmatch("[a-z]{4,}", word) and "Ġ" + word in vocabulary)
+    return sorted(word for word, i in vocabulary.items() if i >= RARE and re.fullmatch("[a-z]{4,}", word) and "Ġ" + word in vocabulary)
 
 
 class RecallTask:
@@ -174,8 +179,8 @@ class RecallTask:
         lines = self.pairs(pairs)
         asked = lines[:queries]
         space = length - sum(map(len, lines)) - sum(map(len, asked))
-        end = self.rng.choice(self.line_ends[np.searchsorted(self.line_ends, space):])
-        text = self.tokens[end - space:end]
+        end = self.rng.choice(self.line_ends[np.searchsorted(self.line_ends, space) :])
+        text = self.tokens[end - space : end]
         breaks = np.append(0, np.flatnonzero(text == self.newline) + 1)
         places = self.rng.choice(breaks, pairs)
         if depth is not None:
@@ -183,13 +188,13 @@ class RecallTask:
 
         parts, at = [], 0
         for i in np.argsort(places, kind="stable"):
-            parts += [text[at:places[i]], lines[i]]
+            parts += [text[at : places[i]], lines[i]]
             at = places[i]
         parts += [text[at:], *asked]
         learned = np.zeros(length, dtype=bool)
         stop = length
         for line in reversed(asked):
-            learned[stop - 1 - LEARNED_TOKENS:stop - 1] = True
+            learned[stop - 1 - LEARNED_TOKENS : stop - 1] = True
             stop -= len(line)
         return np.concatenate(parts).astype(np.int32), learned
 
@@ -214,8 +219,14 @@ def main():
 
     tokenizer = train_tokenizer(kept)
     tokenizer.save(str(MODEL / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END, "pad_token": END,
-                "model_max_length": CONFIG["model"]["max_position_embeddings"], "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "pad_token": END,
+        "model_max_length": CONFIG["model"]["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
     (MODEL / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     tokens = tokenise(tokenizer, kept)

@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 def matrix(rows, columns, scale=1.0):
     """A weight that keeps the size of its input, times `scale`."""
-    return nn.Parameter(torch.randn(rows, columns) * scale * columns ** -0.5)
+    return nn.Parameter(torch.randn(rows, columns) * scale * columns**-0.5)
 
 
 class Llama(nn.Module):
@@ -117,8 +117,14 @@ class Llama(nn.Module):
 
 def hf_weights(model):
     """The weights in BF16 under the names that transformers' LlamaForCausalLM gives them."""
-    names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "gate": "mlp.gate_proj",
-             "up": "mlp.up_proj", "down": "mlp.down_proj", **{f"w{p}": f"self_attn.{p}_proj" for p in "qkvo"}}
+    names = {
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        **{f"w{p}": f"self_attn.{p}_proj" for p in "qkvo"},
+    }
     weights = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
     for i, layer in enumerate(model.layers):
         weights |= {f"model.layers.{i}.{names[name]}.weight": w for name, w in layer.named_parameters()}
@@ -127,9 +133,18 @@ def hf_weights(model):
 
 def save_hf(model, folder):
     """Write config.json and model.safetensors for `AutoModelForCausalLM.from_pretrained(folder)`."""
-    settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-                "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-                "bos_token_id": 0, "eos_token_id": 0, **model.c}
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **model.c,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     save_file(hf_weights(model), folder / "model.safetensors", metadata={"format": "pt"})

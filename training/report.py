@@ -46,10 +46,10 @@ def document_bits(model, tokens):
     context for each but the first ones."""
     nats, scored, start = 0.0, 1, 0
     while scored < len(tokens):
-        ids = torch.as_tensor(tokens[start:start + WINDOW].astype(np.int64), device=model.device)[None]
+        ids = torch.as_tensor(tokens[start : start + WINDOW].astype(np.int64), device=model.device)[None]
         logits = model(ids).logits[0, :-1].float()
         losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-        nats += losses[scored - start - 1:].double().sum().item()
+        nats += losses[scored - start - 1 :].double().sum().item()
         scored = start + ids.shape[1]
         start += STRIDE
     return nats / math.log(2)
@@ -62,11 +62,18 @@ def compression_rows(model, tokenizer, documents):
         texts = [text for path, text in documents if is_test(path) in kind]
         raw = "".join(texts).encode()
         tokens = [tokenise(tokenizer, [text]) for text in texts]
-        rows.append({"case": "bits_per_byte", "set": name, "documents": len(texts), "bytes": len(raw),
-                     "tokens": sum(map(len, tokens)) - len(texts),
-                     "model": sum(document_bits(model, t) for t in tokens) / len(raw),
-                     "xz_9e": 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw),
-                     "gzip_9": 8 * len(gzip.compress(raw, 9)) / len(raw)})
+        rows.append(
+            {
+                "case": "bits_per_byte",
+                "set": name,
+                "documents": len(texts),
+                "bytes": len(raw),
+                "tokens": sum(map(len, tokens)) - len(texts),
+                "model": sum(document_bits(model, t) for t in tokens) / len(raw),
+                "xz_9e": 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw),
+                "gzip_9": 8 * len(gzip.compress(raw, 9)) / len(raw),
+            }
+        )
     return rows
 
 
@@ -94,8 +101,15 @@ def recall_rows(model, tokenizer, documents, samples, longest):
     def measure(length, pairs, depth, count):
         made = [task.row(length + ANSWER_TOKENS + 1, pairs, 1, depth)[0] for _ in range(count)]
         exact, from_word = recall_accuracy(model, torch.from_numpy(np.stack(made)).long())
-        return {"case": "recall", "prompt_tokens": length, "pairs": pairs, "samples": count,
-                "depth": "random" if depth is None else depth, "exact": exact, "exact_from_word": from_word}
+        return {
+            "case": "recall",
+            "prompt_tokens": length,
+            "pairs": pairs,
+            "samples": count,
+            "depth": "random" if depth is None else depth,
+            "exact": exact,
+            "exact_from_word": from_word,
+        }
 
     lengths = [n for n in LENGTHS if n <= longest]
     rows = [measure(n, PAIRS, depth, samples) for n in lengths for depth in DEPTHS]
@@ -125,8 +139,11 @@ def print_tables(rows):
     print("\n| prompt tokens | " + " | ".join(f"depth {d}" for d in DEPTHS) + " | 1 pair | 32 pairs |")
     print("| --- |" + " --- |" * (len(DEPTHS) + 2))
     for length in sorted({r["prompt_tokens"] for r in recall}):
-        here = {(r["pairs"], r["depth"]): f"{100 * r['exact']:.1f} ({100 * r['exact_from_word']:.0f})"
-                for r in recall if r["prompt_tokens"] == length}
+        here = {
+            (r["pairs"], r["depth"]): f"{100 * r['exact']:.1f} ({100 * r['exact_from_word']:.0f})"
+            for r in recall
+            if r["prompt_tokens"] == length
+        }
         cells = [here[PAIRS, d] for d in DEPTHS] + [here.get((p, "random"), "") for p in (1, 32)]
         print(f"| {length} | " + " | ".join(cells) + " |")
 
@@ -148,10 +165,14 @@ def main():
     rows += recall_rows(model, tokenizer, documents, args.samples, args.longest)
     print_tables(rows)
     if args.out:
-        meta = {"device": torch.cuda.get_device_name() if cuda else platform.machine(), "torch": torch.__version__,
-                "triton": triton_version(),
-                "date": datetime.date.today().isoformat(), "command": "python " + " ".join(sys.argv),
-                "sources": source_hashes(args.model)}
+        meta = {
+            "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+            "torch": torch.__version__,
+            "triton": triton_version(),
+            "date": datetime.date.today().isoformat(),
+            "command": "python " + " ".join(sys.argv),
+            "sources": source_hashes(args.model),
+        }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 

@@ -47,7 +47,7 @@ class Evaluation:
         longest = max(max(s["lengths"]) for s in settings["curriculum"])
         length = min(4096, longest)
         count = min(64, (len(tokens) - 1) // length)
-        windows = [tokens[i * length:(i + 1) * length + 1].astype(np.int32) for i in range(count)]
+        windows = [tokens[i * length : (i + 1) * length + 1].astype(np.int32) for i in range(count)]
         self.text = torch.from_numpy(np.stack(windows)).to(device)
         task, self.recall = RecallTask(tokenizer, tokens, 1, distinct=True), []
         for length in sorted({min(n, longest) for n in (512, 2048, 4096)}):
@@ -57,11 +57,10 @@ class Evaluation:
     @torch.no_grad()
     def __call__(self, model, dtype):
         model.eval()
-        result = {"held_out": sum(model(part, dtype)[0].mean().item() for part in self.text.split(16))
-                  / len(self.text.split(16))}
+        result = {"held_out": sum(model(part, dtype)[0].mean().item() for part in self.text.split(16)) / len(self.text.split(16))}
         for length, tokens in self.recall:
             hits = torch.cat([model(part, dtype)[1] for part in tokens.split(16)])
-            result[f"recall_{length}"] = hits[:, -1 - ANSWER_TOKENS:-1].all(1).float().mean().item()
+            result[f"recall_{length}"] = hits[:, -1 - ANSWER_TOKENS : -1].all(1).float().mean().item()
         model.train()
         return result
 
@@ -70,8 +69,10 @@ def make_optimizers(model, settings):
     """Muon for the matrices of the layers, AdamW for the embeddings and the norms."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim < 2 or p is model.embed]
-    return [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings["muon"]),
-            torch.optim.AdamW(others, fused=others[0].is_cuda, **settings["adamw"])]
+    return [
+        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings["muon"]),
+        torch.optim.AdamW(others, fused=others[0].is_cuda, **settings["adamw"]),
+    ]
 
 
 def learning_rate(progress, settings):
@@ -104,8 +105,15 @@ def main():
     stream = np.fromfile(SCRATCH / "train.bin", dtype=np.uint16)
     text = torch.from_numpy(stream.astype(np.int32)).to(device)
     progress = multiprocessing.Value("d", 0.0)
-    batches = iter(DataLoader(RecallBatches(tokenizer, stream, settings, progress), batch_size=None,
-                              num_workers=settings["workers"], pin_memory=device == "cuda", prefetch_factor=2))
+    batches = iter(
+        DataLoader(
+            RecallBatches(tokenizer, stream, settings, progress),
+            batch_size=None,
+            num_workers=settings["workers"],
+            pin_memory=device == "cuda",
+            prefetch_factor=2,
+        )
+    )
     evaluate = Evaluation(tokenizer, settings, device)
 
     model = Llama(CONFIG["model"], compiled=device == "cuda").to(device)
@@ -119,8 +127,13 @@ def main():
         model.load_state_dict(saved["model"])
         for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
-    report(parameters=sum(p.numel() for p in model.parameters()), device=device, step=step,
-           torch=torch.__version__, gpu=torch.cuda.get_device_name() if device == "cuda" else None)
+    report(
+        parameters=sum(p.numel() for p in model.parameters()),
+        device=device,
+        step=step,
+        torch=torch.__version__,
+        gpu=torch.cuda.get_device_name() if device == "cuda" else None,
+    )
 
     budget, fresh = args.minutes * 60, True
     now = last_log = last_eval = time.monotonic()
@@ -131,8 +144,7 @@ def main():
         length = contexts.shape[1] - 1
         plain = rows - len(contexts)
         starts = torch.randint(len(text) - length - 1, (plain, 1), device=device)
-        inputs = torch.cat([text[starts + torch.arange(length + 1, device=device)],
-                            contexts.to(device, non_blocking=True)])
+        inputs = torch.cat([text[starts + torch.arange(length + 1, device=device)], contexts.to(device, non_blocking=True)])
         learned = learned[:, 1:].to(device, non_blocking=True)
 
         # Only the text is seen again and again; the recall contexts are new each time and need no dropout.
@@ -158,10 +170,16 @@ def main():
                 report(first_step_seconds=now - before)
                 fresh, last_log, last_eval, logged_tokens = False, now, now, tokens
         if now - last_log > settings["log_seconds"]:
-            report(step=step, tokens=tokens, progress=progress.value, length=length, text=text_loss.item(),
-                   recall=recall_loss.item(),
-                   recalled=hits[plain:][learned].float().mean().item(),
-                   tokens_per_second=(tokens - logged_tokens) / (now - last_log))
+            report(
+                step=step,
+                tokens=tokens,
+                progress=progress.value,
+                length=length,
+                text=text_loss.item(),
+                recall=recall_loss.item(),
+                recalled=hits[plain:][learned].float().mean().item(),
+                tokens_per_second=(tokens - logged_tokens) / (now - last_log),
+            )
             last_log, logged_tokens = now, tokens
         if now - last_eval > settings["eval_seconds"] or elapsed >= budget:
             result = evaluate(model, dtype)
@@ -170,8 +188,11 @@ def main():
             if score < best:
                 best = score
                 save_hf(model, args.out / "best")
-            values = {"counts": (step, elapsed, tokens, best), "model": model.state_dict(),
-                      "optimizers": [o.state_dict() for o in optimizers]}
+            values = {
+                "counts": (step, elapsed, tokens, best),
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+            }
             torch.save(values, state.with_suffix(".new"))
             state.with_suffix(".new").rename(state)
             last_eval = time.monotonic()

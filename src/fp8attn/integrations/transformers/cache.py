@@ -277,6 +277,7 @@ class FP8Cache(Cache):
                 num_layers=config.num_hidden_layers,
                 num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
                 head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+                model_id=config.name_or_path,
             )
         plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
         length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}

@@ -1,0 +1,286 @@
+"""The portable Triton kernels beside torch's BF16 attention: prefill, decode and append, each checked before it is timed.
+
+    PYTHONPATH=src python -m benchmarks.slice [case substring]
+    PYTHONPATH=src python -m benchmarks.slice --tune [case substring]    (times other launch configurations; writes nothing)
+
+One process, implementations interleaved, medians, random data and page tables, CUDA graphs where a host could be the slower one, the L2
+cache flushed before every run. `gbps` counts the live bytes of K and V (decode) or what must be read and written (append). `rel_err` is
+against float64 on the bytes that each implementation was given, BF16's own rounding of the output (1.7e-3) included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from triton.testing import do_bench
+
+from fp8attn import KVPages, reference
+from fp8attn.kernels import append, portable
+from fp8attn.layout import PAGE_SIZE
+from fp8attn.numerics import relative_error
+
+from .results import write
+
+SOURCES = ("src/fp8attn/kernels/portable.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/fp8.py", "benchmarks/slice.py")
+KERNEL_ERROR = 3e-4
+ROUNDS = 3
+CHECKED = 32  # queries of a sequence that are compared with float64
+PEERS = {"sdpa-flash-bf16": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn-bf16": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    batch: int
+    length: int
+    q_heads: int
+    kv_heads: int
+    dim: int
+    queries: int
+    causal: bool = True
+
+    @property
+    def kv_elements(self) -> int:
+        return 2 * self.batch * self.length * self.kv_heads * self.dim
+
+    @property
+    def flops(self) -> float:
+        return 4 * self.batch * self.q_heads * self.length**2 * self.dim / (2 if self.causal else 1)
+
+
+def decode(batch: int, length: int) -> Case:
+    return Case(f"kernel-decode-B{batch}-S{length}", batch, length, 32, 8, 128, 1)
+
+
+def prefill(dim: int, length: int, batch: int = 1, causal: bool = True) -> Case:
+    heads = 2048 // dim
+    name = f"kernel-prefill-D{dim}-{'causal' if causal else 'full'}-S{length}-B{batch}"
+    return Case(name, batch, length, heads, heads, dim, length, causal)
+
+
+CASES = (
+    decode(1, 8192), decode(8, 32768), decode(16, 8192), decode(64, 8192),
+    prefill(128, 4096, 4), prefill(128, 16384), prefill(128, 16384, causal=False), prefill(64, 16384), prefill(256, 16384),
+)  # fmt: skip
+
+
+# What they are given, and what is right
+
+
+def tokens(batch: int, length: int, heads: int, dim: int) -> torch.Tensor:
+    return torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
+
+
+def make_pages(batch: int, length: int, heads: int, dim: int) -> KVPages:
+    """No tokens yet, and shuffled pages."""
+    columns = -(-length // PAGE_SIZE)
+    pages = KVPages.empty(batch * columns, heads, dim, batch, columns, "cuda")
+    pages.page_table.copy_(torch.randperm(batch * columns, device="cuda").view(batch, columns))
+    return pages
+
+
+def append_options(length: int, cos=None, sin=None) -> dict:
+    rope = {"rope_cos": cos, "rope_sin": sin, "rope_interleaved": False}
+    return {"cu_seqlens": None, "max_seqlen": length, "static_scales": False} | rope
+
+
+def attention_options(case: Case, queries: int) -> dict:
+    none = {"window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None}
+    return {"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": case.causal, "softmax_scale": case.dim**-0.5} | none
+
+
+def one_sequence(pages: KVPages, seq: int) -> KVPages:
+    return KVPages(*pages.tensors[:4], *(x[seq : seq + 1] for x in pages.tensors[4:]))
+
+
+def exact_of_pages(case: Case, q: torch.Tensor, pages: KVPages, seq: int) -> torch.Tensor:
+    """The last queries of one sequence over its FP8 bytes: `[CHECKED, heads, dim]` float64."""
+    rows = q[seq, -CHECKED:]
+    wide = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
+    return reference.attention(rows, one_sequence(pages, seq), **attention_options(case, len(rows)), **wide)[0]
+
+
+def exact_of_bf16(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq: int) -> torch.Tensor:
+    """The same over the BF16 values."""
+    q, k, v = (x[seq].transpose(0, 1).double() for x in (q[:, -CHECKED:], k, v))
+    k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 0) for x in (k, v))
+    scores = q @ k.transpose(1, 2) * case.dim**-0.5
+    if case.causal:
+        last = torch.arange(case.length - q.shape[1], case.length, device="cuda")
+        scores.masked_fill_(torch.arange(case.length, device="cuda") > last[:, None], -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def check(name: str, out: torch.Tensor, ref: torch.Tensor, limit: float) -> float:
+    error, rounding = relative_error(out, ref), relative_error(ref.to(out.dtype), ref)
+    assert error**2 <= limit**2 + rounding**2, f"{name}: error {error:.2e}, of which rounding {rounding:.2e}"
+    return error
+
+
+# Time
+
+
+def graphed(run: Callable) -> Callable:
+    """`run` as a CUDA graph: the GPU's time, no host's."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def medians(runs: dict[str, Callable]) -> dict[str, float]:
+    times = {name: [] for name in runs}
+    for _, (name, run) in itertools.product(range(ROUNDS), runs.items()):
+        times[name].append(do_bench(run, warmup=5, rep=30, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def peers(case: Case, q, k, v) -> dict[str, Callable]:
+    """torch's SDPA by backend; those that this build or GPU does not have are left out."""
+    views = [x.transpose(1, 2) for x in (q, k, v)]
+    found = {}
+    for name, backend in PEERS.items():
+
+        def run(backend=backend):
+            with sdpa_kernel(backend):
+                # Decode is causal with nothing to mask; torch aligns its mask at the start.
+                return scaled_dot_product_attention(
+                    *views, is_causal=case.causal and case.queries > 1, enable_gqa=case.q_heads != case.kv_heads
+                )
+
+        try:
+            run()
+            found[name] = run
+        except RuntimeError as error:
+            print(f"{case.name}: without {name}: {str(error).splitlines()[0]}", flush=True)
+    return found
+
+
+def prepare(case: Case):
+    q = tokens(case.batch, case.queries, case.q_heads, case.dim)
+    k, v = (tokens(case.batch, case.length, case.kv_heads, case.dim) for _ in "kv")
+    pages = make_pages(case.batch, case.length, case.kv_heads, case.dim)
+    append.append(pages, k.flatten(0, 1), v.flatten(0, 1), **append_options(case.length))
+    pages.cache_seqlens.fill_(case.length)
+    return q, k, v, pages, lambda: portable.attention(q.flatten(0, 1), pages, **attention_options(case, case.queries))[0]
+
+
+def attention_rows(case: Case) -> list[dict]:
+    q, k, v, pages, ours = prepare(case)
+    runs = {"fp8attn-triton": ours} | peers(case, q, k, v)
+    last = case.batch - 1
+    errors = {}
+    for name, run in runs.items():
+        if name == "fp8attn-triton":
+            out = run().view(q.shape)
+            pairs = [(out[seq, -CHECKED:], exact_of_pages(case, q, pages, seq)) for seq in {0, last}]
+        else:
+            out = run().transpose(1, 2)
+            pairs = [(out[seq, -CHECKED:], exact_of_bf16(case, q, k, v, seq)) for seq in {0, last}]
+        # torch rounds its weights to BF16, ours to FP16.
+        limit = KERNEL_ERROR if name == "fp8attn-triton" else 1e-2
+        errors[name] = max(check(f"{case.name} {name}", *pair, limit) for pair in pairs)
+    if case.queries == 1:
+        runs = {name: graphed(run) for name, run in runs.items()}
+    rows = []
+    for name, ms in medians(runs).items():
+        row = {"case": case.name, "impl": name, "ms": round(ms, 5)}
+        if case.queries == 1:
+            row["gbps"] = round(case.kv_elements * (1 if name == "fp8attn-triton" else 2) / ms / 1e6)
+        else:
+            row["tflops"] = round(case.flops / ms / 1e9, 1)
+        rows.append(row | {"rel_err": errors[name]})
+    return rows
+
+
+def append_rows(batch: int, new: int, held: int, rope: bool = False) -> dict:
+    """New tokens onto sequences of `held`: bytes equal to the reference's, then the time (the lengths stay, so it can be repeated)."""
+    heads, dim = 8, 128
+    kind = "prompt" if new > 1 else "step"
+    pages = make_pages(batch, held + new, heads, dim)
+    if held:
+        append.append(pages, *(tokens(1, batch * held, heads, dim)[0] for _ in "kv"), **append_options(held))
+        pages.cache_seqlens.fill_(held)
+    k, v = (tokens(1, batch * new, heads, dim)[0] for _ in "kv")
+    angle = torch.rand(batch * new, dim // 2, device="cuda") * 6 if rope else None
+    options = append_options(new, *(f(angle).bfloat16() for f in (torch.cos, torch.sin)) if rope else ())
+    expected = KVPages(*(x.clone() for x in pages.tensors))
+    reference.append(expected, k, v, **options)
+    run = lambda: append.append(pages, k, v, **options)  # noqa: E731
+    run()
+    equal = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pages.tensors[:4], expected.tensors[:4], strict=True))
+    name = f"kernel-append-{kind}{'-rope' if rope else ''}-B{batch}" + (f"-S{new}" if new > 1 else "")
+    assert equal, f"{name}: bytes differ from the reference's"
+    ms = medians({name: graphed(run)})[name]
+    row = {"case": name, "impl": "fp8attn-triton", "ms": round(ms, 5)}
+    if new > 1:
+        row["gbps"] = round(2 * k.numel() * 3 / ms / 1e6)  # two bytes read and one written of K and of V
+    return row | {"rel_err": 0.0}
+
+
+# Other configurations
+
+FEW = [(16, 128, 4, 4, s, two) for s in (2, 3, 4) for two in (False, True)] + [(16, 128, 1, 4, 3, True), (16, 64, 1, 4, 4, True)]
+MANY = [
+    (128, 64, 1, 8, 2),
+    (128, 64, 1, 8, 3),
+    (128, 128, 1, 8, 2),
+    (128, 32, 1, 8, 3),
+    (64, 64, 1, 4, 2),
+    (64, 64, 1, 4, 3),
+    (64, 128, 1, 4, 2),
+]
+
+
+def tune(case: Case) -> None:
+    """Print the time of each configuration (rows, tile, key_warps, num_warps, num_stages, two_level)."""
+    _, _, _, _, ours = prepare(case)
+    configurations = FEW if case.queries == 1 else [(*c, two) for c in MANY for two in (True, False)]
+    chosen = portable.config
+    default = chosen(case.dim, case.queries * case.q_heads // case.kv_heads, portable._device(torch.device("cuda", 0))[1])
+    for configuration in configurations:
+        portable.config = lambda *_, c=configuration: portable.Config(*c)
+        try:
+            ms = medians({"": graphed(ours) if case.queries == 1 else ours})[""]
+        except RuntimeError as error:  # too much shared memory
+            print(f"{case.name} {configuration}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        rate = f"{case.kv_elements / ms / 1e6:.0f} GB/s" if case.queries == 1 else f"{case.flops / ms / 1e9:.0f} TFLOPS"
+        print(f"{case.name} {configuration}: {ms:.4f} ms {rate}{'  <- chosen' if configuration == tuple(default) else ''}", flush=True)
+    portable.config = chosen
+
+
+def main() -> None:
+    arguments = [a for a in sys.argv[1:] if a != "--tune"]
+    wanted = arguments[0] if arguments else ""
+    torch.manual_seed(0)
+    rows = []
+    for case in CASES:
+        if wanted in case.name:
+            if "--tune" in sys.argv:
+                tune(case)
+                continue
+            found = attention_rows(case)
+            rows += found
+            print(*found, sep="\n", flush=True)
+    if "--tune" in sys.argv:
+        return
+    for parameters in ((1, 65536, 0), (1, 65536, 0, True), (8, 4096, 100), (1, 1, 1000), (64, 1, 1000), (256, 1, 1000)):
+        if wanted in "kernel-append":
+            rows.append(append_rows(*parameters))
+            print(rows[-1], flush=True)
+    if not wanted:
+        write("results/h100/slice.json", rows, SOURCES, replaces="kernel-")
+
+
+if __name__ == "__main__":
+    main()
