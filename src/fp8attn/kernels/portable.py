@@ -358,8 +358,8 @@ def _device(device: torch.device) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory that one program may have."""
     if device.type == "cpu":
         return 1, 1 << 30
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 64 << 10)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return getattr(properties, "multi_processor_count", 64), getattr(properties, "shared_memory_per_block_optin", 64 << 10)
 
 
 MAX_SPLITS = 128
