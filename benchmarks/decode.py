@@ -270,7 +270,7 @@ def graph_of(call):
 
 
 def measure(case: Case, have: set[str], wanted, rounds: int, eager: bool) -> list[dict]:
-    rows, calls = {}, {}
+    rows, calls, alive = {}, {}, []
     for name, call, references in implementations(case, have):
         if wanted and name not in wanted:
             continue
@@ -289,6 +289,7 @@ def measure(case: Case, have: set[str], wanted, rounds: int, eager: bool) -> lis
             print(f"   {case.name} {name} failed: {type(problem).__name__} {str(problem)[:300]}", flush=True)
             continue
         rows[name], calls[name] = row, run
+        alive.append(call)  # a graph does not hold what it reads: the call does
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     times: dict[str, list] = {name: [] for name in calls}
     for _ in range(rounds):
