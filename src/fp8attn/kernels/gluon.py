@@ -1,0 +1,75 @@
+"""The one place that names Gluon, whose API moves between Triton versions.
+
+Gluon ships inside Triton: its kernels say which warp does what and where every byte lies, which plain Triton leaves to the compiler.
+Written for Triton 3.6 (the one in PyTorch 2.11); what differs in a newer release is bridged here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import PropagateNan
+
+__all__ = [
+    "TensorDescriptor",
+    "advance",
+    "fence_async_shared",
+    "fetch",
+    "gl",
+    "gluon",
+    "max_nan",
+    "mbarrier",
+    "reinterpret",
+    "row_max",
+    "sync",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+_ALL = gl.constexpr(PropagateNan.ALL)
+_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+# fetch(descriptor, at, barrier, memory): start a TMA copy of the block at coordinates `at`; `barrier` counts its bytes.
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# sync(): wait for the other threads of this partition, and see what they wrote to shared memory.
+sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same bytes of shared memory under another type, shape and layout."""
+    if _PUBLIC_REINTERPRET:
+        view = memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        view = memory._reinterpret(DTYPE, SHAPE, LAYOUT)
+    return view
+
+
+@gluon.jit
+def max_nan(a, b):
+    """The larger; NaN if either is (one instruction, as without)."""
+    return gl.maximum(a, b, propagate_nan=_ALL)
+
+
+@gluon.jit
+def row_max(x):
+    """`[M, N] -> [M]`: the largest of each row; NaN if one is in it."""
+    return gl.reduce(x, 1, max_nan)
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and the parity of the barrier phase that it is in."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
