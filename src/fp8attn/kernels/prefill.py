@@ -73,6 +73,7 @@ EX2_REGS = gl.constexpr(",".join(["=f"] * 16 + ["f"] * 16))
 TO_FP8 = gl.constexpr(
     "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
 )
+LOGISTIC = gl.constexpr("{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }")  # 1 / (1 + 2^x)
 # What TO_FP8 rounds off, itself rounded to FP8.
 REST_TO_FP8 = gl.constexpr("""{ .reg .b16 lo, hi, h0, h1, h2, h3; .reg .b32 a, b; .reg .f32 x0, x1, x2, x3;
 cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
@@ -124,29 +125,45 @@ def _weights(s, factor, m, l, CUBICS: gl.constexpr, CAP: gl.constexpr):
 
 
 @gluon.jit
-def _visible(s, factor, shift, cap, hi, lo, tile, S: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):
+def _visible(s, factor, shift, cap, edge, tile, S: gl.constexpr, WG: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):
     """Raw scores after the cap (then in powers of two, `factor` and `shift` applied) and the mask."""
-    if CAP:  # cap * tanh(y / cap), by the exponential, which is exact enough where tanh.approx is not
-        y = s * factor[:, None] + shift[:, None]
-        s = cap - 2.0 * cap / (gl.exp2(y * (2.0 * LOG2E / cap)) + 1.0)
+    if CAP:  # cap * tanh(y / cap) = cap - 2 cap / (2^(2 y log2(e) / cap) + 1), which is exact enough where tanh.approx is not
+        y = s * (factor * (2.0 * LOG2E / cap))[:, None] + (shift * (2.0 * LOG2E / cap))[:, None]
+        s = cap - 2.0 * cap * gl.inline_asm_elementwise(LOGISTIC, "=f,f", [y], dtype=gl.float32, is_pure=True, pack=1)
     if MASK:
+        info_s, slot, causal, window = edge  # read here, lest the whole tiles' loop carry it
+        last = _last_key(info_s, slot, causal, S, WG)
         key = gl.arange(0, TILE, gl.SliceLayout(0, S))[None, :]
         # Bits 1 and 2 of a thread's columns are its own, the others the same in all threads: compare with constants.
         own = key & 6
         key = key & ~6
-        seen = key <= (hi - tile * TILE)[:, None] - own
+        seen = key <= (last - tile * TILE)[:, None] - own
         if LO:
-            seen = seen & (key >= (lo - tile * TILE)[:, None] - own)
+            first = gl.maximum(last - window + 1, _field(info_s, slot, LEFT))
+            seen = seen & (key >= (first - tile * TILE)[:, None] - own)
         s = gl.where(seen, s, HIDDEN)
     return s
+
+
+@gluon.jit
+def _field(info_s, slot, i: gl.constexpr):
+    """One of the integers that the producer announced an item with."""
+    return gl.max(info_s.index(slot * FIELDS + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
+    """The last key that each row sees."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + (WG * ROWS + ((1 - causal) << 30))
+    return gl.minimum(_field(info_s, slot, POSITION) + row, _field(info_s, slot, LENGTH) - 1)
 
 
 # One tile: head_dim up to 128
 
 
 @gluon.jit
-def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, hi, lo, tile, m, l, acc, kst, kph, vst, vph,
-          D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, l, acc, kst, kph, vst, vph,
+          WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """Softmax and P V of the tile whose scores are `s`, while the next tile's Q K (masked as `tile`) is multiplied."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
@@ -167,15 +184,15 @@ def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, hi, lo, tile, m
     factor = q_factor * k_scale
     s = warpgroup_mma_wait(0, deps=[s_next])
     mbarrier.arrive(k_empty.index(kst))
-    s = _visible(s, factor, shift, cap, hi, lo, tile, S, MASK, LO, CAP)
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
     kst, kph = advance(kst, kph, STAGES)
     vst, vph = advance(vst, vph, STAGES)
     return s, factor, ratio, m, l, acc, kst, kph, vst, vph
 
 
 @gluon.jit
-def _attend(q, ring, bars, q_factor, shift, cap, hi, lo, top, n_hi, n_free, n_lo, few, stage, phase,
-            D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, few, stage, phase,
+            WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """Tiles `top`, `top - 1`, ...: first those that end beyond some row's last key, then whole ones, then those with keys left of a window."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
@@ -195,24 +212,24 @@ def _attend(q, ring, bars, q_factor, shift, cap, hi, lo, top, n_hi, n_free, n_lo
     ratio = scale_s.index(STAGES + kst).load(gl.SliceLayout(1, S))
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(kst))
-    s = _visible(s, factor, shift, cap, hi, lo, top, S, True, LO, CAP)
+    s = _visible(s, factor, shift, cap, edge, top, S, WG, True, LO, CAP)
     kst, kph = advance(kst, kph, STAGES)
     tile = top - 1
     for _ in range(n_hi):
         s, factor, ratio, m, l, acc, kst, kph, vst, vph = _step(
-            q, ring, bars, s, factor, ratio, q_factor, shift, cap, hi, lo, tile, m, l, acc, kst, kph, vst, vph,
-            D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, l, acc, kst, kph, vst, vph,
+            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
         tile -= 1
     for _ in range(n_free):
         s, factor, ratio, m, l, acc, kst, kph, vst, vph = _step(
-            q, ring, bars, s, factor, ratio, q_factor, shift, cap, hi, lo, tile, m, l, acc, kst, kph, vst, vph,
-            D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
+            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, l, acc, kst, kph, vst, vph,
+            WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
     if LO:
         tile -= n_free
         for _ in range(n_lo):
             s, factor, ratio, m, l, acc, kst, kph, vst, vph = _step(
-                q, ring, bars, s, factor, ratio, q_factor, shift, cap, hi, lo, tile, m, l, acc, kst, kph, vst, vph,
-                D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+                q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, l, acc, kst, kph, vst, vph,
+                WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
             tile -= 1
     p, alpha, m, l = _weights(s, factor, m, l, CUBICS, CAP)
     p = _as_operand(p, P)
@@ -236,8 +253,8 @@ def _attend(q, ring, bars, q_factor, shift, cap, hi, lo, top, n_hi, n_free, n_lo
 
 
 @gluon.jit
-def _tile_wide(q, ring, bars, q_factor, shift, cap, hi, lo, tile, m, l, a0, a1, a2, a3, stage, phase,
-               D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2, a3, stage, phase,
+               WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """A whole tile. P V in four slices of channels, for want of registers; the other warpgroup fills the tensor core meanwhile.
 
     ptxas would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic block),
@@ -254,7 +271,7 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, hi, lo, tile, m, l, a0, a1, 
     ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage))
-    s = _visible(s, factor, shift, cap, hi, lo, tile, S, MASK, LO, CAP)
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
     p, alpha, m, l = _weights(s, factor, m, l, CUBICS, CAP)
     # Volatile: it stays before the next wait, and the FP32 weights end there.
     p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [_as_operand(p, gl.DotOperandLayout(0, O, 4))], dtype=gl.float8e4nv, is_pure=False, pack=4)
@@ -283,8 +300,8 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, hi, lo, tile, m, l, a0, a1, 
 
 
 @gluon.jit
-def _attend_wide(q, ring, bars, q_factor, shift, cap, hi, lo, top, n_hi, n_free, n_lo, stage, phase,
-                 D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """As `_attend`, whose tile `top` is one of the masked ones here."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 4, 32])
@@ -297,26 +314,21 @@ def _attend_wide(q, ring, bars, q_factor, shift, cap, hi, lo, top, n_hi, n_free,
     tile = top
     for _ in range(n_hi + 1):
         m, l, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, ring, bars, q_factor, shift, cap, hi, lo, tile, m, l, a0, a1, a2, a3, stage, phase, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2, a3, stage, phase, WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
         tile -= 1
     for _ in range(n_free):
         m, l, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, ring, bars, q_factor, shift, cap, hi, lo, tile, m, l, a0, a1, a2, a3, stage, phase, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
+            q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2, a3, stage, phase, WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
     if LO:
         tile -= n_free
         for _ in range(n_lo):
             m, l, a0, a1, a2, a3, stage, phase = _tile_wide(
-                q, ring, bars, q_factor, shift, cap, hi, lo, tile, m, l, a0, a1, a2, a3, stage, phase, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+                q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2, a3, stage, phase, WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
             tile -= 1
     return a0, a1, a2, a3, m, l, stage, phase
 
 
 # Queries in, output out
-
-
-@gluon.jit
-def _field(info_s, slot, i: gl.constexpr):
-    return gl.max(info_s.index(slot * FIELDS + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -384,7 +396,6 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
     k_full, k_empty, v_full, v_empty = bars
     q_full, q_empty = q_bars
     q = q_s.index(WG)
-    index = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + WG * ROWS
     item = 0
     stage = 0
     phase = 0
@@ -401,22 +412,19 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
         if not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
 
-        # The keys that each row sees: lo to hi.
+        # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
         bottom = last - tiles + 1
-        free = (1 - causal) << 30
-        hi = gl.minimum(position + index + free, length - 1)
-        hi_min = gl.minimum(position + WG * ROWS + free, length - 1)
-        hi_max = gl.minimum(position + WG * ROWS + ROWS - 1 + free, length - 1)
+        edge = (info_s, slot, causal, window)
+        hi_min = position + WG * ROWS + ((1 - causal) << 30)
+        hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
+        hi_min = gl.minimum(hi_min, length - 1)
         whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
         top = gl.maximum(gl.minimum(gl.maximum(hi_max, 0) // TILE, last), bottom)
         if count <= 0:
             top = bottom
         first_free = bottom
-        lo = hi
         if LO:
-            left = _field(info_s, slot, LEFT)
-            lo = gl.maximum(position + index - window + 1, left)
-            lo_max = gl.maximum(gl.maximum(position + WG * ROWS + ROWS - window, left), 0)
+            lo_max = gl.maximum(gl.maximum(hi_max - window + 1, _field(info_s, slot, LEFT)), 0)
             first_free = gl.minimum(gl.maximum((lo_max + TILE - 1) // TILE, bottom), last + 1)
         n_hi = gl.maximum(top - gl.maximum(whole, bottom), 0)
         n_free = gl.maximum(gl.minimum(top, whole) - first_free, 0)
@@ -431,11 +439,11 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
             stage, phase = advance(stage, phase, STAGES)
         if D == 256:
             a0, a1, a2, a3, m, l, stage, phase = _attend_wide(
-                q, ring, bars, q_factor, shift, cap, hi, lo, top, n_hi, n_free, n_lo, stage, phase, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
+                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase, WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
         else:
             a0, m, l, stage, phase = _attend(
-                q, ring, bars, q_factor, shift, cap, hi, lo, top, n_hi, n_free, n_lo, hi_min < (bottom + 1) * TILE, stage, phase,
-                D, STAGES, CUBICS, LO, CAP)  # fmt: skip
+                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, hi_min < (bottom + 1) * TILE, stage, phase,
+                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
         if not Q16:
             mbarrier.arrive(q_empty.index(WG))
 

@@ -1,0 +1,152 @@
+"""Compiles, without a GPU, what `kernels.prefill.attention` would launch, and prints what ptxas and the machine code say of it as JSON.
+
+A process of its own (`test_compile_prefill.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile. The launcher itself
+runs, on CPU tensors, with the kernel replaced by a recorder: what is compiled is what it asks for.
+
+    python tests/compile_prefill.py [case substring ... | --exact case ...] [--table] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fp8attn import KVPages
+from fp8attn.kernels import prefill
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.float8_e4m3fn: "fp8e4nv"}
+EVERYTHING = dict(window=300, softcap=30.0, sinks=True, leftpad_k=True, cu_seqlens_q=True)
+CASES = {f"d{d}": dict(head_dim=d) for d in (64, 80, 96, 128, 192, 256)} | {
+    "d128-fp16": dict(head_dim=128, dtype=torch.float16),
+    "d128-q8": dict(head_dim=128, dtype=torch.float8_e4m3fn),
+    "d64-window": dict(head_dim=64, window=300),
+    "d128-window": dict(head_dim=128, window=300),
+    "d256-window": dict(head_dim=256, window=300),
+    "d64-all": dict(head_dim=64, **EVERYTHING),
+    "d128-all": dict(head_dim=128, **EVERYTHING),
+    "d256-all": dict(head_dim=256, **EVERYTHING),
+}
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+@dataclass
+class Compiled:
+    case: str
+    triton: str
+    registers: int = 0  # what ptxas starts from; a multiplying thread has Shape.regs
+    spill_bytes: int = 0  # stored, in the whole kernel
+    shared_bytes: int = 0
+    instructions: int = 0
+    loop: int = 0  # instructions of the hot loop (the longest of the warpgroups')
+    loop_spills: int = 0  # spill loads and stores in it
+    serialized: str = ""  # ptxas's C75xx
+
+
+def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False):
+    """The arguments of one launch, by name."""
+    recorded = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **options: recorded.append(args)
+
+    kernel, prefill._prefill = prefill._prefill, Recorder()
+    prefill._num_sms = lambda device: 132
+    prefill._counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    prefill.torch.cuda.device = lambda device: contextlib.nullcontext()
+    pages = KVPages.empty(8, 2, head_dim, 2, 4)
+    prefill.attention(
+        torch.zeros(64, 4, head_dim).to(dtype), pages, cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
+        max_seqlen_q=32, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
+        sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
+    )  # fmt: skip
+    prefill._prefill = kernel
+    return kernel, dict(zip(kernel.arg_names, recorded[0], strict=True))
+
+
+def compile_case(case: str, keep: str | None = None) -> Compiled:
+    kernel, values = launch(**CASES[case])
+    signature, constants, attributes = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = values[param.name]
+        if param.is_constexpr or value is None:
+            signature[param.name] = "constexpr"
+            constants[(i,)] = value
+        elif isinstance(value, TensorDescriptor):
+            signature[param.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = "*" + TYPES[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[param.name] = "i32" if isinstance(value, int) else "fp32"
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    result = Compiled(case, triton.__version__, shared_bytes=compiled.metadata.shared)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(keep or scratch)
+        ptx, cubin = folder / f"{case}.ptx", folder / f"{case}.cubin"
+        # Newer Tritons name a PTX version that the ptxas beside it (the one for Hopper) does not know, and use nothing of it.
+        ptx.write_text(re.sub(r"\.version 9\.\d", ".version 8.7", compiled.asm["ptx"]))
+        log = subprocess.run([TOOLS / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True, text=True, check=True).stderr
+        sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+        if keep:
+            (folder / f"{case}.sass").write_text(sass)
+    result.registers = int(re.search(r"Used (\d+) registers", log)[1])
+    result.spill_bytes = int(re.search(r"(\d+) bytes spill stores", log)[1])
+    result.serialized = " ".join(sorted(set(re.findall(r"\bC75\d\d\b", log))))
+    read_loops(sass, result)
+    return result
+
+
+def read_loops(sass: str, result: Compiled) -> None:
+    """The hot loops are the innermost that multiply and do not mask."""
+    code, labels, spans = [], {}, set()
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    for i, instruction in enumerate(code):
+        branch = re.search(r"BRA\b.*`\((\.L_x_\d+)\)", instruction)
+        if branch and labels.get(branch[1], i) < i:
+            spans.add((labels[branch[1]], i))
+    result.instructions = len(code)
+    for start, end in spans:
+        body = code[start : end + 1]
+        # Waits whose retries ptxas moved to the end of the code look like loops too; they enclose exits.
+        if any("EXIT" in x or "USETMAXREG" in x for x in body) or not any("QGMMA" in x for x in body):
+            continue
+        if any(start <= a and b <= end and (a, b) != (start, end) and b - a > 100 for a, b in spans):
+            continue
+        if sum("FSEL" in x for x in body) < 32:
+            result.loop = max(result.loop, len(body))
+            result.loop_spills = max(result.loop_spills, sum("STL" in x or "LDL" in x for x in body))
+
+
+if __name__ == "__main__":
+    words = [a for a in sys.argv[1:] if not a.startswith("--")]
+    keep = words.pop() if "--keep" in sys.argv else None
+    matches = str.__eq__ if "--exact" in sys.argv else str.__contains__
+    chosen = [case for case in CASES if not words or any(matches(case, word) for word in words)]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        results = list(pool.map(compile_case, chosen, [keep] * len(chosen)))
+    if "--table" in sys.argv:
+        print("| case | regs | spilled bytes | shared | instructions | hot loop | spills in it | C75xx |\n|" + "---|" * 8)
+        for r in results:
+            print(f"| {r.case} | {r.registers} | {r.spill_bytes} | {r.shared_bytes} | {r.instructions} | {r.loop} | {r.loop_spills} | {r.serialized or 'none'} |")
+    else:
+        print(json.dumps([asdict(r) for r in results]))
