@@ -574,7 +574,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         ahead = gl.load(table + gl.maximum(last - 1, bottom))
         kv_head = head // group
         at = page * num_kv_heads + kv_head
-        k_scale = gl.load(k_scale_ptr + at + none)
+        k_scale = gl.where(length > 0, gl.load(k_scale_ptr + at + none), 1.0)  # an empty sequence's page is anybody's
         v_scale = gl.load(v_scale_ptr + at + none)
         before = v_scale + 0.0  # no alias: Triton 3.6 would not see that the loop changes it
 
