@@ -102,7 +102,7 @@ def compare(name, q, pages, out, lse, options, limit) -> bool:
     note = ""
     if bad.any():
         rows = bad.any(-1).nonzero()
-        note = f" NaN in {int(bad.sum())} of {bad.numel()}, rows {len(rows)}: first (token, head) {rows[0].tolist()}, last {rows[-1].tolist()};"
+        note = f" NaN in {int(bad.sum())} of {bad.numel()}, {len(rows)} rows: (token, head) {rows[0].tolist()} to {rows[-1].tolist()};"
     diff = torch.nan_to_num(out.double() - ref, nan=1e3)
     error = float(diff.norm() / ref.norm().clamp_min(1e-30))
     row_error = diff.norm(dim=-1) / ref.norm(dim=-1).clamp_min(1e-6)
@@ -111,8 +111,9 @@ def compare(name, q, pages, out, lse, options, limit) -> bool:
     if not ok:
         blocks = row_error.amax(1)
         wrong = [i for i in range(0, len(blocks), 64) if float(blocks[i : i + 64].max()) > 4 * limit][:12]
-        note += f" worst element {where(diff.abs())} {float(diff.abs().max()):.4g} (out {float(out.flatten()[diff.abs().argmax()]):.4g}"
-        note += f", ref {float(ref.flatten()[diff.abs().argmax()]):.4g}), worst row {where(row_error)}, blocks of 64 rows in error: {wrong};"
+        at = diff.abs().argmax()
+        note += f" worst element {where(diff.abs())}: {float(out.flatten()[at]):.5g} for {float(ref.flatten()[at]):.5g},"
+        note += f" worst row {where(row_error)}, blocks of 64 rows in error: {wrong};"
         delta = torch.nan_to_num((lse - ref_lse).abs(), nan=0.0, posinf=1e9).masked_fill(same, 0)
         note += f" lse off in {int((~same).sum())} rows, worst {where(delta)}: {float(lse.flatten()[delta.argmax()]):.5g}"
         note += f" for {float(ref_lse.flatten()[delta.argmax()]):.5g}"
@@ -122,8 +123,8 @@ def compare(name, q, pages, out, lse, options, limit) -> bool:
     return ok
 
 
-def case(name, lengths, q_lens=None, hq=2, hkv=1, dim=128, dtype=torch.bfloat16, causal=True, window=0, softcap=0.0, sinks=False, leftpad=None,
-         limit=None, extra=0, varlen=None, strided=False, q_gain=1.0, edit=None, **data) -> bool:  # fmt: skip
+def case(name, lengths, q_lens=None, hq=2, hkv=1, dim=128, dtype=torch.bfloat16, causal=True, window=0, softcap=0.0, sinks=False,
+         leftpad=None, limit=None, extra=0, varlen=None, strided=False, q_gain=1.0, edit=None, **data) -> bool:  # fmt: skip
     """One comparison; `q_lens` None: as many queries as keys; `extra`: rows behind the last sequence; `edit`: changes q and pages first."""
     try:
         torch.manual_seed(0)
@@ -136,16 +137,28 @@ def case(name, lengths, q_lens=None, hq=2, hkv=1, dim=128, dtype=torch.bfloat16,
         if edit:
             q = edit(q, pages)
         varlen = varlen if varlen is not None else len(set(q_lens)) > 1 or extra > 0
-        options = dict(
-            cu_seqlens_q=torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).int() if varlen else None, max_seqlen_q=max(q_lens), causal=causal,
-            softmax_scale=dim**-0.5, window=window, softcap=softcap, sinks=torch.randn(hq, device=DEVICE) * 2 if sinks else None,
-            leftpad_k=None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32, device=DEVICE),
-        )  # fmt: skip
+        options = {
+            "cu_seqlens_q": torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).int() if varlen else None, "max_seqlen_q": max(q_lens),
+            "causal": causal, "softmax_scale": dim**-0.5, "window": window, "softcap": softcap,
+            "sinks": torch.randn(hq, device=DEVICE) * 2 if sinks else None,
+            "leftpad_k": None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32, device=DEVICE),
+        }  # fmt: skip
         out, lse = run(q, pages, **options)
-        return compare(name, q, pages, out, lse, options, limit or ((MEAN if dim <= 128 else FIRST_ROWS) if data.get("v_offset") else NORMAL))
+        with_mean = MEAN if dim <= 128 else FIRST_ROWS
+        return compare(name, q, pages, out, lse, options, limit or (with_mean if data.get("v_offset") else NORMAL))
     except Exception:
         print(f"FAIL {name:34s} raised\n{traceback.format_exc(limit=-3)}", flush=True)
         return False
+
+
+def no_scores(q, pages):
+    return torch.zeros_like(q)
+
+
+def ones(q, pages):
+    pages.v.copy_(torch.ones_like(pages.v, dtype=torch.float32).to(FP8))
+    pages.v_scale.fill_(1.0)
+    return q
 
 
 # Groups: each a list of calls, in the order in which to read failures
@@ -153,16 +166,7 @@ def case(name, lengths, q_lens=None, hq=2, hkv=1, dim=128, dtype=torch.bfloat16,
 
 def simple(dim=128):
     """Which half is wrong? Then tile and block counts, one head."""
-
-    def no_scores(q, pages):
-        return torch.zeros_like(q)
-
-    def ones(q, pages):
-        pages.v.copy_(torch.ones_like(pages.v, dtype=torch.float32).to(FP8))
-        pages.v_scale.nan_to_num_(1.0).fill_(1.0)
-        return q
-
-    one = dict(hq=1, hkv=1, dim=dim)
+    one = {"hq": 1, "hkv": 1, "dim": dim}
     yield case(f"{dim} q=0: P V alone", [128], causal=False, edit=no_scores, limit=0.003, **one)
     yield case(f"{dim} v=1: sums alone", [128], causal=False, edit=ones, limit=0.003, **one)
     yield case(f"{dim} one tile", [128], causal=False, **one)
@@ -230,7 +234,8 @@ def inputs(dim=128):
     yield case(f"{dim} fp8 queries", [400], hq=4, hkv=2, dim=dim, dtype=FP8)
     yield case(f"{dim} fp8 queries, means", [900], hq=4, hkv=2, dim=dim, dtype=FP8, means=True, k_offset=1.0, v_offset=1.0)
     yield case(f"{dim} heads first in memory", [400], hq=4, hkv=2, dim=dim, strided=True)
-    yield case(f"{dim} rows of zeros, tiny rows", [300], hq=2, hkv=2, dim=dim, edit=lambda q, pages: q * torch.tensor([0.0, 2.0**-30], device=DEVICE)[None, :, None].to(q))
+    small = torch.tensor([0.0, 2.0**-30], device=DEVICE, dtype=torch.bfloat16)[:, None]
+    yield case(f"{dim} rows of zeros, tiny rows", [300], hq=2, hkv=2, dim=dim, edit=lambda q, pages: q * small)
     yield attempt(f"{dim} rows rounded as numerics", rounding, dim)
     yield attempt(f"{dim} equal bits, 20 runs", repeats, dim)
     yield attempt(f"{dim} CUDA graph, new lengths", graph, dim)
@@ -243,7 +248,7 @@ def long(dim=128):
         yield case(f"{dim} {n} keys, v mean 1", [n], [128], hq=1, hkv=1, dim=dim, causal=False, v_offset=1.0)
         yield case(f"{dim} {n} keys, v mean 1, causal", [n], [300], hq=1, hkv=1, dim=dim, v_offset=1.0)
     yield case(f"{dim} 131072 equal weights, V = 1", [131072], [64], hq=1, hkv=1, dim=dim, causal=False, limit=0.003,
-               edit=lambda q, pages: (pages.v.copy_(torch.ones_like(pages.v, dtype=torch.float32).to(FP8)), pages.v_scale.fill_(1.0), q * 0)[-1])  # fmt: skip
+               edit=lambda q, pages: ones(no_scores(q, pages), pages))  # fmt: skip
 
 
 def attempt(name, test, dim) -> bool:
@@ -256,8 +261,10 @@ def attempt(name, test, dim) -> bool:
         return False
 
 
-def plain(q, pages, n, **changes):
-    return run(q, pages, **(dict(cu_seqlens_q=None, max_seqlen_q=n, causal=True, softmax_scale=0.09, window=0, softcap=0.0, sinks=None, leftpad_k=None) | changes))
+def plain(q, pages, n):
+    return run(
+        q, pages, cu_seqlens_q=None, max_seqlen_q=n, causal=True, softmax_scale=0.09, window=0, softcap=0.0, sinks=None, leftpad_k=None
+    )
 
 
 def rounding(dim) -> str:
@@ -287,7 +294,16 @@ def graph(dim) -> str:
     pages = make_pages([900, 700], 2, dim)
     q = make_queries(1000, 4, dim, torch.bfloat16)
     cu = torch.tensor([0, 600, 1000], dtype=torch.int32, device=DEVICE)
-    options = dict(cu_seqlens_q=cu, max_seqlen_q=700, causal=True, softmax_scale=0.09, window=0, softcap=0.0, sinks=None, leftpad_k=None)
+    options = {
+        "cu_seqlens_q": cu,
+        "max_seqlen_q": 700,
+        "causal": True,
+        "softmax_scale": 0.09,
+        "window": 0,
+        "softcap": 0.0,
+        "sinks": None,
+        "leftpad_k": None,
+    }
     prefill.attention(q, pages, **options)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
@@ -354,15 +370,17 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.prefill_check", "--child", name]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
-            return name, run.stdout + (run.stderr[-1500:] if run.returncode not in (0, 1) or "==" not in run.stdout else ""), run.returncode == 0
+            crash = "" if "==" in run.stdout else f"FAIL {name}: died with {run.returncode} after the last line\n{run.stderr[-1500:]}"
+            return name, run.stdout + crash, run.returncode == 0
         except subprocess.TimeoutExpired as stopped:
             text = stopped.stdout or ""
-            return name, (text.decode() if isinstance(text, bytes) else text) + f"FAIL {name}: HANG in the case after the last line\n", False
+            text = text.decode() if isinstance(text, bytes) else text
+            return name, text + f"FAIL {name}: HANG in the case after the last line\n", False
 
     with ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(spawn, chosen))
     failed = [name for name, _, ok in results if not ok]
-    for name, text, ok in results:
+    for _, text, ok in results:
         # What passed is one line a group; a group that failed is shown whole.
         print(text.strip() if not ok else text.strip().splitlines()[-1], flush=True)
     print(f"{len(results) - len(failed)} of {len(results)} groups ok, {time.time() - start:.0f} s; failed: {' '.join(failed) or 'none'}")

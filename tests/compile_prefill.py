@@ -29,13 +29,13 @@ from fp8attn import KVPages
 from fp8attn.kernels import prefill
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.float8_e4m3fn: "fp8e4nv"}
-EVERYTHING = dict(window=300, softcap=30.0, sinks=True, leftpad_k=True, cu_seqlens_q=True)
-CASES = {f"d{d}": dict(head_dim=d) for d in (64, 80, 96, 128, 192, 256)} | {
-    "d128-fp16": dict(head_dim=128, dtype=torch.float16),
-    "d128-q8": dict(head_dim=128, dtype=torch.float8_e4m3fn),
-    "d64-window": dict(head_dim=64, window=300),
-    "d128-window": dict(head_dim=128, window=300),
-    "d256-window": dict(head_dim=256, window=300),
+EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, "cu_seqlens_q": True}
+CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
+    "d128-fp16": {"head_dim": 128, "dtype": torch.float16},
+    "d128-q8": {"head_dim": 128, "dtype": torch.float8_e4m3fn},
+    "d64-window": {"head_dim": 64, "window": 300},
+    "d128-window": {"head_dim": 128, "window": 300},
+    "d256-window": {"head_dim": 256, "window": 300},
     "d64-all": dict(head_dim=64, **EVERYTHING),
     "d128-all": dict(head_dim=128, **EVERYTHING),
     "d256-all": dict(head_dim=256, **EVERYTHING),
@@ -147,6 +147,7 @@ if __name__ == "__main__":
     if "--table" in sys.argv:
         print("| case | regs | spilled bytes | shared | instructions | hot loop | spills in it | C75xx |\n|" + "---|" * 8)
         for r in results:
-            print(f"| {r.case} | {r.registers} | {r.spill_bytes} | {r.shared_bytes} | {r.instructions} | {r.loop} | {r.loop_spills} | {r.serialized or 'none'} |")
+            cells = (r.case, r.registers, r.spill_bytes, r.shared_bytes, r.instructions, r.loop, r.loop_spills, r.serialized or "none")
+            print("| " + " | ".join(map(str, cells)) + " |")
     else:
         print(json.dumps([asdict(r) for r in results]))

@@ -46,7 +46,7 @@ sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 @gluon.jit
 def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """The same bytes of shared memory under another type, shape and layout."""
-    if _PUBLIC_REINTERPRET:
+    if _PUBLIC_REINTERPRET:  # noqa: SIM108 - the other branch does not compile
         view = memory.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
         view = memory._reinterpret(DTYPE, SHAPE, LAYOUT)

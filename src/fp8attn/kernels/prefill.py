@@ -8,6 +8,7 @@ A CTA is two (three at head_dim 64) warpgroups that multiply, 64 query rows each
 feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as it does because of them.
 """
 
+# ruff: noqa: SIM108 - an `if` on a constexpr is no choice between values
 from __future__ import annotations
 
 import math
@@ -111,7 +112,12 @@ def _as_operand(p, P: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, factor, m, l, CUBICS: gl.constexpr, CAP: gl.constexpr):
+def _to_fp8(x):
+    return gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
+def _weights(s, factor, m, z, CUBICS: gl.constexpr, CAP: gl.constexpr):
     """One tile of online softmax: weights 2^8 p, the row's new maximum and sum, and what the old ones shrink by."""
     if CAP:
         m_new = max_nan(m, row_max(s))
@@ -121,7 +127,7 @@ def _weights(s, factor, m, l, CUBICS: gl.constexpr, CAP: gl.constexpr):
         x = s * factor[:, None] - (m_new - P_SHIFT)[:, None]
     alpha = gl.exp2(m - m_new)
     p = _exp2(x, CUBICS)
-    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
+    return p, alpha, m_new, z * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -162,20 +168,21 @@ def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, l, acc, kst, kph, vst, vph,
-          WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
+          WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
+          CAP: gl.constexpr):  # fmt: skip
     """Softmax and P V of the tile whose scores are `s`, while the next tile's Q K (masked as `tile`) is multiplied."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
     k_s, v_s, scale_s = ring
     k_full, k_empty, v_full, v_empty = bars
-    p, alpha, m, l = _weights(s, factor, m, l, CUBICS, CAP)
-    p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [_as_operand(p, gl.DotOperandLayout(0, O, 4))], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+    p8 = _to_fp8(_as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
     mbarrier.wait(v_full.index(vst), vph)
-    t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, O), use_acc=False, is_async=True)
+    t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
     mbarrier.wait(k_full.index(kst), kph)
     s_next = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
-    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, O), assert_trivial=True)
+    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
     k_scale = scale_s.index(kst).load(gl.SliceLayout(1, S))
     ratio = scale_s.index(STAGES + kst).load(gl.SliceLayout(1, S))
     t = warpgroup_mma_wait(1, deps=[t])
@@ -187,25 +194,27 @@ def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, 
     s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
     kst, kph = advance(kst, kph, STAGES)
     vst, vph = advance(vst, vph, STAGES)
-    return s, factor, ratio, m, l, acc, kst, kph, vst, vph
+    return s, factor, ratio, m, z, acc, kst, kph, vst, vph
 
 
 @gluon.jit
 def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, few, stage, phase,
-            WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
-    """Tiles `top`, `top - 1`, ...: first those that end beyond some row's last key, then whole ones, then those with keys left of a window."""
+            WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
+            CAP: gl.constexpr):  # fmt: skip
+    """Tiles `top`, `top - 1`, ...: first those that end
+    beyond some row's last key, then whole ones, then those with keys left of a window."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 4)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
     k_s, v_s, scale_s = ring
     k_full, k_empty, v_full, v_empty = bars
     kst = stage
     kph = phase
     vst = stage
     vph = phase
-    acc = gl.zeros([ROWS, D], gl.float32, O)
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
-    l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     mbarrier.wait(k_full.index(kst), kph)
     s = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
     factor = q_factor * scale_s.index(kst).load(gl.SliceLayout(1, S))
@@ -216,45 +225,46 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
     kst, kph = advance(kst, kph, STAGES)
     tile = top - 1
     for _ in range(n_hi):
-        s, factor, ratio, m, l, acc, kst, kph, vst, vph = _step(
-            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, l, acc, kst, kph, vst, vph,
+        s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
             WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
         tile -= 1
     for _ in range(n_free):
-        s, factor, ratio, m, l, acc, kst, kph, vst, vph = _step(
-            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, l, acc, kst, kph, vst, vph,
+        s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
             WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
     if LO:
         tile -= n_free
         for _ in range(n_lo):
-            s, factor, ratio, m, l, acc, kst, kph, vst, vph = _step(
-                q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, l, acc, kst, kph, vst, vph,
+            s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+                q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
                 WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
             tile -= 1
-    p, alpha, m, l = _weights(s, factor, m, l, CUBICS, CAP)
+    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
     p = _as_operand(p, P)
-    p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    p8 = _to_fp8(p)
     mbarrier.wait(v_full.index(vst), vph)
     v = v_s.index(vst).permute([1, 0])
     if few:  # rows of few keys do not average the rounding of their weights away: add what it cut off
         rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
-        t = warpgroup_mma(p8, v, gl.zeros([ROWS, D], gl.float32, O), use_acc=False, is_async=True)
+        t = warpgroup_mma(p8, v, gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
         t = warpgroup_mma(rest, v, t, use_acc=True, is_async=True)
         t = warpgroup_mma_wait(0, deps=[t])
     else:
-        t = warpgroup_mma(p8, v, gl.zeros([ROWS, D], gl.float32, O), use_acc=False, is_async=True)
+        t = warpgroup_mma(p8, v, gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
         t = warpgroup_mma_wait(0, deps=[t])
     mbarrier.arrive(v_empty.index(vst))
-    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, O), assert_trivial=True)[:, None] + t
-    return acc, m, l, kst, kph
+    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+    return acc, m, z, kst, kph
 
 
 # One tile: head_dim 256
 
 
 @gluon.jit
-def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2, a3, stage, phase,
-               WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+               WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
+          CAP: gl.constexpr):  # fmt: skip
     """A whole tile. P V in four slices of channels, for want of registers; the other warpgroup fills the tensor core meanwhile.
 
     ptxas would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic block),
@@ -262,7 +272,7 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2
     """
     Q: gl.constexpr = D // 4
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
     k_s, v_s, scale_s = ring
     k_full, k_empty, v_full, v_empty = bars
     mbarrier.wait(k_full.index(stage), phase)
@@ -272,12 +282,13 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage))
     s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
-    p, alpha, m, l = _weights(s, factor, m, l, CUBICS, CAP)
+    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
     # Volatile: it stays before the next wait, and the FP32 weights end there.
-    p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [_as_operand(p, gl.DotOperandLayout(0, O, 4))], dtype=gl.float8e4nv, is_pure=False, pack=4)
-    l = _pin(l)
-    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
-    zero = gl.zeros([ROWS, Q], gl.float32, O)
+    p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
+    p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    z = _pin(z)
+    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+    zero = gl.zeros([ROWS, Q], gl.float32, OUT)
     mbarrier.wait(v_full.index(stage), phase)
     v = v_s.index(stage)
     t0 = warpgroup_mma(p8, v.slice(0, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -296,36 +307,40 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2
     mbarrier.arrive(v_empty.index(stage))
     a3 = a3 * shrink + t3
     stage, phase = advance(stage, phase, STAGES)
-    return m, l, a0, a1, a2, a3, stage, phase
+    return m, z, a0, a1, a2, a3, stage, phase
 
 
 @gluon.jit
 def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
-                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
+            CAP: gl.constexpr):  # fmt: skip
     """As `_attend`, whose tile `top` is one of the masked ones here."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 4, 32])
-    a0 = gl.zeros([ROWS, D // 4], gl.float32, O)
-    a1 = gl.zeros([ROWS, D // 4], gl.float32, O)
-    a2 = gl.zeros([ROWS, D // 4], gl.float32, O)
-    a3 = gl.zeros([ROWS, D // 4], gl.float32, O)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 4, 32])
+    a0 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
+    a1 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
+    a2 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
+    a3 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
-    l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     tile = top
     for _ in range(n_hi + 1):
-        m, l, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2, a3, stage, phase, WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+        m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
+            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
         tile -= 1
     for _ in range(n_free):
-        m, l, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2, a3, stage, phase, WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
+        m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
+            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
     if LO:
         tile -= n_free
         for _ in range(n_lo):
-            m, l, a0, a1, a2, a3, stage, phase = _tile_wide(
-                q, ring, bars, q_factor, shift, cap, edge, tile, m, l, a0, a1, a2, a3, stage, phase, WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
+                q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
             tile -= 1
-    return a0, a1, a2, a3, m, l, stage, phase
+    return a0, a1, a2, a3, m, z, stage, phase
 
 
 # Queries in, output out
@@ -333,7 +348,7 @@ def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n
 
 @gluon.jit
 def _load_q(q_s, q16_s, k_mean_ptr, scale, q_empty, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
-    """Scale every row by a power of two, round it to FP8 into `q_s`; its factor, and its score against the means of K (in powers of two)."""
+    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
     channel = gl.arange(0, D, gl.SliceLayout(0, A))
@@ -349,8 +364,7 @@ def _load_q(q_s, q16_s, k_mean_ptr, scale, q_empty, DH: gl.constexpr, D: gl.cons
         exponent = gl.minimum(gl.maximum(exponent, -60), 120)
         up = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
         q_factor = ((127 + exponent) << 23).to(gl.float32, bitcast=True) * scale
-        x8 = x * up[:, None]
-        q_s.store(gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [x8], dtype=gl.float8e4nv, is_pure=True, pack=4))
+        q_s.store(_to_fp8(x * up[:, None]))
         fence_async_shared()
         mbarrier.arrive(q_empty)
     else:
@@ -366,19 +380,19 @@ def _write(out_ptr, v_mean_ptr, acc, inverse, share, unseen, count, stride, firs
            SHARE: gl.constexpr):  # fmt: skip
     """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key."""
     if first < DH:
-        O: gl.constexpr = acc.type.layout
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, O))
-        channel = first + gl.arange(0, N, gl.SliceLayout(0, O))
+        OUT: gl.constexpr = acc.type.layout
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+        channel = first + gl.arange(0, N, gl.SliceLayout(0, OUT))
         mask = (row < count)[:, None]
         if first + N <= DH:
             v_mean = gl.load(v_mean_ptr + channel)
         else:
             v_mean = gl.load(v_mean_ptr + channel, mask=channel < DH, other=0.0)
             mask = mask & (channel < DH)[None, :]
-        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
-        unseen = gl.convert_layout(unseen, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+        unseen = gl.convert_layout(unseen, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         if SHARE:
-            share = gl.convert_layout(share, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
+            share = gl.convert_layout(share, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
             y = acc * inverse + v_mean[None, :] * share
         else:
             y = acc * inverse + v_mean[None, :]
@@ -392,7 +406,6 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
               CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
-    k_s, v_s, scale_s = ring
     k_full, k_empty, v_full, v_empty = bars
     q_full, q_empty = q_bars
     q = q_s.index(WG)
@@ -438,10 +451,11 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
             mbarrier.arrive(v_empty.index(stage))
             stage, phase = advance(stage, phase, STAGES)
         if D == 256:
-            a0, a1, a2, a3, m, l, stage, phase = _attend_wide(
-                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase, WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
+            a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
+                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
         else:
-            a0, m, l, stage, phase = _attend(
+            a0, m, z, stage, phase = _attend(
                 q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, hi_min < (bottom + 1) * TILE, stage, phase,
                 WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
         if not Q16:
@@ -460,15 +474,15 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
         if sinks_ptr is not None:
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E - shift
             top_m = max_nan(m, sink)
-            weights = l * gl.exp2(m - top_m)
+            weights = z * gl.exp2(m - top_m)
             total = weights + gl.exp2(sink - top_m + P_SHIFT)
             inverse = gl.exp2(m - top_m) * v_scale / total
             share = weights / total
             lse = (gl.where(unseen, sink, top_m - P_SHIFT + gl.log2(total)) + shift) * LN2
         else:
-            inverse = v_scale / l
+            inverse = v_scale / z
             share = inverse
-            lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(l) + shift) * LN2)
+            lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
         here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
         gl.store(lse_ptr + token + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
@@ -502,8 +516,9 @@ def _claim(counter_ptr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr, left_ptr,
-             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr,
-             STAGES: gl.constexpr, HEADS: gl.constexpr, LO: gl.constexpr):  # fmt: skip
+             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+             WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
+             LO: gl.constexpr):  # fmt: skip
     """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full."""
     BLOCK: gl.constexpr = WGS * ROWS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -635,9 +650,12 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         mbarrier.arrive(q_full.index(i), count=1)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width", "causal", "window", "scale", "cap"])
-def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, left_ptr,
-             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, scale, cap,
+NUMBERS = ("num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width", "causal", "window", "scale", "cap")
+
+
+@gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
+def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
+             left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, scale, cap,
              DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, HEADS: gl.constexpr,
              LO: gl.constexpr, CAP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
@@ -678,8 +696,8 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
                          num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
                          num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr, left_ptr,
-                        counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
+                        left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
                         WGS, DH, D, STAGES, HEADS, LO)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
@@ -690,8 +708,8 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
                          num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
                          num_q_heads, causal, window, scale, cap, 2, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr, left_ptr,
-                        counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
+                        left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
                         WGS, DH, D, STAGES, HEADS, LO)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
