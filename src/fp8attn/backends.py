@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
-BACKENDS = ("triton", "reference")  # the order in which `auto` asks
+BACKENDS = ("hopper", "triton", "reference")  # the order in which `auto` asks
 
 
 def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
@@ -22,6 +23,14 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             return f"inputs must be floating point, not {dtype}"
         return None
+    if backend == "hopper":
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"the kernels are for NVIDIA GPUs, not {'ROCm' if device.type == 'cuda' else device.type}"
+        if not _has_gluon():
+            return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
+        from .kernels.prefill import unsupported_reason as hopper_reason
+
+        return hopper_reason(torch.cuda.get_device_capability(device), dtype)
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed (pip install triton)"
@@ -33,16 +42,29 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
     raise ValueError(f"unknown backend {backend!r}; choose 'auto', {', '.join(map(repr, BACKENDS))}")
 
 
+@lru_cache
+def _has_gluon() -> bool:
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
+
+
 def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Resolve `backend` to a name in `BACKENDS`.
 
-    `auto` takes `triton` on every GPU and `reference` on a CPU, and nothing else: a GPU never falls back to `reference` in silence.
+    `auto` takes `hopper` where it can run, `triton` on every other GPU and `reference` on a CPU, and nothing else: a GPU never falls back
+    to `reference` in silence.
 
     Raises:
         ValueError: the backend cannot serve this, with the reason.
     """
     device = torch.device(device)
-    name = ("reference" if device.type == "cpu" else "triton") if backend == "auto" else backend
+    name = backend
+    if backend == "auto":
+        name = "reference" if device.type == "cpu" else "triton"
+        if device.type == "cuda" and unsupported_reason("hopper", device, dtype) is None:
+            name = "hopper"
     reason = unsupported_reason(name, device, dtype)
     if reason is not None:
         hint = "; backend='reference' runs anywhere, slowly" if name != "reference" else ""
@@ -52,7 +74,7 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
 
 def append_kernel(name: str) -> Callable:
     """The `append` of a resolved backend: the signature of `reference.append`."""
-    if name == "triton":
+    if name in ("hopper", "triton"):  # writing is the same everywhere
         from .kernels.append import append
     else:
         from .reference import append
@@ -61,7 +83,9 @@ def append_kernel(name: str) -> Callable:
 
 def attention_kernel(name: str) -> Callable:
     """The `attention` of a resolved backend: the signature of `reference.attention`."""
-    if name == "triton":
+    if name == "hopper":
+        from .kernels.prefill import attention
+    elif name == "triton":
         from .kernels.portable import attention
     else:
         from .reference import attention

@@ -44,7 +44,7 @@ def append(
         rope_interleaved: which channels are pairs.
         static_scales: the pages' scales are given and stay (calibrated); larger values saturate.
         fix_means: sequences that are empty before this call get their means from a sample of it (`numerics.shrunk_mean`).
-        backend: `"auto"`, `"triton"` or `"reference"`.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Raises:
         ValueError: a shape, dtype or backend that does not fit, with what would.
     """
@@ -88,7 +88,7 @@ def attention(
         sinks: `[num_q_heads]` logits, one more column of every row's softmax, with no value (gpt-oss).
         leftpad_k: `[num_seqs]` int32, how many of a sequence's first tokens are padding and seen by nobody.
         return_lse: also return the natural logarithm of the softmax denominator (sinks included).
-        backend: `"auto"`, `"triton"` or `"reference"`.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
         `out [T, num_q_heads, head_dim]` in q's dtype; rows that see no key are zero. With `return_lse` also `lse [T, num_q_heads]`
         float32, `-inf` in such rows.
