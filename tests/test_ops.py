@@ -31,7 +31,7 @@ def cache():
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(3)}, "one count per sequence"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "needs max_seqlen_q"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 1}, "int32"),
-        (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'triton', 'reference'"),
+        (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'hopper', 'triton', 'reference'"),
         (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
         (torch.zeros(2, 4, 64, dtype=torch.int32), {}, "must be floating point"),
         (torch.zeros(2, 4, 64, device="meta"), {}, "the cache is on cpu and the tokens are on meta"),
@@ -49,7 +49,8 @@ def test_append_needs_the_longest_of_ragged_sequences(cache):
 
 
 def test_backends_say_why_not(monkeypatch):
-    assert BACKENDS == ("triton", "reference")
+    assert BACKENDS == ("hopper", "triton", "reference")
+    assert "not cpu" in unsupported_reason("hopper", "cpu", torch.bfloat16)
     assert unsupported_reason("reference", "cpu", torch.float32) is None
     assert unsupported_reason("triton", "cuda", torch.bfloat16) is None
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -60,7 +61,7 @@ def test_backends_say_why_not(monkeypatch):
 
 def test_auto_never_falls_back_from_a_gpu():
     assert select_backend("auto", "cpu", torch.bfloat16) == "reference"
-    assert select_backend("auto", "cuda", torch.float16) == "triton"
+    assert select_backend("auto", "cuda", torch.float16) in ("hopper", "triton")
     with pytest.raises(ValueError, match="backend='reference' runs anywhere, slowly"):
         select_backend("auto", "cuda", torch.float32)
 

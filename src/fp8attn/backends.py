@@ -26,6 +26,8 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
     if backend == "hopper":
         if device.type != "cuda" or torch.version.hip is not None:
             return f"the kernels are for NVIDIA GPUs, not {'ROCm' if device.type == 'cuda' else device.type}"
+        if not torch.cuda.is_available():
+            return "PyTorch finds no NVIDIA GPU"
         if not _has_gluon():
             return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
         from .kernels.prefill import unsupported_reason as hopper_reason
