@@ -24,7 +24,7 @@ from fp8attn.kernels import prefill
 FP8 = layout.FP8
 NORMAL, MEAN = 0.035, 0.004  # allowed relative error: V without a mean (all of it P's rounding), V with one
 FIRST_ROWS = 0.015  # the same above head_dim 128, where rows of few keys keep P's rounding
-LSE = 0.02
+LSE = 0.02  # and a thousandth of itself: the tensor core's products of large scores are summed in 13 bits
 DEVICE = "cuda"
 
 
@@ -106,7 +106,7 @@ def compare(name, q, pages, out, lse, options, limit) -> bool:
     diff = torch.nan_to_num(out.double() - ref, nan=1e3)
     error = float(diff.norm() / ref.norm().clamp_min(1e-30))
     row_error = diff.norm(dim=-1) / ref.norm(dim=-1).clamp_min(1e-6)
-    same = (lse == ref_lse) | ((lse - ref_lse).abs() < LSE)
+    same = (lse == ref_lse) | ((lse - ref_lse).abs() < LSE + ref_lse.abs() / 1024)
     ok = error < limit and bool(same.all()) and not bad.any()
     if not ok:
         blocks = row_error.amax(1)
@@ -168,7 +168,7 @@ def simple(dim=128):
     """Which half is wrong? Then tile and block counts, one head."""
     one = {"hq": 1, "hkv": 1, "dim": dim}
     yield case(f"{dim} q=0: P V alone", [128], causal=False, edit=no_scores, limit=0.003, **one)
-    yield case(f"{dim} v=1: sums alone", [128], causal=False, edit=ones, limit=0.003, **one)
+    yield case(f"{dim} v=1: sums alone", [128], causal=False, edit=ones, limit=0.003 if dim <= 128 else 0.006, **one)
     yield case(f"{dim} one tile", [128], causal=False, **one)
     yield case(f"{dim} two tiles", [256], [128], causal=False, **one)
     yield case(f"{dim} three tiles", [384], [128], causal=False, **one)

@@ -245,14 +245,11 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
     p8 = _to_fp8(p)
     mbarrier.wait(v_full.index(vst), vph)
     v = v_s.index(vst).permute([1, 0])
-    if few:  # rows of few keys do not average the rounding of their weights away: add what it cut off
+    t = gl.zeros([ROWS, D], gl.float32, OUT)
+    if few:  # rows of few keys do not average the rounding of their weights away: start from what it cuts off
         rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
-        t = warpgroup_mma(p8, v, gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
-        t = warpgroup_mma(rest, v, t, use_acc=True, is_async=True)
-        t = warpgroup_mma_wait(0, deps=[t])
-    else:
-        t = warpgroup_mma(p8, v, gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
-        t = warpgroup_mma_wait(0, deps=[t])
+        t = warpgroup_mma_wait(0, deps=[warpgroup_mma(rest, v, t, use_acc=False, is_async=True)])
+    t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v, t, use_acc=True, is_async=True)])
     mbarrier.arrive(v_empty.index(vst))
     acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     return acc, m, z, kst, kph
