@@ -54,6 +54,7 @@ class Compiled:
     loop: int = 0  # instructions of the hot loop (the longest of the warpgroups')
     loop_spills: int = 0  # spill loads and stores in it
     serialized: str = ""  # ptxas's C75xx
+    unset: str = ""  # the first MMA or uniform instruction that reads a uniform register which not every path to it has written
 
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False):
@@ -109,7 +110,44 @@ def compile_case(case: str, keep: str | None = None) -> Compiled:
     result.spill_bytes = int(re.search(r"(\d+) bytes spill stores", log)[1])
     result.serialized = " ".join(sorted(set(re.findall(r"\bC75\d\d\b", log))))
     read_loops(sass, result)
+    result.unset = unset_register(sass)
     return result
+
+
+def unset_register(sass: str) -> str:
+    """ptxas 12.8 shares what it computes of a wgmma descriptor between two branches, and may compute it in one of them only."""
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(line[line.index(instruction[1]) :].replace(".reuse", ""))
+    reads, writes, follow = [], [], []
+    for i, text in enumerate(code):
+        predicate, name, operands = re.match(r"(@\S+\s+)?([\w.]+)\s*(.*?)\s*;", text).groups()
+        operands = [x for x in re.split(r",\s*(?![^\[]*\])", operands) if not re.fullmatch(r"!?U?P[T\d]", x)]
+        numbers = [[int(n) for n in re.findall(r"\bUR(\d+)", x)] for x in operands]
+        written = re.match(r"U(?!TMA|BLK|SYNC|CGA)|R2UR|S2UR|VOTEU|REDUX", name) is not None
+        wide = 2 if ".64" in name or ".WIDE" in name else 1
+        writes.append({n + k for n in (numbers[:1] or [[]])[0] for k in range(wide)} if written else set())
+        if name.startswith("QGMMA"):  # of its four registers those of a left operand in registers count for nothing
+            first = 2 if re.match(r"R\d", operands[1]) else 0
+            reads.append({numbers[1 + first // 2][0] + k for k in range(first, 4)})
+        else:
+            wide = 2 if ".64" in name else 1
+            reads.append({n + k for x in numbers[1:] for n in x for k in range(wide)} if written else set())
+        ends = name.split(".")[0] in ("BRA", "BRX", "EXIT", "RET") and not predicate
+        follow.append([labels[x] for x in re.findall(r"\.L_x_\d+", text) if x in labels] + ([] if ends else [i + 1]))
+    known = {0: set()}
+    todo = [0]
+    while todo:
+        i = todo.pop()
+        after = known[i] | writes[i]
+        for j in follow[i]:
+            if j < len(code) and (j not in known or not known[j] <= after):
+                known[j] = known[j] & after if j in known else after
+                todo.append(j)
+    return next((code[i].split(";")[0] for i in sorted(known) if not reads[i] <= known[i]), "")
 
 
 def read_loops(sass: str, result: Compiled) -> None:
@@ -145,9 +183,9 @@ if __name__ == "__main__":
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         results = list(pool.map(compile_case, chosen, [keep] * len(chosen)))
     if "--table" in sys.argv:
-        print("| case | regs | spilled bytes | shared | instructions | hot loop | spills in it | C75xx |\n|" + "---|" * 8)
+        print("| case | regs | spilled bytes | shared | instructions | hot loop | spills in it | C75xx | unset |\n|" + "---|" * 9)
         for r in results:
-            cells = (r.case, r.registers, r.spill_bytes, r.shared_bytes, r.instructions, r.loop, r.loop_spills, r.serialized or "none")
-            print("| " + " | ".join(map(str, cells)) + " |")
+            cells = ["none" if cell == "" else str(cell) for field, cell in asdict(r).items() if field != "triton"]
+            print("| " + " | ".join(cells) + " |")
     else:
         print(json.dumps([asdict(r) for r in results]))

@@ -28,7 +28,7 @@ def compiled() -> dict:
 def test_hot_loop(compiled, case):
     row = compiled[case]
     loop, loop_spills, spills = BOUNDS[case]
-    assert row["serialized"] == ""
+    assert row["serialized"] == "" and row["unset"] == "", row
     assert 400 < row["loop"] <= loop and row["loop_spills"] <= loop_spills, row
     assert row["spill_bytes"] <= spills, row
     assert row["shared_bytes"] <= 232448, row
