@@ -99,8 +99,8 @@ def attention_kernel(name: str) -> Callable:
 
 
 def _hopper_attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Few query rows are bound by memory: the Gluon kernel. Many are bound by arithmetic: the portable one, until Hopper has its own."""
-    from .kernels import decode, portable
+    """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`)."""
+    from .kernels import decode, prefill
 
     few = decode.unsupported_reason(q, pages, max_seqlen_q) is None
-    return (decode if few else portable).attention(q, pages, max_seqlen_q=max_seqlen_q, **options)
+    return (decode if few else prefill).attention(q, pages, max_seqlen_q=max_seqlen_q, **options)

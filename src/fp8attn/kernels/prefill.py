@@ -1,0 +1,819 @@
+"""FP8 attention for Hopper: many queries over the pages, FP32 accumulation at every tile. See docs/kernels.md.
+
+    s = (q_fp8 . k_fp8) * (q_scale * k_scale * softmax_scale)        one factor a row and tile
+    acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     the partial starts from zero: the tensor core's short accumulator
+    out = acc * v_scale / L + v_mean * l / L                         never holds more than 128 products
+
+A CTA is two (three at head_dim 64) warpgroups that multiply, 64 query rows each, and one warp that claims work, reads the page table and
+feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as it does because of them.
+"""
+
+# ruff: noqa: SIM108 - an `if` on a constexpr is no choice between values
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..layout import FP8, KVPages
+from .gluon import (
+    TensorDescriptor,
+    advance,
+    fence_async_shared,
+    fetch,
+    gl,
+    gluon,
+    max_nan,
+    mbarrier,
+    reinterpret,
+    row_max,
+    sync,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
+TILE = gl.constexpr(128)  # keys of a tile: a page
+P_SHIFT = gl.constexpr(8.0)  # weights are held as 2^8 p: E4M3 keeps 17 binades below them
+UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
+HIDDEN = gl.constexpr(float("-inf"))  # a masked score
+LN2 = gl.constexpr(math.log(2))
+LOG2E = gl.constexpr(math.log2(math.e))
+
+# What the producer tells the multiplying warps of an item, one int32 each.
+TILES, LAST, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT = (gl.constexpr(i) for i in range(9))
+FIELDS = gl.constexpr(16)
+
+
+def _exp2_asm(n: int, cubics: int) -> str:
+    """PTX for `n` exponentials, `cubics` of them evenly spread polynomials on the FMA pipe, which idles while ex2 is the bottleneck.
+
+    2^x = 2^round(x) * 2^f, |f| <= 1/2: a cubic of relative error 1e-4 (E4M3 keeps 2^-4), its exponent added as an integer.
+    """
+    chosen = {int((i + 0.5) * n / cubics) for i in range(cubics)}
+    lines = []
+    for i in range(n):
+        out, x = f"${i}", f"${n + i}"
+        if i in chosen:
+            lines.append(
+                f"max.ftz.f32 t, {x}, 0fC2FA0000; add.ftz.f32 r, t, 0f4B400000; sub.ftz.f32 b, r, 0f4B400000; sub.ftz.f32 f, t, b;"
+                " fma.rn.ftz.f32 p, f, 0f3D645DC0, 0f3E763E2F; fma.rn.ftz.f32 p, p, f, 0f3F317218; fma.rn.ftz.f32 p, p, f, 0f3F800000;"
+                f" mov.b32 ri, r; mov.b32 pi, p; shl.b32 ri, ri, 23; add.s32 pi, pi, ri; mov.b32 {out}, pi;"
+            )
+        else:
+            lines.append(f"ex2.approx.ftz.f32 {out}, {x};")
+    return "{ .reg .f32 t, r, b, f, p; .reg .s32 ri, pi;\n" + "\n".join(lines) + "}"
+
+
+_EX2 = [gl.constexpr(_exp2_asm(16, cubics)) for cubics in range(3)]
+EX2_0, EX2_1, EX2_2 = _EX2
+EX2_REGS = gl.constexpr(",".join(["=f"] * 16 + ["f"] * 16))
+
+TO_FP8 = gl.constexpr(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+)
+LOGISTIC = gl.constexpr("{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }")  # 1 / (1 + 2^x)
+# What TO_FP8 rounds off, itself rounded to FP8.
+REST_TO_FP8 = gl.constexpr("""{ .reg .b16 lo, hi, h0, h1, h2, h3; .reg .b32 a, b; .reg .f32 x0, x1, x2, x3;
+cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
+cvt.rn.f16x2.e4m3x2 a, lo; cvt.rn.f16x2.e4m3x2 b, hi; mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b;
+cvt.f32.f16 x0, h0; cvt.f32.f16 x1, h1; cvt.f32.f16 x2, h2; cvt.f32.f16 x3, h3;
+sub.f32 x0, $1, x0; sub.f32 x1, $2, x1; sub.f32 x2, $3, x2; sub.f32 x3, $4, x3;
+cvt.rn.satfinite.e4m3x2.f32 lo, x1, x0; cvt.rn.satfinite.e4m3x2.f32 hi, x3, x2; mov.b32 $0, {lo, hi}; }""")
+
+
+# Rows of scores in registers
+
+
+@gluon.jit
+def _exp2(x, CUBICS: gl.constexpr):
+    if CUBICS == 0:
+        y = gl.inline_asm_elementwise(EX2_0, EX2_REGS, [x], dtype=gl.float32, is_pure=True, pack=16)
+    elif CUBICS == 1:
+        y = gl.inline_asm_elementwise(EX2_1, EX2_REGS, [x], dtype=gl.float32, is_pure=True, pack=16)
+    else:
+        y = gl.inline_asm_elementwise(EX2_2, EX2_REGS, [x], dtype=gl.float32, is_pure=True, pack=16)
+    return y
+
+
+@gluon.jit
+def _pin(x):
+    """`x`, computed here and not later: a volatile move."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _as_operand(p, P: gl.constexpr):
+    """Weights as the left operand of P V: V's tokens lie in `layout.V_ORDER`, so these are the same registers, renamed."""
+    p = p.reshape([ROWS, TILE // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([ROWS, TILE])
+    return gl.convert_layout(p, P, assert_trivial=True)
+
+
+@gluon.jit
+def _to_fp8(x):
+    return gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
+def _weights(s, factor, m, z, CUBICS: gl.constexpr, CAP: gl.constexpr):
+    """One tile of online softmax: weights 2^8 p, the row's new maximum and sum, and what the old ones shrink by."""
+    if CAP:
+        m_new = max_nan(m, row_max(s))
+        x = s - (m_new - P_SHIFT)[:, None]
+    else:
+        m_new = max_nan(m, row_max(s) * factor)
+        x = s * factor[:, None] - (m_new - P_SHIFT)[:, None]
+    alpha = gl.exp2(m - m_new)
+    p = _exp2(x, CUBICS)
+    return p, alpha, m_new, z * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def _visible(s, factor, shift, cap, edge, tile, S: gl.constexpr, WG: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):
+    """Raw scores after the cap (then in powers of two, `factor` and `shift` applied) and the mask."""
+    if CAP:  # cap * tanh(y / cap) = cap - 2 cap / (2^(2 y log2(e) / cap) + 1), which is exact enough where tanh.approx is not
+        y = s * (factor * (2.0 * LOG2E / cap))[:, None] + (shift * (2.0 * LOG2E / cap))[:, None]
+        s = cap - 2.0 * cap * gl.inline_asm_elementwise(LOGISTIC, "=f,f", [y], dtype=gl.float32, is_pure=True, pack=1)
+    if MASK:
+        info_s, slot, causal, window = edge  # read here, lest the whole tiles' loop carry it
+        last = _last_key(info_s, slot, causal, S, WG)
+        key = gl.arange(0, TILE, gl.SliceLayout(0, S))[None, :]
+        # Bits 1 and 2 of a thread's columns are its own, the others the same in all threads: compare with constants.
+        own = key & 6
+        key = key & ~6
+        seen = key <= (last - tile * TILE)[:, None] - own
+        if LO:
+            first = gl.maximum(last - window + 1, _field(info_s, slot, LEFT))
+            seen = seen & (key >= (first - tile * TILE)[:, None] - own)
+        s = gl.where(seen, s, HIDDEN)
+    return s
+
+
+@gluon.jit
+def _field(info_s, slot, i: gl.constexpr):
+    """One of the integers that the producer announced an item with."""
+    return gl.max(info_s.index(slot * FIELDS + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
+    """The last key that each row sees."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + (WG * ROWS + ((1 - causal) << 30))
+    return gl.minimum(_field(info_s, slot, POSITION) + row, _field(info_s, slot, LENGTH) - 1)
+
+
+# One tile: head_dim up to 128
+
+
+@gluon.jit
+def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
+          WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
+          CAP: gl.constexpr):  # fmt: skip
+    """Softmax and P V of the tile whose scores are `s`, while the next tile's Q K (masked as `tile`) is multiplied."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    k_s, v_s, scale_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+    p8 = _to_fp8(_as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
+    mbarrier.wait(v_full.index(vst), vph)
+    t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
+    mbarrier.wait(k_full.index(kst), kph)
+    s_next = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
+    k_scale = scale_s.index(kst).load(gl.SliceLayout(1, S))
+    ratio = scale_s.index(STAGES + kst).load(gl.SliceLayout(1, S))
+    t = warpgroup_mma_wait(1, deps=[t])
+    mbarrier.arrive(v_empty.index(vst))
+    acc = acc * shrink[:, None] + t
+    factor = q_factor * k_scale
+    s = warpgroup_mma_wait(0, deps=[s_next])
+    mbarrier.arrive(k_empty.index(kst))
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
+    kst, kph = advance(kst, kph, STAGES)
+    vst, vph = advance(vst, vph, STAGES)
+    return s, factor, ratio, m, z, acc, kst, kph, vst, vph
+
+
+@gluon.jit
+def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, few, stage, phase,
+            WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
+            CAP: gl.constexpr):  # fmt: skip
+    """Tiles `top`, `top - 1`, ...: first those that end
+    beyond some row's last key, then whole ones, then those with keys left of a window."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
+    k_s, v_s, scale_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    kst = stage
+    kph = phase
+    vst = stage
+    vph = phase
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
+    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    mbarrier.wait(k_full.index(kst), kph)
+    s = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    factor = q_factor * scale_s.index(kst).load(gl.SliceLayout(1, S))
+    ratio = scale_s.index(STAGES + kst).load(gl.SliceLayout(1, S))
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(kst))
+    s = _visible(s, factor, shift, cap, edge, top, S, WG, True, LO, CAP)
+    kst, kph = advance(kst, kph, STAGES)
+    tile = top - 1
+    for _ in range(n_hi):
+        s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
+            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+        tile -= 1
+    for _ in range(n_free):
+        s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
+            WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
+    if LO:
+        tile -= n_free
+        for _ in range(n_lo):
+            s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+                q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
+                WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            tile -= 1
+    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+    p = _as_operand(p, P)
+    p8 = _to_fp8(p)
+    mbarrier.wait(v_full.index(vst), vph)
+    v = v_s.index(vst).permute([1, 0])
+    t = gl.zeros([ROWS, D], gl.float32, OUT)
+    if few:  # rows of few keys do not average the rounding of their weights away: start from what it cuts off
+        rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
+        t = warpgroup_mma_wait(0, deps=[warpgroup_mma(rest, v, t, use_acc=False, is_async=True)])
+    t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v, t, use_acc=True, is_async=True)])
+    mbarrier.arrive(v_empty.index(vst))
+    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+    return acc, m, z, kst, kph
+
+
+# One tile: head_dim 256
+
+
+@gluon.jit
+def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+               WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
+          CAP: gl.constexpr):  # fmt: skip
+    """A whole tile. P V in four slices of channels, for want of registers; the other warpgroup fills the tensor core meanwhile.
+
+    ptxas would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic block),
+    keep the life of one slice's partial apart from the next but one.
+    """
+    Q: gl.constexpr = D // 4
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
+    k_s, v_s, scale_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    mbarrier.wait(k_full.index(stage), phase)
+    s = warpgroup_mma(q, k_s.index(stage).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
+    ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(stage))
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
+    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+    # Volatile: it stays before the next wait, and the FP32 weights end there.
+    p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
+    p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    z = _pin(z)
+    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+    zero = gl.zeros([ROWS, Q], gl.float32, OUT)
+    mbarrier.wait(v_full.index(stage), phase)
+    v = v_s.index(stage)
+    t0 = warpgroup_mma(p8, v.slice(0, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t1 = warpgroup_mma(p8, v.slice(Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t0 = warpgroup_mma_wait(1, deps=[t0])
+    a0 = _pin(a0 * shrink + t0)
+    mbarrier.wait(v_full.index(stage), phase)
+    t2 = warpgroup_mma(p8, v.slice(2 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t1 = warpgroup_mma_wait(1, deps=[t1])
+    a1 = _pin(a1 * shrink + t1)
+    mbarrier.wait(v_full.index(stage), phase)
+    t3 = warpgroup_mma(p8, v.slice(3 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t2 = warpgroup_mma_wait(1, deps=[t2])
+    a2 = a2 * shrink + t2
+    t3 = warpgroup_mma_wait(0, deps=[t3])
+    mbarrier.arrive(v_empty.index(stage))
+    a3 = a3 * shrink + t3
+    stage, phase = advance(stage, phase, STAGES)
+    return m, z, a0, a1, a2, a3, stage, phase
+
+
+@gluon.jit
+def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
+            CAP: gl.constexpr):  # fmt: skip
+    """As `_attend`, whose tile `top` is one of the masked ones here."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 4, 32])
+    a0 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
+    a1 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
+    a2 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
+    a3 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
+    m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
+    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    tile = top
+    for _ in range(n_hi + 1):
+        m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
+            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+        tile -= 1
+    for _ in range(n_free):
+        m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
+            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
+    if LO:
+        tile -= n_free
+        for _ in range(n_lo):
+            m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
+                q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            tile -= 1
+    return a0, a1, a2, a3, m, z, stage, phase
+
+
+# Queries in, output out
+
+
+@gluon.jit
+def _load_q(q_s, q16_s, k_mean_ptr, scale, q_empty, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
+    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
+    channel = gl.arange(0, D, gl.SliceLayout(0, A))
+    if DH == D:
+        k_mean = gl.load(k_mean_ptr + channel)
+    else:
+        k_mean = gl.load(k_mean_ptr + channel, mask=channel < DH, other=0.0)
+    if Q16:
+        x = q16_s.load(A).to(gl.float32)
+        bits = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
+        # numerics.power_of_two_scale, in bits
+        exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+        exponent = gl.minimum(gl.maximum(exponent, -60), 120)
+        up = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
+        q_factor = ((127 + exponent) << 23).to(gl.float32, bitcast=True) * scale
+        q_s.store(_to_fp8(x * up[:, None]))
+        fence_async_shared()
+        mbarrier.arrive(q_empty)
+    else:
+        x = q_s.load(A).to(gl.float32)
+        q_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
+    shift = gl.sum(x * k_mean[None, :], 1) * scale
+    row: gl.constexpr = gl.SliceLayout(1, S)
+    return gl.convert_layout(q_factor, row, assert_trivial=True), gl.convert_layout(shift, row, assert_trivial=True)
+
+
+@gluon.jit
+def _write(out_ptr, v_mean_ptr, acc, inverse, share, unseen, count, stride, first: gl.constexpr, DH: gl.constexpr, N: gl.constexpr,
+           SHARE: gl.constexpr):  # fmt: skip
+    """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key."""
+    if first < DH:
+        OUT: gl.constexpr = acc.type.layout
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+        channel = first + gl.arange(0, N, gl.SliceLayout(0, OUT))
+        mask = (row < count)[:, None]
+        if first + N <= DH:
+            v_mean = gl.load(v_mean_ptr + channel)
+        else:
+            v_mean = gl.load(v_mean_ptr + channel, mask=channel < DH, other=0.0)
+            mask = mask & (channel < DH)[None, :]
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+        unseen = gl.convert_layout(unseen, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+        if SHARE:
+            share = gl.convert_layout(share, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+            y = acc * inverse + v_mean[None, :] * share
+        else:
+            y = acc * inverse + v_mean[None, :]
+        y = gl.where(unseen, 0.0, y).to(out_ptr.dtype.element_ty)
+        gl.store(out_ptr + (row * stride)[:, None] + channel[None, :], y, mask=mask)
+
+
+@gluon.jit
+def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+              num_q_heads, causal, window, scale, cap, WG: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+    """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty = q_bars
+    q = q_s.index(WG)
+    item = 0
+    stage = 0
+    phase = 0
+    mbarrier.wait(q_full.index(WG), 0)
+    tiles = _field(info_s, 0, TILES)
+    while tiles > 0:
+        slot = item & 1
+        last = _field(info_s, slot, LAST)
+        count = _field(info_s, slot, COUNT) - WG * ROWS
+        position = _field(info_s, slot, POSITION)
+        length = _field(info_s, slot, LENGTH)
+        mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
+        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean_ptr + mean, scale, q_empty.index(WG), DH, D, Q16)
+        if not CAP:
+            shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
+
+        # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
+        bottom = last - tiles + 1
+        edge = (info_s, slot, causal, window)
+        hi_min = position + WG * ROWS + ((1 - causal) << 30)
+        hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
+        hi_min = gl.minimum(hi_min, length - 1)
+        whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
+        top = gl.maximum(gl.minimum(gl.maximum(hi_max, 0) // TILE, last), bottom)
+        if count <= 0:
+            top = bottom
+        first_free = bottom
+        if LO:
+            lo_max = gl.maximum(gl.maximum(hi_max - window + 1, _field(info_s, slot, LEFT)), 0)
+            first_free = gl.minimum(gl.maximum((lo_max + TILE - 1) // TILE, bottom), last + 1)
+        n_hi = gl.maximum(top - gl.maximum(whole, bottom), 0)
+        n_free = gl.maximum(gl.minimum(top, whole) - first_free, 0)
+        n_lo = top - bottom - n_hi - n_free
+
+        # Tiles that only the other warpgroups' rows see.
+        for _ in range(last - top):
+            mbarrier.wait(k_full.index(stage), phase)
+            mbarrier.arrive(k_empty.index(stage))
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.arrive(v_empty.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+        if D == 256:
+            a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
+                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
+        else:
+            a0, m, z, stage, phase = _attend(
+                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, hi_min < (bottom + 1) * TILE, stage, phase,
+                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
+        if not Q16:
+            mbarrier.arrive(q_empty.index(WG))
+
+        count = _field(info_s, slot, COUNT) - WG * ROWS
+        head = _field(info_s, slot, HEAD)
+        mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
+        token = (_field(info_s, slot, TOKEN) + WG * ROWS).to(gl.int64) * num_q_heads + head
+        unseen = m == UNSEEN
+        v_scale = last_s.index(slot).load(gl.SliceLayout(1, S))
+        if CAP:
+            shift = shift * 0.0  # already in the scores
+        else:
+            shift = shift_s.index(WG).load(gl.SliceLayout(1, S))
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E - shift
+            top_m = max_nan(m, sink)
+            weights = z * gl.exp2(m - top_m)
+            total = weights + gl.exp2(sink - top_m + P_SHIFT)
+            inverse = gl.exp2(m - top_m) * v_scale / total
+            share = weights / total
+            lse = (gl.where(unseen, sink, top_m - P_SHIFT + gl.log2(total)) + shift) * LN2
+        else:
+            inverse = v_scale / z
+            share = inverse
+            lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
+        here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        gl.store(lse_ptr + token + here * num_q_heads, lse, mask=here < count)
+        SHARE: gl.constexpr = sinks_ptr is not None
+        out = out_ptr + token * DH
+        if D == 256:
+            _write(out, v_mean_ptr + mean, a0, inverse, share, unseen, count, num_q_heads * DH, 0, DH, D // 4, SHARE)
+            _write(out, v_mean_ptr + mean, a1, inverse, share, unseen, count, num_q_heads * DH, D // 4, DH, D // 4, SHARE)
+            _write(out, v_mean_ptr + mean, a2, inverse, share, unseen, count, num_q_heads * DH, D // 2, DH, D // 4, SHARE)
+            _write(out, v_mean_ptr + mean, a3, inverse, share, unseen, count, num_q_heads * DH, D // 4 * 3, DH, D // 4, SHARE)
+        else:
+            _write(out, v_mean_ptr + mean, a0, inverse, share, unseen, count, num_q_heads * DH, 0, DH, D, SHARE)
+        item += 1
+        mbarrier.wait(q_full.index(WG), item & 1)
+        tiles = _field(info_s, item & 1, TILES)
+
+
+# Work, and its bytes
+
+
+@gluon.jit
+def _put(info_s, slot, i: gl.constexpr, x):
+    info_s.index(slot * FIELDS + i).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _claim(counter_ptr, ORDER: gl.constexpr):
+    """The next number of the launch's counter: one lane asks. Summed up only where it is needed, so that its latency hides."""
+    lane = gl.arange(0, 32, ORDER)
+    return gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, ORDER), mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr, left_ptr,
+             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+             WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
+             LO: gl.constexpr):  # fmt: skip
+    """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full."""
+    BLOCK: gl.constexpr = WGS * ROWS
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    k_s, v_s, scale_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty = q_bars
+    group = num_q_heads // num_kv_heads
+    none = gl.full([64], 0, gl.int32, PAIRS)
+    stage = 0
+    phase = 1
+    item = 0
+    # Items in order: sequence by sequence; in one, HEADS heads at a time (they share K and V in L2), of these the last block of queries
+    # first, which sees most keys.
+    claim = gl.program_id(0)
+    seq = 0
+    base = 0  # items before this sequence
+    start = 0
+    if cu_ptr is not None:
+        start = gl.load(cu_ptr)
+        q_len = gl.load(cu_ptr + 1) - start
+        seqs = num_seqs + 1  # rows behind the last sequence belong to one more, that has no keys
+        heads = num_q_heads
+    else:
+        q_len = max_q
+        seqs = 1
+        heads = num_seqs * num_q_heads
+    blocks = (q_len + BLOCK - 1) // BLOCK
+    while (seq < seqs) & (claim >= base + blocks * heads):
+        base += blocks * heads
+        seq += 1
+        if cu_ptr is not None:
+            start = gl.load(cu_ptr + gl.minimum(seq, num_seqs))
+            q_len = gl.where(seq < num_seqs, gl.load(cu_ptr + gl.minimum(seq + 1, num_seqs)), num_tokens) - start
+            blocks = (q_len + BLOCK - 1) // BLOCK
+    while seq < seqs:
+        ticket = _claim(counter_ptr, LANES)
+        rest = claim - base
+        lot = rest // (HEADS * blocks)
+        rest -= lot * HEADS * blocks
+        some = gl.minimum(heads - lot * HEADS, HEADS)
+        head = lot * HEADS + rest % some
+        block = blocks - 1 - rest // some
+        owner = seq
+        token = start + block * BLOCK
+        if cu_ptr is None:
+            owner = head // num_q_heads
+            head -= owner * num_q_heads
+            token += owner * max_q
+        held = gl.minimum(owner, num_seqs - 1)
+        length = gl.load(lens_ptr + held)
+        length = gl.where(owner < num_seqs, length, 0)
+        count = gl.minimum(q_len - block * BLOCK, BLOCK)
+        position = length - q_len + block * BLOCK
+        last = length - 1
+        if causal:
+            last = gl.minimum(last, position + count - 1)
+        last = gl.maximum(last, 0) // TILE
+        bottom = 0
+        left = 0
+        if LO:
+            if left_ptr is not None:
+                left = gl.load(left_ptr + held)
+            bottom = gl.minimum(gl.maximum(gl.maximum(position - window + 1, left), 0) // TILE, last)
+        # The first tile's page, scales, and the next one's page.
+        table = table_ptr + held.to(gl.int64) * table_width
+        page = gl.load(table + last)
+        ahead = gl.load(table + gl.maximum(last - 1, bottom))
+        kv_head = head // group
+        at = page * num_kv_heads + kv_head
+        k_scale = gl.where(length > 0, gl.load(k_scale_ptr + at + none), 1.0)  # an empty sequence's page is anybody's
+        v_scale = gl.load(v_scale_ptr + at + none)
+        before = v_scale + 0.0  # no alias: Triton 3.6 would not see that the loop changes it
+
+        slot = item & 1
+        for i in gl.static_range(WGS):
+            mbarrier.wait(q_empty.index(i), slot ^ 1)
+        _put(info_s, slot, TILES, last - bottom + 1)
+        _put(info_s, slot, LAST, last)
+        _put(info_s, slot, TOKEN, token)
+        _put(info_s, slot, COUNT, count)
+        _put(info_s, slot, POSITION, position)
+        _put(info_s, slot, LENGTH, length)
+        _put(info_s, slot, HEAD, head)
+        _put(info_s, slot, MEAN, held * num_kv_heads + kv_head)
+        _put(info_s, slot, LEFT, left)
+        sync()
+        for i in gl.static_range(WGS):
+            mbarrier.expect(q_full.index(i), ROWS * D * (q_d.dtype.primitive_bitwidth // 8))
+            fetch(q_d, [token + i * ROWS, head, 0], q_full.index(i), q_s.index(i))
+        for j in range(last - bottom + 1):
+            mbarrier.wait(k_empty.index(stage), phase)
+            # Beside the tile: its scale of K, and the V scale of the tile before in units of its own.
+            scale_s.index(stage).store(k_scale)
+            inverse = (0x7F000000 - v_scale.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+            scale_s.index(STAGES + stage).store(before * inverse)
+            last_s.index(slot).store(v_scale)
+            before = v_scale
+            sync()  # one lane's arrival announces what all lanes wrote
+            mbarrier.expect(k_full.index(stage), TILE * D)
+            fetch(k_d, [at * TILE, 0], k_full.index(stage), k_s.index(stage))
+            here = at * DH
+            at = ahead * num_kv_heads + kv_head
+            k_scale = gl.load(k_scale_ptr + at + none)
+            v_scale = gl.load(v_scale_ptr + at + none)
+            ahead = gl.load(table + gl.maximum(last - 2 - j, bottom))
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), TILE * D)
+            fetch(v_d, [here, 0], v_full.index(stage), v_s.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+        item += 1
+        lane = gl.arange(0, 32, LANES)
+        claim = gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+        while (seq < seqs) & (claim >= base + blocks * heads):
+            base += blocks * heads
+            seq += 1
+            if cu_ptr is not None:
+                start = gl.load(cu_ptr + gl.minimum(seq, num_seqs))
+                q_len = gl.where(seq < num_seqs, gl.load(cu_ptr + gl.minimum(seq + 1, num_seqs)), num_tokens) - start
+                blocks = (q_len + BLOCK - 1) // BLOCK
+    if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: leave the counter as it was found
+        gl.store(counter_ptr, 0)
+    slot = item & 1
+    for i in gl.static_range(WGS):
+        mbarrier.wait(q_empty.index(i), slot ^ 1)
+    _put(info_s, slot, TILES, 0)
+    sync()
+    for i in gl.static_range(WGS):
+        mbarrier.arrive(q_full.index(i), count=1)
+
+
+NUMBERS = ("num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width", "causal", "window", "scale", "cap")
+
+
+@gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
+def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
+             left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, scale, cap,
+             DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, HEADS: gl.constexpr,
+             LO: gl.constexpr, CAP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+    Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
+    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
+    q_in = gl.allocate_shared_memory(q_d.dtype, [WGS, ROWS, 1, D], q_d.layout)
+    q16_s = reinterpret(q_in, q_d.dtype, [WGS, ROWS, D], FLAT)
+    if Q16:
+        q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv))
+    else:
+        q_s = q16_s
+    ring = (
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, D], k_d.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, TILE], v_d.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
+    info_s = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    last_s = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    shift_s = gl.allocate_shared_memory(gl.float32, [WGS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(WGS):
+        mbarrier.init(q_full.index(i), 1)
+        mbarrier.init(q_empty.index(i), 1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), 1)
+        mbarrier.init(v_full.index(i), 1)
+        mbarrier.init(k_empty.index(i), WGS)
+        mbarrier.init(v_empty.index(i), WGS)
+    q_bars = (q_full, q_empty)
+    bars = (k_full, k_empty, v_full, v_empty)
+    if WGS == 2:
+        gl.warp_specialize([
+            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+                         num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+                         num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
+                        left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+                        WGS, DH, D, STAGES, HEADS, LO)),
+        ], [4, 1], [REGS, FEED])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+                         num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+                         num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+                         num_q_heads, causal, window, scale, cap, 2, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
+                        left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+                        WGS, DH, D, STAGES, HEADS, LO)),
+        ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
+
+
+# The launch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the kernel is cut for one (padded) head_dim; measured, see docs/kernels.md."""
+
+    warpgroups: int
+    stages: int
+    cubics: int  # of every 16 exponentials, how many run on the FMA pipe
+    regs: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
+    feed: int
+
+
+SHAPES = {64: Shape(3, 3, 2, 160, 24), 128: Shape(2, 3, 1, 240, 24), 256: Shape(2, 2, 0, 240, 24)}
+PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
+HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
+NO_WINDOW = 1 << 30
+GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+
+
+def attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    *,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    causal: bool,
+    softmax_scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the pages in FP8 with FP32 accumulation; see `ops.attention` and, for what is rounded, docs/kernels.md.
+
+    Nothing is read back from the device: lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give
+    equal bits.
+
+    Args:
+        q: `[T, num_q_heads, head_dim]` bfloat16 or float16, scaled per row and rounded to FP8 here; or float8_e4m3fn, taken as it is.
+    Returns:
+        `out [T, num_q_heads, head_dim]` in q's dtype (bfloat16 for FP8 queries) and `lse [T, num_q_heads]` float32.
+    """
+    tokens, num_q_heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=torch.bfloat16 if q.dtype == FP8 else q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if not tokens or not num_q_heads:
+        return out, lse
+    if not pages.num_pages or not pages.page_table.shape[1]:  # no keys anywhere
+        return out.zero_(), lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
+    width = q.element_size()
+    if q.stride(2) != 1 or q.data_ptr() % 16 or any(stride * width % 16 for stride in q.stride()[:2]):
+        q = q.contiguous()  # TMA counts in 16 bytes
+    padded = PADDED[head_dim]
+    shape = SHAPES[padded]
+    rows = shape.warpgroups * int(ROWS)
+    num_seqs, num_kv_heads = pages.num_seqs, pages.num_kv_heads
+    if cu_seqlens_q is None:
+        items = num_seqs * num_q_heads * -(-max_seqlen_q // rows)
+    else:  # at most: every sequence, and the rows behind the last, end in a block that is not full
+        items = num_q_heads * (tokens // rows + num_seqs + 1)
+    q_layout, k_layout, v_layout = _layouts(padded, q.dtype)
+    table = pages.page_table if pages.page_table.stride(1) == 1 else pages.page_table.contiguous()
+    with torch.cuda.device(q.device):
+        _prefill[(min(items, _num_sms(q.device)),)](
+            TensorDescriptor(q, list(q.shape), list(q.stride()), [int(ROWS), 1, padded], q_layout),
+            TensorDescriptor.from_tensor(pages.k.view(-1, head_dim), [int(TILE), padded], k_layout),
+            TensorDescriptor.from_tensor(pages.v.view(-1, int(TILE)), [padded, int(TILE)], v_layout),
+            out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+            None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(q.device),
+            tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0), int(causal), window or NO_WINDOW,
+            softmax_scale * math.log2(math.e), softcap * math.log2(math.e),
+            head_dim, padded, shape.warpgroups, shape.stages, shape.cubics, HEADS, bool(window) or leftpad_k is not None, bool(softcap),
+            shape.regs, shape.feed, num_warps=4,
+        )  # fmt: skip
+    return out, lse
+
+
+@lru_cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def _layouts(padded: int, q_dtype: torch.dtype) -> tuple:
+    """Shared-memory layouts of a block of queries, a tile of K, a tile of V."""
+    default = gl.NVMMASharedLayout.get_default_for
+    fp8 = gl.float8e4nv
+    return default([int(ROWS), 1, padded], GLUON_TYPES[q_dtype]), default([int(TILE), padded], fp8), default([padded, int(TILE)], fp8)
+
+
+_counters: dict[tuple, torch.Tensor] = {}
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """A zero that the kernel counts items with and leaves zero: one a stream, whose launches follow one another.
+
+    A captured graph gets its own, zeroed in the graph: it may run beside anything.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
