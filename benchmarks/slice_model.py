@@ -6,6 +6,7 @@ BF16 DynamicCache's to within what 16-bit arithmetic and FP8 rounding explain. R
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -33,6 +34,12 @@ def build() -> LlamaForCausalLM:
         torch.set_default_dtype(torch.bfloat16)
         model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa")
         torch.set_default_dtype(torch.float32)
+    # As trained models have it: a residual stream that layers add a little to. With the plain initialisation the layers outweigh what they
+    # are added to, and any rounding grows fortyfold on its way to the logits, BF16's own too.
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.data.div_(math.sqrt(2 * len(model.model.layers)))
     return model.eval()
 
 
