@@ -229,7 +229,7 @@ def append_rows(batch: int, new: int, held: int, rope: bool = False) -> dict:
 
 # Other configurations
 
-FEW = [(16, 128, 4, 4, s, two) for s in (2, 3, 4) for two in (False, True)] + [(16, 128, 1, 4, 3, True), (16, 64, 1, 4, 4, True)]
+FEW = [(16, 128, 4, 4, s, two) for s in (2, 3, 4) for two in (False)] + [(16, 128, 1, 4, 3), (16, 64, 1, 4, 4)]
 MANY = [
     (128, 64, 1, 8, 2),
     (128, 64, 1, 8, 3),
@@ -242,9 +242,9 @@ MANY = [
 
 
 def tune(case: Case) -> None:
-    """Print the time of each configuration (rows, tile, key_warps, num_warps, num_stages, two_level)."""
+    """Print the time of each configuration (rows, tile, key_warps, num_warps, num_stages)."""
     _, _, _, _, ours = prepare(case)
-    configurations = FEW if case.queries == 1 else [(*c, two) for c in MANY for two in (True, False)]
+    configurations = FEW if case.queries == 1 else MANY
     chosen = portable.config
     default = chosen(case.dim, case.queries * case.q_heads // case.kv_heads, portable._device(torch.device("cuda", 0))[1])
     for configuration in configurations:

@@ -41,7 +41,7 @@ def _tiles(
     acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
     first, last,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, MASK_START: tl.constexpr, MASK_END: tl.constexpr,
-    SOFTCAP: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, denom, m` of a block of rows.
 
@@ -107,7 +107,7 @@ def _tiles(
         v = tl.permute(v, (0, 2, 1)) if WARPS > 1 else tl.trans(v)
         # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (Written as a product and a sum,
         # the compiler would hand it back to the tensor core.)
-        acc = tl.fma(acc, rescale, tl.dot(p, v)) if TWO_LEVEL else tl.dot(p, v, acc * rescale)
+        acc = tl.fma(acc, rescale, tl.dot(p, v))
         m = new_m
         ratio = v_scale / next_v_scale
         k_scale = next_k_scale
@@ -121,7 +121,7 @@ def _attention_kernel(
     out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_splits, num_rows,
     softmax_scale, softcap, window,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # The last queries see the most keys and start first.
     split = tl.program_id(0) % num_splits
@@ -229,7 +229,7 @@ def _attention_kernel(
         # One loop: a mask over a few rows costs less than filling the pipeline twice.
         acc, denom, m, unit = _tiles(
             acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
-            first_tile, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, TWO_LEVEL, NATIVE,
+            first_tile, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, NATIVE,
         )  # fmt: skip
     else:
         all_last = tl.minimum(tl.maximum(all_end // TILE, first_tile), last_tile)
@@ -239,15 +239,15 @@ def _attention_kernel(
             all_last = tl.maximum(all_last, all_first)
             acc, denom, m, unit = _tiles(
                 acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
-                num_kv_heads, first_tile, all_first, D, DP, TILE, WARPS, True, True, SOFTCAP, TWO_LEVEL, NATIVE,
+                num_kv_heads, first_tile, all_first, D, DP, TILE, WARPS, True, True, SOFTCAP, NATIVE,
             )  # fmt: skip
         acc, denom, m, unit = _tiles(
             acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
-            all_first, all_last, D, DP, TILE, WARPS, False, False, SOFTCAP, TWO_LEVEL, NATIVE,
+            all_first, all_last, D, DP, TILE, WARPS, False, False, SOFTCAP, NATIVE,
         )  # fmt: skip
         acc, denom, m, unit = _tiles(
             acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
-            all_last, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, TWO_LEVEL, NATIVE,
+            all_last, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, NATIVE,
         )  # fmt: skip
     if WARPS > 1:
         top = tl.max(m, 0)
@@ -329,7 +329,6 @@ class Config(NamedTuple):
     key_warps: int
     num_warps: int
     num_stages: int
-    two_level: bool
 
 
 @lru_cache
@@ -342,15 +341,15 @@ def config(head_dim: int, rows: int, shared_memory: int) -> Config:
     wide = head_dim > 128
     if shared_memory >= 200_000:
         if rows <= 16:
-            return Config(16, 128, 4, 4, 2 if wide else 3, not wide)
+            return Config(16, 128, 4, 4, 2 if wide else 3)
         if rows <= 64:
-            return Config(64, 64, 1, 8 if wide else 4, 2, True)
-        return Config(128, 64, 1, 8, 2, not wide)
+            return Config(64, 64, 1, 8 if wide else 4, 2)
+        return Config(128, 64, 1, 8, 2)
     if rows <= 16:
-        return Config(16, 64, 1, 8, 3, True) if wide else Config(16, 128, 4, 4, 3, True)
+        return Config(16, 64, 1, 8, 3) if wide else Config(16, 128, 4, 4, 3)
     if rows <= 64 or wide:
-        return Config(64, 32, 1, 8 if wide else 4, 2, not wide)
-    return Config(128, 32, 1, 8, 3, True)
+        return Config(64, 32, 1, 8 if wide else 4, 2)
+    return Config(128, 32, 1, 8, 3)
 
 
 @lru_cache
@@ -403,7 +402,7 @@ def attention(
     group = num_q_heads // pages.num_kv_heads
     padded = triton.next_power_of_2(head_dim)
     sms, shared_memory = _device(device)
-    rows, tile, key_warps, num_warps, num_stages, two_level = config(head_dim, max_seqlen_q * group, shared_memory)
+    rows, tile, key_warps, num_warps, num_stages = config(head_dim, max_seqlen_q * group, shared_memory)
     blocks = triton.cdiv(max_seqlen_q * group, rows)
     max_pages = pages.page_table.shape[1]
     if window:
@@ -423,7 +422,7 @@ def attention(
             cu_seqlens_q, None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1),
             pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads, splits, num_rows, softmax_scale, softcap, window,
             D=head_dim, DP=padded, G=group, ROWS=rows, TILE=tile, WARPS=key_warps, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0,
-            SPLIT=splits > 1, TWO_LEVEL=two_level, NATIVE=native,
+            SPLIT=splits > 1, NATIVE=native,
             num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         if splits > 1:
