@@ -229,7 +229,7 @@ def append_rows(batch: int, new: int, held: int, rope: bool = False) -> dict:
 
 # Other configurations
 
-FEW = [(16, 128, 4, 4, s, two) for s in (2, 3, 4) for two in (False)] + [(16, 128, 1, 4, 3), (16, 64, 1, 4, 4)]
+FEW = [(16, 128, 4, 4, s) for s in (2, 3, 4)] + [(16, 128, 1, 4, 3), (16, 64, 1, 4, 4)]
 MANY = [
     (128, 64, 1, 8, 2),
     (128, 64, 1, 8, 3),
