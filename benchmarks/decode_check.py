@@ -144,17 +144,16 @@ def probe(lengths, heads, group, dim, queries, dtype) -> None:
     compare("  probe, V marks tokens: channel = token", q, pages, run(q, pages, **options), options)
 
 
-def case(name, lengths, heads=1, group=4, dim=128, dtype=torch.float16, v_mean=0.0, claims=False, seed=0, sinks=False, gain=1.0,
-         **given) -> bool:  # fmt: skip
+def case(name, lengths, heads=1, group=4, dim=128, dtype=torch.float16, v_mean=0.0, seed=0, sinks=False, gain=1.0, **given) -> bool:
     pages = make_pages(lengths, heads, dim, v_mean, seed, gain)
     queries, bounds = given.get("queries", 1), given.get("bounds")
     tokens = queries * len(lengths) if bounds is None else bounds[-1] + 2
     q = torch.randn(tokens, heads * group, dim, device=DEVICE).to(dtype)
     options = options_for(pages, **given, sinks=torch.randn(heads * group, device=DEVICE) if sinks else None)
     try:
-        first = run(q, pages, **options, claims=claims)
+        first = run(q, pages, **options)
         ok = compare(name, q, pages, first, options)
-        again = [run(q, pages, **options, claims=claims) for _ in range(3)]
+        again = [run(q, pages, **options) for _ in range(3)]
         if not all(torch.equal(x, y) for other in again for x, y in zip(first, other, strict=True)):
             ok = False
             print(f"  FAIL {name}: not the same bits from run to run", flush=True)
@@ -235,16 +234,6 @@ def features() -> list[bool]:
     ]
 
 
-def claims() -> list[bool]:
-    return [
-        case("claims, nothing to claim", [512, 300], heads=2, claims=True),
-        case("claims, even", [16384] * 8, heads=8, claims=True),
-        case("claims, ragged", [100000, 3, 0, 9000, 40000], heads=8, claims=True),
-        case("claims, short heads", [130] * 900 + [60000], heads=8, claims=True),
-        case("claims, D64, 8 queries", [100000, 3, 0, 9000], heads=8, dim=64, queries=8, claims=True),
-    ]
-
-
 def long() -> list[bool]:
     return [
         case("128k, 8 heads", [131072], heads=8),
@@ -261,23 +250,22 @@ def graph() -> list[bool]:
     pages.k.view(torch.uint8)[pages.k.view(torch.uint8) == 0x7F] = 0  # lengths will grow into what was behind the end
     q = torch.randn(4, 32, 128, device=DEVICE).half()
     options = options_for(pages)
-    for claim in (False, True):
-        run(q, pages, **options, claims=claim)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            result = decode.attention(q, pages, **options, claims=claim)
-        for lengths in ([9000, 9000, 9000, 9000], [1, 0, 129, 4000], [0, 0, 0, 0], [8999, 17, 9000, 1], [512, 512, 512, 512]):
-            pages.cache_seqlens.copy_(torch.tensor(lengths))
-            for x in result:
-                x.fill_(torch.nan)
-            captured.replay()
-            torch.cuda.synchronize()
-            ok = compare(f"graph, claims {claim}, lengths {lengths}", q, pages, result, options)
-            direct = run(q, pages, **options, claims=claim)
-            if not all(torch.equal(x, y) for x, y in zip(result, direct, strict=True)):
-                ok = False
-                print("  FAIL the graph's bits are not the call's", flush=True)
-            found.append(ok)
+    run(q, pages, **options)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        result = decode.attention(q, pages, **options)
+    for lengths in ([9000, 9000, 9000, 9000], [1, 0, 129, 4000], [0, 0, 0, 0], [8999, 17, 9000, 1], [512, 512, 512, 512]):
+        pages.cache_seqlens.copy_(torch.tensor(lengths))
+        for x in result:
+            x.fill_(torch.nan)
+        captured.replay()
+        torch.cuda.synchronize()
+        ok = compare(f"graph, lengths {lengths}", q, pages, result, options)
+        direct = run(q, pages, **options)
+        if not all(torch.equal(x, y) for x, y in zip(result, direct, strict=True)):
+            ok = False
+            print("  FAIL the graph's bits are not the call's", flush=True)
+        found.append(ok)
     pages.cache_seqlens.copy_(torch.tensor([9000, 8000, 7000, 6000]))
     expected = run(q, pages, **options)
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -320,7 +308,7 @@ def cache() -> list[bool]:
     return [*found, check("copied and truncated")]
 
 
-GROUPS = {f.__name__: f for f in (first, lengths, shapes, more_shapes, queries, features, claims, graph, cache, long)}
+GROUPS = {f.__name__: f for f in (first, lengths, shapes, more_shapes, queries, features, graph, cache, long)}
 
 
 def run_group(name: str) -> tuple[str, str, bool]:

@@ -34,14 +34,13 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", FP8: "fp8e4nv"}
 PLAIN = {
     "lengths": [1], "heads": 1, "group": 4, "head_dim": 128, "queries": 1, "bounds": None, "dtype": torch.float16, "causal": True,
-    "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "claims": False, "sms": 4, "v_mean": 0.0,
+    "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0,
 }  # fmt: skip
 EVERYTHING = {"bounds": [0, 1, 4, 6, 8], "queries": 3, "window": 300, "softcap": 5.0, "sinks": True, "leftpad": [100, 600, 300, 0]}
 COMPILED = {
     **{f"D{d} rows{rows}": {"head_dim": d, "group": rows} for d in (64, 80, 96, 128, 192, 256) for rows in (4, 16)},
     "D128 rows1": {"group": 1},
     "D128 rows32": {"queries": 8},
-    "D128 claims": {"claims": True},
     "D128 many": {"lengths": [1] * 33},
     "D128 everything": dict(lengths=[1] * 4, **EVERYTHING),
     "D256 everything": dict(lengths=[1] * 4, head_dim=256, dtype=torch.bfloat16, **EVERYTHING),
@@ -54,7 +53,6 @@ EMULATED = {
     "D256": {"lengths": [900, 30], "head_dim": 256, "group": 2},
     "queries": {"lengths": [700, 129, 128, 5], "queries": 8},
     "everything": dict(lengths=[700, 1200, 300, 50], **EVERYTHING),
-    "claims": {"lengths": [4200, 300], "sms": 1, "claims": True},
     "many": {"lengths": [37 * i % 150 for i in range(40)], "sms": 8},
 }
 
@@ -106,7 +104,7 @@ def launch(case: dict, kernel_stand_in) -> tuple:
     decode.decode, original = kernel_stand_in, decode.decode
     try:
         with contextlib.nullcontext() if torch.cuda.is_available() else _no_device():
-            result = decode.attention(q, pages, **options, claims=c["claims"])
+            result = decode.attention(q, pages, **options)
     finally:
         decode.decode = original
     return result, reference.attention(q, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)

@@ -24,7 +24,6 @@ from .gluon import TensorDescriptor, aggregate, fetch, gl, gluon, mbarrier, mma_
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
 STATE_SIZE = 1024  # counters of a call, at most
 STREAMS = 256  # streams of a device that have counters of their own
-CLAIMS = False  # see `Cuts`
 MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -36,7 +35,6 @@ WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times what they stand for, ou
 WHOLE = gl.constexpr(4)  # heads of up to so many pages are not shared between ranges: combining would cost more
 LEAST = gl.constexpr(2)  # pages that a range has at least, when there is little work
 PRODUCER_REGISTERS = gl.constexpr(40)
-TURNS = gl.constexpr(2)  # claimed ranges that the producer may be ahead of the consumer
 
 
 @aggregate
@@ -173,57 +171,38 @@ def _add(a, b):
 class Cuts:
     """The flat work `[0, total)`, cut into ranges.
 
-    Every worker gets an equal share. With `PIECES == 3`, and shares worth it, a share is a main range and two small ones from its end,
-    which are claimed by whoever is free first: SMs do not all read at one speed. Where the cuts lie depends on the lengths alone, and so
-    does the order of every sum.
+    Every worker gets one, and they are equal. Where the cuts lie depends on the lengths alone, and so does the order of every sum.
     """
 
     workers: gl.tensor
     share: gl.tensor  # pages per worker, one more for the first `rest` of them
     rest: gl.tensor
-    piece: gl.tensor  # pages of a small range; 0 if there are none
-    pieces: gl.tensor  # ranges per worker
 
     @gluon.constexpr_function
-    def __init__(self, workers, share, rest, piece, pieces):
+    def __init__(self, workers, share, rest):
         self.workers = workers
         self.share = share
         self.rest = rest
-        self.piece = piece
-        self.pieces = pieces
 
     @gluon.jit
-    def bounds(self, index):
-        """Bounds of a range."""
-        worker = index // self.pieces
-        part = index - worker * self.pieces
+    def bounds(self, worker):
+        """Bounds of a worker's range."""
         begin = worker * self.share + gl.minimum(worker, self.rest)
-        end = begin + self.share + (worker < self.rest).to(gl.int32)
-        begin = gl.where(part == 0, begin, end - (3 - part) * self.piece)
-        end = gl.where(part == self.pieces - 1, end, end - (2 - part) * self.piece)
-        return begin, end
+        return begin, begin + self.share + (worker < self.rest).to(gl.int32)
 
     @gluon.jit
     def holder(self, page):
-        """The range that a page is in."""
+        """The worker whose range a page is in."""
         longer = self.rest * (self.share + 1)
-        worker = gl.where(page < longer, page // (self.share + 1), self.rest + (page - longer) // gl.maximum(self.share, 1))
-        end = (worker + 1) * self.share + gl.minimum(worker + 1, self.rest)
-        part = (page >= end - 2 * self.piece).to(gl.int32) + (page >= end - self.piece).to(gl.int32)
-        return worker * self.pieces + part  # no page is past the end, so part is 0 where piece is
+        return gl.where(page < longer, page // (self.share + 1), self.rest + (page - longer) // gl.maximum(self.share, 1))
 
 
 @gluon.jit
-def cut(total, workers, PIECES: gl.constexpr):
+def cut(total, workers):
     """Cuts of `total` pages for at most so many workers."""
     workers = gl.maximum(gl.minimum(workers, total // LEAST), 1)
     share = total // workers
-    piece = total * 0
-    pieces = total * 0 + 1
-    if PIECES > 1:
-        piece = share // 16
-        pieces = gl.where(piece > 0, 3, 1)
-    return Cuts(workers, share, total - share * workers, piece, pieces)
+    return Cuts(workers, share, total - share * workers)
 
 
 @gluon.jit
@@ -240,28 +219,22 @@ def portion(begin, count, low, high):
 
 @aggregate
 class Pipe:
-    """Shared memory between the producer and the consumer: stages of a K and a V page each, and the ranges claimed."""
+    """Shared memory between the producer and the consumer: stages of a K and a V page each."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    claim: gl.shared_memory_descriptor
-    claimed: gl.shared_memory_descriptor
-    taken: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, k, v, k_full, v_full, empty, claim, claimed, taken, STAGES):
+    def __init__(self, k, v, k_full, v_full, empty, STAGES):
         self.k = k
         self.v = v
         self.k_full = k_full
         self.v_full = v_full
         self.empty = empty
-        self.claim = claim
-        self.claimed = claimed
-        self.taken = taken
         self.STAGES = gl.constexpr(STAGES)
 
 
@@ -273,34 +246,26 @@ def make_pipe(k_desc, v_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    claim = gl.allocate_shared_memory(gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    claimed = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), 1)
         mbarrier.init(v_full.index(stage), 1)
         mbarrier.init(empty.index(stage), 1)
-    for turn in gl.static_range(TURNS):
-        mbarrier.init(claimed.index(turn), 1)
-        mbarrier.init(taken.index(turn), 1)
-    return Pipe(k, v, k_full, v_full, empty, claim, claimed, taken, STAGES)
+    return Pipe(k, v, k_full, v_full, empty, STAGES)
 
 
 @gluon.jit
-def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, ticket_ptr, D: gl.constexpr, BLOCK: gl.constexpr,
-            PIECES: gl.constexpr):  # fmt: skip
-    """One warp: claims ranges and loads their pages."""
+def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, D: gl.constexpr, BLOCK: gl.constexpr):
+    """One warp: loads the pages of its worker's range."""
     # V's tile is padded to a power of two channels, but only the D there are get loaded, in equal parts: what lies in the rest of the tile
     # ends up in accumulators that nobody reads. K's padding is the contracted axis, and TMA fills it with zeros.
     V_ROWS: gl.constexpr = v_desc.block_type.shape[0]
     V_PARTS: gl.constexpr = pipe.v.shape[1] // V_ROWS
     V_LAYOUT: gl.constexpr = v_desc.layout
     v_parts = reinterpret(pipe.v, gl.float8e4nv, [pipe.STAGES * V_PARTS, V_ROWS, PAGE], V_LAYOUT)
-    cuts = cut(batch.total(BLOCK), workers, PIECES)
-    tile, turn = 0, 0
-    index = gl.where(worker < cuts.workers, worker * cuts.pieces, -1)
-    while index >= 0:
-        low, high = cuts.bounds(index)
+    cuts = cut(batch.total(BLOCK), workers)
+    tile = 0
+    if worker < cuts.workers:
+        low, high = cuts.bounds(worker)
         seq, head, begin = batch.locate(low, BLOCK)
         while begin < high:
             length, _, _, _, first, count = batch.sequence(seq)
@@ -321,30 +286,6 @@ def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_strid
                 tile += 1
             begin += count
             seq, head = batch.following(seq, head, count)
-        index = -1
-        if PIECES > 1:  # noqa: SIM102
-            if cuts.piece > 0:
-                ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed")
-                if ticket == 3 * cuts.workers - 1:  # 2 a worker are good, and one more tells each that there are no more: this is the last
-                    gl.store(ticket_ptr, 0)
-                part = ticket // cuts.workers
-                index = gl.where(part < 2, (ticket - part * cuts.workers) * cuts.pieces + part + 1, -1)
-                mbarrier.wait(pipe.taken.index(turn % TURNS), ((turn // TURNS) & 1) ^ 1)
-                pipe.claim.index(turn % TURNS).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + index)
-                mbarrier.arrive(pipe.claimed.index(turn % TURNS), count=1)
-                turn += 1
-
-
-@gluon.jit
-def next_range(pipe, cuts, turn, PIECES: gl.constexpr):
-    """The consumer's side of a claim: the next range, or -1."""
-    index = turn * 0 - 1
-    if PIECES > 1:  # noqa: SIM102
-        if cuts.piece > 0:
-            mbarrier.wait(pipe.claimed.index(turn % TURNS), (turn // TURNS) & 1)
-            index = gl.max(pipe.claim.index(turn % TURNS).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-            mbarrier.arrive(pipe.taken.index(turn % TURNS), count=1)
-    return index
 
 
 @gluon.jit
@@ -436,9 +377,9 @@ def _finish(o, m, mass, offset, batch, seq, head, query, num_q, v_mean_ptr, sink
 @gluon.jit
 def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              table_stride, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane, arrivals_ptr, scale, softcap, D: gl.constexpr,
-             WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, BLOCK: gl.constexpr, PIECES: gl.constexpr, CAUSAL: gl.constexpr,
-             SOFTCAP: gl.constexpr, SINKS: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
-    """Four warps: attention over the pages of each range, and the combination of heads that ranges share."""
+             WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
+             SINKS: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
+    """Four warps: attention over the pages of the range, and the combination of heads that ranges share."""
     WARPS: gl.constexpr = gl.num_warps()
     TOKENS: gl.constexpr = PAGE // WARPS  # of a page, for each warp
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])  # [warp, tokens or channels, rows]
@@ -450,11 +391,10 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     token = (warp[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :])[:, :, None]
     step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
-    cuts = cut(batch.total(BLOCK), workers, PIECES)
-    tile, turn = 0, 0
-    index = gl.where(worker < cuts.workers, worker * cuts.pieces, -1)
-    while index >= 0:
-        low, high = cuts.bounds(index)
+    cuts = cut(batch.total(BLOCK), workers)
+    tile = 0
+    if worker < cuts.workers:
+        low, high = cuts.bounds(worker)
         seq, head, begin = batch.locate(low, BLOCK)
         while begin < high:
             length, query, num_q, pad, first, count = batch.sequence(seq)
@@ -554,7 +494,7 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                     )
                 else:
                     # A range has at most two heads that it shares: one that began before it, and one that ends after it.
-                    part = 2 * index + (i == 0).to(gl.int32)
+                    part = 2 * worker + (i == 0).to(gl.int32)
                     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(0, MERGED)))
                     d = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
                     inside = batch.row0 + row < num_q * batch.GROUP
@@ -576,8 +516,6 @@ def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scal
                         )  # fmt: skip
             begin += count
             seq, head = batch.following(seq, head, count)
-        index = next_range(pipe, cuts, turn, PIECES)
-        turn += 1
 
 
 @gluon.jit
@@ -631,9 +569,8 @@ def _clear_rest(batch, num_tokens, out_ptr, lse_ptr, D: gl.constexpr, WIDTH: gl.
 def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride,
            lengths_ptr, bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane, state_ptr, num_seqs, heads, max_q,
            num_tokens, window, workers, scale, softcap, D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
-           USED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, PIECES: gl.constexpr, CAUSAL: gl.constexpr,
-           RAGGED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LEFTPAD: gl.constexpr,
-           EARLY_V: gl.constexpr):  # fmt: skip
+           USED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+           WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LEFTPAD: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
     """`workers * TILES` CTAs. Neighbours read the same pages at the same time for different row tiles: memory is read once."""
     row_tile = gl.program_id(0) % TILES
     worker = gl.program_id(0) // TILES
@@ -641,15 +578,14 @@ def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_p
         lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, GROUP, RAGGED, WINDOW, LEFTPAD
     )  # fmt: skip
     # Every row tile has its own parts and arrivals, as its own ranges.
-    ranges = workers * PIECES
-    first = row_tile * (2 * ranges) * ROWS
-    arrivals_ptr = state_ptr + TILES + row_tile * ranges
+    first = row_tile * (2 * workers) * ROWS
+    arrivals_ptr = state_ptr + row_tile * workers
     pipe = make_pipe(k_desc, v_desc, WIDTH, STAGES)
     gl.warp_specialize([
         (_consume, (pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                     table_ptr, table_stride, sinks_ptr, out_ptr, lse_ptr, part_ptr + first * WIDTH, sums_ptr + first, plane, arrivals_ptr,
-                    scale, softcap, D, WIDTH, ROWS, USED, BLOCK, PIECES, CAUSAL, SOFTCAP, SINKS, EARLY_V)),
-        (produce, (pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, state_ptr + row_tile, D, BLOCK, PIECES)),
+                    scale, softcap, D, WIDTH, ROWS, USED, BLOCK, CAUSAL, SOFTCAP, SINKS, EARLY_V)),
+        (produce, (pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, D, BLOCK)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     if RAGGED:
         _clear_rest(batch, num_tokens, out_ptr, lse_ptr, D, WIDTH)
@@ -669,7 +605,6 @@ class Launch:
     softcap: bool = False
     sinks: bool = False
     leftpad: bool = False
-    claims: bool = False  # small ranges are claimed as SMs become free
 
     @property
     def width(self) -> int:
@@ -691,10 +626,6 @@ class Launch:
     def ctas_per_sm(self) -> int:
         return 1 if self.width == 256 else 2
 
-    @property
-    def pieces(self) -> int:
-        return 3 if self.claims else 1
-
     def workers(self, num_sms: int, heads: int) -> int:
         """Ranges that the work of one row tile is cut into: as many as there are CTAs, or a few less if then sequences of one length are
         cut alike."""
@@ -706,7 +637,7 @@ class Launch:
         return {
             "D": self.head_dim, "WIDTH": self.width, "GROUP": self.group, "ROWS": self.rows, "TILES": self.tiles, "STAGES": self.stages,
             "USED": min(self.rows, 1 << (self.max_rows - 1).bit_length()), "BLOCK": 32 if self.num_seqs <= 32 else 128,
-            "PIECES": self.pieces, "CAUSAL": self.causal, "RAGGED": self.ragged, "WINDOW": self.window, "SOFTCAP": self.softcap,
+            "CAUSAL": self.causal, "RAGGED": self.ragged, "WINDOW": self.window, "SOFTCAP": self.softcap,
             "SINKS": self.sinks, "LEFTPAD": self.leftpad, "EARLY_V": self.width * self.rows <= 2048,
         }  # fmt: skip
 
@@ -763,7 +694,6 @@ def attention(
     softcap: float,
     sinks: torch.Tensor | None,
     leftpad_k: torch.Tensor | None,
-    claims: bool = CLAIMS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` for up to 128 rows (query tokens x GQA group) a sequence: one launch, nothing read back to the host."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -774,11 +704,11 @@ def attention(
     group = q.shape[1] // heads
     launch = Launch(
         head_dim, group, max_seqlen_q * group, pages.num_seqs, causal=causal and max_seqlen_q > 1, ragged=cu_seqlens_q is not None,
-        window=window > 0, softcap=softcap > 0, sinks=sinks is not None, leftpad=leftpad_k is not None, claims=claims,
+        window=window > 0, softcap=softcap > 0, sinks=sinks is not None, leftpad=leftpad_k is not None,
     )  # fmt: skip
     workers = launch.workers(_num_sms(q.device), heads * pages.num_seqs)
     # Two parts a range at most: of a head that began before it, and of one that ends after it.
-    parts = 2 * launch.pieces * workers * launch.tiles * launch.rows
+    parts = 2 * workers * launch.tiles * launch.rows
     part = torch.empty(parts * (launch.width + 3), dtype=torch.float32, device=q.device)
     k_desc, v_desc = (
         TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
