@@ -157,7 +157,7 @@ def case(name, lengths, heads=1, group=4, dim=128, dtype=torch.float16, v_mean=0
         if not all(torch.equal(x, y) for other in again for x, y in zip(first, other, strict=True)):
             ok = False
             print(f"  FAIL {name}: not the same bits from run to run", flush=True)
-        counters = decode._state(q.device)
+        counters = decode._scratch(q.device).counters
         if int(counters.abs().sum()):
             ok = False
             print(f"  FAIL {name}: counters left at {counters.nonzero().flatten().tolist()[:10]}", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
     raise ValueError(f"unknown backend {backend!r}; choose 'auto', {', '.join(map(repr, BACKENDS))}")
 
 
-@lru_cache
+@cache
 def _has_gluon() -> bool:
     """Whether Triton's folder holds Gluon for Hopper; looked up without importing Triton."""
     triton = importlib.util.find_spec("triton")
@@ -78,6 +78,7 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
     return name
 
 
+@cache
 def append_kernel(name: str) -> Callable:
     """The `append` of a resolved backend: the signature of `reference.append`."""
     if name in ("hopper", "triton"):  # writing is the same everywhere
@@ -87,20 +88,18 @@ def append_kernel(name: str) -> Callable:
     return append
 
 
+@cache
 def attention_kernel(name: str) -> Callable:
     """The `attention` of a resolved backend: the signature of `reference.attention`."""
     if name == "hopper":
-        attention = _hopper_attention
+        from .kernels import decode, prefill
+
+        def attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
+            """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`)."""
+            few = decode.unsupported_reason(q, pages, max_seqlen_q) is None
+            return (decode if few else prefill).attention(q, pages, max_seqlen_q=max_seqlen_q, **options)
     elif name == "triton":
         from .kernels.portable import attention
     else:
         from .reference import attention
     return attention
-
-
-def _hopper_attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`)."""
-    from .kernels import decode, prefill
-
-    few = decode.unsupported_reason(q, pages, max_seqlen_q) is None
-    return (decode if few else prefill).attention(q, pages, max_seqlen_q=max_seqlen_q, **options)

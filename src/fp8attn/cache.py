@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -70,10 +71,12 @@ class PagedKVCache:
         self._tables: list[list[int]] = [[] for _ in range(num_seqs)]
         self._references = [0] * self.pages.num_pages
         self._free = list(reversed(range(self.pages.num_pages)))  # taken from the end: lowest page first
+        self._stale: set[int] = set()  # free pages that have held tokens
+        self._room = 0  # tokens that every sequence can surely take as it is; `reserve` finds out, what moves sequences forgets it
         if scales is not None:
-            self._use_static_scales(self.pages)
-            self.pages.k_mean.copy_(scales.k_mean)
-            self.pages.v_mean.copy_(scales.v_mean)
+            self._use_static_scales()
+            self.pages.k_mean.copy_(self._to_device(scales.k_mean))
+            self.pages.v_mean.copy_(self._to_device(scales.v_mean))
 
     # What it holds
 
@@ -127,18 +130,18 @@ class PagedKVCache:
         if lengths is None and k.shape[0] % self.num_seqs:
             raise ValueError(f"{k.shape[0]} tokens do not divide over {self.num_seqs} sequences; say how many each gets: lengths=[...]")
         new = [k.shape[0] // self.num_seqs] * self.num_seqs if lengths is None else list(lengths)
-        ops.check_append(self.pages, k, v, rope_cos, rope_sin, self.backend)
-        self.reserve([old + n for old, n in zip(self._lengths, new, strict=True)])
-        first = self._remove_means and any(n and not old for old, n in zip(self._lengths, new, strict=True))
-        cu_seqlens = None
-        if lengths is not None:
-            cu_seqlens = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(k.device)
+        longest = max(new)
+        first = self._remove_means and 0 in self._lengths and any(n and not old for old, n in zip(self._lengths, new, strict=True))
+        if longest > self._room:
+            ops.check_append(self.pages, k, v, rope_cos, rope_sin, self.backend)
+            self.reserve([old + n for old, n in zip(self._lengths, new, strict=True)])
+        cu_seqlens = None if lengths is None else self._to_device([0, *accumulate(new)], torch.int32)
         ops.append(
             self.pages,
             k,
             v,
             cu_seqlens=cu_seqlens,
-            max_seqlen=max(new),
+            max_seqlen=longest,
             rope_cos=rope_cos,
             rope_sin=rope_sin,
             rope_interleaved=rope_interleaved,
@@ -147,6 +150,7 @@ class PagedKVCache:
             backend=self.backend,
         )
         self._lengths = [old + n for old, n in zip(self._lengths, new, strict=True)]
+        self._room = max(0, self._room - longest)
 
     def reserve(self, lengths: int | Sequence[int]) -> None:
         """Give each sequence the pages to hold `lengths` tokens, so that appends up to there need nothing from the host.
@@ -168,8 +172,14 @@ class PagedKVCache:
                         leaving[page] = leaving.get(page, 0) + 1
                         copied.append((seq, column))
             added += [(seq, column) for column in range(len(table), _num_pages(length))]
-        if not added and not copied:
-            return
+        if added or copied:
+            self._hand_out(added, copied)
+        self._room = min(
+            _num_pages(length) * PAGE_SIZE - old if length > old else 0 for old, length in zip(self._lengths, lengths, strict=True)
+        )
+
+    def _hand_out(self, added: list[tuple[int, int]], copied: list[tuple[int, int]]) -> None:
+        """A page for each (sequence, column) of `added`, and one of its own for each of `copied`."""
         sources = [self._tables[seq][column] for seq, column in copied]
         taken = self._take(len(added) + len(copied))
         targets = taken[: len(copied)]
@@ -179,9 +189,10 @@ class PagedKVCache:
         for (seq, _), page in zip(added, taken[len(copied) :], strict=True):
             self._tables[seq].append(page)
         if copied:
+            index = self._to_device([targets, sources])
             for pool in (self.pages.k, self.pages.v, self.pages.k_scale, self.pages.v_scale):
                 bits = pool.view(torch.uint8) if pool.element_size() == 1 else pool
-                bits[targets] = bits[sources]
+                bits[index[0]] = bits[index[1]]
         self._write_table(copied + added)
 
     # Tokens out, and sequences moved about
@@ -191,6 +202,7 @@ class PagedKVCache:
         lengths = [lengths] * self.num_seqs if isinstance(lengths, int) else list(lengths)
         if len(lengths) != self.num_seqs or min(lengths) < 0:
             raise ValueError(f"lengths must be one count of tokens >= 0 or {self.num_seqs} of them; got {lengths}")
+        self._room = 0
         self._lengths = [min(old, new) for old, new in zip(self._lengths, lengths, strict=True)]
         for table, length in zip(self._tables, self._lengths, strict=True):
             self._release(table[_num_pages(length) :])
@@ -209,6 +221,7 @@ class PagedKVCache:
         chosen = [int(i) for i in (indices.tolist() if isinstance(indices, torch.Tensor) else indices)]
         if not chosen or min(chosen) < 0 or max(chosen) >= self.num_seqs:
             raise ValueError(f"indices must name sequences 0 to {self.num_seqs - 1}, at least one; got {chosen}")
+        self._room = 0
         tables = [list(self._tables[i]) for i in chosen]
         for table in tables:
             for page in table:
@@ -233,6 +246,7 @@ class PagedKVCache:
             raise ValueError(f"sequence {source} has {self._lengths[source]} tokens; cannot copy {length}")
         if source == target:
             raise ValueError("a sequence cannot be copied onto itself; use truncate to shorten it")
+        self._room = 0
         table = self._tables[source][: _num_pages(length)]
         for page in table:
             self._references[page] += 1
@@ -247,11 +261,12 @@ class PagedKVCache:
     def sync(self) -> None:
         """Read the lengths back from the device, after compiled code appended to `pages` (up to what was reserved)."""
         self._lengths = self.pages.cache_seqlens.tolist()
+        self._room = 0
 
     # Books
 
     def _take(self, count: int) -> list[int]:
-        """`count` free pages, zeroed where V's stale bytes could be NaN, growing the pool if that is allowed."""
+        """`count` free pages, V zeroed where stale bytes could be NaN, growing the pool if that is allowed."""
         short = count - len(self._free)
         if short > 0:
             if self._fixed:
@@ -263,7 +278,10 @@ class PagedKVCache:
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._references[page] = 1
-        self.pages.v.view(torch.uint8)[taken] = 0
+        stale = self._stale.intersection(taken)
+        if stale:
+            self._stale -= stale
+            self.pages.v.view(torch.uint8)[self._to_device(list(stale))] = 0
         return taken
 
     def _release(self, table: list[int]) -> None:
@@ -271,24 +289,26 @@ class PagedKVCache:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
+                self._stale.add(page)
 
     def _grow(self, count: int) -> None:
         old, size = self.pages, self.pages.num_pages
-        new = KVPages.empty(size + count, old.num_kv_heads, old.head_dim, 1, 1, old.device)
-        for name in ("k", "v", "k_scale", "v_scale"):
-            source, target = getattr(old, name), getattr(new, name)
-            if target.element_size() == 1:
-                source, target = source.view(torch.uint8), target.view(torch.uint8)
-            target[:size] = source
-        self._use_static_scales(new)
-        self.pages = replace(old, k=new.k, v=new.v, k_scale=new.k_scale, v_scale=new.v_scale)
+        new = KVPages.empty_pool(size + count, old.num_kv_heads, old.head_dim, old.device)
+        if size:
+            for name, target in new.items():
+                source = getattr(old, name)
+                if target.element_size() == 1:
+                    source, target = source.view(torch.uint8), target.view(torch.uint8)
+                target[:size] = source
+        self.pages = replace(old, **new)
+        self._use_static_scales()
         self._references += [0] * count
         self._free = list(reversed(range(size, size + count))) + self._free
 
-    def _use_static_scales(self, pages: KVPages) -> None:
+    def _use_static_scales(self) -> None:
         if self._scales is not None:
-            pages.k_scale.copy_(power_of_two_scale(self._scales.k_scale * E4M3.max).clamp_min(MIN_SCALE))
-            pages.v_scale.copy_(power_of_two_scale(self._scales.v_scale * E4M3.max).clamp_min(MIN_SCALE))
+            for scale, calibrated in ((self.pages.k_scale, self._scales.k_scale), (self.pages.v_scale, self._scales.v_scale)):
+                scale.copy_(self._to_device(power_of_two_scale(calibrated * E4M3.max).clamp_min(MIN_SCALE)))
 
     def _write_table(self, entries: list[tuple[int, int]]) -> None:
         width = max(len(table) for table in self._tables)
@@ -300,8 +320,12 @@ class PagedKVCache:
             self.pages = replace(self.pages, page_table=wider)
         if entries:
             rows = [(seq, column, self._tables[seq][column]) for seq, column in entries]
-            seqs, columns, pages = torch.tensor(rows).T.to(self.pages.device)  # one transfer
+            seqs, columns, pages = self._to_device(rows).T
             self.pages.page_table[seqs, columns] = pages.int()
 
     def _write_lengths(self) -> None:
-        self.pages.cache_seqlens.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+        self.pages.cache_seqlens.copy_(self._to_device(self._lengths, torch.int32))
+
+    def _to_device(self, values: list | torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`values` on the device, without waiting for what the GPU has to do before."""
+        return torch.as_tensor(values, dtype=dtype).to(self.pages.device, non_blocking=True)

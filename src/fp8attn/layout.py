@@ -7,7 +7,7 @@ accumulator are the operand of P·V as they stand, with no shuffle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -84,20 +84,23 @@ class KVPages:
         cls, num_pages: int, num_kv_heads: int, head_dim: int, num_seqs: int, max_pages: int, device: torch.device | str | None = None
     ) -> KVPages:
         """No tokens: bytes, means and lengths zero, scales the smallest there is."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
         return cls(
-            k=zeros(num_pages, num_kv_heads, PAGE_SIZE, head_dim, dtype=torch.uint8).view(FP8),
-            v=zeros(num_pages, num_kv_heads, head_dim, PAGE_SIZE, dtype=torch.uint8).view(FP8),
-            k_scale=zeros(num_pages, num_kv_heads) + MIN_SCALE,
-            v_scale=zeros(num_pages, num_kv_heads) + MIN_SCALE,
-            k_mean=zeros(num_seqs, num_kv_heads, head_dim),
-            v_mean=zeros(num_seqs, num_kv_heads, head_dim),
-            page_table=zeros(num_seqs, max_pages, dtype=torch.int32),
-            cache_seqlens=zeros(num_seqs, dtype=torch.int32),
+            **cls.empty_pool(num_pages, num_kv_heads, head_dim, device),
+            k_mean=torch.zeros(num_seqs, num_kv_heads, head_dim, dtype=torch.float32, device=device),
+            v_mean=torch.zeros(num_seqs, num_kv_heads, head_dim, dtype=torch.float32, device=device),
+            page_table=torch.zeros(num_seqs, max_pages, dtype=torch.int32, device=device),
+            cache_seqlens=torch.zeros(num_seqs, dtype=torch.int32, device=device),
         )
+
+    @staticmethod
+    def empty_pool(num_pages: int, num_kv_heads: int, head_dim: int, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
+        """The fields that are pages, by name."""
+        return {
+            "k": torch.zeros(num_pages, num_kv_heads, PAGE_SIZE, head_dim, dtype=torch.uint8, device=device).view(FP8),
+            "v": torch.zeros(num_pages, num_kv_heads, head_dim, PAGE_SIZE, dtype=torch.uint8, device=device).view(FP8),
+            "k_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
+            "v_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
+        }
 
     @property
     def num_pages(self) -> int:
@@ -122,7 +125,9 @@ class KVPages:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The eight tensors in the order of the fields, as the kernels and torch ops take them."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return (
+            self.k, self.v, self.k_scale, self.v_scale, self.k_mean, self.v_mean, self.page_table, self.cache_seqlens,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:

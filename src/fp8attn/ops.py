@@ -7,6 +7,8 @@ can be compiled and captured in CUDA graphs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -47,6 +49,7 @@ def append(
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Raises:
         ValueError: a shape, dtype or backend that does not fit, with what would.
+        RuntimeError: a gradient is wanted.
     """
     name = check_append(pages, k, v, rope_cos, rope_sin, backend)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
@@ -94,22 +97,23 @@ def attention(
         float32, `-inf` in such rows.
     Raises:
         ValueError: a shape, dtype, option or backend that does not fit, with what would.
+        RuntimeError: a gradient is wanted.
     """
     _check_tokens(q, pages)
     max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim:
-        raise ValueError(
-            f"q must be [T, num_q_heads, {pages.head_dim}] with num_q_heads a multiple of {pages.num_kv_heads}; got {tuple(q.shape)}"
-        )
+    _, num_q_heads, q_dim = q.shape
+    _, num_kv_heads, _, head_dim = pages.k.shape
+    if num_q_heads % num_kv_heads or q_dim != head_dim:
+        raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window counts the visible keys of a causal query, so it needs causal=True and window >= 1; got {window}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must be [{q.shape[1]}], one logit per query head; got {tuple(sinks.shape)}")
+    if sinks is not None and sinks.shape != (num_q_heads,):
+        raise ValueError(f"sinks must be [{num_q_heads}], one logit per query head; got {tuple(sinks.shape)}")
     if leftpad_k is not None and leftpad_k.shape != (pages.num_seqs,):
         raise ValueError(f"leftpad_k must be [{pages.num_seqs}], one count per sequence; got {tuple(leftpad_k.shape)}")
-    scale = 1 / math.sqrt(pages.head_dim) if softmax_scale is None else softmax_scale
+    scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     out, lse = torch.ops.fp8attn.attention(
         q, *pages.tensors, cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k,
         _resolve(backend, q),
@@ -133,16 +137,21 @@ def check_append(pages: KVPages, k, v, rope_cos, rope_sin, backend: str) -> str:
     return _resolve(backend, k)
 
 
+_selected = cache(select_backend)  # a machine does not change
+
+
 def _resolve(backend: str, x: torch.Tensor) -> str:
     """The backend's name, or `backend` itself while Dynamo traces, which cannot look at the machine: then the op resolves it."""
-    return backend if torch.compiler.is_compiling() else select_backend(backend, x.device, x.dtype)
+    return backend if torch.compiler.is_compiling() else _selected(backend, x.device, x.dtype)
 
 
 def _check_tokens(x: torch.Tensor, pages: KVPages) -> None:
     if x.dim() != 3 or x.stride(-1) != 1:
         raise ValueError(f"tokens must be [T, heads, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
-    if x.device != pages.device:
+    if x.device != pages.k.device:
         raise ValueError(f"the cache is on {pages.device} and the tokens are on {x.device}; move one of them")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("no gradient flows through FP8 pages, which are for inference. Use torch.no_grad() or torch.inference_mode()")
 
 
 def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: str, max_name: str) -> int:
@@ -172,42 +181,55 @@ def _fix_means(pages: KVPages, k, v, cu_seqlens, max_seqlen, cos, sin, interleav
         mean.copy_(torch.where(empty, shrunk_mean(x.unflatten(0, shape), lengths), mean))
 
 
-_STATE = ("k_pages", "v_pages", "k_scale", "v_scale")  # what append changes besides the lengths
+# The torch ops. `torch.library.custom_op` would wrap each in Python kernels for autograd, aliasing and version counters: 25 to 90 us a
+# call. They would have no work: `_check_tokens` refuses gradients, nothing returned is an alias, and no graph saves pages for a backward
+# pass.
+
+_LIBRARY = torch.library.Library("fp8attn", "DEF")
 
 
-@torch.library.custom_op("fp8attn::append", mutates_args=_STATE)
+def _register(schema: str, implementation: Callable, fake: Callable) -> None:
+    name = schema[: schema.index("(")]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8attn::{name}", fake, lib=_LIBRARY)
+
+
 def _append(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor,
-    k_mean: torch.Tensor, v_mean: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
-    backend: str,
+    k, v, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, cu_seqlens, max_seqlen, rope_cos, rope_sin,
+    rope_interleaved, static_scales, backend,
 ) -> None:  # fmt: skip
     pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
-    append_kernel(select_backend(backend, k.device, k.dtype))(
+    append_kernel(_selected(backend, k.device, k.dtype))(
         pages, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
         rope_interleaved=rope_interleaved, static_scales=static_scales,
     )  # fmt: skip
 
 
-@_append.register_fake
-def _(*args) -> None:
-    return None
+_register(
+    "append(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!) k_scale, Tensor(d!) v_scale, Tensor k_mean, "
+    "Tensor v_mean, Tensor page_table, Tensor cache_seqlens, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? rope_cos, Tensor? rope_sin, "
+    "bool rope_interleaved, bool static_scales, str backend) -> ()",
+    _append,
+    lambda *args: None,
+)
 
 
-@torch.library.custom_op("fp8attn::attention", mutates_args=())
 def _attention(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor,
-    k_mean: torch.Tensor, v_mean: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_q: int, causal: bool, softmax_scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None, backend: str,
+    q, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, causal, softmax_scale,
+    window, softcap, sinks, leftpad_k, backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
-    return attention_kernel(select_backend(backend, q.device, q.dtype))(
+    return attention_kernel(_selected(backend, q.device, q.dtype))(
         q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
         softcap=softcap, sinks=sinks, leftpad_k=leftpad_k,
     )  # fmt: skip
 
 
-@_attention.register_fake
-def _(q, *args) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+_register(
+    "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor k_scale, Tensor v_scale, Tensor k_mean, Tensor v_mean, Tensor page_table, "
+    "Tensor cache_seqlens, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, float softcap, "
+    "Tensor? sinks, Tensor? leftpad_k, str backend) -> (Tensor, Tensor)",
+    _attention,
+    lambda q, *args: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
+)

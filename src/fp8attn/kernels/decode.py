@@ -15,11 +15,14 @@ is combined, in order, by the last of them to finish.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ..layout import PAGE_SIZE, KVPages
-from .gluon import TensorDescriptor, aggregate, fetch, gl, gluon, mbarrier, mma_v2, reinterpret, sync
+from .gluon import aggregate, fetch, gl, gluon, mbarrier, mma_v2, reinterpret, sync
+from .launch import Constants, Tiles, current_stream, launch
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
 STATE_SIZE = 1024  # counters of a call, at most
@@ -645,39 +648,78 @@ class Launch:
         """Under warp specialisation every register must be spoken for, so `maxnreg` is the SM's 65536 over all its threads."""
         return {"num_warps": WARPS, "maxnreg": min(65536 // (self.ctas_per_sm * 2 * WARPS * 32), 248)}
 
-    def blocks(self) -> tuple[list[int], list[int]]:
+    def blocks(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """What one TMA copy brings of K and of V."""
-        return [PAGE_SIZE, self.width], [self.head_dim & -self.head_dim, PAGE_SIZE]
+        return (PAGE_SIZE, self.width), (self.head_dim & -self.head_dim, PAGE_SIZE)
 
 
-_counters: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
+class Plan(NamedTuple):
+    """What the host works out of a problem's shape, once."""
+
+    workers: int
+    grid: tuple[int]
+    plane: int  # rows of partial results: two a range at most, of a head that began before it and of one that ends after it
+    k_block: tuple[int, int]
+    v_block: tuple[int, int]
+    constants: Constants
 
 
-def _state(device: torch.device) -> torch.Tensor:
-    """Counters for a call: zero before it, and it leaves them zero.
+@lru_cache(maxsize=4096)
+def plan(device: torch.device, num_sms: int, heads: int, *shape) -> Plan:
+    """The plan for `Launch(*shape)` and `heads` heads of all sequences together."""
+    launch = Launch(*shape)
+    workers = launch.workers(num_sms, heads)
+    constants = Constants(device, **launch.constants(), **launch.options())
+    return Plan(workers, (workers * launch.tiles,), 2 * workers * launch.tiles * launch.rows, *launch.blocks(), constants)
 
-    Calls on one stream follow each other and share theirs. A CUDA graph keeps those of the stream it was captured on: two graphs captured
-    on one stream must not be replayed at the same time (cuBLAS's workspaces in PyTorch have the same rule).
+
+class Scratch(NamedTuple):
+    """What calls on one stream, which follow one another, have in common."""
+
+    counters: torch.Tensor  # `[STATE_SIZE]` int32: zero before a call, and it leaves them zero
+    parts: torch.Tensor  # float32, outputs of parts of heads: room for any plan's
+    sums: torch.Tensor  # float32, their maxima, sums and offsets
+
+
+_counters: dict[int, torch.Tensor] = {}  # by device
+_scratches: dict[tuple[int, int], Scratch] = {}  # by device and stream
+
+
+def _scratch(device: torch.device) -> Scratch:
+    """The scratch memory of the current stream.
+
+    A CUDA graph keeps that of the stream it was captured on: two graphs captured on one stream must not be replayed at the same time
+    (cuBLAS's workspaces in PyTorch have the same rule).
     """
-    if device not in _counters:
-        if torch.cuda.is_current_stream_capturing():  # nothing that a graph allocates may outlive it; it will zero these itself
-            return torch.zeros(STATE_SIZE, dtype=torch.int32, device=device)
-        _counters[device] = torch.zeros(STREAMS, STATE_SIZE, dtype=torch.int32, device=device), {}
-        torch.cuda.synchronize(device)  # other streams will use their rows
-    counters, rows = _counters[device]
-    return counters[rows.setdefault(torch.cuda.current_stream(device).cuda_stream, len(rows) % STREAMS)]
+    index = device.index
+    scratch = _scratches.get((index, current_stream(device)))
+    if scratch is None:
+        rows = 2 * 16 * 2 * _num_sms(device)  # 2 parts a range, 16 rows, 2 CTAs an SM (at head_dim 256 one)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if index not in _counters and not capturing:
+            _counters[index] = torch.zeros(STREAMS, STATE_SIZE, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # other streams will use their rows
+        parts = torch.empty(rows * 128, dtype=torch.float32, device=device)
+        sums = torch.empty(rows * 3, dtype=torch.float32, device=device)
+        if capturing:  # nothing that a graph allocates may outlive it; it will zero these itself
+            return Scratch(torch.zeros(STATE_SIZE, dtype=torch.int32, device=device), parts, sums)
+        used = sum(of == index for of, _ in _scratches)
+        scratch = _scratches[index, current_stream(device)] = Scratch(_counters[index][used % STREAMS], parts, sums)
+    return scratch
 
 
+@lru_cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
     """Why this kernel does not take these queries; None if it does."""
-    group = q.shape[1] // pages.num_kv_heads
+    num_pages, heads, _, head_dim = pages.k.shape
+    group = q.shape[1] // heads
     if max_seqlen_q * group > MAX_ROWS:
         return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
-    if pages.num_pages * pages.num_kv_heads * max(PAGE_SIZE, pages.head_dim) >= 2**31:
+    if num_pages * heads * max(PAGE_SIZE, head_dim) >= 2**31:
         return "the pool is too large for TMA's 32-bit coordinates"
     return None
 
@@ -696,31 +738,31 @@ def attention(
     leftpad_k: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` for up to 128 rows (query tokens x GQA group) a sequence: one launch, nothing read back to the host."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if not q.numel() or not pages.num_pages:
+    device = q.device
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_pages, heads, _, _ = pages.k.shape
+    num_seqs = pages.page_table.shape[0]
+    out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=q.dtype, device=device)
+    lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device)
+    if not num_tokens or not num_pages:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
-    heads, head_dim = pages.num_kv_heads, pages.head_dim
-    group = q.shape[1] // heads
-    launch = Launch(
-        head_dim, group, max_seqlen_q * group, pages.num_seqs, causal=causal and max_seqlen_q > 1, ragged=cu_seqlens_q is not None,
-        window=window > 0, softcap=softcap > 0, sinks=sinks is not None, leftpad=leftpad_k is not None,
+    group = num_q_heads // heads
+    workers, grid, plane, k_block, v_block, constants = plan(
+        device, _num_sms(device), heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1,
+        cu_seqlens_q is not None, window > 0, softcap > 0, sinks is not None, leftpad_k is not None,
     )  # fmt: skip
-    workers = launch.workers(_num_sms(q.device), heads * pages.num_seqs)
-    # Two parts a range at most: of a head that began before it, and of one that ends after it.
-    parts = 2 * workers * launch.tiles * launch.rows
-    part = torch.empty(parts * (launch.width + 3), dtype=torch.float32, device=q.device)
-    k_desc, v_desc = (
-        TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
-        for x, block in zip((pages.k, pages.v), launch.blocks(), strict=True)
-    )
-    none = pages.cache_seqlens  # stands in for what is not given and not read
-    with torch.cuda.device(q.device):
-        decode[(workers * launch.tiles,)](
-            q, q.stride(0), q.stride(1), k_desc, v_desc, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table,
-            pages.page_table.stride(0), pages.cache_seqlens, none if cu_seqlens_q is None else cu_seqlens_q,
-            none if leftpad_k is None else leftpad_k, none if sinks is None else sinks, out, lse, part, part[parts * launch.width :], parts,
-            _state(q.device), pages.num_seqs, heads, max_seqlen_q, q.shape[0], window, workers, float(softmax_scale),
-            softcap * LOG2E.value, **launch.constants(), **launch.options(),
-        )  # fmt: skip
+    scratch = _scratch(device)
+    k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths = pages.tensors
+    stride_t, stride_h, _ = q.stride()
+    args = (
+        q, stride_t, stride_h,
+        Tiles(k_pages, (num_pages * heads * PAGE_SIZE, head_dim), (head_dim, 1), k_block),
+        Tiles(v_pages, (num_pages * heads * head_dim, PAGE_SIZE), (PAGE_SIZE, 1), v_block),
+        k_scale, v_scale, k_mean, v_mean, table, table.stride(0), lengths,
+        # The lengths stand in for what is not given and not read.
+        lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
+        out, lse, scratch.parts, scratch.sums, plane, scratch.counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
+        float(softmax_scale), softcap * LOG2E.value,
+    )  # fmt: skip
+    launch(decode, grid, args, constants)
     return out, lse

@@ -6,6 +6,7 @@ Written for Triton 3.6 (the one in PyTorch 2.11); what differs in a newer releas
 
 from __future__ import annotations
 
+import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,10 +21,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import PropagateNan
 from triton.language.core import _aggregate as aggregate
 
+from ..layout import FP8
+
 __all__ = [
     "TensorDescriptor",
     "advance",
     "aggregate",
+    "describe",
     "fence_async_shared",
     "fetch",
     "gl",
@@ -45,6 +49,14 @@ _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinter
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 # sync(): wait for the other threads of this partition, and see what they wrote to shared memory.
 sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+
+
+def describe(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
+    """The descriptor of `launch.Tiles`."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[x.dtype])
+    return TensorDescriptor(x, list(shape), list(strides), list(block), layout)
 
 
 @gluon.jit

@@ -12,14 +12,13 @@ feeds them by TMA. Registers, not shared memory, are what is short: comments say
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ..layout import FP8, KVPages
 from .gluon import (
-    TensorDescriptor,
     advance,
     fence_async_shared,
     fetch,
@@ -33,6 +32,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .launch import Constants, Tiles, current_stream, launch
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
@@ -714,8 +714,7 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
 # The launch
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """How the kernel is cut for one (padded) head_dim; measured, see docs/kernels.md."""
 
     warpgroups: int
@@ -729,7 +728,6 @@ SHAPES = {64: Shape(3, 3, 2, 160, 24), 128: Shape(2, 3, 1, 240, 24), 256: Shape(
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
 NO_WINDOW = 1 << 30
-GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
 
 
 def attention(
@@ -755,39 +753,49 @@ def attention(
     Returns:
         `out [T, num_q_heads, head_dim]` in q's dtype (bfloat16 for FP8 queries) and `lse [T, num_q_heads]` float32.
     """
+    device = q.device
     tokens, num_q_heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=torch.bfloat16 if q.dtype == FP8 else q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    num_pages, num_kv_heads, _, _ = pages.k.shape
+    table = pages.page_table
+    num_seqs, table_width = table.shape
+    out = torch.empty(tokens, num_q_heads, head_dim, dtype=torch.bfloat16 if q.dtype == FP8 else q.dtype, device=device)
+    lse = torch.empty(tokens, num_q_heads, dtype=torch.float32, device=device)
     if not tokens or not num_q_heads:
         return out, lse
-    if not pages.num_pages or not pages.page_table.shape[1]:  # no keys anywhere
+    if not num_pages or not table_width:  # no keys anywhere
         return out.zero_(), lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
     width = q.element_size()
-    if q.stride(2) != 1 or q.data_ptr() % 16 or any(stride * width % 16 for stride in q.stride()[:2]):
+    stride_t, stride_h, stride_d = q.stride()
+    if stride_d != 1 or q.data_ptr() % 16 or stride_t * width % 16 or stride_h * width % 16:
         q = q.contiguous()  # TMA counts in 16 bytes
+        stride_t, stride_h, _ = q.stride()
     padded = PADDED[head_dim]
     shape = SHAPES[padded]
-    rows = shape.warpgroups * int(ROWS)
-    num_seqs, num_kv_heads = pages.num_seqs, pages.num_kv_heads
+    rows = shape.warpgroups * ROWS.value
     if cu_seqlens_q is None:
         items = num_seqs * num_q_heads * -(-max_seqlen_q // rows)
     else:  # at most: every sequence, and the rows behind the last, end in a block that is not full
         items = num_q_heads * (tokens // rows + num_seqs + 1)
-    q_layout, k_layout, v_layout = _layouts(padded, q.dtype)
-    table = pages.page_table if pages.page_table.stride(1) == 1 else pages.page_table.contiguous()
-    with torch.cuda.device(q.device):
-        _prefill[(min(items, _num_sms(q.device)),)](
-            TensorDescriptor(q, list(q.shape), list(q.stride()), [int(ROWS), 1, padded], q_layout),
-            TensorDescriptor.from_tensor(pages.k.view(-1, head_dim), [int(TILE), padded], k_layout),
-            TensorDescriptor.from_tensor(pages.v.view(-1, int(TILE)), [padded, int(TILE)], v_layout),
-            out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
-            None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(q.device),
-            tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0), int(causal), window or NO_WINDOW,
-            softmax_scale * math.log2(math.e), softcap * math.log2(math.e),
-            head_dim, padded, shape.warpgroups, shape.stages, shape.cubics, HEADS, bool(window) or leftpad_k is not None, bool(softcap),
-            shape.regs, shape.feed, num_warps=4,
-        )  # fmt: skip
+    args = (
+        Tiles(q, (tokens, num_q_heads, head_dim), (stride_t, stride_h, 1), (ROWS.value, 1, padded)),
+        Tiles(pages.k, (num_pages * num_kv_heads * TILE.value, head_dim), (head_dim, 1), (TILE.value, padded)),
+        Tiles(pages.v, (num_pages * num_kv_heads * head_dim, TILE.value), (TILE.value, 1), (padded, TILE.value)),
+        out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(device),
+        tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0), int(causal), window or NO_WINDOW,
+        softmax_scale * LOG2E.value, softcap * LOG2E.value,
+    )  # fmt: skip
+    constants = _constants(device, head_dim, shape, window > 0 or leftpad_k is not None, softcap > 0)
+    launch(_prefill, (min(items, _num_sms(device)),), args, constants)
     return out, lse
+
+
+@lru_cache
+def _constants(device: torch.device, head_dim: int, shape: Shape, bounded: bool, capped: bool) -> Constants:
+    return Constants(
+        device, DH=head_dim, D=PADDED[head_dim], WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS, LO=bounded,
+        CAP=capped, REGS=shape.regs, FEED=shape.feed, num_warps=4,
+    )  # fmt: skip
 
 
 @lru_cache
@@ -795,15 +803,7 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache
-def _layouts(padded: int, q_dtype: torch.dtype) -> tuple:
-    """Shared-memory layouts of a block of queries, a tile of K, a tile of V."""
-    default = gl.NVMMASharedLayout.get_default_for
-    fp8 = gl.float8e4nv
-    return default([int(ROWS), 1, padded], GLUON_TYPES[q_dtype]), default([int(TILE), padded], fp8), default([padded, int(TILE)], fp8)
-
-
-_counters: dict[tuple, torch.Tensor] = {}
+_counters: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
 def _counter(device: torch.device) -> torch.Tensor:
@@ -813,7 +813,7 @@ def _counter(device: torch.device) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    key = device.index, current_stream(device)
     if key not in _counters:
         _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return _counters[key]

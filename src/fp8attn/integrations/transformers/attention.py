@@ -146,32 +146,35 @@ def fp8_kv_attention(
 
 
 def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, sinks, keywords) -> torch.Tensor:
-    layer = f"layer {getattr(module, 'layer_idx', '?')} of {type(module).__name__} is in FP8"
     if dropout:
-        raise ValueError(f"{layer}, which is for inference, and dropout is {dropout}; call model.eval()")
-    unknown = sorted(name for name, value in keywords.items() if value is not None and value is not False and name not in _NEUTRAL)
+        raise ValueError(f"{_in_fp8(module)}, which is for inference, and dropout is {dropout}; call model.eval()")
+    unknown = [name for name, value in keywords.items() if name not in _NEUTRAL and value is not None and value is not False]
     if unknown:
         raise ValueError(
-            f"{layer} and is called with {', '.join(unknown)}, which fp8_kv cannot honour. Keep such layers in 16 bits "
+            f"{_in_fp8(module)} and is called with {', '.join(sorted(unknown))}, which fp8_kv cannot honour. Keep such layers in 16 bits "
             "(FP8Cache(config, skip_layers=[...])), or read the same cache dequantised: model.set_attn_implementation('sdpa' or 'eager')"
         )
     start = None
     if mask is not None:
         if mask.dtype != torch.int32:
             raise ValueError(
-                f"{layer}, which sees causally and past padding on the left, and this call asks for another mask {tuple(mask.shape)}: a "
-                "four-dimensional one; a two-dimensional one with holes (padding on the right that more tokens follow is one) or shorter "
-                "than the cache and the new tokens together; or one that the model makes for packed sequences, image blocks or prefixes. "
-                "Pad on the left (tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or read the same cache "
-                "dequantised, with any mask: model.set_attn_implementation('sdpa')"
+                f"{_in_fp8(module)}, which sees causally and past padding on the left, and this call asks for another mask "
+                f"{tuple(mask.shape)}: a four-dimensional one; a two-dimensional one with holes (padding on the right that more tokens "
+                "follow is one) or shorter than the cache and the new tokens together; or one that the model makes for packed sequences, "
+                "image blocks or prefixes. Pad on the left (tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or "
+                "read the same cache dequantised, with any mask: model.set_attn_implementation('sdpa')"
             )
         causal, start = True, mask[0, 0, 1] if mask.shape[2] == 2 else None
-    batch, _, length, _ = query.shape
+    batch, heads, length, head_dim = query.shape
     out = ops.attention(
         query.transpose(1, 2).flatten(0, 1), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,
         leftpad_k=start, backend=key.backend,
     )  # fmt: skip
-    return out.unflatten(0, (batch, length))
+    return out.view(batch, length, heads, head_dim)
+
+
+def _in_fp8(module) -> str:
+    return f"layer {getattr(module, 'layer_idx', '?')} of {type(module).__name__} is in FP8"
 
 
 def _mask_block(mask, causal: bool, q_length: int, kv_length: int, begin: int, stop: int, device) -> torch.Tensor | None:

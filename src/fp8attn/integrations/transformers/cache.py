@@ -32,6 +32,8 @@ class FP8Layer(CacheLayerMixin):
         index: the layer's number, for errors.
         config: the decoder's config; its attention implementation decides what `update` returns.
         max_cache_len: tokens to make room for, once and for all; None grows.
+        checks_room: whether this layer makes sure that new tokens fit into `max_cache_len`. One layer of a cache does so for all, which
+            grow together.
         scales, remove_means, backend: as `PagedKVCache` takes them.
     """
 
@@ -44,6 +46,7 @@ class FP8Layer(CacheLayerMixin):
         config: PreTrainedConfig,
         *,
         max_cache_len: int | None,
+        checks_room: bool,
         scales: LayerScales | None,
         remove_means: bool,
         backend: str,
@@ -52,6 +55,7 @@ class FP8Layer(CacheLayerMixin):
         self.index = index
         self.config = config
         self.max_cache_len = max_cache_len
+        self.checks_room = checks_room
         self.is_compileable = max_cache_len is not None
         self.scales = scales
         self.remove_means = remove_means
@@ -115,8 +119,8 @@ class FP8Layer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         pages = self.cache.pages
-        batch, _, length, head_dim = key_states.shape
-        if (batch, key_states.shape[1], head_dim) != (pages.num_seqs, pages.num_kv_heads, pages.head_dim):
+        batch, heads, length, head_dim = key_states.shape
+        if (batch, heads, head_dim) != (pages.num_seqs, pages.num_kv_heads, pages.head_dim):
             raise ValueError(
                 f"layer {self.index} of this cache holds {pages.num_seqs} sequences of {pages.num_kv_heads} heads of {pages.head_dim}; "
                 f"got K {tuple(key_states.shape)}. Use a new FP8Cache for another batch"
@@ -128,8 +132,9 @@ class FP8Layer(CacheLayerMixin):
         else:
             # Device state alone, so that this compiles once. Tokens past the reserved pages would overwrite others: stop there, as an
             # index out of range does.
-            fits = pages.cache_seqlens.max() + length <= self.max_cache_len
-            torch._assert_async(fits, "FP8Cache is full: make it with a larger max_cache_len")
+            if self.checks_room:
+                fits = pages.cache_seqlens.max() <= self.max_cache_len - length
+                torch._assert_async(fits, "FP8Cache is full: make it with a larger max_cache_len")
             fix_means = self.remove_means and self.scales is None and length > 1
             ops.append(pages, k, v, static_scales=self.scales is not None, fix_means=fix_means, backend=self.backend)
             total = self.max_cache_len
@@ -294,6 +299,7 @@ class FP8Cache(Cache):
                         index,
                         config,
                         max_cache_len=max_cache_len,
+                        checks_room=not any(isinstance(layer, FP8Layer) for layer in layers),
                         scales=None if scales is None else scales.layer(index),
                         remove_means=remove_means,
                         backend=backend,

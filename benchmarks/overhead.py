@@ -1,0 +1,140 @@
+"""What calls cost the CPU: an op, a launch, and a decode step of a transformers model that its GPU does not slow down.
+
+Microseconds of the host's time; the GPU has so little to do that its queue stays empty. Rows go to results/h100/overhead.json.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+import fp8attn
+from fp8attn import PagedKVCache
+from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.kernels import decode
+from fp8attn.kernels.launch import Tiles
+
+from .results import write
+
+SOURCES = (
+    "src/fp8attn/kernels", "src/fp8attn/integrations/transformers", "src/fp8attn/ops.py", "src/fp8attn/cache.py", "src/fp8attn/backends.py",
+    "benchmarks/overhead.py",
+)  # fmt: skip
+CALLS, REPEATS = 400, 7
+STEPS = 20
+PROMPT = 2048
+# Llama-3.1-8B's layers, but for narrow MLPs and a small vocabulary: as many calls, and less for the GPU to do.
+SHAPE = dict(
+    hidden_size=4096, intermediate_size=1024, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    vocab_size=1024, max_position_embeddings=8192, rope_theta=500000.0,
+)  # fmt: skip
+
+
+def microseconds(call: Callable, calls: int = CALLS) -> float:
+    """Host time of a call that does not wait for the GPU: the least of several means."""
+    for _ in range(10):
+        call()
+    means = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        means.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return min(means)
+
+
+def waited(call: Callable, calls: int) -> float:
+    """Time of a call and of what it started, in microseconds: the median."""
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return sorted(times)[len(times) // 2]
+
+
+def tokens(count: int, heads: int) -> torch.Tensor:
+    return torch.randn(count, heads, 128, dtype=torch.bfloat16, device="cuda")
+
+
+def ops() -> list[dict]:
+    """The public ops on four sequences of 300 tokens, checks and all."""
+    cache = PagedKVCache(8, 128, num_seqs=4, device="cuda")
+    cache.append(tokens(1200, 8), tokens(1200, 8))
+    cache.reserve(128 * 512)  # enough for every append below
+    pages, q, prompt, k, v = cache.pages, tokens(4, 32), tokens(256, 32), tokens(4, 8), tokens(4, 8)
+    for x, bound in ((q, 2e-3), (prompt, 5e-2)):  # right, the ordinary launch and the direct ones
+        want = fp8attn.attention(x, pages, backend="reference").float()
+        for _ in range(3):
+            error = float((fp8attn.attention(x, pages).float() - want).norm() / want.norm())
+            assert error < bound, f"attention of {len(x)} queries is {error:.1e} off"
+    launches = []
+    ordinary, decode.launch = decode.launch, lambda *arguments: launches.append(arguments)
+    fp8attn.attention(q, pages)
+    decode.launch = ordinary
+    [(kernel, grid, arguments, constants)] = launches
+    given = [x.descriptor() if isinstance(x, Tiles) else x for x in arguments]
+    query, key = q[:1, :, None], torch.randn(1, 8, 300, 128, dtype=torch.bfloat16, device="cuda").repeat_interleave(4, 1)
+    return [
+        dict(case="attention of 1 query", impl="fp8attn", us=microseconds(lambda: fp8attn.attention(q, pages))),
+        dict(case="attention of 64 queries", impl="fp8attn", us=microseconds(lambda: fp8attn.attention(prompt, pages))),
+        dict(case="append of 1 token", impl="fp8attn", us=microseconds(lambda: fp8attn.append(pages, k, v))),
+        dict(case="launch", impl="fp8attn", us=microseconds(lambda: ordinary(kernel, grid, arguments, constants))),
+        dict(case="launch", impl="triton", us=microseconds(lambda: kernel[grid](*given, **constants))),
+        dict(
+            case="attention of 1 query", impl="torch-sdpa",
+            us=microseconds(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, key)),
+        ),
+        dict(case="relu", impl="torch", us=microseconds(lambda: torch.relu(k))),
+    ]  # fmt: skip
+
+
+def model_steps() -> list[dict]:
+    """A prompt of 2,048 tokens and a decode step behind it, batch 1, uncompiled: the wall time."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa").eval()
+        torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, SHAPE["vocab_size"], (1, PROMPT), device="cuda")
+    rows = []
+    for impl, attention, make in (
+        ("bf16-dynamic", "sdpa", lambda: DynamicCache(config=model.config)),
+        ("bf16-static", "sdpa", lambda: StaticCache(config=model.config, max_cache_len=2 * PROMPT)),
+        ("fp8attn-dynamic", "fp8_kv", lambda: FP8Cache(model.config)),
+        ("fp8attn-static", "fp8_kv", lambda: FP8Cache(model.config, max_cache_len=2 * PROMPT)),
+    ):
+        model.set_attn_implementation(attention)
+        caches = []
+
+        def prefill(make=make, caches=caches):
+            caches[:] = [make()]
+            model(ids, past_key_values=caches[0], use_cache=True, logits_to_keep=1)
+
+        prefill()
+        rows.append(dict(case=f"prefill of {PROMPT}", impl=impl, us=waited(prefill, 5)))
+        step = lambda caches=caches: model(ids[:, :1], past_key_values=caches[0], use_cache=True)  # noqa: E731
+        for _ in range(3):
+            step()
+        rows.append(dict(case="decode step", impl=impl, us=waited(step, STEPS)))
+    return rows
+
+
+@torch.inference_mode()
+def main() -> None:
+    rows = ops() + model_steps()
+    for row in rows:
+        print(row, flush=True)
+    write("results/h100/overhead.json", rows, SOURCES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

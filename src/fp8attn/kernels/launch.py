@@ -1,0 +1,195 @@
+"""Launching a Triton kernel in a few microseconds of the CPU's time.
+
+`kernel[grid](...)` finds out anew on every call what it found out before: it binds the arguments, specialises each on its type and
+alignment, makes a key of them and of the options, looks the compiled kernel up, and encodes a tensor map for every descriptor. `launch`
+does so once per `Constants`. From then on it checks that the arguments are such as the kernel was compiled for, and hands them to Triton's
+launcher in C.
+
+This is the one place that knows that launcher, which is Triton's own affair: what it takes is written down here for the versions in
+`_LAUNCHERS`, and every other Triton launches the ordinary way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from inspect import getclosurevars, isfunction
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime import driver
+
+
+class Tiles(NamedTuple):
+    """A kernel argument: blocks of a tensor that TMA copies to and from the default layout of shared memory.
+
+    Attributes:
+        x: the tensor; its first element lies at a multiple of 16 bytes.
+        shape, strides: how TMA sees it, in elements.
+        block: what one copy brings.
+    """
+
+    x: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    def descriptor(self) -> Any:
+        """As Triton takes it."""
+        from .gluon import describe
+
+        return describe(self.x, self.shape, self.strides, self.block)
+
+
+class Constants(dict):
+    """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
+
+    Make them once and keep them: what was compiled for them stays with them.
+    """
+
+    def __init__(self, device: torch.device, **constants: Any) -> None:
+        super().__init__(constants)
+        self.device = device
+        self.compiled: Compiled | None = None
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel, and the arguments it was compiled for by their positions."""
+
+    call: Callable[..., None]  # (x, y, z, stream, values)
+    pointers: tuple[tuple[int, torch.dtype], ...]  # tensors whose addresses are multiples of 16
+    absent: tuple[int, ...]  # None
+    numbers: tuple[tuple[int, bool], ...]  # int32 that Triton specialises on: whether they are multiples of 16 (and none is 1)
+    tiles: tuple[tuple[int, torch.dtype, Callable], ...]  # descriptors, from the last to the first, and what encodes them
+    constants: tuple[None, ...]  # stand where the constexpr parameters do, which are compiled in
+
+    def values(self, args: Sequence) -> list | None:
+        """What the launcher takes for `args`; None if the kernel was compiled for others."""
+        values = list(args)
+        bits = 0
+        for i, dtype in self.pointers:
+            x = values[i]
+            if x is None or x.dtype is not dtype:
+                return None
+            values[i] = address = x.data_ptr()
+            bits |= address
+        if bits & 15:
+            return None
+        for i in self.absent:
+            if values[i] is not None:
+                return None
+        for i, aligned in self.numbers:
+            x = values[i]
+            if (x & 15 == 0) is not aligned or x == 1 or x >= 2**31:
+                return None
+        for i, dtype, encode in self.tiles:
+            x, shape, strides, _ = values[i]
+            if x.dtype is not dtype:
+                return None
+            values[i : i + 1] = encode(x.data_ptr(), shape, strides)
+        values += self.constants
+        return values
+
+
+def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Constants) -> None:
+    """`kernel[grid](*args, **constants)` on the current stream of `constants.device`.
+
+    Args:
+        kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last.
+        grid: up to three numbers of programs.
+        args: the run-time arguments, all of them, on that device.
+        constants: the others.
+    """
+    compiled, index = constants.compiled, constants.device.index
+    hook = knobs.runtime.launch_enter_hook  # a profiler's, which Triton calls
+    if compiled is not None and not getattr(hook, "calls", hook) and driver.active.get_current_device() == index:
+        values = compiled.values(args)
+        if values is not None:
+            x, y, z = (*grid, 1, 1)[:3]
+            compiled.call(x, y, z, driver.active.get_current_stream(index), values)
+            return
+    given = [x.descriptor() if isinstance(x, Tiles) else x for x in args]
+    with torch.accelerator.device_index(index):
+        done = kernel[grid](*given, **constants)
+    if compiled is None and isinstance(kernel, triton.JITFunction):
+        constants.compiled = _learn(kernel, done, args)
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the stream on which `launch` launches."""
+    return driver.active.get_current_stream(device.index)
+
+
+def _learn(kernel: triton.JITFunction, done: Any, args: Sequence) -> Compiled | None:
+    """What `kernel`, just launched with `args`, was compiled for; None where that is more than `Compiled` says."""
+    launcher = _LAUNCHERS.get(triton.__version__.rpartition(".")[0])
+    params, run = kernel.params, done.run
+    if launcher is None or type(run).__module__ != "triton.backends.nvidia.driver":
+        return None
+    special = run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False)
+    if special or not all(param.is_constexpr for param in params[len(args) :]):
+        return None
+    metas = iter(done.metadata.tensordesc_meta or ())
+    pointers, absent, numbers, tiles = [], [], [], []
+    for i, x in enumerate(args):
+        if isinstance(x, Tiles):
+            tiles.append((i, x.x.dtype, _encoder(next(metas))))
+        elif isinstance(x, torch.Tensor):
+            if x.data_ptr() % 16:
+                return None
+            pointers.append((i, x.dtype))
+        elif x is None:
+            absent.append(i)
+        elif isinstance(x, int) and not params[i].do_not_specialize:
+            if x == 1 or not 0 <= x < 2**31:
+                return None
+            numbers.append((i, x % 16 == 0))
+    constants = (None,) * (len(params) - len(args))
+    return Compiled(launcher(done), tuple(pointers), tuple(absent), tuple(numbers), tuple(reversed(tiles)), constants)
+
+
+def _encoder(meta: dict[str, Any]) -> Callable[[int, tuple, tuple], list]:
+    """What makes a tensor map, and the numbers that follow it, of an address, a shape and strides: the same ones again and again."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    unused = (None,) * (make_tensordesc_arg.__code__.co_argcount - 2)  # newer versions have one
+
+    @lru_cache(maxsize=1024)
+    def encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list:
+        # No tensor is kept: it would keep its memory.
+        base = SimpleNamespace(data_ptr=lambda: address)
+        descriptor = SimpleNamespace(base=base, shape=list(shape), strides=list(strides), padding="zero", round_f32_to_tf32=False)
+        return make_tensordesc_arg(descriptor, meta, *unused)
+
+    return encode
+
+
+def _launcher_3_6(done: Any) -> Callable[..., None]:
+    run, function = done.run, done.function
+    c = getclosurevars(run.launch).nonlocals["launcher"] if isfunction(run.launch) else run.launch  # the function expands descriptors
+    rest = run.launch_cooperative_grid, run.launch_pdl, None, None, done.packed_metadata, None, None, None
+
+    def call(x: int, y: int, z: int, stream: int, values: list) -> None:
+        c(x, y, z, stream, function, *rest, *values)
+
+    return call
+
+
+def _launcher_3_9(done: Any) -> Callable[..., None]:
+    run, function, c = done.run, done.function, driver.active.utils.launch
+    rest = (
+        run.launch_cooperative_grid, run.launch_pdl, done.packed_metadata, None, None, None, None, None, run.arg_annotations,
+        run.kernel_signature,
+    )  # fmt: skip
+
+    def call(x: int, y: int, z: int, stream: int, values: list) -> None:
+        c(x, y, z, stream, function, *rest, values)
+
+    return call
+
+
+# By Triton's version: the launcher of a compiled kernel.
+_LAUNCHERS = {"3.6": _launcher_3_6, "3.9": _launcher_3_9}

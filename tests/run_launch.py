@@ -1,0 +1,125 @@
+"""Launches a kernel the ordinary way and then directly (`kernels.launch`) on a libcuda that only notes what it is given; prints JSON.
+
+A process of its own (`test_launch.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
+
+    python tests/run_launch.py FOLDER_WITH_LIBCUDA
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+FOLDER = Path(sys.argv[1])
+os.environ["TRITON_LIBCUDA_PATH"] = str(FOLDER)
+STUB = ctypes.CDLL(FOLDER / "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
+
+from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
+from fp8attn.kernels.launch import Constants, Tiles, launch  # noqa: E402
+from fp8attn.layout import FP8  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Driver(CudaDriver):
+    """Triton's own, on a machine with one Hopper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.get_device_capability = lambda device=0: (9, 0)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 7
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@gluon.jit(do_not_specialize=["count"])
+def kernel(x_ptr, stride, k_desc, absent_ptr, v_desc, y_ptr, count, scale, D: gl.constexpr, FLAG: gl.constexpr):
+    i = gl.arange(0, D, gl.BlockedLayout([1], [32], [4], [0]))
+    x = gl.load(x_ptr + i * stride, mask=i < count)
+    gl.store(y_ptr + i, x * scale + k_desc.shape[0].to(gl.float32) + v_desc.shape[0].to(gl.float32), mask=i < count)
+
+
+def noted(compiled) -> dict:
+    """What the last launch was given."""
+    parameters = (ctypes.c_ubyte * 128 * 64).in_dll(STUB, "stub_parameters")
+    return {
+        "grid": list((ctypes.c_uint * 3).in_dll(STUB, "stub_grid")),
+        "parameters": [bytes(parameters[i])[:size].hex() for i, size in enumerate(sizes(compiled))],
+    }
+
+
+def sizes(compiled) -> list[int]:
+    """Bytes of the parameters of a compiled kernel."""
+    declared = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)[1]
+    bytes_of = {"u64": 8, "b64": 8, "u32": 4, "b32": 4, "f32": 4}
+    return [int(n) if n else bytes_of[kind] for kind, n in re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[]*(?:\[(\d+)\])?", declared)]
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    torch.accelerator.device_index = lambda index: contextlib.nullcontext()
+    ordinary = []
+    compiled = {}
+    run = type(kernel).run
+
+    def counted(self, *args, **options):
+        ordinary.append(1)
+        compiled["last"] = run(self, *args, **options)
+        return compiled["last"]
+
+    type(kernel).run = counted
+    pool = torch.zeros(4, 2, 128, 64, dtype=torch.uint8).view(FP8)
+    x, y = torch.zeros(256), torch.zeros(256)
+
+    def arguments(**changed) -> list:
+        given = {
+            "x": x, "stride": 16, "k": Tiles(pool, (1024, 64), (64, 1), (128, 64)), "absent": None,
+            "v": Tiles(pool, (512, 128), (128, 1), (64, 128)), "y": y, "count": 77, "scale": 0.5,
+        }  # fmt: skip
+        return list((given | changed).values())
+
+    def done(constants: Constants, args: list) -> dict:
+        before = len(ordinary)
+        launch(kernel, (3, 2), args, constants)
+        return noted(compiled["last"]) | {"ordinary": len(ordinary) > before}
+
+    constants = Constants(DEVICE, D=128, FLAG=True, num_warps=4)
+    launch(kernel, (3, 2), arguments(), constants)
+    for i, size in enumerate(sizes(compiled["last"])):
+        (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[i] = size
+    twin = Tiles(pool.clone(), (1024, 64), (64, 1), (128, 64))
+    fresh = {"x": torch.ones(256), "y": torch.ones(256), "stride": 32, "count": 1, "scale": 2.0, "k": twin}
+    same = {"again": arguments(), "others of a kind": arguments(**fresh)}
+    others = {
+        "dtype": arguments(x=x.half()),
+        "address": arguments(x=x[1:]),
+        "stride": arguments(stride=3),
+        "stride 1": arguments(stride=1),
+        "wide stride": arguments(stride=2**32),
+        "present": arguments(absent=y),
+    }
+    rows = {}
+    for name, args in (same | others).items():
+        direct = done(constants, args)
+        rows[name] = {"direct": direct, "ordinary": done(Constants(DEVICE, **constants), args)}
+    hooked = []
+    knobs.runtime.launch_enter_hook.add(hooked.append)
+    rows["profiled"] = {"direct": done(constants, same["again"]), "hooks": len(hooked)}
+    print(json.dumps({"same": list(same), "others": list(others), "learned": constants.compiled is not None, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Direct launches hand the driver what Triton's own would: no GPU, but a libcuda that notes what it is given."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    if shutil.which("gcc") is None:
+        pytest.skip("the stub of libcuda needs gcc, as Triton's launchers do")
+    folder = tmp_path_factory.mktemp("stub")
+    include = Path(triton.__file__).parent / "backends/nvidia/include"
+    command = ["gcc", "-shared", "-fPIC", f"-I{include}", TESTS / "stub_cuda.c", "-o", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(command, check=True)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"LD_LIBRARY_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(TESTS.parent / "src")}
+    run = subprocess.run([sys.executable, TESTS / "run_launch.py", folder], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+def test_this_triton_is_known(launches):
+    assert launches["learned"], "kernels/launch.py does not know this Triton's launcher: launches cost 40 us instead of 10"
+
+
+def test_direct_launches_are_equal(launches):
+    for case in launches["same"]:
+        row = launches["rows"][case]
+        assert not row["direct"].pop("ordinary") and row["ordinary"].pop("ordinary")
+        assert row["direct"] == row["ordinary"] and row["direct"]["grid"] == [3, 2, 1], case
+
+
+def test_other_arguments_go_to_triton(launches):
+    """What the kernel was not compiled for: another type or alignment, an argument that was None, a profiler's hook to call."""
+    for case in launches["others"]:
+        assert launches["rows"][case]["direct"]["ordinary"], case
+    assert launches["rows"]["profiled"]["direct"]["ordinary"] and launches["rows"]["profiled"]["hooks"] == 1
