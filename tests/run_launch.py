@@ -110,6 +110,7 @@ def main() -> None:
         "stride 1": arguments(stride=1),
         "wide stride": arguments(stride=2**32),
         "present": arguments(absent=y),
+        "block": arguments(k=Tiles(pool, (1024, 64), (64, 1), (64, 64))),
     }
     rows = {}
     for name, args in (same | others).items():

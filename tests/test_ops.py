@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8attn
 from fp8attn import PagedKVCache, attention
@@ -94,6 +95,36 @@ def test_ops_change_what_they_say_and_nothing_else(cache):
     fp8attn.append(cache.pages, k, k.clone())
     changed = {name for name, after in bits().items() if not torch.equal(before[name], after)}
     assert changed == {"k", "v", "k_scale", "v_scale", "cache_seqlens"}
+
+
+def test_whoever_watches_sees_torch_ops(cache):
+    """Outside of modes and tracing the kernels are called as they are: the same bits, without the dispatcher."""
+
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k = torch.randn(4, 4, 64), torch.randn(4, 2, 64)
+    plain = attention(q, cache.pages)
+    with Watch():
+        torch.testing.assert_close(attention(q, cache.pages), plain, rtol=0, atol=0)
+        fp8attn.append(cache.pages, k, k)
+    assert {"fp8attn.attention.default", "fp8attn.append.default"} <= seen
+
+
+def test_gradients_are_refused(cache):
+    q, k = torch.randn(2, 4, 64, requires_grad=True), torch.randn(2, 2, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no gradient flows through FP8 pages"):
+        attention(q, cache.pages)
+    with pytest.raises(RuntimeError, match="no gradient flows through FP8 pages"):
+        cache.append(k, k)
+    with torch.no_grad():
+        cache.append(k, k)
+        assert not attention(q, cache.pages).requires_grad
+    assert cache.lengths == (11, 11)
 
 
 def test_a_step_compiles_whole_and_once(cache):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import append_kernel, attention_kernel, select_backend
 from .layout import KVPages
@@ -55,7 +56,14 @@ def append(
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
     if fix_means:
         _fix_means(pages, k, v, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved)
-    torch.ops.fp8attn.append(k, v, *pages.tensors, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, name)
+    options = dict(
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
+        static_scales=static_scales,
+    )  # fmt: skip
+    if _unobserved(k):
+        append_kernel(name)(pages, k, v, **options)
+    else:
+        torch.ops.fp8attn.append(k, v, *pages.tensors, *options.values(), name)
     pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
 
 
@@ -114,10 +122,15 @@ def attention(
     if leftpad_k is not None and leftpad_k.shape != (pages.num_seqs,):
         raise ValueError(f"leftpad_k must be [{pages.num_seqs}], one count per sequence; got {tuple(leftpad_k.shape)}")
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    out, lse = torch.ops.fp8attn.attention(
-        q, *pages.tensors, cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k,
-        _resolve(backend, q),
+    name = _resolve(backend, q)
+    options = dict(
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale, window=window or 0,
+        softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k,
     )  # fmt: skip
+    if _unobserved(q):
+        out, lse = attention_kernel(name)(q, pages, **options)
+    else:
+        out, lse = torch.ops.fp8attn.attention(q, *pages.tensors, *options.values(), name)
     return (out, lse) if return_lse else out
 
 
@@ -143,6 +156,11 @@ _selected = cache(select_backend)  # a machine does not change
 def _resolve(backend: str, x: torch.Tensor) -> str:
     """The backend's name, or `backend` itself while Dynamo traces, which cannot look at the machine: then the op resolves it."""
     return backend if torch.compiler.is_compiling() else _selected(backend, x.device, x.dtype)
+
+
+def _unobserved(x: torch.Tensor) -> bool:
+    """Whether nothing traces or intercepts torch ops now: then the kernel is called as it is. A torch op in Python costs 12 us more."""
+    return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
 def _check_tokens(x: torch.Tensor, pages: KVPages) -> None:
@@ -181,9 +199,9 @@ def _fix_means(pages: KVPages, k, v, cu_seqlens, max_seqlen, cos, sin, interleav
         mean.copy_(torch.where(empty, shrunk_mean(x.unflatten(0, shape), lengths), mean))
 
 
-# The torch ops. `torch.library.custom_op` would wrap each in Python kernels for autograd, aliasing and version counters: 25 to 90 us a
-# call. They would have no work: `_check_tokens` refuses gradients, nothing returned is an alias, and no graph saves pages for a backward
-# pass.
+# The torch ops, for `torch.compile` and whatever else traces. `torch.library.custom_op` would wrap each in Python kernels for autograd,
+# aliasing and version counters: 25 to 90 us a call. They would have no work: `_check_tokens` refuses gradients, nothing returned is an
+# alias, and no graph saves pages for a backward pass.
 
 _LIBRARY = torch.library.Library("fp8attn", "DEF")
 

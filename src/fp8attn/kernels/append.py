@@ -7,8 +7,6 @@ decode step writes single tokens and touches the older ones only where the page'
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ import triton.language as tl
 from ..layout import PAGE_SIZE, KVPages
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, to_e4m3
-from .launch import Constants, launch
+from .launch import constants, launch
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
 
@@ -213,21 +211,14 @@ def append(
         tile, num_warps = PAGE_SIZE, min(16, padded // 8)
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
     rope = rope_cos is not None
-    constants = _constants(k.device, head_dim, padded, rope_cos.shape[1] if rope else 0, rope_interleaved, static_scales, tile, num_warps)
     args = (
         k, v, pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean,
         pages.page_table, pages.cache_seqlens, cu_seqlens, rope_cos, rope_sin,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), rope_cos.stride(0) if rope else 0, rope_sin.stride(0) if rope else 0,
         pages.page_table.stride(0), max_seqlen, pages.num_kv_heads,
     )  # fmt: skip
-    launch(_append_kernel, (columns * pages.num_kv_heads * 2, pages.num_seqs), args, constants)
-
-
-@lru_cache
-def _constants(
-    device: torch.device, head_dim: int, padded: int, half: int, interleaved: bool, static: bool, tile: int, num_warps: int
-) -> Constants:
-    return Constants(
-        device, D=head_dim, DP=padded, HALF=half, INTERLEAVED=interleaved, STATIC=static, T=tile, NATIVE=is_native(device),
-        num_warps=num_warps, enable_fp_fusion=False,
+    given = constants(
+        "append", k.device, D=head_dim, DP=padded, HALF=rope_cos.shape[1] if rope else 0, INTERLEAVED=rope_interleaved,
+        STATIC=static_scales, T=tile, NATIVE=is_native(k.device), num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
+    launch(_append_kernel, (columns * pages.num_kv_heads * 2, pages.num_seqs), args, given)

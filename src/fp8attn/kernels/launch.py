@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 class Constants(dict):
     """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
 
-    Make them once and keep them: what was compiled for them stays with them.
+    What was compiled for them stays with them, so they must be kept: made by `constants`, or part of what is.
     """
 
     def __init__(self, device: torch.device, **constants: Any) -> None:
@@ -56,14 +56,22 @@ class Constants(dict):
         self.compiled: Compiled | None = None
 
 
+@lru_cache(maxsize=4096)
+def constants(kernel: str, device: torch.device, **values: Any) -> Constants:
+    """The same `Constants` for the same values; `kernel` tells apart kernels that have equal ones."""
+    return Constants(device, **values)
+
+
 class Compiled(NamedTuple):
     """A compiled kernel, and the arguments it was compiled for by their positions."""
 
+    kernel: triton.JITFunction
+    done: Any  # Triton's `CompiledKernel`, which holds what `call` calls
     call: Callable[..., None]  # (x, y, z, stream, values)
     pointers: tuple[tuple[int, torch.dtype], ...]  # tensors whose addresses are multiples of 16
     absent: tuple[int, ...]  # None
     numbers: tuple[tuple[int, bool], ...]  # int32 that Triton specialises on: whether they are multiples of 16 (and none is 1)
-    tiles: tuple[tuple[int, torch.dtype, Callable], ...]  # descriptors, from the last to the first, and what encodes them
+    tiles: tuple[tuple[int, torch.dtype, tuple, Callable], ...]  # descriptors from the last to the first, their blocks, what encodes them
     constants: tuple[None, ...]  # stand where the constexpr parameters do, which are compiled in
 
     def values(self, args: Sequence) -> list | None:
@@ -85,37 +93,38 @@ class Compiled(NamedTuple):
             x = values[i]
             if (x & 15 == 0) is not aligned or x == 1 or x >= 2**31:
                 return None
-        for i, dtype, encode in self.tiles:
-            x, shape, strides, _ = values[i]
-            if x.dtype is not dtype:
+        for i, dtype, block, encode in self.tiles:
+            x, shape, strides, size = values[i]
+            if x.dtype is not dtype or size != block:
                 return None
             values[i : i + 1] = encode(x.data_ptr(), shape, strides)
         values += self.constants
         return values
 
 
-def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Constants) -> None:
-    """`kernel[grid](*args, **constants)` on the current stream of `constants.device`.
+def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants) -> None:
+    """`kernel[grid](*args, **given)` on the current stream of `given.device`.
 
     Args:
         kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last.
         grid: up to three numbers of programs.
         args: the run-time arguments, all of them, on that device.
-        constants: the others.
+        given: the others.
     """
-    compiled, index = constants.compiled, constants.device.index
+    compiled, index = given.compiled, given.device.index
+    known = compiled is not None and compiled.kernel is kernel
     hook = knobs.runtime.launch_enter_hook  # a profiler's, which Triton calls
-    if compiled is not None and not getattr(hook, "calls", hook) and driver.active.get_current_device() == index:
+    if known and not getattr(hook, "calls", hook) and driver.active.get_current_device() == index:
         values = compiled.values(args)
         if values is not None:
             x, y, z = (*grid, 1, 1)[:3]
             compiled.call(x, y, z, driver.active.get_current_stream(index), values)
             return
-    given = [x.descriptor() if isinstance(x, Tiles) else x for x in args]
+    described = [x.descriptor() if isinstance(x, Tiles) else x for x in args]
     with torch.accelerator.device_index(index):
-        done = kernel[grid](*given, **constants)
-    if compiled is None and isinstance(kernel, triton.JITFunction):
-        constants.compiled = _learn(kernel, done, args)
+        done = kernel[grid](*described, **given)
+    if not known and isinstance(kernel, triton.JITFunction):
+        given.compiled = _learn(kernel, done, args)
 
 
 def current_stream(device: torch.device) -> int:
@@ -136,7 +145,7 @@ def _learn(kernel: triton.JITFunction, done: Any, args: Sequence) -> Compiled | 
     pointers, absent, numbers, tiles = [], [], [], []
     for i, x in enumerate(args):
         if isinstance(x, Tiles):
-            tiles.append((i, x.x.dtype, _encoder(next(metas))))
+            tiles.append((i, x.x.dtype, x.block, _encoder(next(metas))))
         elif isinstance(x, torch.Tensor):
             if x.data_ptr() % 16:
                 return None
@@ -147,8 +156,8 @@ def _learn(kernel: triton.JITFunction, done: Any, args: Sequence) -> Compiled | 
             if x == 1 or not 0 <= x < 2**31:
                 return None
             numbers.append((i, x % 16 == 0))
-    constants = (None,) * (len(params) - len(args))
-    return Compiled(launcher(done), tuple(pointers), tuple(absent), tuple(numbers), tuple(reversed(tiles)), constants)
+    rest = (None,) * (len(params) - len(args))
+    return Compiled(kernel, done, launcher(done), tuple(pointers), tuple(absent), tuple(numbers), tuple(reversed(tiles)), rest)
 
 
 def _encoder(meta: dict[str, Any]) -> Callable[[int, tuple, tuple], list]:

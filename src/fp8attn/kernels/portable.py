@@ -27,6 +27,7 @@ import triton.language as tl
 
 from ..layout import PAGE_SIZE, KVPages
 from .fp8 import from_e4m3, is_native, round_to
+from .launch import constants, launch
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -400,10 +401,10 @@ def attention(
     if not num_tokens:
         return out, lse
     group = num_q_heads // pages.num_kv_heads
-    padded = triton.next_power_of_2(head_dim)
+    padded = 1 << (head_dim - 1).bit_length()
     sms, shared_memory = _device(device)
     rows, tile, key_warps, num_warps, num_stages = config(head_dim, max_seqlen_q * group, shared_memory)
-    blocks = triton.cdiv(max_seqlen_q * group, rows)
+    blocks = -(-max_seqlen_q * group // rows)
     max_pages = pages.page_table.shape[1]
     if window:
         max_pages = min(max_pages, (window + max_seqlen_q) // PAGE_SIZE + 2)
@@ -416,20 +417,22 @@ def attention(
         target, target_lse = out, lse
     native = is_native(device)
     k, v = (pages.k, pages.v) if native else (pages.k.view(torch.uint8), pages.v.view(torch.uint8))
-    with torch.accelerator.device_index(device.index):
-        _attention_kernel[(blocks * splits, pages.num_kv_heads, pages.num_seqs)](
-            q, k, v, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens,
-            cu_seqlens_q, None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1),
-            pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads, splits, num_rows, softmax_scale, softcap, window,
-            D=head_dim, DP=padded, G=group, ROWS=rows, TILE=tile, WARPS=key_warps, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0,
-            SPLIT=splits > 1, NATIVE=native,
-            num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+    args = (
+        q, k, v, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens,
+        cu_seqlens_q, None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1),
+        pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads, splits, num_rows, softmax_scale, softcap, window,
+    )  # fmt: skip
+    given = constants(
+        "attend", device, D=head_dim, DP=padded, G=group, ROWS=rows, TILE=tile, WARPS=key_warps, CAUSAL=causal, WINDOW=window > 0,
+        SOFTCAP=softcap > 0, SPLIT=splits > 1, NATIVE=native, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    launch(_attention_kernel, (blocks * splits, pages.num_kv_heads, pages.num_seqs), args, given)
+    if splits > 1:
+        parts = 1 << (splits - 1).bit_length()
+        args = target, target_lse, sinks, out, lse, splits, num_rows, num_q_heads
+        given = constants(
+            "combine", device, D=head_dim, DP=padded, SPLITS=parts, CHUNK=min(parts, 4096 // padded), NATIVE=native, num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
-        if splits > 1:
-            parts = triton.next_power_of_2(splits)
-            _combine_kernel[(num_rows,)](
-                target, target_lse, sinks, out, lse, splits, num_rows, num_q_heads,
-                D=head_dim, DP=padded, SPLITS=parts, CHUNK=min(parts, 4096 // padded), NATIVE=native, num_warps=4,
-                enable_fp_fusion=True,
-            )  # fmt: skip
+        launch(_combine_kernel, (num_rows,), args, given)
     return out, lse

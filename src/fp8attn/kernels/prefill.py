@@ -12,8 +12,8 @@ feeds them by TMA. Registers, not shared memory, are what is short: comments say
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .launch import Constants, Tiles, current_stream, launch
+from .launch import Tiles, constants, current_stream, launch
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
@@ -714,7 +714,8 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
 # The launch
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True)
+class Shape:
     """How the kernel is cut for one (padded) head_dim; measured, see docs/kernels.md."""
 
     warpgroups: int
@@ -785,17 +786,12 @@ def attention(
         tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0), int(causal), window or NO_WINDOW,
         softmax_scale * LOG2E.value, softcap * LOG2E.value,
     )  # fmt: skip
-    constants = _constants(device, head_dim, shape, window > 0 or leftpad_k is not None, softcap > 0)
-    launch(_prefill, (min(items, _num_sms(device)),), args, constants)
-    return out, lse
-
-
-@lru_cache
-def _constants(device: torch.device, head_dim: int, shape: Shape, bounded: bool, capped: bool) -> Constants:
-    return Constants(
-        device, DH=head_dim, D=PADDED[head_dim], WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS, LO=bounded,
-        CAP=capped, REGS=shape.regs, FEED=shape.feed, num_warps=4,
+    given = constants(
+        "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS,
+        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, REGS=shape.regs, FEED=shape.feed, num_warps=4,
     )  # fmt: skip
+    launch(_prefill, (min(items, _num_sms(device)),), args, given)
+    return out, lse
 
 
 @lru_cache

@@ -2,9 +2,9 @@
 
 Masks. A model makes one mask for all its layers of a kind, before it knows which of them are in FP8, so the mask must serve both.
 Where the mask is causal with left padding at most, it is None (nothing to say), or *compact*: int32 `[1, 1, n, B]` holding for every
-row `end`, the number of tokens up to the last query, and if n is 2 also `start`, the first token that is not padding. FP8 layers take
-`start` as their `leftpad_k`; 16-bit layers unfold blocks of it. Being four-dimensional and an integer it passes through transformers as
-it is, and is never mistaken for a mask of scores. Any other mask is what `sdpa` would get, and FP8 layers refuse it.
+row `end`, the number of tokens up to the last query, and if n is 2 before it `start`, the first token that is not padding. FP8 layers
+take `start` as their `leftpad_k`; 16-bit layers unfold blocks of it. Being four-dimensional and an integer it passes through transformers
+as it is, and is never mistaken for a mask of scores. Any other mask is what `sdpa` would get, and FP8 layers refuse it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def fp8_kv_mask(
     if not padded and isinstance(q_offset, int) and (kv_length == end if q_length == 1 else q_offset == 0):
         return None
     ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
-    return torch.stack([ends, start.int()] if padded else [ends])[None, None]
+    return torch.stack([start.int(), ends] if padded else [ends])[None, None]
 
 
 def _is_causal(sdpa_arguments: dict) -> bool:
@@ -164,7 +164,7 @@ def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, s
                 "image blocks or prefixes. Pad on the left (tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or "
                 "read the same cache dequantised, with any mask: model.set_attn_implementation('sdpa')"
             )
-        causal, start = True, mask[0, 0, 1] if mask.shape[2] == 2 else None
+        causal, start = True, mask[0, 0, 0] if mask.shape[2] == 2 else None
     batch, heads, length, head_dim = query.shape
     out = ops.attention(
         query.transpose(1, 2).flatten(0, 1), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,
@@ -185,10 +185,10 @@ def _mask_block(mask, causal: bool, q_length: int, kv_length: int, begin: int, s
     if mask is None:
         # Keys behind the queries' own are room that a static cache has not filled yet.
         return (keys <= queries[:, None])[None, None] if causal and q_length > 1 else None
-    queries = queries + mask[0, 0, 0][:, None] - q_length
+    queries = queries + mask[0, 0, -1][:, None] - q_length
     seen = keys <= queries[..., None]
     if mask.shape[2] == 2:
-        seen = seen & (keys >= mask[0, 0, 1][:, None, None])
+        seen = seen & (keys >= mask[0, 0, 0][:, None, None])
     return seen[:, None]
 
 
