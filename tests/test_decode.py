@@ -40,7 +40,7 @@ def emulated():
 def test_compiles_without_spills_in_the_loop(compiled, case):
     row = compiled[case]
     assert row["warnings"] == "" and row["loop_spills"] == 0, row
-    assert row["spill_bytes"] <= 8, row  # an address or two that each head reloads once
+    assert row["spill_bytes"] <= 16, row  # addresses that each head reloads once
     assert row["loop"] <= LOOPS[case], row
     assert row["shared_bytes"] <= (232448 if "D256" in case else 232448 // 2 - 1024), row
 
