@@ -166,6 +166,7 @@ class Warp:
         self.r["%ctaid.x"] = np.full(32, cta.index, np.uint32)
         self.r["%nctaid.x"] = np.full(32, cta.grid, np.uint32)
         self.parked: tuple | None = None
+        self.copies: list[tuple[int, int, int]] = []  # of cp.async, since the last arrival
 
 
 class Machine:
@@ -371,6 +372,8 @@ class Machine:
                     value, start, width = x[0], int(operands[2]), int(operands[3])
                     field = (value.astype(np.int64) & 0xFFFFFFFF) >> start & ((1 << width) - 1)
                     out = np.where(field >> (width - 1) & (kind[0] == "s"), field - (1 << width), field).astype(x[0].dtype)
+                case "copysign":
+                    out = np.copysign(x[1], x[0])
                 case "popc":
                     out = np.array([int(v).bit_count() for v in x[0]], np.uint32)
                 case "ex2":
@@ -438,9 +441,16 @@ class Machine:
         address = self.address(warp, operands[0])
         space = self._space(warp, opcode, address, mask)
         assert (address[mask] % (dtype.itemsize * len(sources)) == 0).all(), "misaligned"
+        if "global" not in opcode:
+            self._spare_barriers(warp, address[mask], dtype.itemsize * len(sources))
         view = space.view(dtype)
         for i, source in enumerate(sources):
             view[address[mask] // dtype.itemsize + i] = self.get(warp, source, opcode[-1]).view(dtype)[mask]
+
+    def _spare_barriers(self, warp, address, size) -> None:
+        """Nothing may be stored over a barrier, in use or not: whether that comes before its initialisation is a race."""
+        for barrier in warp.cta.barriers:
+            assert ((address >= barrier + 8) | (address + size <= barrier)).all(), f"a store over the barrier at {barrier}"
 
     def _space(self, warp, opcode, address, mask) -> np.ndarray:
         if "global" in opcode:
@@ -460,6 +470,10 @@ class Machine:
         self.put(warp, operands[0], old, mask)
 
     def op_cp(self, warp, opcode, operands, mask, active) -> None:
+        if opcode[:3] == ["cp", "async", "mbarrier"]:
+            return self._arrive_with_copies(warp, operands, mask)
+        if opcode[:3] == ["cp", "async", "ca"]:
+            return self._copy(warp, operands, mask)
         assert opcode[:4] == ["cp", "async", "bulk", "tensor"], opcode
         source, coordinates = _operands(operands[1][1:-1])
         column, row = (self.get(warp, x, "s32") for x in _operands(coordinates[1:-1]))
@@ -473,6 +487,30 @@ class Machine:
             cta.barriers[barrier].update(expected=-tensor.box[0] * tensor.box[1])
 
         cta.copies.append(land)
+
+    def _copy(self, warp, operands, mask) -> None:
+        """`cp.async`: lands when the arrival that follows it does, at the latest."""
+        target, source = (self.address(warp, x) for x in operands[:2])
+        count = int(operands[2], 0)
+        self.memory.check(source[mask])
+        for lane in LANES[mask]:
+            warp.copies.append((int(target[lane]), int(source[lane]), count))
+
+    def _arrive_with_copies(self, warp, operands, mask) -> None:
+        """`cp.async.mbarrier.arrive`: one more arrival is pending until the copies have landed."""
+        barrier, copies, cta = int(self.address(warp, operands[0])[mask][0]), warp.copies, warp.cta
+        warp.copies = []
+        cta.barriers[barrier].pending += int(mask.sum())
+
+        def land() -> None:
+            for target, source, count in copies:
+                cta.shared[target : target + count] = self.memory.bytes[source : source + count]
+            cta.barriers[barrier].update(arrivals=int(mask.sum()))
+
+        cta.copies.append(land)
+
+    def op_prefetch(self, warp, opcode, operands, mask, active) -> None:
+        self.memory.check(self.address(warp, operands[0])[mask])
 
     # Synchronisation
 

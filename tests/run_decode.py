@@ -52,6 +52,8 @@ EMULATED = {
     "D256": {"lengths": [900, 30], "head_dim": 256, "group": 2},
     "queries": {"lengths": [700, 129, 128, 5], "queries": 8},
     "everything": dict(lengths=[700, 1200, 300, 50], **EVERYTHING),
+    "idle": {"lengths": [300], "sms": 8},
+    "parts": {"lengths": [5000, 10], "sms": 20},
     "many": {"lengths": [37 * i % 150 for i in range(40)], "sms": 8},
 }
 

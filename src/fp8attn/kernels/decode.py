@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ..layout import PAGE_SIZE, KVPages
-from .gluon import aggregate, fetch, gl, gluon, mbarrier, mma_v2, reinterpret, sync
+from .gluon import aggregate, arrive_with_words, fetch, fetch_words, gl, gluon, mbarrier, mma_v2, reinterpret, sync, tensor_descriptor
 from .launch import Constants, Tiles, current_stream, launch
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
@@ -118,45 +118,12 @@ class Batch:
         return gl.where(inside, count, 0)
 
     @gluon.jit
-    def total(self, BLOCK: gl.constexpr):
-        """Pages of all sequences, heads counted apart."""
-        if BLOCK == 32:  # all there are: no loop
-            pages = gl.sum(self.counts(0, BLOCK), 0)
-        else:
-            pages = 0
-            for base in range(0, self.num_seqs, BLOCK):
-                pages += gl.sum(self.counts(base, BLOCK), 0)
-        return pages * self.heads
-
-    @gluon.jit
-    def find(self, page, BLOCK: gl.constexpr):
-        """The sequence that holds the flat index `page`, and the flat index at which it begins."""
-        if BLOCK == 32:
-            seq, begin, before = self.find_among(page, 0, 0, BLOCK)
-        else:
-            seq, begin, before = 0, 0, 0
-            for base in range(0, self.num_seqs, BLOCK):
-                more, end, pages = self.find_among(page, base, before, BLOCK)
-                seq += more
-                begin = gl.maximum(begin, end)
-                before += pages
-        return seq, begin
-
-    @gluon.jit
-    def find_among(self, page, base, before, BLOCK: gl.constexpr):
-        """Of `BLOCK` sequences with `before` pages in front: how many end by `page`, where the last of these ends, pages of all."""
-        count = self.counts(base, BLOCK)
+    def after(self, page, count, base, before, BLOCK: gl.constexpr):
+        """Of the sequences `[base, base + BLOCK)` with `before` pages in front and `count` pages each: how many end by the flat index
+        `page`, the flat index at which the last of these ends, and the pages of all."""
         end = (gl.associative_scan(count, 0, _add) + before) * self.heads
         passed = (end <= page) & (base + gl.arange(0, BLOCK, count.type.layout) < self.num_seqs)
         return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
-
-    @gluon.jit
-    def locate(self, page, BLOCK: gl.constexpr):
-        """Sequence and head of the flat index `page`, and the flat index at which that head begins."""
-        seq, begin = self.find(page, BLOCK)
-        _, _, _, _, _, count = self.sequence(gl.minimum(seq, self.num_seqs - 1))
-        head = (page - begin) // gl.maximum(count, 1)
-        return seq, head, begin + head * count
 
     @gluon.jit
     def following(self, seq, head, count):
@@ -170,42 +137,73 @@ def _add(a, b):
     return a + b
 
 
-@aggregate
-class Cuts:
-    """The flat work `[0, total)`, cut into ranges.
+@gluon.jit
+def _divide(a, b):
+    """Floor division of what is not negative, in half the instructions."""
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
 
-    Every worker gets one, and they are equal. Where the cuts lie depends on the lengths alone, and so does the order of every sum.
+
+@aggregate
+class Work:
+    """The flat work, cut into equal ranges, one a worker; and one worker's range. A worker without work begins at its end.
+
+    Where the cuts lie depends on the lengths alone, and so does the order of every sum.
     """
 
-    workers: gl.tensor
-    share: gl.tensor  # pages per worker, one more for the first `rest` of them
+    worker: gl.tensor
+    workers: gl.tensor  # that have work
+    share: gl.tensor  # pages of a range, one more for the first `rest` of them
     rest: gl.tensor
+    low: gl.tensor  # the worker's range
+    high: gl.tensor
+    seq: gl.tensor  # the head that `low` is in, and the flat index at which that head begins
+    head: gl.tensor
+    begin: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, workers, share, rest):
+    def __init__(self, worker, workers, share, rest, low, high, seq, head, begin):
+        self.worker = worker
         self.workers = workers
         self.share = share
         self.rest = rest
-
-    @gluon.jit
-    def bounds(self, worker):
-        """Bounds of a worker's range."""
-        begin = worker * self.share + gl.minimum(worker, self.rest)
-        return begin, begin + self.share + (worker < self.rest).to(gl.int32)
+        self.low = low
+        self.high = high
+        self.seq = seq
+        self.head = head
+        self.begin = begin
 
     @gluon.jit
     def holder(self, page):
         """The worker whose range a page is in."""
         longer = self.rest * (self.share + 1)
-        return gl.where(page < longer, page // (self.share + 1), self.rest + (page - longer) // gl.maximum(self.share, 1))
+        return gl.where(page < longer, _divide(page, self.share + 1), self.rest + _divide(page - longer, gl.maximum(self.share, 1)))
 
 
 @gluon.jit
-def cut(total, workers):
-    """Cuts of `total` pages for at most so many workers."""
+def assign(batch, count, worker, workers, BLOCK: gl.constexpr):
+    """The work of `worker`; `count` are the pages of the first `BLOCK` sequences."""
+    total = gl.sum(count, 0)
+    if BLOCK > 32:  # else there are no more: no loop
+        for base in range(BLOCK, batch.num_seqs, BLOCK):
+            total += gl.sum(batch.counts(base, BLOCK), 0)
+    total *= batch.heads
     workers = gl.maximum(gl.minimum(workers, total // LEAST), 1)
-    share = total // workers
-    return Cuts(workers, share, total - share * workers)
+    share = _divide(total, workers)
+    rest = total - share * workers
+    low = worker * share + gl.minimum(worker, rest)
+    high = gl.where(worker < workers, low + share + (worker < rest).to(gl.int32), low)
+    seq, begin, before = batch.after(low, count, 0, 0, BLOCK)
+    if BLOCK > 32:
+        for base in range(BLOCK, batch.num_seqs, BLOCK):
+            more, end, pages = batch.after(low, batch.counts(base, BLOCK), base, before, BLOCK)
+            seq += more
+            begin = gl.maximum(begin, end)
+            before += pages
+    seq = gl.minimum(seq, batch.num_seqs - 1)  # without work it would be past the last
+    _, _, _, _, _, pages = batch.sequence(seq)
+    head = gl.where(low < high, _divide(low - begin, gl.maximum(pages, 1)), 0)
+    begin = gl.where(low < high, begin + head * pages, high)
+    return Work(worker, workers, share, rest, low, high, seq, head, begin)
 
 
 @gluon.jit
@@ -222,23 +220,33 @@ def portion(begin, count, low, high):
 
 @aggregate
 class Pipe:
-    """Shared memory between the producer and the consumer: stages of a K and a V page each."""
+    """Shared memory between the producer and the consumer: stages of a K and a V page each, and their scales."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor  # of stage i: K's at 2i, V's at 2i + 1
+    k_full: gl.shared_memory_descriptor  # and the scales
     v_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, k, v, k_full, v_full, empty, STAGES):
+    def __init__(self, k, v, scales, k_full, v_full, empty, STAGES):
         self.k = k
         self.v = v
+        self.scales = scales
         self.k_full = k_full
         self.v_full = v_full
         self.empty = empty
         self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def open(self, FROM: gl.constexpr, TO: gl.constexpr):
+        """Makes the barriers of stages."""
+        for stage in gl.static_range(FROM, TO):
+            mbarrier.init(self.k_full.index(stage), 1)
+            mbarrier.init(self.v_full.index(stage), 1)
+            mbarrier.init(self.empty.index(stage), 1)
 
 
 @gluon.jit
@@ -246,49 +254,105 @@ def make_pipe(k_desc, v_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     """`WIDTH` is the head dimension, padded to a power of two."""
     k = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PAGE, WIDTH], k_desc.layout)
     v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), 1)
-        mbarrier.init(v_full.index(stage), 1)
-        mbarrier.init(empty.index(stage), 1)
-    return Pipe(k, v, k_full, v_full, empty, STAGES)
+    return Pipe(k, v, scales, k_full, v_full, empty, STAGES)
+
+
+@aggregate
+class Source:
+    """Where the pages and their scales are."""
+
+    k_desc: tensor_descriptor
+    v_desc: tensor_descriptor
+    k_scale: gl.tensor  # pointers
+    v_scale: gl.tensor
+    table: gl.tensor
+    table_stride: gl.tensor
+    D: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, k_desc, v_desc, k_scale, v_scale, table, table_stride, D):
+        self.k_desc = k_desc
+        self.v_desc = v_desc
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+        self.table = table
+        self.table_stride = table_stride
+        self.D = gl.constexpr(D)
+
+    @gluon.jit
+    def request(self, pipe, stage, slot):
+        """Starts K and V of `slot` (page x heads + head), and their scales, on their way to a stage that is free."""
+        # V's tile is padded to a power of two channels, but only the D there are get loaded, in equal parts: what lies in the rest of the
+        # tile ends up in accumulators that nobody reads. K's padding is the contracted axis, and TMA fills it with zeros.
+        V_ROWS: gl.constexpr = self.v_desc.block_type.shape[0]
+        V_PARTS: gl.constexpr = pipe.v.shape[1] // V_ROWS
+        V_LAYOUT: gl.constexpr = self.v_desc.layout
+        v_parts = reinterpret(pipe.v, gl.float8e4nv, [pipe.STAGES * V_PARTS, V_ROWS, PAGE], V_LAYOUT)
+        one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        fetch_words(pipe.scales.index(2 * stage), self.k_scale + slot + one)
+        fetch_words(pipe.scales.index(2 * stage + 1), self.v_scale + slot + one)
+        arrive_with_words(pipe.k_full.index(stage))
+        mbarrier.expect(pipe.k_full.index(stage), self.k_desc.block_type.nbytes)
+        fetch(self.k_desc, [slot * PAGE, 0], pipe.k_full.index(stage), pipe.k.index(stage))
+        mbarrier.expect(pipe.v_full.index(stage), self.D * PAGE)
+        for part in gl.static_range(self.D // V_ROWS):
+            fetch(self.v_desc, [slot * self.D + part * V_ROWS, 0], pipe.v_full.index(stage), v_parts.index(stage * V_PARTS + part))
 
 
 @gluon.jit
-def produce(pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, D: gl.constexpr, BLOCK: gl.constexpr):
-    """One warp: loads the pages of its worker's range."""
-    # V's tile is padded to a power of two channels, but only the D there are get loaded, in equal parts: what lies in the rest of the tile
-    # ends up in accumulators that nobody reads. K's padding is the contracted axis, and TMA fills it with zeros.
-    V_ROWS: gl.constexpr = v_desc.block_type.shape[0]
-    V_PARTS: gl.constexpr = pipe.v.shape[1] // V_ROWS
-    V_LAYOUT: gl.constexpr = v_desc.layout
-    v_parts = reinterpret(pipe.v, gl.float8e4nv, [pipe.STAGES * V_PARTS, V_ROWS, PAGE], V_LAYOUT)
-    cuts = cut(batch.total(BLOCK), workers)
+def request_first(pipe, batch, work, source):
+    """Requests the first page of a range while the warps have not parted yet; whether there was one that could be."""
+    length, _, _, _, first, count = batch.sequence(work.seq)
+    i, j = portion(work.begin, count, work.low, work.high)
+    requested = (work.begin < work.high) & (i < j) & (length > 0)
+    if requested:
+        source.request(pipe, 0, gl.load(source.table + work.seq * source.table_stride + first + i) * batch.heads + work.head)
+    return requested
+
+
+@gluon.jit
+def produce(pipe, batch, work, requested, source):
+    """One warp: requests the pages of a range, but for the first if it has been."""
+    seq, head, begin = work.seq, work.head, work.begin
     tile = 0
-    if worker < cuts.workers:
-        low, high = cuts.bounds(worker)
-        seq, head, begin = batch.locate(low, BLOCK)
-        while begin < high:
-            length, _, _, _, first, count = batch.sequence(seq)
-            i, j = portion(begin, count, low, high)
-            for page in range(first + i, first + j):
-                stage = tile % pipe.STAGES
-                slot = gl.load(table_ptr + seq * table_stride + page) * batch.heads + head
-                mbarrier.wait(pipe.empty.index(stage), ((tile // pipe.STAGES) & 1) ^ 1)
-                if length > 0:
-                    mbarrier.expect(pipe.k_full.index(stage), k_desc.block_type.nbytes)
-                    fetch(k_desc, [slot * PAGE, 0], pipe.k_full.index(stage), pipe.k.index(stage))
-                    mbarrier.expect(pipe.v_full.index(stage), D * PAGE)
-                    for part in gl.static_range(D // V_ROWS):
-                        fetch(v_desc, [slot * D + part * V_ROWS, 0], pipe.v_full.index(stage), v_parts.index(stage * V_PARTS + part))
-                else:  # an empty sequence's table may name any page, and any bytes may lie there
-                    mbarrier.arrive(pipe.k_full.index(stage), count=1)
-                    mbarrier.arrive(pipe.v_full.index(stage), count=1)
-                tile += 1
-            begin += count
-            seq, head = batch.following(seq, head, count)
+    while begin < work.high:
+        length, _, _, _, first, count = batch.sequence(seq)
+        i, j = portion(begin, count, work.low, work.high)
+        for page in range(first + i, first + j):
+            stage = tile % pipe.STAGES
+            slot = gl.load(source.table + seq * source.table_stride + page) * batch.heads + head
+            mbarrier.wait(pipe.empty.index(stage), ((tile // pipe.STAGES) & 1) ^ 1)
+            if length > 0:
+                if (tile > 0) | (not requested):
+                    source.request(pipe, stage, slot)
+            else:  # an empty sequence's table may name any page, and any bytes may lie there
+                mbarrier.arrive(pipe.k_full.index(stage), count=1)
+                mbarrier.arrive(pipe.v_full.index(stage), count=1)
+            tile += 1
+        begin += count
+        seq, head = batch.following(seq, head, count)
+
+
+@aggregate
+class Parts:
+    """What ranges leave of the heads that they share, `[2 * workers, rows]`: range r of a head that began before it at r, and of one that
+    ends after it at workers + r. And by the range that a head begins in, how many of its pages are done."""
+
+    o: gl.tensor  # pointers; [..., width]
+    sums: gl.tensor  # [..., 2]: m and mass
+    offsets: gl.tensor
+    pages: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, o, sums, offsets, pages):
+        self.o = o
+        self.sums = sums
+        self.offsets = offsets
+        self.pages = pages
 
 
 @gluon.jit
@@ -312,14 +376,16 @@ def _weights_operand(p, OPERAND: gl.constexpr):
     return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
-@gluon.jit
-def _load_query(q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q_stride_h, scale, D: gl.constexpr, WIDTH: gl.constexpr,
-                ROWS: gl.constexpr, OPERAND: gl.constexpr, VECTOR: gl.constexpr):  # fmt: skip
-    """Q^T as FP16 operand, each row times a power of two (exactly); what takes scores back, times log2(e); and the rows' q.k_mean.
+@gluon.constexpr_function
+def _mma_layout(warps):
+    """Of [warp, tokens or channels, rows]."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
-    The row's largest value comes to lie in [2^14, 2^15), so elements down to 2^-29 of it keep all their bits. The softmax scale's sign goes
-    into Q, so that the factor of the scores is positive and the largest score is found before it is applied.
-    """
+
+@gluon.jit
+def _load_query(q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q_stride_h, D: gl.constexpr, WIDTH: gl.constexpr,
+                ROWS: gl.constexpr, OPERAND: gl.constexpr):  # fmt: skip
+    """Q^T of a row tile, and K's mean."""
     WARPS: gl.constexpr = OPERAND.parent.warps_per_cta[0]
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, OPERAND)))[:, None, None]
     d = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
@@ -327,8 +393,19 @@ def _load_query(q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q
     token = query + row // batch.GROUP
     q_head = head * batch.GROUP + row % batch.GROUP
     inside = (row < num_q * batch.GROUP) & (d < D) & (warp >= 0)
-    q = gl.load(q_ptr + token * q_stride_t + q_head * q_stride_h + d + warp * 0, mask=inside, other=0.0).to(gl.float32)
     mean = gl.load(k_mean_ptr + (seq * batch.heads + head) * D + d, mask=d < D, other=0.0)
+    sync()  # or ptxas would load it after it had waited for the queries
+    return gl.load(q_ptr + token * q_stride_t + q_head * q_stride_h + d + warp * 0, mask=inside, other=0.0), mean
+
+
+@gluon.jit
+def _scale_query(q, mean, scale, OPERAND: gl.constexpr, VECTOR: gl.constexpr):
+    """Q^T as FP16 operand, each row times a power of two (exactly); what takes scores back, times log2(e); and the rows' q.k_mean.
+
+    The row's largest value comes to lie in [2^14, 2^15), so elements down to 2^-29 of it keep all their bits. The softmax scale's sign goes
+    into Q, so that the factor of the scores is positive and the largest score is found before it is applied.
+    """
+    q = q.to(gl.float32)
     offset = gl.sum(q * mean, 1) * (scale * LOG2E)
     # Rows of nothing but tiny values are scaled as if 2^-60 were the largest: no factor may underflow.
     exponent = gl.maximum(gl.max(gl.abs(q), 1).to(gl.int32, bitcast=True) >> 23, 67)
@@ -346,9 +423,10 @@ def _tanh(x):
 
 
 @gluon.jit
-def _finish(o, m, mass, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr,
-            SINKS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
-    """Outputs and LSE of one head from sums over all its keys: `o [width, rows]`; by row `m`, `mass` and `offset`, as exponents of two."""
+def _finish(o, m, mass, offset, mean, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr, SINKS: gl.constexpr,
+            SOFTCAP: gl.constexpr):  # fmt: skip
+    """Outputs and LSE of one head from sums over all its keys: `o [width, rows]`; by row `m`, `mass` and `offset`, as exponents of two;
+    by channel V's `mean`."""
     ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = batch.row0 + gl.arange(0, o.shape[1], ROW)
@@ -369,192 +447,191 @@ def _finish(o, m, mass, offset, batch, seq, head, query, num_q, v_mean_ptr, sink
         weight = gl.exp2(m - top)
         total = mass * weight + gl.exp2(sink - top)
         m = top
-    mean = gl.load(v_mean_ptr + (seq * batch.heads + head) * D + d, mask=d < D, other=0.0)
     weight = weight / total
-    result = o * weight[None, :] + mean[:, None] * (mass * weight)[None, :]
+    result = o * weight[None, :] + gl.convert_layout(mean, COLUMN)[:, None] * (mass * weight)[None, :]
     result = gl.where((mass > 0)[None, :], result, 0.0)  # a row that sees no key
     gl.store(out_ptr + out_row[None, :] * D + d[:, None], result.to(out_ptr.dtype.element_ty), mask=inside[None, :] & (d < D)[:, None])
     gl.store(lse_ptr + out_row, (m + gl.log2(total) + offset) * LN2, mask=inside)
 
 
 @gluon.jit
-def _consume(pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
-             table_stride, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane, arrivals_ptr, scale, softcap, D: gl.constexpr,
-             WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
-             SINKS: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
+def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t, q_stride_h, k_mean_ptr, v_mean_ptr, sinks_ptr, out_ptr,
+             lse_ptr, scale, softcap, D: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
+             SOFTCAP: gl.constexpr, SINKS: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
     """Four warps: attention over the pages of the range, and the combination of heads that ranges share."""
     WARPS: gl.constexpr = gl.num_warps()
     TOKENS: gl.constexpr = PAGE // WARPS  # of a page, for each warp
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])  # [warp, tokens or channels, rows]
+    MMA: gl.constexpr = _mma_layout(WARPS)
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     VECTOR: gl.constexpr = gl.SliceLayout(1, MMA)  # [warp, rows]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # of a number that all threads have
     # Channels over lanes, rows over warps, all warps' values in one thread.
-    MERGED: gl.constexpr = gl.BlockedLayout([WARPS, min(WIDTH // 32, 4), 1], [1, 32, 1], [1, 1, WARPS], [1, 2, 0])
+    CHANNELS: gl.constexpr = min(WIDTH // 32, 4)
+    MERGED: gl.constexpr = gl.BlockedLayout([WARPS, CHANNELS, 1], [1, 32, 1], [1, 1, WARPS], [1, 2, 0])
+    SUMS: gl.constexpr = gl.SliceLayout(1, MERGED)
+    PAIRS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([WARPS, CHANNELS, 1, 2], [1, 32, 1, 1], [1, 1, WARPS, 1], [3, 1, 2, 0]))
+    PAIR: gl.constexpr = gl.SliceLayout(0, PAIRS)  # [rows, 2]
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     token = (warp[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :])[:, :, None]
+    channel = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
     step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
-    cuts = cut(batch.total(BLOCK), workers)
+    first_start = work.holder(work.begin)  # where the first head began
+    q, factor, offset = _scale_query(first_q, first_k_mean, scale, B, VECTOR)
+    seq, head, begin = work.seq, work.head, work.begin
     tile = 0
-    if worker < cuts.workers:
-        low, high = cuts.bounds(worker)
-        seq, head, begin = batch.locate(low, BLOCK)
-        while begin < high:
-            length, query, num_q, pad, first, count = batch.sequence(seq)
-            i, j = portion(begin, count, low, high)
-            if i < j:
-                table = table_ptr + seq * table_stride
-                last = first + count - 1
-                slot = gl.load(table + first + i) * batch.heads + head
-                next_k_scale = gl.load(k_scale_ptr + slot)
-                next_v_scale = gl.load(v_scale_ptr + slot)
-                next_page = gl.load(table + gl.minimum(first + i + 1, last))
-                q, factor, offset = _load_query(
-                    q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q_stride_h, scale, D, WIDTH, ROWS, B, VECTOR
-                )
-                # Keys [from_, until) are seen by the row; pages before `clear` or past `full` have keys that some row does not see.
-                until = length + step * 0
-                full = length
-                if CAUSAL:
-                    until = length - num_q + 1 + step
-                    full = length - num_q + 1
-                from_ = pad + step * 0
-                clear = pad
-                if batch.WINDOW:
-                    from_ = gl.maximum(from_, length - num_q + 1 + step - batch.window)
-                    clear = gl.maximum(pad, length - batch.window)
-                acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
-                m = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
-                mass = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
-                v_scale = next_v_scale * 1.0  # a value of its own: Triton 3.6 forgets to carry a plain alias round the loop
-                for page in range(first + i, first + j):
-                    stage = tile % pipe.STAGES
-                    phase = (tile // pipe.STAGES) & 1
-                    c = next_k_scale * factor
-                    last_v_scale = v_scale
-                    v_scale = next_v_scale
-                    slot = next_page * batch.heads + head
-                    next_k_scale = gl.load(k_scale_ptr + slot)
-                    next_v_scale = gl.load(v_scale_ptr + slot)
-                    next_page = gl.load(table + gl.minimum(page + 2, last))
-                    mbarrier.wait(pipe.k_full.index(stage), phase)
-                    k = pipe.k.index(stage).reshape([WARPS, TOKENS, WIDTH]).load(A)
-                    if EARLY_V:  # frees the stage before the arithmetic
-                        mbarrier.wait(pipe.v_full.index(stage), phase)
-                        v = pipe.v.index(stage).reshape([WIDTH, WARPS, TOKENS]).permute([1, 0, 2]).load(A)
-                        mbarrier.arrive(pipe.empty.index(stage), count=1)
-                    s = mma_v2(k.to(gl.float16), q, gl.zeros([WARPS, TOKENS, ROWS], gl.float32, MMA))
-                    if SOFTCAP:
-                        s = _tanh((s * c[:, None, :] + offset[:, None, :]) * (1.0 / softcap)) * softcap
-                        c = c * 0.0 + 1.0
-                    if ((page + 1) * PAGE > full) | (page * PAGE < clear):
-                        key = page * PAGE + token
-                        s = gl.where((key < until) & (key >= from_), s * c[:, None, :], MASKED)
-                        c = c * 0.0 + 1.0
-                    # Weights are 2^14 times larger than m says they are.
-                    m_new = gl.maximum(m, gl.max(s, 1) * c - WEIGHT_BITS)
-                    shrink = gl.exp2(m - m_new)
-                    p = gl.exp2(s * c[:, None, :] - m_new[:, None, :])
-                    mass = mass * shrink + gl.sum(p, 1)
-                    m = m_new
-                    # acc is in units of v_scale. Scales are powers of two, so their ratio is a difference of exponents: exact.
-                    ratio = last_v_scale.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
-                    shrink = shrink * ratio.to(gl.float32, bitcast=True)
-                    if not EARLY_V:
-                        mbarrier.wait(pipe.v_full.index(stage), phase)
-                        v = pipe.v.index(stage).reshape([WIDTH, WARPS, TOKENS]).permute([1, 0, 2]).load(A)
-                        mbarrier.arrive(pipe.empty.index(stage), count=1)
-                    acc = mma_v2(v.to(gl.float16), _weights_operand(p, B), acc * shrink[:, None, :])
-                    tile += 1
+    while begin < work.high:
+        length, query, num_q, pad, first, count = batch.sequence(seq)
+        i, j = portion(begin, count, work.low, work.high)
+        if i < j:
+            if begin > work.begin:
+                next_q, k_mean = _load_query(q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q_stride_h, D, WIDTH, ROWS, B)
+                q, factor, offset = _scale_query(next_q, k_mean, scale, B, VECTOR)
+            # Keys [from_, until) are seen by the row; pages before `clear` or past `full` have keys that some row does not see.
+            until = length + step * 0
+            full = length
+            if CAUSAL:
+                until = length - num_q + 1 + step
+                full = length - num_q + 1
+            from_ = pad + step * 0
+            clear = pad
+            if batch.WINDOW:
+                from_ = gl.maximum(from_, length - num_q + 1 + step - batch.window)
+                clear = gl.maximum(pad, length - batch.window)
+            acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
+            m = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
+            mass = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
+            offset_one = gl.max(gl.convert_layout(offset, SUMS), 0)
+            v_scale = length.to(gl.float32) * 0.0 + 1.0  # of an empty accumulator
+            for page in range(first + i, first + j):
+                stage = tile % pipe.STAGES
+                phase = (tile // pipe.STAGES) & 1
+                last_v_scale = v_scale
+                mbarrier.wait(pipe.k_full.index(stage), phase)
+                c = gl.max(pipe.scales.index(2 * stage).load(ONE), 0) * factor
+                v_scale = gl.max(pipe.scales.index(2 * stage + 1).load(ONE), 0)
+                k = pipe.k.index(stage).reshape([WARPS, TOKENS, WIDTH]).load(A)
+                if EARLY_V:  # frees the stage before the arithmetic
+                    mbarrier.wait(pipe.v_full.index(stage), phase)
+                    v = pipe.v.index(stage).reshape([WIDTH, WARPS, TOKENS]).permute([1, 0, 2]).load(A)
+                    mbarrier.arrive(pipe.empty.index(stage), count=1)
+                s = mma_v2(k.to(gl.float16), q, gl.zeros([WARPS, TOKENS, ROWS], gl.float32, MMA))
+                if SOFTCAP:
+                    s = _tanh((s * c[:, None, :] + offset[:, None, :]) * (1.0 / softcap)) * softcap
+                    c = factor * 0.0 + 1.0
+                if ((page + 1) * PAGE > full) | (page * PAGE < clear):
+                    key = page * PAGE + token
+                    s = gl.where((key < until) & (key >= from_), s * c[:, None, :], MASKED)
+                    c = factor * 0.0 + 1.0
+                # Weights are 2^14 times larger than m says they are.
+                m_new = gl.maximum(m, gl.max(s, 1) * c - WEIGHT_BITS)
+                shrink = gl.exp2(m - m_new)
+                p = gl.exp2(s * c[:, None, :] - m_new[:, None, :])
+                mass = mass * shrink + gl.sum(p, 1)
+                m = m_new
+                # acc is in units of v_scale. Scales are powers of two, so their ratio is a difference of exponents: exact.
+                ratio = last_v_scale.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
+                shrink = shrink * ratio.to(gl.float32, bitcast=True)
+                if not EARLY_V:
+                    mbarrier.wait(pipe.v_full.index(stage), phase)
+                    v = pipe.v.index(stage).reshape([WIDTH, WARPS, TOKENS]).permute([1, 0, 2]).load(A)
+                    mbarrier.arrive(pipe.empty.index(stage), count=1)
+                acc = mma_v2(v.to(gl.float16), _weights_operand(p, B), acc * shrink[:, None, :])
+                tile += 1
 
-                # The four warps' sums become one.
-                o = gl.convert_layout(acc, MERGED)
-                m_all = gl.convert_layout(m, gl.SliceLayout(1, MERGED))
-                mass_all = gl.convert_layout(mass, gl.SliceLayout(1, MERGED))
-                m_one = gl.max(m_all, 0)
-                weight = gl.exp2(m_all - m_one[None, :])
-                mass_one = gl.sum(mass_all * weight, 0)
-                o = gl.sum(o * (weight * v_scale)[:, None, :], 0)
-                offset_one = gl.max(gl.convert_layout(offset, gl.SliceLayout(1, MERGED)), 0)
-                if i + count == j:
-                    _finish(
-                        o,
-                        m_one,
-                        mass_one,
-                        offset_one,
-                        batch,
-                        seq,
-                        head,
-                        query,
-                        num_q,
-                        v_mean_ptr,
-                        sinks_ptr,
-                        out_ptr,
-                        lse_ptr,
-                        D,
-                        SINKS,
-                        SOFTCAP,
-                    )
-                else:
-                    # A range has at most two heads that it shares: one that began before it, and one that ends after it.
-                    part = 2 * worker + (i == 0).to(gl.int32)
-                    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(0, MERGED)))
-                    d = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
-                    inside = batch.row0 + row < num_q * batch.GROUP
-                    place = part * ROWS + row
-                    gl.store(part_ptr + place[None, :] * WIDTH + d[:, None], o, mask=inside[None, :] & (d < D)[:, None])
-                    gl.store(sums_ptr + place, gl.convert_layout(m_one, row.type.layout), mask=inside)
-                    gl.store(sums_ptr + plane + place, gl.convert_layout(mass_one, row.type.layout), mask=inside)
-                    gl.store(sums_ptr + 2 * plane + place, gl.convert_layout(offset_one, row.type.layout), mask=inside)
-                    start = cuts.holder(begin)
-                    parts = cuts.holder(begin + count - 1) - start + 1
-                    sync()
-                    arrived = gl.atomic_add(arrivals_ptr + start, 1, sem="acq_rel", scope="gpu")
-                    sync()
-                    if arrived == parts - 1:
-                        gl.store(arrivals_ptr + start, 0)
-                        _combine(
-                            start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr,
-                            plane, D, WIDTH, ROWS, USED, SINKS, SOFTCAP,
-                        )  # fmt: skip
-            begin += count
-            seq, head = batch.following(seq, head, count)
+            # The four warps' sums become one.
+            v_mean = gl.load(v_mean_ptr + (seq * batch.heads + head) * D + channel, mask=channel < D, other=0.0)
+            o = gl.convert_layout(acc, MERGED)
+            m_all, mass_all = gl.split(gl.convert_layout(gl.join(m, mass), PAIRS))
+            m_all = gl.convert_layout(m_all, SUMS)
+            mass_all = gl.convert_layout(mass_all, SUMS)
+            m_one = gl.max(m_all, 0)
+            weight = gl.exp2(m_all - m_one[None, :])
+            mass_one = gl.sum(mass_all * weight, 0)
+            o = gl.sum(o * (weight * v_scale)[:, None, :], 0)
+            if i + count == j:
+                _finish(o, m_one, mass_one, offset_one, v_mean, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
+            else:
+                place = (work.worker + gl.where(i == 0, work.workers, 0)) * ROWS
+                row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(0, MERGED)))
+                inside = batch.row0 + row < num_q * batch.GROUP
+                gl.store(parts.o + (place + row)[None, :] * WIDTH + channel[:, None], o, mask=inside[None, :] & (channel < D)[:, None])
+                gl.store(parts.offsets + place + row, gl.convert_layout(offset_one, row.type.layout), mask=inside)
+                row = gl.arange(0, ROWS, gl.SliceLayout(1, PAIR))
+                inside = batch.row0 + row < num_q * batch.GROUP
+                pair = (place + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
+                gl.store(parts.sums + pair, gl.convert_layout(gl.join(m_one, mass_one), PAIR), mask=inside[:, None])
+                start = gl.where(i > 0, first_start, work.worker)
+                sync()
+                done = gl.atomic_add(parts.pages + start, j - i, sem="acq_rel", scope="gpu") + j - i
+                sync()
+                if done == count:
+                    gl.store(parts.pages + start, 0)
+                    _combine(
+                        start, work.holder(begin + count - 1), batch, work, parts, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr,
+                        lse_ptr, D, WIDTH, ROWS, USED, SINKS, SOFTCAP,
+                    )  # fmt: skip
+        begin += count
+        seq, head = batch.following(seq, head, count)
 
 
 @gluon.jit
-def _combine(start, parts, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane,
-             D: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, SINKS: gl.constexpr,
-             SOFTCAP: gl.constexpr):  # fmt: skip
-    """One head's parts, in the order of its pages whatever order they came in, and its output. Only `USED` of `ROWS` rows are real."""
+def _combine(start, last, batch, work, parts, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr,
+             WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
+    """The parts of one head, from the ranges `[start, last]`, in this order whatever order they came in, and its output. Only `USED` of
+    `ROWS` rows are real. What is loaded lies at constant distances from one address a thread."""
     WARPS: gl.constexpr = gl.num_warps()
     BY_ROW: gl.constexpr = min(USED, WARPS)
     CHANNELS: gl.constexpr = max(1, min(4, WIDTH * BY_ROW // (32 * WARPS)))
-    AT_ONCE: gl.constexpr = max(4, min(32, 8192 // (WIDTH * USED)))  # parts in flight: up to 64 registers
+    AT_ONCE: gl.constexpr = max(2, min(32, 8192 // (WIDTH * USED)))  # parts in flight: up to 64 registers
     ALL: gl.constexpr = gl.BlockedLayout([AT_ONCE, CHANNELS, 1], [1, 32, 1], [1, WARPS // BY_ROW, BY_ROW], [1, 2, 0])
-    SUM: gl.constexpr = gl.SliceLayout(1, ALL)  # [part, row]
+    SUM: gl.constexpr = gl.SliceLayout(1, ALL)  # [parts, rows]
     ROW: gl.constexpr = gl.SliceLayout(0, SUM)
-    which = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SUM))
+    PAIRS: gl.constexpr = gl.SliceLayout(
+        1, gl.BlockedLayout([AT_ONCE, CHANNELS, 1, 2], [1, 32, 1, 1], [1, WARPS // BY_ROW, BY_ROW, 1], [3, 1, 2, 0])
+    )  # [parts, rows, 2]
+    PAIR: gl.constexpr = gl.SliceLayout(0, PAIRS)
+    d = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, ALL)))
+    row = gl.arange(0, USED, gl.SliceLayout(0, gl.SliceLayout(0, ALL)))
+    in_o = row[None, :] * WIDTH + d[:, None]
+    inside_o = (batch.row0 + row < num_q * batch.GROUP)[None, :] & (d < D)[:, None]
+    row = gl.arange(0, USED, gl.SliceLayout(1, PAIR))
+    in_sums = row[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
+    inside_sums = (batch.row0 + row < num_q * batch.GROUP)[:, None]
     row = gl.arange(0, USED, ROW)
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, ALL)))[None, :, None]
-    inside = batch.row0 + row < num_q * batch.GROUP
-    m = gl.full([USED], NO_SCORE, gl.float32, ROW)
-    mass = gl.zeros([USED], gl.float32, ROW)
-    o = gl.zeros([WIDTH, USED], gl.float32, gl.SliceLayout(0, ALL))
-    for base in range(0, parts, AT_ONCE):
-        part = base + which
-        place = (2 * (start + part) + (part == 0).to(gl.int32))[:, None] * ROWS + row[None, :]
-        there = (part < parts)[:, None] & inside[None, :]
-        some = gl.load(part_ptr + place[:, None, :] * WIDTH + d, mask=there[:, None, :] & (d < D), other=0.0)
-        some_m = gl.load(sums_ptr + place, mask=there, other=NO_SCORE)
-        some_mass = gl.load(sums_ptr + plane + place, mask=there, other=0.0)
+    part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SUM))[:, None]
+    part_o = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
+    part_sums = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None, None]
+    mean = gl.load(v_mean_ptr + (seq * batch.heads + head) * D + d, mask=d < D, other=0.0)
+    # To the range that it begins in, the head is one that ends after it; to the others, one that began before.
+    first = (work.workers + start) * ROWS
+    offset = gl.load(parts.offsets + first + row, mask=batch.row0 + row < num_q * batch.GROUP, other=0.0)
+    m, mass = gl.split(gl.load(parts.sums + 2 * first + in_sums, mask=inside_sums, other=0.0))
+    m = gl.convert_layout(m, ROW)
+    mass = gl.convert_layout(mass, ROW)
+    o = gl.load(parts.o + first * WIDTH + in_o, mask=inside_o, other=0.0)
+    for base in range(start + 1, last + 1, AT_ONCE):
+        left = last + 1 - base
+        at = base * ROWS
+        some_o = gl.load(
+            parts.o + at * WIDTH + part_o * (ROWS * WIDTH) + in_o[None, :, :], mask=(part_o < left) & inside_o[None, :, :], other=0.0
+        )
+        some_m, some_mass = gl.split(
+            gl.load(
+                parts.sums + 2 * at + part_sums * (2 * ROWS) + in_sums[None, :, :],
+                mask=(part_sums < left) & inside_sums[None, :, :],
+                other=NO_SCORE,
+            )
+        )
+        some_m = gl.convert_layout(some_m, SUM)
+        some_mass = gl.where(part < left, gl.convert_layout(some_mass, SUM), 0.0)
         m_new = gl.maximum(m, gl.max(some_m, 0))
         shrink = gl.exp2(m - m_new)
         weight = gl.exp2(some_m - m_new[None, :])
         mass = mass * shrink + gl.sum(some_mass * weight, 0)
-        o = o * gl.convert_layout(shrink, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some * weight[:, None, :], 0)
+        o = o * gl.convert_layout(shrink, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some_o * weight[:, None, :], 0)
         m = m_new
-    offset = gl.load(sums_ptr + 2 * plane + (2 * start + 1) * ROWS + row, mask=inside, other=0.0)
-    _finish(o, m, mass, offset, batch, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
+    _finish(o, m, mass, offset, mean, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
 
 
 @gluon.jit
@@ -580,15 +657,27 @@ def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_p
     batch = Batch(
         lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, GROUP, RAGGED, WINDOW, LEFTPAD
     )  # fmt: skip
-    # Every row tile has its own parts and arrivals, as its own ranges.
+    # Every row tile has its own parts, as its own ranges.
     first = row_tile * (2 * workers) * ROWS
-    arrivals_ptr = state_ptr + row_tile * workers
+    parts = Parts(part_ptr + first * WIDTH, sums_ptr + 2 * first, sums_ptr + 2 * plane + first, state_ptr + row_tile * workers)
+    source = Source(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, D)
+    # Before the warps part, all that the first page has to wait for and nothing else; but for the first queries, which would otherwise
+    # wait behind the pages that the SM has requested.
+    count = batch.counts(0, BLOCK)
     pipe = make_pipe(k_desc, v_desc, WIDTH, STAGES)
+    pipe.open(0, 1)
+    work = assign(batch, count, worker, workers, BLOCK)
+    _, query, num_q, _, _, _ = batch.sequence(work.seq)
+    first_q, first_k_mean = _load_query(
+        q_ptr, k_mean_ptr, batch, work.seq, work.head, query, num_q, q_stride_t, q_stride_h, D, WIDTH, ROWS,
+        gl.DotOperandLayout(1, _mma_layout(gl.num_warps()), 4),
+    )  # fmt: skip
+    requested = request_first(pipe, batch, work, source)
+    pipe.open(1, STAGES)
     gl.warp_specialize([
-        (_consume, (pipe, batch, worker, workers, q_ptr, q_stride_t, q_stride_h, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
-                    table_ptr, table_stride, sinks_ptr, out_ptr, lse_ptr, part_ptr + first * WIDTH, sums_ptr + first, plane, arrivals_ptr,
-                    scale, softcap, D, WIDTH, ROWS, USED, BLOCK, CAUSAL, SOFTCAP, SINKS, EARLY_V)),
-        (produce, (pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, D, BLOCK)),
+        (_consume, (pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t, q_stride_h, k_mean_ptr, v_mean_ptr, sinks_ptr,
+                    out_ptr, lse_ptr, scale, softcap, D, WIDTH, ROWS, USED, CAUSAL, SOFTCAP, SINKS, EARLY_V)),
+        (produce, (pipe, batch, work, requested, source)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     if RAGGED:
         _clear_rest(batch, num_tokens, out_ptr, lse_ptr, D, WIDTH)
@@ -627,14 +716,19 @@ class Launch:
 
     @property
     def ctas_per_sm(self) -> int:
+        """That there is room for."""
         return 1 if self.width == 256 else 2
 
     def workers(self, num_sms: int, heads: int) -> int:
-        """Ranges that the work of one row tile is cut into: as many as there are CTAs, or a few less if then sequences of one length are
-        cut alike."""
-        most = self.ctas_per_sm * num_sms // self.tiles
-        even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
-        return max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
+        """Ranges that the work of one row tile is cut into: one an SM, or two if there are heads enough for all; or a few less, if then
+        sequences of one length are cut alike. (Two are faster by 1% where no head is shared; else one is, with half the parts.)"""
+        for ctas in range(self.ctas_per_sm, 0, -1):
+            most = ctas * num_sms // self.tiles
+            even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
+            workers = max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
+            if workers <= heads:
+                break
+        return workers
 
     def constants(self) -> dict[str, object]:
         return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import PropagateNan
 from triton.language.core import _aggregate as aggregate
@@ -27,9 +29,11 @@ __all__ = [
     "TensorDescriptor",
     "advance",
     "aggregate",
+    "arrive_with_words",
     "describe",
     "fence_async_shared",
     "fetch",
+    "fetch_words",
     "gl",
     "gluon",
     "max_nan",
@@ -38,6 +42,7 @@ __all__ = [
     "reinterpret",
     "row_max",
     "sync",
+    "tensor_descriptor",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -47,6 +52,10 @@ _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinter
 
 # fetch(descriptor, at, barrier, memory): start a TMA copy of the block at coordinates `at`; `barrier` counts its bytes.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# fetch_words(memory, pointers): start to copy a tensor of 32-bit words to shared memory.
+fetch_words = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+# arrive_with_words(barrier): its phase does not end before the words that were fetched so far have landed.
+arrive_with_words = async_copy.mbarrier_arrive
 # sync(): wait for the other threads of this partition, and see what they wrote to shared memory.
 sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
