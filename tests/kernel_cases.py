@@ -100,7 +100,6 @@ def fill(pages: KVPages, k: torch.Tensor, v: torch.Tensor, lengths: list[int], s
         reference.append(
             pages, k, v, cu_seqlens=cu, max_seqlen=max(lengths), rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=static
         )
-        pages.cache_seqlens.copy_(cu.diff())
 
 
 # Append
@@ -116,11 +115,12 @@ APPEND_FACTORS = {
     "static": [False, True],
     "strided": [False, True],
     "grow": [False, True],  # the new tokens are far larger than the old
+    "group": [0, 1, 4],  # query heads a KV head; 0: no Q
 }
 
 
 def check_append(append, case: dict, device="cpu") -> None:
-    """The kernel's bytes and scales are the reference's, on every token written; V's tail is finite."""
+    """The kernel's bytes, scales, lengths and rotated Q are the reference's, on every token written; V's tail is finite."""
     heads, head_dim, dtype, lengths, new = (case[name] for name in ("heads", "head_dim", "dtype", "lengths", "new"))
     totals = [a + b for a, b in zip(lengths, new, strict=True)]
     expected = empty_cache(totals, heads, head_dim, device, mean=0.5)
@@ -148,7 +148,13 @@ def check_append(append, case: dict, device="cpu") -> None:
         angle = torch.randn(tokens, rotary // 2, device=device) * 10
         cos, sin = angle.cos().to(dtype), angle.sin()
     cu = None if len(set(new)) == 1 else cumulative(new, device)
+    q = None
+    if rotary and case["group"]:
+        q = random_tokens(tokens, heads * case["group"], head_dim, dtype, device)
+        q[torch.rand(q.shape, device=device) < 0.001] = torch.nan
+        q = torch.cat([q, q], -1)[..., :head_dim] if case["strided"] else q
     arguments = {
+        "q": q,
         "cu_seqlens": cu,
         "max_seqlen": max(new),
         "rope_cos": cos,
@@ -157,8 +163,13 @@ def check_append(append, case: dict, device="cpu") -> None:
         "static_scales": case["static"],
     }
     actual = clone(expected)
-    reference.append(expected, k, v, **arguments)
-    append(actual, k, v, **arguments)
+    expected_q, actual_q = (None if q is None else torch.full(q.shape, torch.inf, dtype=dtype, device=device) for _ in range(2))
+    reference.append(expected, k, v, q_out=expected_q, **arguments)
+    append(actual, k, v, q_out=actual_q, **arguments)
+    assert actual.cache_seqlens.tolist() == expected.cache_seqlens.tolist() == totals
+    if q is not None:
+        assert torch.equal(actual_q.isnan(), expected_q.isnan())
+        assert torch.equal(actual_q.nan_to_num(), expected_q.nan_to_num())
     for seq, total in enumerate(totals):
         ids = actual.page_table[seq, : -(-total // PAGE_SIZE)].long()
         for name, unpack in (("k", unpack_k), ("v", unpack_v)):
