@@ -19,8 +19,8 @@ from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONEN
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
 
 MAX_STEP = 16  # appends of up to this many tokens go token by token, longer ones page by page
-STEP_ELEMENTS = 4096  # of K, as many again of V: what a program of a step holds at once
-QUERY_ELEMENTS = 4096  # of Q, likewise
+STEP_ELEMENTS = 512  # of K or V: what a program of a step holds
+QUERY_ELEMENTS = 2048  # of Q, likewise
 STEP_WARPS = 4
 MEANS_WARPS = 8
 ADVANCE = True
@@ -31,6 +31,7 @@ _SAMPLES = tl.constexpr(MEAN_SAMPLES)
 _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
+_TURN = tl.constexpr(2**25)  # a step takes sequences of fewer tokens than this, and up to 64 programs for each
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -220,9 +221,56 @@ def _new_tokens(cu_seqlens_ptr, seq, max_seqlen):
     return start, new
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"],
-)  # fmt: skip
+@triton.jit
+def _take_turn(length_ptr, new, programs):
+    """The length of a sequence before this launch, and `new` more for whoever reads it after.
+
+    A sequence's programs count themselves in the upper bits of its length while they read it; the last one clears them.
+    """
+    found = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
+    length = found % _TURN
+    if found // _TURN == programs - 1:
+        tl.store(length_ptr, length + new)
+    return length
+
+
+@triton.jit
+def _step_factor(
+    amax, scale, scale_ptr, pool_ptr, slot, next_slot, held, old, new, here, num_kv_heads,
+    D: tl.constexpr, IS_V: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """What tokens `[heads, T]` are multiplied by: their pages' inverse scales, which are settled here, where needed with older tokens."""
+    next_scale = scale
+    if STATIC and T > 1:
+        next_scale = tl.load(scale_ptr + next_slot)
+    if not STATIC:
+        older_scale = tl.where(old > 0, scale, 0.0)  # of a page that holds older tokens; it may only grow
+        scale = tl.maximum(_power_of_two_scale(tl.max(tl.where(here, amax, 0.0), 1)), older_scale)
+        grown = held & (scale > older_scale)
+        if (old > 0) & (tl.max(grown.to(tl.int32), 0) > 0):
+            _shift(pool_ptr + slot * (D * _PAGE), grown, older_scale * _inverse(scale), old, D, IS_V, NATIVE)
+        tl.store(scale_ptr + slot, scale, mask=held)
+        if T > 1:
+            next_scale = _power_of_two_scale(tl.max(tl.where(here, 0.0, amax), 1))
+            if old + new > _PAGE:
+                tl.store(scale_ptr + next_slot, next_scale, mask=held)
+    return tl.where(here, _inverse(scale)[:, None], _inverse(next_scale)[:, None])[:, :, None]
+
+
+@triton.jit
+def _step_pages(table_ptr, length, token, new, head, num_kv_heads, T: tl.constexpr):
+    """Of new tokens: the page and head (`slot`) that the first is in and the one after, which tokens are in the first, and where."""
+    old = length % _PAGE
+    table_ptr += length // _PAGE
+    slot = tl.load(table_ptr).to(tl.int64) * num_kv_heads + head
+    next_slot = slot
+    if T > 1:
+        if old + new > _PAGE:
+            next_slot = tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head
+    return old, slot, next_slot, (old + token < _PAGE)[None, :], (old + token) % _PAGE
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
 def _step_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
     q_ptr, q_out_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_stride_t, q_stride_h, cos_stride, sin_stride,
@@ -230,89 +278,66 @@ def _step_kernel(
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
     T: tl.constexpr, HEADS: tl.constexpr, Q_T: tl.constexpr, Q_HEADS: tl.constexpr,
 ):  # fmt: skip
-    seq = tl.program_id(0)
+    programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
+    seq = tl.program_id(0) // programs
+    program = tl.program_id(0) % programs
     if seq >= num_seqs:
         if q_ptr is not None:
             _rotate_queries(
-                seq - num_seqs, q_ptr, q_out_ptr, cos_ptr, sin_ptr, q_stride_t, q_stride_h, cos_stride, sin_stride, num_tokens,
-                num_q_heads, D, HP, HALF, INTERLEAVED, NATIVE, Q_T, Q_HEADS,
+                tl.program_id(0) - num_seqs * programs, q_ptr, q_out_ptr, cos_ptr, sin_ptr, q_stride_t, q_stride_h, cos_stride, sin_stride,
+                num_tokens, num_q_heads, D, HP, HALF, INTERLEAVED, NATIVE, Q_T, Q_HEADS,
             )  # fmt: skip
         return
     start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
     if new <= 0:
         return
-    length = tl.load(seqlens_ptr + seq)
-    old = length % _PAGE
-    table_ptr += seq.to(tl.int64) * table_stride + length // _PAGE
     token = tl.minimum(tl.arange(0, T), new - 1)  # past the end the last one again: nothing to mask before the stores
     row = (start + token).to(tl.int64)
-    here = (old + token < _PAGE)[None, :]  # in the page of the older tokens, or in the next one
-    position = (old + token) % _PAGE
-    for first in range(0, num_kv_heads, HEADS):
-        head = first + tl.arange(0, HEADS)
-        held = head < num_kv_heads
-        next_held = head < tl.where(old + new > _PAGE, num_kv_heads, 0)
-        head = tl.minimum(head, num_kv_heads - 1)
-        k_a, k_b = _load_pairs(k_ptr + (head[:, None] * k_stride_h + row[None, :] * k_stride_t)[:, :, None], D, HP, HALF, INTERLEAVED)
-        v = _load_rows(v_ptr + (head[:, None] * v_stride_h + row[None, :] * v_stride_t)[:, :, None], D, HP)
-        mean = ((seq.to(tl.int64) * num_kv_heads + head) * D)[:, None, None]
-        k_mean_a, k_mean_b = _load_pairs(k_mean_ptr + mean, D, HP, HALF, INTERLEAVED)
-        v_mean = _load_rows(v_mean_ptr + mean, D, HP)
+    head = program // 2 * HEADS + tl.arange(0, HEADS)
+    held = head < num_kv_heads
+    head = tl.minimum(head, num_kv_heads - 1)
+    valid = (held[:, None] & (tl.arange(0, T) < new)[None, :])[:, :, None]
+    mean = ((seq.to(tl.int64) * num_kv_heads + head) * D)[:, None, None]
+    table_ptr += seq.to(tl.int64) * table_stride
+    seqlens_ptr += seq
+    # The tokens are on their way before the barrier; after it length, page and scale are waited for, one after the other.
+    if program % 2 == 0:
+        a, b = _load_pairs(k_ptr + (head[:, None] * k_stride_h + row[None, :] * k_stride_t)[:, :, None], D, HP, HALF, INTERLEAVED)
+        mean_a, mean_b = _load_pairs(k_mean_ptr + mean, D, HP, HALF, INTERLEAVED)
         if HALF > 0:
             cos = _load_angles(cos_ptr, (row * cos_stride)[None, :, None], HP, HALF)
             sin = _load_angles(sin_ptr, (row * sin_stride)[None, :, None], HP, HALF)
-        tl.debug_barrier()  # all of these are on their way before length, page and scale are waited for, one after the other
-        slot = tl.load(table_ptr).to(tl.int64) * num_kv_heads + head
-        next_slot = slot
-        if T > 1:
-            next_slot = tl.load(table_ptr + 1, mask=old + new > _PAGE, other=0).to(tl.int64) * num_kv_heads + head
-        k_scale = tl.load(k_scale_ptr + slot)
-        v_scale = tl.load(v_scale_ptr + slot)
-        k_next_scale = k_scale
-        v_next_scale = v_scale
-        if STATIC and T > 1:
-            k_next_scale = tl.load(k_scale_ptr + next_slot)
-            v_next_scale = tl.load(v_scale_ptr + next_slot)
+        tl.debug_barrier()
+        length = _take_turn(seqlens_ptr, new, programs)
+        old, slot, next_slot, here, position = _step_pages(table_ptr, length, token, new, head, num_kv_heads, T)
+        scale = tl.load(k_scale_ptr + slot)
         if HALF > 0:
-            k_a, k_b = _rotate(k_a, k_b, cos, sin, D, HP, HALF)
-        k_a -= k_mean_a
-        k_b -= k_mean_b
+            a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+        a -= mean_a
+        b -= mean_b
+        amax = tl.max(tl.maximum(_finite(a), _finite(b)), 2)
+        factor = _step_factor(
+            amax, scale, k_scale_ptr, k_pool_ptr, slot, next_slot, held, old, new, here, num_kv_heads, D, False, STATIC, NATIVE, T
+        )
+        rows = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE) + (position * D)[None, :]
+        a = to_e4m3(a * factor, NATIVE)
+        b = to_e4m3(b * factor, NATIVE)
+        _store_pairs(k_pool_ptr + rows[:, :, None], a, b, valid, D, HP, HALF, INTERLEAVED)
+    else:
+        v = _load_rows(v_ptr + (head[:, None] * v_stride_h + row[None, :] * v_stride_t)[:, :, None], D, HP)
+        v_mean = _load_rows(v_mean_ptr + mean, D, HP)
+        tl.debug_barrier()
+        length = _take_turn(seqlens_ptr, new, programs)
+        old, slot, next_slot, here, position = _step_pages(table_ptr, length, token, new, head, num_kv_heads, T)
+        scale = tl.load(v_scale_ptr + slot)
         v -= v_mean
-        if not STATIC:
-            k_amax = tl.max(tl.maximum(_finite(k_a), _finite(k_b)), 2)  # [HEADS, T]
-            v_amax = tl.max(_finite(v), 2)
-            if T > 1:
-                k_next_scale = _power_of_two_scale(tl.max(tl.where(here, 0.0, k_amax), 1))
-                v_next_scale = _power_of_two_scale(tl.max(tl.where(here, 0.0, v_amax), 1))
-            # Where the page holds older tokens, its scale may only grow. (No branch: their scale would be loaded too late.)
-            k_older_scale = tl.where(old > 0, k_scale, 0.0)
-            v_older_scale = tl.where(old > 0, v_scale, 0.0)
-            k_scale = tl.maximum(_power_of_two_scale(tl.max(tl.where(here, k_amax, 0.0), 1)), k_older_scale)
-            v_scale = tl.maximum(_power_of_two_scale(tl.max(tl.where(here, v_amax, 0.0), 1)), v_older_scale)
-            k_grown = held & (k_scale > k_older_scale)
-            v_grown = held & (v_scale > v_older_scale)
-            if (old > 0) & (tl.max((k_grown | v_grown).to(tl.int32), 0) > 0):
-                pool = slot * (D * _PAGE)
-                _shift(k_pool_ptr + pool, k_grown, k_older_scale * _inverse(k_scale), old, D, False, NATIVE)
-                _shift(v_pool_ptr + pool, v_grown, v_older_scale * _inverse(v_scale), old, D, True, NATIVE)
-        valid = (held[:, None] & (tl.arange(0, T) < new)[None, :])[:, :, None]
-        page = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE)
-        factor = tl.where(here, _inverse(k_scale)[:, None], _inverse(k_next_scale)[:, None])[:, :, None]
-        k_a = to_e4m3(k_a * factor, NATIVE)
-        k_b = to_e4m3(k_b * factor, NATIVE)
-        _store_pairs(k_pool_ptr + (page + (position * D)[None, :])[:, :, None], k_a, k_b, valid, D, HP, HALF, INTERLEAVED)
+        factor = _step_factor(
+            tl.max(_finite(v), 2), scale, v_scale_ptr, v_pool_ptr, slot, next_slot, held, old, new, here, num_kv_heads,
+            D, True, STATIC, NATIVE, T,
+        )  # fmt: skip
+        rows = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE) + _v_position(position)[None, :]
         d = tl.arange(0, 2 * HP)
-        factor = tl.where(here, _inverse(v_scale)[:, None], _inverse(v_next_scale)[:, None])[:, :, None]
-        ptrs = v_pool_ptr + (page + _v_position(position)[None, :])[:, :, None] + d * _PAGE
-        tl.store(ptrs, to_e4m3(v * factor, NATIVE), mask=valid & (d < D))
-        if not STATIC:
-            tl.store(k_scale_ptr + slot, k_scale, mask=held)
-            tl.store(v_scale_ptr + slot, v_scale, mask=held)
-            if T > 1:
-                tl.store(k_scale_ptr + next_slot, k_next_scale, mask=next_held)
-                tl.store(v_scale_ptr + next_slot, v_next_scale, mask=next_held)
-    tl.debug_barrier()  # every thread has read the length
-    tl.store(seqlens_ptr + seq, length + new)
+        tl.store(v_pool_ptr + rows[:, :, None] + d * _PAGE, to_e4m3(v * factor, NATIVE), mask=valid & (d < D))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_heads"])
@@ -560,7 +585,9 @@ def append(
         if max_seqlen <= MAX_STEP:
             tokens = triton.next_power_of_2(max_seqlen)
             heads = min(triton.next_power_of_2(num_kv_heads), max(1, STEP_ELEMENTS // (2 * row["HP"] * tokens)))
-            _step_kernel[(num_seqs + (q_programs if q is not None else 0),)](
+            heads = max(heads, triton.next_power_of_2(triton.cdiv(num_kv_heads, 32)))
+            programs = num_seqs * 2 * triton.cdiv(num_kv_heads, heads)
+            _step_kernel[(programs + (q_programs if q is not None else 0),)](
                 k, v, *state, q, q_out, *tables, *strides, *(q.stride()[:2] if q is not None else (0, 0)), *table_strides,
                 pages.page_table.stride(0), num_seqs, max_seqlen, num_kv_heads, k.shape[0], q.shape[1] if q is not None else 0,
                 **row, STATIC=static_scales, NATIVE=native, T=tokens, HEADS=heads, Q_T=q_tokens if q is not None else 1,
