@@ -110,10 +110,9 @@ def attention_case(name: str, head_dim: int, dtype, queries: int, group: int = 4
     return [(name, r.kernel, *launch) for r in (portable._attention_kernel, portable._combine_kernel) for launch in r.launches]
 
 
-def append_case(
-    name: str, head_dim: int, dtype, tokens: int, rotary: int = 0, interleaved=False, q_heads: int = 0, device_arch: int = 90, heads: int = 8
-):
+def append_case(name: str, head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, device_arch: int = 90):
     """What `append.append` launches for `tokens` new tokens of each of two sequences."""
+    heads = 8
     recorders = [Recorder(kernel) for kernel in APPEND]
     append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel = recorders
     append.is_native = lambda device: device_arch >= 89
@@ -121,8 +120,9 @@ def append_case(
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
     angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
-        KVPages.empty(48, heads, head_dim, 2, 24), k, k, q=q, q_out=q, cu_seqlens=None, max_seqlen=tokens, rope_cos=angle, rope_sin=angle,
-        rope_interleaved=interleaved, static_scales=False, fix_means=tokens > append.MAX_STEP,
+        KVPages.empty(48, heads, head_dim, 2, 24), k, k, q=q, q_out=q, max_seqlen=tokens, rope_cos=angle, rope_sin=angle,
+        cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
+        static_scales=False, fix_means=tokens > append.MAX_TOKENS,
     )  # fmt: skip
     return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
 
@@ -151,6 +151,8 @@ def cases(arch: int) -> list[tuple]:
         found += attention_case("D128 rows128 window sinks", 128, bf16, 512, window=100, sinks=sinks)
         found += attention_case("D128 rows128 full leftpad", 128, fp16, 512, causal=False, leftpad_k=leftpad)
         found += append_case("D128 prompt", 128, bf16, 300)
+        found += append_case("D128 prompt ragged", 128, bf16, 300, 128, ragged=True)
+        found += append_case("D128 step ragged", 128, bf16, 5, 40, q_heads=40, ragged=True)
     return found
 
 

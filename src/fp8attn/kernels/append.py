@@ -1,11 +1,11 @@
 """Quantise-and-append: new tokens of K and V become FP8 bytes in pages.
 
-A decode step (up to `MAX_STEP` new tokens a sequence) is one launch of `_step_kernel`: a program writes all heads of a sequence's K and V
-and advances its length, others rotate Q. A longer append goes page by page (`_page_kernel`): a program reads 128 tokens of a head once,
-holds them in registers for the page's largest value, and writes whole pages.
+A decode step (up to `MAX_TOKENS` new tokens a sequence) is one launch of `_step_kernel`: a program writes a few heads of a sequence's K or
+V, others rotate Q, and the last of a sequence's programs to read its length advances it. A longer append goes page by page
+(`_page_kernel`): a program reads 128 tokens of a head once, holds them in registers for the page's largest value, and writes them.
 
-A row of `head_dim` channels is held as two tiles, the first and the second channels of its pairs (`_channels`). RoPE turns a pair within one
-thread, with nothing exchanged; where nothing turns, a pair is just a channel of either half.
+Where RoPE may turn it, a row of `head_dim` channels is held as two tiles, the first and the second channels of its pairs (`_channels`): a
+pair turns within one thread, with nothing exchanged. Where nothing turns, a pair is a channel of either half.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from ..layout import PAGE_SIZE, KVPages
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
 
-MAX_STEP = 16  # appends of up to this many tokens go token by token, longer ones page by page
-STEP_ELEMENTS = 512  # of K or V: what a program of a step holds
+MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
+STEP_ELEMENTS = 256  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
-STEP_WARPS = 4
-MEANS_WARPS = 8
-ADVANCE = True
-EXTRA = {}
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _SAMPLES = tl.constexpr(MEAN_SAMPLES)
 _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
-_TURN = tl.constexpr(2**25)  # a step takes sequences of fewer tokens than this, and up to 64 programs for each
+MAX_PROGRAMS = 64  # for a sequence in a step
+_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # lengths are below this
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -66,57 +63,47 @@ def _channels(i, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _below(rows, i, limit):
-    """`i < limit` for every one of `rows [..., 1]`."""
-    return tl.zeros(rows.shape, tl.int32) + i < limit
-
-
-@triton.jit
-def _load_pairs(rows, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows of D channels from pointers `[..., 1]`, as two FP32 tiles `[..., HP]`, zero from pair D / 2 on."""
-    if INTERLEAVED:
-        d = tl.arange(0, 2 * HP)
-        if 2 * HP == D:
-            x = tl.load(rows + d)
-        else:
-            x = tl.load(rows + d, mask=_below(rows, d, D), other=0.0)
-        a, b = tl.split(tl.reshape(x, x.shape[:-1] + [HP, 2]))
+def _load(rows, at, i, LIMIT: tl.constexpr):
+    """Elements `at [N]` of the rows at pointers `[..., 1]`, in FP32; zero where `i [N]` is not below LIMIT."""
+    if i.shape[0] == LIMIT:
+        return tl.load(rows + at).to(tl.float32)
     else:
-        i = tl.arange(0, HP)
-        first, second = _channels(i, D, HALF)
-        if 2 * HP == D:
-            a = tl.load(rows + first)
-            b = tl.load(rows + second)
-        else:
-            inside = _below(rows, i, D // 2)
-            a = tl.load(rows + first, mask=inside, other=0.0)
-            b = tl.load(rows + second, mask=inside, other=0.0)
-    return a.to(tl.float32), b.to(tl.float32)
+        return tl.load(rows + at, mask=tl.zeros(rows.shape, tl.int32) + i < LIMIT, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_rows(rows, D: tl.constexpr, HP: tl.constexpr):
-    """Rows of D channels from pointers `[..., 1]`, as one FP32 tile `[..., 2 * HP]`, zero from channel D on."""
+    """Rows of D channels, as one tile `[..., 2 * HP]`."""
     d = tl.arange(0, 2 * HP)
-    if 2 * HP == D:
-        x = tl.load(rows + d)
+    return _load(rows, d, d, D)
+
+
+@triton.jit
+def _load_pairs(rows, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rows of D channels, as two tiles `[..., HP]`: the first channels of all pairs, and the second."""
+    if INTERLEAVED:
+        x = _load_rows(rows, D, HP)
+        a, b = tl.split(tl.reshape(x, rows.shape[:-1] + [HP, 2]))  # noqa: RUF005 - Triton has no starred lists
     else:
-        x = tl.load(rows + d, mask=_below(rows, d, D), other=0.0)
-    return x.to(tl.float32)
+        i = tl.arange(0, HP)
+        first, second = _channels(i, D, HALF)
+        a = _load(rows, first, i, D // 2)
+        b = _load(rows, second, i, D // 2)
+    return a, b
 
 
 @triton.jit
 def _store_pairs(rows, a, b, valid, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What `_load_pairs` reads; `valid` is like `rows`."""
+    """What `_load_pairs` reads, where `valid [..., 1]`."""
     if INTERLEAVED:
         d = tl.arange(0, 2 * HP)
-        tl.store(rows + d, tl.reshape(tl.join(a, b), a.shape[:-1] + [2 * HP]), mask=valid & (d < D))
+        x = tl.reshape(tl.join(a, b), rows.shape[:-1] + [2 * HP])  # noqa: RUF005
+        tl.store(rows + d, x, mask=valid & (d < D))
     else:
         i = tl.arange(0, HP)
         first, second = _channels(i, D, HALF)
-        inside = valid & (i < D // 2)
-        tl.store(rows + first, a, mask=inside)
-        tl.store(rows + second, b, mask=inside)
+        tl.store(rows + first, a, mask=valid & (i < D // 2))
+        tl.store(rows + second, b, mask=valid & (i < D // 2))
 
 
 # Arithmetic
@@ -145,14 +132,10 @@ def _finite(x):
 
 
 @triton.jit
-def _load_angles(table_ptr, rows, HP: tl.constexpr, HALF: tl.constexpr):
-    """Rows `[..., 1]` of cos or sin, `[..., HP]` in FP32."""
+def _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, HP: tl.constexpr, HALF: tl.constexpr):
+    """Rows `[..., 1]` of cos and of sin, each `[..., HP]`."""
     i = tl.arange(0, HP)
-    if HALF == HP:
-        angles = tl.load(table_ptr + rows + i)
-    else:
-        angles = tl.load(table_ptr + rows + i, mask=_below(rows, i, HALF), other=0.0)
-    return angles.to(tl.float32)
+    return _load(cos_ptr + rows * cos_stride, i, i, HALF), _load(sin_ptr + rows * sin_stride, i, i, HALF)
 
 
 @triton.jit
@@ -183,7 +166,7 @@ def _shift(pool_ptrs, grown, ratio, old, D: tl.constexpr, IS_V: tl.constexpr, NA
     tl.debug_barrier()  # other threads' stores above cover bytes that are written next
 
 
-# A step: up to MAX_STEP tokens a sequence
+# A step: up to MAX_TOKENS tokens a sequence
 
 
 @triton.jit
@@ -198,10 +181,9 @@ def _rotate_queries(
     head = program % blocks * HEADS + tl.arange(0, HEADS)
     valid = ((token < num_tokens)[:, None] & (head < num_heads)[None, :])[:, :, None]
     token = tl.minimum(token, num_tokens - 1).to(tl.int64)
-    head = tl.minimum(head, num_heads - 1)
+    head = tl.minimum(head, num_heads - 1).to(tl.int64)
     a, b = _load_pairs(q_ptr + (token[:, None] * stride_t + head[None, :] * stride_h)[:, :, None], D, HP, HALF, INTERLEAVED)
-    cos = _load_angles(cos_ptr, (token * cos_stride)[:, None, None], HP, HALF)
-    sin = _load_angles(sin_ptr, (token * sin_stride)[:, None, None], HP, HALF)
+    cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None, None], cos_stride, sin_stride, HP, HALF)
     a, b = _rotate(a, b, cos, sin, D, HP, HALF)
     a = round_to(a, out_ptr.dtype.element_ty, NATIVE)
     b = round_to(b, out_ptr.dtype.element_ty, NATIVE)
@@ -225,7 +207,8 @@ def _new_tokens(cu_seqlens_ptr, seq, max_seqlen):
 def _take_turn(length_ptr, new, programs):
     """The length of a sequence before this launch, and `new` more for whoever reads it after.
 
-    A sequence's programs count themselves in the upper bits of its length while they read it; the last one clears them.
+    Each of its programs takes one turn, and counts it in the upper bits of what it reads. Whoever takes the last turn knows that all have
+    the length, and writes the new one.
     """
     found = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
     length = found % _TURN
@@ -235,16 +218,29 @@ def _take_turn(length_ptr, new, programs):
 
 
 @triton.jit
+def _step_pages(table_ptr, length, token, new, head, num_kv_heads, T: tl.constexpr):
+    """Where new tokens go: how many older ones their page holds, its `slot` (page and head), the next page's, who is here, and where."""
+    old = length % _PAGE
+    table_ptr += length // _PAGE
+    slot = tl.load(table_ptr).to(tl.int64) * num_kv_heads + head
+    next_slot = slot
+    if T > 1 and old + new > _PAGE:
+        next_slot = tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head
+    return old, slot, next_slot, (old + token < _PAGE)[None, :], (old + token) % _PAGE
+
+
+@triton.jit
 def _step_factor(
-    amax, scale, scale_ptr, pool_ptr, slot, next_slot, held, old, new, here, num_kv_heads,
+    amax, scale, scale_ptr, pool_ptr, slot, next_slot, held, old, new, here,
     D: tl.constexpr, IS_V: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """What tokens `[heads, T]` are multiplied by: their pages' inverse scales, which are settled here, where needed with older tokens."""
+    """What tokens are multiplied by, `[heads, T, 1]`: the inverse of their page's scale, settled here from `amax [heads, T]`."""
     next_scale = scale
-    if STATIC and T > 1:
-        next_scale = tl.load(scale_ptr + next_slot)
-    if not STATIC:
-        older_scale = tl.where(old > 0, scale, 0.0)  # of a page that holds older tokens; it may only grow
+    if STATIC:
+        if T > 1:
+            next_scale = tl.load(scale_ptr + next_slot)
+    else:
+        older_scale = tl.where(old > 0, scale, 0.0)  # of a page that holds older tokens: it may only grow
         scale = tl.maximum(_power_of_two_scale(tl.max(tl.where(here, amax, 0.0), 1)), older_scale)
         grown = held & (scale > older_scale)
         if (old > 0) & (tl.max(grown.to(tl.int32), 0) > 0):
@@ -255,19 +251,6 @@ def _step_factor(
             if old + new > _PAGE:
                 tl.store(scale_ptr + next_slot, next_scale, mask=held)
     return tl.where(here, _inverse(scale)[:, None], _inverse(next_scale)[:, None])[:, :, None]
-
-
-@triton.jit
-def _step_pages(table_ptr, length, token, new, head, num_kv_heads, T: tl.constexpr):
-    """Of new tokens: the page and head (`slot`) that the first is in and the one after, which tokens are in the first, and where."""
-    old = length % _PAGE
-    table_ptr += length // _PAGE
-    slot = tl.load(table_ptr).to(tl.int64) * num_kv_heads + head
-    next_slot = slot
-    if T > 1:
-        if old + new > _PAGE:
-            next_slot = tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head
-    return old, slot, next_slot, (old + token < _PAGE)[None, :], (old + token) % _PAGE
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
@@ -295,18 +278,17 @@ def _step_kernel(
     row = (start + token).to(tl.int64)
     head = program // 2 * HEADS + tl.arange(0, HEADS)
     held = head < num_kv_heads
-    head = tl.minimum(head, num_kv_heads - 1)
+    head = tl.minimum(head, num_kv_heads - 1).to(tl.int64)
     valid = (held[:, None] & (tl.arange(0, T) < new)[None, :])[:, :, None]
     mean = ((seq.to(tl.int64) * num_kv_heads + head) * D)[:, None, None]
     table_ptr += seq.to(tl.int64) * table_stride
     seqlens_ptr += seq
-    # The tokens are on their way before the barrier; after it length, page and scale are waited for, one after the other.
+    # The barriers keep the compiler from waiting for the length, then the page, then its scale, before it asks for the tokens.
     if program % 2 == 0:
         a, b = _load_pairs(k_ptr + (head[:, None] * k_stride_h + row[None, :] * k_stride_t)[:, :, None], D, HP, HALF, INTERLEAVED)
         mean_a, mean_b = _load_pairs(k_mean_ptr + mean, D, HP, HALF, INTERLEAVED)
         if HALF > 0:
-            cos = _load_angles(cos_ptr, (row * cos_stride)[None, :, None], HP, HALF)
-            sin = _load_angles(sin_ptr, (row * sin_stride)[None, :, None], HP, HALF)
+            cos, sin = _load_angles(cos_ptr, sin_ptr, row[None, :, None], cos_stride, sin_stride, HP, HALF)
         tl.debug_barrier()
         length = _take_turn(seqlens_ptr, new, programs)
         old, slot, next_slot, here, position = _step_pages(table_ptr, length, token, new, head, num_kv_heads, T)
@@ -316,9 +298,7 @@ def _step_kernel(
         a -= mean_a
         b -= mean_b
         amax = tl.max(tl.maximum(_finite(a), _finite(b)), 2)
-        factor = _step_factor(
-            amax, scale, k_scale_ptr, k_pool_ptr, slot, next_slot, held, old, new, here, num_kv_heads, D, False, STATIC, NATIVE, T
-        )
+        factor = _step_factor(amax, scale, k_scale_ptr, k_pool_ptr, slot, next_slot, held, old, new, here, D, False, STATIC, NATIVE, T)
         rows = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE) + (position * D)[None, :]
         a = to_e4m3(a * factor, NATIVE)
         b = to_e4m3(b * factor, NATIVE)
@@ -332,7 +312,7 @@ def _step_kernel(
         scale = tl.load(v_scale_ptr + slot)
         v -= v_mean
         factor = _step_factor(
-            tl.max(_finite(v), 2), scale, v_scale_ptr, v_pool_ptr, slot, next_slot, held, old, new, here, num_kv_heads,
+            tl.max(_finite(v), 2), scale, v_scale_ptr, v_pool_ptr, slot, next_slot, held, old, new, here,
             D, True, STATIC, NATIVE, T,
         )  # fmt: skip
         rows = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE) + _v_position(position)[None, :]
@@ -379,8 +359,7 @@ def _k_page(
     token = tl.minimum(tl.maximum(position, old), end - 1)  # outside, a new one again: it changes no maximum, and nothing is masked
     a, b = _load_pairs(x_ptr + (token * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
     if HALF > 0:
-        cos = _load_angles(cos_ptr, (token * cos_stride)[:, None], HP, HALF)
-        sin = _load_angles(sin_ptr, (token * sin_stride)[:, None], HP, HALF)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, HP, HALF)
         a, b = _rotate(a, b, cos, sin, D, HP, HALF)
     mean_a, mean_b = _load_pairs(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP, HALF, INTERLEAVED)
     a -= mean_a
@@ -475,13 +454,13 @@ def _page_kernel(
             cos_ptr += row * cos_stride
             sin_ptr += row * sin_stride
         _k_page(
-            k_ptr + row * k_stride_t + head * k_stride_h, k_stride_t, k_mean_ptr + mean, k_pool_ptr + slot * (D * _PAGE), k_scale_ptr + slot,
-            cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, HP, HALF, INTERLEAVED, STATIC, NATIVE,
+            k_ptr + row * k_stride_t + head * k_stride_h, k_stride_t, k_mean_ptr + mean, k_pool_ptr + slot * (D * _PAGE),
+            k_scale_ptr + slot, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, HP, HALF, INTERLEAVED, STATIC, NATIVE,
         )  # fmt: skip
     else:
         _v_page(
-            v_ptr + row * v_stride_t + head * v_stride_h, v_stride_t, v_mean_ptr + mean, v_pool_ptr + slot * (D * _PAGE), v_scale_ptr + slot,
-            old, end, D, HP, STATIC, NATIVE,
+            v_ptr + row * v_stride_t + head * v_stride_h, v_stride_t, v_mean_ptr + mean, v_pool_ptr + slot * (D * _PAGE),
+            v_scale_ptr + slot, old, end, D, HP, STATIC, NATIVE,
         )  # fmt: skip
 
 
@@ -506,8 +485,7 @@ def _write_mean(
 ):  # fmt: skip
     a, b = _load_pairs(x_ptr + (row * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
     if HALF > 0:
-        cos = _load_angles(cos_ptr, (row * cos_stride)[:, None], HP, HALF)
-        sin = _load_angles(sin_ptr, (row * sin_stride)[:, None], HP, HALF)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, row[:, None], cos_stride, sin_stride, HP, HALF)
         a, b = _rotate(a, b, cos, sin, D, HP, HALF)
     a = _shrunk_mean(a, new)[None, :]
     b = _shrunk_mean(b, new)[None, :]
@@ -559,51 +537,47 @@ def append(
     static_scales: bool,
     fix_means: bool = False,
 ) -> None:
-    """`reference.append`, bit for bit (NaN may lose its sign), but for the means, whose sums are taken in another order."""
+    """`reference.append`, bit for bit (NaN may lose its sign); but for means, whose sums are taken in another order."""
     if not k.shape[0] or not max_seqlen:
         return
-    num_seqs, num_kv_heads, head_dim = pages.num_seqs, pages.num_kv_heads, pages.head_dim
+    heads, pairs = pages.num_kv_heads, triton.next_power_of_2(pages.head_dim // 2)
     half = 0 if rope_cos is None else rope_cos.shape[1]
-    row = {"D": head_dim, "HP": triton.next_power_of_2(head_dim // 2), "HALF": half, "INTERLEAVED": rope_interleaved and half > 0}
-    native = is_native(k.device)
-    options = {"enable_fp_fusion": False}
-    tables = (rope_cos, rope_sin)
+    row = {"D": pages.head_dim, "HP": pairs, "HALF": half, "INTERLEAVED": rope_interleaved and half > 0, "enable_fp_fusion": False}
+    write = row | {"STATIC": static_scales, "NATIVE": is_native(k.device)}
+    means, lengths = (pages.k_mean, pages.v_mean), (pages.cache_seqlens, cu_seqlens)
+    pools = (pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale)
+    angles, angle_strides = (rope_cos, rope_sin), (rope_cos.stride(0), rope_sin.stride(0)) if half else (0, 0)
     strides = (*k.stride()[:2], *v.stride()[:2])
-    table_strides = (rope_cos.stride(0), rope_sin.stride(0)) if half else (0, 0)
-    pools = (pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean)
-    state = (*pools, pages.page_table, pages.cache_seqlens, cu_seqlens)
+    queries, query_strides, query_shape, query_tile, query_programs = (None, None), (0, 0), (0, 0), (1, 1), 0
     if q is not None:
-        q_heads = min(triton.next_power_of_2(q.shape[1]), QUERY_ELEMENTS // (2 * row["HP"]))
-        q_tokens = QUERY_ELEMENTS // (2 * row["HP"] * q_heads)
-        q_programs = triton.cdiv(q.shape[0], q_tokens) * triton.cdiv(q.shape[1], q_heads)
+        queries, query_strides, query_shape = (q, q_out), q.stride()[:2], q.shape[:2]
+        query_heads = min(triton.next_power_of_2(q.shape[1]), QUERY_ELEMENTS // (2 * pairs))
+        query_tile = QUERY_ELEMENTS // (2 * pairs * query_heads), query_heads
+        query_programs = triton.cdiv(q.shape[0], query_tile[0]) * triton.cdiv(q.shape[1], query_heads)
     with torch.accelerator.device_index(k.device.index):
         if fix_means:
-            _means_kernel[(2 * num_kv_heads, num_seqs)](
-                k, v, pages.k_mean, pages.v_mean, pages.cache_seqlens, cu_seqlens, *tables, *strides, *table_strides, max_seqlen,
-                num_kv_heads, k.shape[0], **row, num_warps=MEANS_WARPS, **options,
-            )  # fmt: skip
-        if max_seqlen <= MAX_STEP:
+            _means_kernel[(2 * heads, pages.num_seqs)](
+                k, v, *means, *lengths, *angles, *strides, *angle_strides, max_seqlen, heads, k.shape[0], **row, num_warps=pairs // 8
+            )
+        if max_seqlen <= MAX_TOKENS:
             tokens = triton.next_power_of_2(max_seqlen)
-            heads = min(triton.next_power_of_2(num_kv_heads), max(1, STEP_ELEMENTS // (2 * row["HP"] * tokens)))
-            heads = max(heads, triton.next_power_of_2(triton.cdiv(num_kv_heads, 32)))
-            programs = num_seqs * 2 * triton.cdiv(num_kv_heads, heads)
-            _step_kernel[(programs + (q_programs if q is not None else 0),)](
-                k, v, *state, q, q_out, *tables, *strides, *(q.stride()[:2] if q is not None else (0, 0)), *table_strides,
-                pages.page_table.stride(0), num_seqs, max_seqlen, num_kv_heads, k.shape[0], q.shape[1] if q is not None else 0,
-                **row, STATIC=static_scales, NATIVE=native, T=tokens, HEADS=heads, Q_T=q_tokens if q is not None else 1,
-                Q_HEADS=q_heads if q is not None else 1, num_warps=STEP_WARPS, **options,
+            block = min(triton.next_power_of_2(heads), max(1, STEP_ELEMENTS // (2 * pairs * tokens)))
+            block = max(block, triton.next_power_of_2(triton.cdiv(2 * heads, MAX_PROGRAMS)))
+            _step_kernel[(pages.num_seqs * 2 * triton.cdiv(heads, block) + query_programs,)](
+                k, v, *pools, *means, pages.page_table, *lengths, *queries, *angles, *strides, *query_strides, *angle_strides,
+                pages.page_table.stride(0), pages.num_seqs, max_seqlen, heads, *query_shape, **write,
+                T=tokens, HEADS=block, Q_T=query_tile[0], Q_HEADS=query_tile[1], num_warps=4,
             )  # fmt: skip
             return
         columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
-        places = num_seqs * columns if cu_seqlens is None else k.shape[0] // PAGE_SIZE + 2 * num_seqs
-        _page_kernel[(2 * num_kv_heads * places,)](
-            k, v, *state, *tables, *strides, *table_strides, pages.page_table.stride(0), num_seqs, columns, max_seqlen, num_kv_heads,
-            **row, STATIC=static_scales, NATIVE=native, num_warps=row["HP"] // 8, **options, **EXTRA,
+        places = pages.num_seqs * columns if cu_seqlens is None else k.shape[0] // PAGE_SIZE + 2 * pages.num_seqs
+        _page_kernel[(2 * heads * places,)](
+            k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, *angle_strides, pages.page_table.stride(0), pages.num_seqs,
+            columns, max_seqlen, heads, **write, num_warps=pairs // 8,
         )  # fmt: skip
         if q is not None:
-            _queries_kernel[(q_programs,)](
-                q, q_out, *tables, *q.stride()[:2], *table_strides, *q.shape[:2], **row, NATIVE=native, T=q_tokens, HEADS=q_heads,
-                num_warps=4, **options,
+            _queries_kernel[(query_programs,)](
+                *queries, *angles, *query_strides, *angle_strides, *query_shape, **row, NATIVE=write["NATIVE"], T=query_tile[0],
+                HEADS=query_tile[1], num_warps=4,
             )  # fmt: skip
-        if ADVANCE:
-            pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+        pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
