@@ -125,7 +125,7 @@ APPEND_EDGES = {
     "the shortest prompt": _EDGE | {"lengths": [112, 113, 0], "new": [17, 16, 1], "grow": True, "static": False},
     "more heads than turns": _EDGE | {"heads": 40, "lengths": [3, 127, 0], "new": [1, 1, 1], "grow": False, "static": False},
     "many sequences": _EDGE
-    | {"lengths": [i % 7 * 40 for i in range(133)], "new": [i % 19 * (i % 5 > 0) for i in range(133)], "grow": False, "static": False},
+    | {"lengths": [i % 7 * 40 for i in range(133)], "new": [i % 19 * (i % 6 == 0) for i in range(133)], "grow": False, "static": False},
 }
 
 

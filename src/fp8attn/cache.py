@@ -107,17 +107,21 @@ class PagedKVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        q: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
         rope_cos: torch.Tensor | None = None,
         rope_sin: torch.Tensor | None = None,
         rope_interleaved: bool = False,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Quantise new tokens onto the sequences' ends; either all of them or, when this raises, none.
 
         Args:
             k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another.
+            q: `[T, num_q_heads, head_dim]`, the same tokens' queries, to be rotated as K is.
             lengths: how many of the T tokens each sequence gets. None: all the same.
             rope_cos, rope_sin, rope_interleaved: rotate K first (`ops.append`).
+        Returns:
+            The rotated queries; None without `q`.
         Raises:
             ValueError: shapes or lengths that do not fit.
             OutOfPagesError: the pool is of fixed size and too small.
@@ -127,16 +131,17 @@ class PagedKVCache:
         if lengths is None and k.shape[0] % self.num_seqs:
             raise ValueError(f"{k.shape[0]} tokens do not divide over {self.num_seqs} sequences; say how many each gets: lengths=[...]")
         new = [k.shape[0] // self.num_seqs] * self.num_seqs if lengths is None else list(lengths)
-        ops.check_append(self.pages, k, v, rope_cos, rope_sin, self.backend)
+        ops.check_append(self.pages, k, v, q, rope_cos, rope_sin, self.backend)
         self.reserve([old + n for old, n in zip(self._lengths, new, strict=True)])
         first = self._remove_means and any(n and not old for old, n in zip(self._lengths, new, strict=True))
         cu_seqlens = None
         if lengths is not None:
             cu_seqlens = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(k.device)
-        ops.append(
+        turned = ops.append(
             self.pages,
             k,
             v,
+            q=q,
             cu_seqlens=cu_seqlens,
             max_seqlen=max(new),
             rope_cos=rope_cos,
@@ -147,6 +152,7 @@ class PagedKVCache:
             backend=self.backend,
         )
         self._lengths = [old + n for old, n in zip(self._lengths, new, strict=True)]
+        return turned
 
     def reserve(self, lengths: int | Sequence[int]) -> None:
         """Give each sequence the pages to hold `lengths` tokens, so that appends up to there need nothing from the host.

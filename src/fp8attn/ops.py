@@ -51,17 +51,9 @@ def append(
     Raises:
         ValueError: a shape, dtype or backend that does not fit, with what would.
     """
-    name = check_append(pages, k, v, rope_cos, rope_sin, backend)
+    name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-    q_out = None
-    if q is not None:
-        _check_tokens(q, pages)
-        if rope_cos is None or q.shape[::2] != k.shape[::2]:
-            raise ValueError(
-                f"q is there to be rotated: it must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
-                f"got {tuple(q.shape)}, {'without' if rope_cos is None else 'with'} them"
-            )
-        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     torch.ops.fp8attn.append(
         k, v, *pages.tensors, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, fix_means, name
     )
@@ -129,7 +121,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def check_append(pages: KVPages, k, v, rope_cos, rope_sin, backend: str) -> str:
+def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> str:
     """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name."""
     _check_tokens(k, pages)
     if k.shape != v.shape or k.shape[1:] != (pages.num_kv_heads, pages.head_dim) or k.dtype != v.dtype:
@@ -142,6 +134,13 @@ def check_append(pages: KVPages, k, v, rope_cos, rope_sin, backend: str) -> str:
         raise ValueError("give rope_cos and rope_sin together, or neither")
     if rope_cos is not None:
         check_rope(k, rope_cos, rope_sin)
+    if q is not None:
+        _check_tokens(q, pages)
+        if rope_cos is None or q.shape[::2] != k.shape[::2]:
+            raise ValueError(
+                f"q is there to be rotated: it must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
+                f"got {tuple(q.shape)}, {'without' if rope_cos is None else 'with'} them"
+            )
     return _resolve(backend, k)
 
 
