@@ -21,14 +21,14 @@ from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
 STEP_ELEMENTS = 256  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
+MAX_PROGRAMS = 64  # of a step, for one sequence
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _SAMPLES = tl.constexpr(MEAN_SAMPLES)
 _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
-MAX_PROGRAMS = 64  # for a sequence in a step
-_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # lengths are below this
+_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
