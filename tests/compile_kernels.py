@@ -110,20 +110,25 @@ def attention_case(name: str, head_dim: int, dtype, queries: int, group: int = 4
     return [(name, r.kernel, *launch) for r in (portable._attention_kernel, portable._combine_kernel) for launch in r.launches]
 
 
-def append_case(name: str, head_dim: int, dtype, tokens: int, rotary: int = 0, interleaved=False, device_arch: int = 90):
-    """What `append.append` launches for `tokens` new tokens of a sequence."""
-    append._append_kernel = Recorder(APPEND)
+def append_case(name: str, head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, device_arch: int = 90):
+    """What `append.append` launches for `tokens` new tokens of each of two sequences."""
+    heads = 8
+    recorders = [Recorder(kernel) for kernel in APPEND]
+    append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel = recorders
     append.is_native = lambda device: device_arch >= 89
-    k = torch.zeros(tokens, 2, head_dim, dtype=dtype)
-    angle = torch.zeros(tokens, rotary // 2) if rotary else None
+    k = torch.zeros(2 * tokens, heads, head_dim, dtype=dtype)
+    q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
+    angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
-        _pages(head_dim), k, k, cu_seqlens=None, max_seqlen=tokens, rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved,
-        static_scales=False,
+        KVPages.empty(48, heads, head_dim, 2, 24), k, k, q=q, q_out=q, max_seqlen=tokens, rope_cos=angle, rope_sin=angle,
+        cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
+        static_scales=False, fix_means=tokens > append.MAX_TOKENS,
     )  # fmt: skip
-    return [(name, APPEND, *launch) for launch in append._append_kernel.launches]
+    return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
 
 
-ATTENTION, COMBINE, APPEND = portable._attention_kernel, portable._combine_kernel, append._append_kernel
+ATTENTION, COMBINE = portable._attention_kernel, portable._combine_kernel
+APPEND = append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel
 
 
 def cases(arch: int) -> list[tuple]:
@@ -135,8 +140,9 @@ def cases(arch: int) -> list[tuple]:
         found += attention_case(f"D{head_dim} rows4", head_dim, dtype, 1, splits=4 if i % 3 else 33, device_arch=arch)
         found += attention_case(f"D{head_dim} rows64", head_dim, other, 16, splits=1 + i % 2, device_arch=arch)
         found += attention_case(f"D{head_dim} rows128", head_dim, dtype, 512, device_arch=arch)
-        found += append_case(f"D{head_dim} step rope", head_dim, other, 1 + i, head_dim, device_arch=arch)
-        found += append_case(f"D{head_dim} prompt rope", head_dim, dtype, 300, head_dim, interleaved=i % 2 == 1, device_arch=arch)
+        rope = {"rotary": head_dim, "q_heads": 32, "device_arch": arch}
+        found += append_case(f"D{head_dim} step rope", head_dim, other, 1 + i, **rope)
+        found += append_case(f"D{head_dim} prompt rope", head_dim, dtype, 300, **rope, interleaved=i % 2 == 1)
     if arch == 90:
         leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
         found += attention_case("D128 rows4 window sinks", 128, bf16, 1, window=100, sinks=sinks)
@@ -145,6 +151,8 @@ def cases(arch: int) -> list[tuple]:
         found += attention_case("D128 rows128 window sinks", 128, bf16, 512, window=100, sinks=sinks)
         found += attention_case("D128 rows128 full leftpad", 128, fp16, 512, causal=False, leftpad_k=leftpad)
         found += append_case("D128 prompt", 128, bf16, 300)
+        found += append_case("D128 prompt ragged", 128, bf16, 300, 128, ragged=True)
+        found += append_case("D128 step ragged", 128, bf16, 5, 40, q_heads=40, ragged=True)
     return found
 
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from fp8attn import OutOfPagesError, PagedKVCache
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import E4M3
+from fp8attn.rope import apply_rope
 from fp8attn.scales import LayerScales
 
 HEADS, DIM = 2, 64
@@ -78,6 +79,16 @@ def test_means_are_fixed_by_the_first_append_and_inherited():
     cache.truncate(0)
     cache.append(*tokens(40, 2))  # an emptied sequence begins anew
     assert cache.pages.k_mean.abs().max() < 2
+
+
+def test_append_rotates_queries_or_does_nothing_at_all():
+    cache = PagedKVCache(HEADS, DIM)
+    (k, v), q, angle = tokens(5), torch.randn(5, 2 * HEADS, DIM), torch.randn(5, DIM // 2)
+    with pytest.raises(ValueError, match="come with rope_cos and rope_sin"):
+        cache.append(k, v, q=q)
+    assert cache.lengths == (0,) and cache.pages.num_pages == 0
+    turned = cache.append(k, v, q=q, rope_cos=angle.cos(), rope_sin=angle.sin())
+    assert torch.equal(turned, apply_rope(q, angle.cos(), angle.sin())) and cache.lengths == (5,)
 
 
 def test_an_offset_costs_nothing_with_means():

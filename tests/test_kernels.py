@@ -12,11 +12,13 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from kernel_cases import (
+    APPEND_EDGES,
     APPEND_FACTORS,
     ATTENTION_FACTORS,
     case_id,
     check_append,
     check_attention,
+    check_means,
     clone,
     cumulative,
     empty_cache,
@@ -72,6 +74,16 @@ def test_conversions_without_hardware_are_exact():
 @pytest.mark.parametrize("case", pairwise(APPEND_FACTORS), ids=case_id)
 def test_append_writes_the_references_bytes(case):
     check_append(append, case)
+
+
+@pytest.mark.parametrize("name", APPEND_EDGES)
+def test_append_at_its_edges(name):
+    check_append(append, APPEND_EDGES[name])
+
+
+@pytest.mark.parametrize(("head_dim", "rotary", "interleaved"), [(64, 0, False), (80, 40, False), (128, 128, False), (96, 96, True)])
+def test_first_append_fixes_the_references_means(head_dim, rotary, interleaved):
+    check_means(append, head_dim, rotary, interleaved)
 
 
 def test_append_of_nothing():
@@ -170,7 +182,7 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.tensors, *options), test_utils=checks)
     token = torch.randn(2, 2, 64).half()
-    arguments = (token, token, *pages.tensors, None, 1, None, None, False, False, "triton")
+    arguments = (token, token, *pages.tensors, None, None, None, 1, None, None, False, False, True, "triton")
     torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=checks[:2])
 
 
@@ -179,9 +191,11 @@ def test_a_compiled_step_calls_the_kernels():
     twin = clone(pages)
     token = torch.randn(2, 2, 64).half()
 
+    angle = torch.randn(2, 32)
+
     def step(pages):
-        fp8attn.append(pages, token, token, backend="triton")
-        return fp8attn.attention(q, pages, backend="triton")
+        turned = fp8attn.append(pages, token, token, q=q, rope_cos=angle.cos(), rope_sin=angle.sin(), backend="triton")
+        return fp8attn.attention(turned, pages, backend="triton")
 
     expected = step(twin)
     actual = torch.compile(step, backend="aot_eager", fullgraph=True)(pages)

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8attn
 from fp8attn import PagedKVCache, attention
 from fp8attn.backends import BACKENDS, select_backend, unsupported_reason
+from fp8attn.rope import apply_rope
 
 
 @pytest.fixture
@@ -49,6 +50,33 @@ def test_append_needs_the_longest_of_ragged_sequences(cache):
         fp8attn.append(cache.pages, k, k, cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("q", "tables", "message"),
+    [
+        (torch.zeros(4, 4, 64), False, "without them"),
+        (torch.zeros(3, 4, 64), True, r"must be \[4, num_q_heads, 64\]"),
+        (torch.zeros(4, 4, 32), True, r"must be \[4, num_q_heads, 64\]"),
+        (torch.zeros(4, 64, 4).transpose(1, 2), True, "last dimension contiguous"),
+    ],
+)
+def test_append_refuses_queries_that_it_cannot_turn(cache, q, tables, message):
+    k, angle = torch.zeros(4, 2, 64), torch.zeros(4, 32)
+    with pytest.raises(ValueError, match=message):
+        fp8attn.append(cache.pages, k, k, q=q, rope_cos=angle if tables else None, rope_sin=angle if tables else None)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_append_turns_queries_as_it_turns_keys(cache, interleaved):
+    cache.reserve(40)
+    k, q, angle = torch.randn(4, 2, 64), torch.randn(4, 4, 64).bfloat16(), torch.randn(4, 16)
+    options = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved}
+    turned = fp8attn.append(cache.pages, k, k, q=q, **options)
+    assert turned.dtype == q.dtype
+    assert torch.equal(turned, apply_rope(q, angle.cos(), angle.sin(), interleaved).bfloat16())
+    assert cache.pages.cache_seqlens.tolist() == [12, 12]
+    assert fp8attn.append(cache.pages, k, k, **options) is None
+
+
 def test_backends_say_why_not(monkeypatch):
     assert BACKENDS == ("hopper", "triton", "reference")
     assert unsupported_reason("reference", "cpu", torch.float32) is None
@@ -77,9 +105,9 @@ def test_ops_pass_torch_opcheck(cache):
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     cache.reserve(40)
     k = torch.randn(4, 2, 64)
-    torch.library.opcheck(
-        torch.ops.fp8attn.append, (k, k, *cache.pages.tensors, None, 2, None, None, False, False, "reference"), test_utils=checks
-    )
+    q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
+    options = (q, torch.empty_like(q), None, 2, angle, angle, False, False, True, "reference")
+    torch.library.opcheck(torch.ops.fp8attn.append, (k, k, *cache.pages.tensors, *options), test_utils=checks)
     arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, "reference")
     torch.library.opcheck(torch.ops.fp8attn.attention, arguments, test_utils=checks)
 
@@ -95,6 +123,11 @@ def test_ops_change_what_they_say_and_nothing_else(cache):
     fp8attn.append(cache.pages, k, k.clone())
     changed = {name for name, after in bits().items() if not torch.equal(before[name], after)}
     assert changed == {"k", "v", "k_scale", "v_scale", "cache_seqlens"}
+    cache.reset()
+    before = bits()
+    fp8attn.append(cache.pages, k / 64, k / 32, fix_means=True)
+    changed = {name for name, after in bits().items() if not torch.equal(before[name], after)}
+    assert changed == {"k", "v", "k_scale", "v_scale", "k_mean", "v_mean", "cache_seqlens"}
 
 
 def test_whoever_watches_sees_torch_ops(cache):

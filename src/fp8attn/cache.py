@@ -110,17 +110,21 @@ class PagedKVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        q: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
         rope_cos: torch.Tensor | None = None,
         rope_sin: torch.Tensor | None = None,
         rope_interleaved: bool = False,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Quantise new tokens onto the sequences' ends; either all of them or, when this raises, none.
 
         Args:
             k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another.
+            q: `[T, num_q_heads, head_dim]`, the same tokens' queries, to be rotated as K is.
             lengths: how many of the T tokens each sequence gets. None: all the same.
             rope_cos, rope_sin, rope_interleaved: rotate K first (`ops.append`).
+        Returns:
+            The rotated queries; None without `q`.
         Raises:
             ValueError: shapes or lengths that do not fit.
             OutOfPagesError: the pool is of fixed size and too small.
@@ -133,13 +137,14 @@ class PagedKVCache:
         longest = max(new)
         first = self._remove_means and 0 in self._lengths and any(n and not old for old, n in zip(self._lengths, new, strict=True))
         if longest > self._room:
-            ops.check_append(self.pages, k, v, rope_cos, rope_sin, self.backend)
+            ops.check_append(self.pages, k, v, q, rope_cos, rope_sin, self.backend)
             self.reserve([old + n for old, n in zip(self._lengths, new, strict=True)])
         cu_seqlens = None if lengths is None else self._to_device([0, *accumulate(new)], torch.int32)
-        ops.append(
+        turned = ops.append(
             self.pages,
             k,
             v,
+            q=q,
             cu_seqlens=cu_seqlens,
             max_seqlen=longest,
             rope_cos=rope_cos,
@@ -151,6 +156,7 @@ class PagedKVCache:
         )
         self._lengths = [old + n for old, n in zip(self._lengths, new, strict=True)]
         self._room = max(0, self._room - longest)
+        return turned
 
     def reserve(self, lengths: int | Sequence[int]) -> None:
         """Give each sequence the pages to hold `lengths` tokens, so that appends up to there need nothing from the host.

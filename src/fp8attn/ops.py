@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import append_kernel, attention_kernel, select_backend
 from .layout import KVPages
-from .numerics import sample_rows, shrunk_mean
-from .rope import apply_rope, check_rope
+from .rope import check_rope
 
 
 def append(
@@ -24,6 +23,7 @@ def append(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    q: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     rope_cos: torch.Tensor | None = None,
@@ -32,15 +32,16 @@ def append(
     static_scales: bool = False,
     fix_means: bool = False,
     backend: str = "auto",
-) -> None:
+) -> torch.Tensor | None:
     """Quantise new tokens onto the end of every sequence: `x_fp8 = fp8((x - mean) / scale)`.
 
     A page's scale is the smallest power of two that holds its largest value; when a later token needs a larger one, the tokens already
     in the page are shifted to it. The pages must be there: `PagedKVCache.append` sees to that, and is what most users want.
 
     Args:
-        pages: the cache; its bytes, scales and lengths are changed in place.
+        pages: the cache; its bytes, scales and lengths are changed in place, its means with `fix_means`.
         k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another, last dimension contiguous.
+        q: `[T, num_q_heads, head_dim]`, the same tokens' queries, to be rotated as K is; needs `rope_cos` and `rope_sin`.
         cu_seqlens: `[num_seqs + 1]` int32, where each sequence's tokens begin in T. None: every sequence has T / num_seqs.
         max_seqlen: the most new tokens of any sequence; needed with `cu_seqlens`.
         rope_cos, rope_sin: `[T, R / 2]`: K is rotated first (see `rope.apply_rope`); V never is.
@@ -48,23 +49,24 @@ def append(
         static_scales: the pages' scales are given and stay (calibrated); larger values saturate.
         fix_means: sequences that are empty before this call get their means from a sample of it (`numerics.shrunk_mean`).
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
+    Returns:
+        The rotated queries `[T, num_q_heads, head_dim]` in q's dtype, for `attention`; None without `q`.
     Raises:
         ValueError: a shape, dtype or backend that does not fit, with what would.
         RuntimeError: a gradient is wanted.
     """
-    name = check_append(pages, k, v, rope_cos, rope_sin, backend)
+    name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-    if fix_means:
-        _fix_means(pages, k, v, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved)
+    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     options = dict(
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-        static_scales=static_scales,
+        q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+        rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
     )  # fmt: skip
     if _unobserved(k):
         append_kernel(name)(pages, k, v, **options)
     else:
         torch.ops.fp8attn.append(k, v, *pages.tensors, *options.values(), name)
-    pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+    return q_out
 
 
 def attention(
@@ -134,7 +136,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def check_append(pages: KVPages, k, v, rope_cos, rope_sin, backend: str) -> str:
+def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> str:
     """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name."""
     _check_tokens(k, pages)
     if k.shape != v.shape or k.shape[1:] != (pages.num_kv_heads, pages.head_dim) or k.dtype != v.dtype:
@@ -147,6 +149,13 @@ def check_append(pages: KVPages, k, v, rope_cos, rope_sin, backend: str) -> str:
         raise ValueError("give rope_cos and rope_sin together, or neither")
     if rope_cos is not None:
         check_rope(k, rope_cos, rope_sin)
+    if q is not None:
+        _check_tokens(q, pages)
+        if rope_cos is None or q.shape[::2] != k.shape[::2]:
+            raise ValueError(
+                f"q is there to be rotated: it must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
+                f"got {tuple(q.shape)}, {'without' if rope_cos is None else 'with'} them"
+            )
     return _resolve(backend, k)
 
 
@@ -186,19 +195,6 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: s
     return length
 
 
-def _fix_means(pages: KVPages, k, v, cu_seqlens, max_seqlen, cos, sin, interleaved) -> None:
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(pages.num_seqs + 1, dtype=torch.int32, device=k.device) * max_seqlen
-    lengths, empty = cu_seqlens.diff(), (pages.cache_seqlens == 0)[:, None, None]
-    rows = sample_rows(lengths, cu_seqlens[:-1]).clamp_max(k.shape[0] - 1)
-    shape = rows.shape
-    k, v, rows = k[rows.flatten()], v[rows.flatten()], rows.flatten()
-    if cos is not None:
-        k = apply_rope(k, cos[rows], sin[rows], interleaved)
-    for mean, x in ((pages.k_mean, k), (pages.v_mean, v)):
-        mean.copy_(torch.where(empty, shrunk_mean(x.unflatten(0, shape), lengths), mean))
-
-
 # The torch ops, for `torch.compile` and whatever else traces. `torch.library.custom_op` would wrap each in Python kernels for autograd,
 # aliasing and version counters: 25 to 90 us a call. They would have no work: `_check_tokens` refuses gradients, nothing returned is an
 # alias, and no graph saves pages for a backward pass.
@@ -214,20 +210,20 @@ def _register(schema: str, implementation: Callable, fake: Callable) -> None:
 
 
 def _append(
-    k, v, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, cu_seqlens, max_seqlen, rope_cos, rope_sin,
-    rope_interleaved, static_scales, backend,
+    k, v, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, q, q_out, cu_seqlens, max_seqlen, rope_cos,
+    rope_sin, rope_interleaved, static_scales, fix_means, backend,
 ) -> None:  # fmt: skip
     pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
     append_kernel(_selected(backend, k.device, k.dtype))(
-        pages, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales,
+        pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+        rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
     )  # fmt: skip
 
 
 _register(
-    "append(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!) k_scale, Tensor(d!) v_scale, Tensor k_mean, "
-    "Tensor v_mean, Tensor page_table, Tensor cache_seqlens, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? rope_cos, Tensor? rope_sin, "
-    "bool rope_interleaved, bool static_scales, str backend) -> ()",
+    "append(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!) k_scale, Tensor(d!) v_scale, Tensor(e!) k_mean, "
+    "Tensor(f!) v_mean, Tensor page_table, Tensor(g!) cache_seqlens, Tensor? q, Tensor(h!)? q_out, Tensor? cu_seqlens, SymInt max_seqlen, "
+    "Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool static_scales, bool fix_means, str backend) -> ()",
     _append,
     lambda *args: None,
 )

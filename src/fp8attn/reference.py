@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .layout import FP8, PAGE_SIZE, KVPages, pack_k, pack_v, unpack_k, unpack_v
-from .numerics import finite_amax, power_of_two_scale, quantize, rescale
+from .numerics import finite_amax, power_of_two_scale, quantize, rescale, sample_rows, shrunk_mean
 from .rope import apply_rope
 
 QUERY_BLOCK = 512  # rows of scores held at a time
@@ -20,16 +20,23 @@ def append(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int,
     rope_cos: torch.Tensor | None,
     rope_sin: torch.Tensor | None,
     rope_interleaved: bool,
     static_scales: bool,
+    fix_means: bool = False,
 ) -> None:
-    """Quantise `k` and `v` onto the ends of the sequences; see `ops.append`. `cache_seqlens` is left to the caller."""
+    """Quantise `k` and `v` onto the ends of the sequences, rotate `q` into `q_out`, advance `cache_seqlens`; see `ops.append`."""
     if rope_cos is not None:
         k = apply_rope(k, rope_cos, rope_sin, rope_interleaved)
+    if q is not None:
+        q_out.copy_(apply_rope(q, rope_cos, rope_sin, rope_interleaved))
+    if fix_means and k.shape[0]:
+        _fix_means(pages, k, v, cu_seqlens, max_seqlen)
     bounds = _bounds(cu_seqlens, max_seqlen, pages)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
@@ -43,6 +50,17 @@ def append(
             (v, pages.v_mean, pages.v, pages.v_scale, pack_v, unpack_v),
         ):
             _append_tokens(x[start:end].float() - mean[seq], fp8, scale, ids, offset, pack, unpack, static_scales)
+        pages.cache_seqlens[seq] += end - start
+
+
+def _fix_means(pages: KVPages, k, v, cu_seqlens, max_seqlen) -> None:
+    """Means of the sequences that are empty, from a sample of their first tokens."""
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(pages.num_seqs + 1, dtype=torch.int32, device=k.device) * max_seqlen
+    lengths, empty = cu_seqlens.diff(), (pages.cache_seqlens == 0)[:, None, None]
+    rows = sample_rows(lengths, cu_seqlens[:-1]).clamp_max(k.shape[0] - 1)  # an empty sequence has none, and its mean is zero
+    for mean, x in ((pages.k_mean, k), (pages.v_mean, v)):
+        mean.copy_(torch.where(empty, shrunk_mean(x[rows], lengths), mean))
 
 
 def _append_tokens(x, pool, scale, ids, offset, pack, unpack, static_scales) -> None:

@@ -8,12 +8,14 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from kernel_cases import (
+    APPEND_EDGES,
     APPEND_FACTORS,
     ATTENTION_FACTORS,
     KERNEL_ERROR,
     case_id,
     check_append,
     check_attention,
+    check_means,
     clone,
     cumulative,
     empty_cache,
@@ -82,6 +84,16 @@ def test_append_writes_the_references_bytes(case):
     check_append(append, case, CUDA)
 
 
+@pytest.mark.parametrize("name", APPEND_EDGES)
+def test_append_at_its_edges(name):
+    check_append(append, APPEND_EDGES[name], CUDA)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary", "interleaved"), [(64, 0, False), (80, 40, False), (128, 128, False), (256, 256, True)])
+def test_first_append_fixes_the_references_means(head_dim, rotary, interleaved):
+    check_means(append, head_dim, rotary, interleaved, CUDA)
+
+
 def test_token_by_token_equals_the_reference():
     """A page filled in 300 decode steps, its scale growing on the way."""
     theirs = empty_cache([320, 320], 2, 128, CUDA)
@@ -93,7 +105,6 @@ def test_token_by_token_equals_the_reference():
             function(
                 pages, k, v, cu_seqlens=None, max_seqlen=1, rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=False
             )  # fmt: skip
-            pages.cache_seqlens.add_(1)
     for name in ("k_scale", "v_scale"):
         held = theirs.page_table.flatten().long()
         assert torch.equal(getattr(ours, name)[held], getattr(theirs, name)[held])
@@ -199,7 +210,6 @@ def test_pages_beyond_two_gigabytes_are_reached():
     append(
         pages, k, v, cu_seqlens=None, max_seqlen=200, rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=False
     )  # fmt: skip
-    pages.cache_seqlens.fill_(200)
     q = torch.randn(1, 8, 128, device=CUDA).half().repeat(2, 1, 1)
     out = fp8attn.attention(q, pages, backend="triton")
     assert torch.equal(out[0], out[1])
@@ -223,9 +233,11 @@ def test_a_captured_step_follows_changing_lengths():
     q = torch.zeros(3, 8, 128, dtype=torch.bfloat16, device=CUDA)
     k, v = (torch.zeros(3, 2, 128, dtype=torch.bfloat16, device=CUDA) for _ in "kv")
 
+    cos, sin = torch.randn(2, 3, 64, device=CUDA)
+
     def step(pages):
-        fp8attn.append(pages, k, v, backend="triton")
-        return fp8attn.attention(q, pages, return_lse=True, backend="triton")
+        turned = fp8attn.append(pages, k, v, q=q, rope_cos=cos, rope_sin=sin, backend="triton")
+        return fp8attn.attention(turned, pages, return_lse=True, backend="triton")
 
     step(clone(eager))  # compiles
     torch.cuda.synchronize()

@@ -1,8 +1,11 @@
-"""Quantise-and-append: new tokens of K and V become FP8 bytes in pages, in one launch.
+"""Quantise-and-append: new tokens of K and V become FP8 bytes in pages.
 
-One program writes the part of one page and head that is new, of K or of V. It reads its tokens once, holds them in registers for
-the page's largest value, and writes. A prompt fills whole pages (V transposed through shared memory, so that its writes coalesce); a
-decode step writes single tokens and touches the older ones only where the page's scale grows.
+A decode step (up to `MAX_TOKENS` new tokens a sequence) is one launch of `_step_kernel`: a program writes a few heads of a sequence's K or
+V, others rotate Q, and the last of a sequence's programs to read its length advances it. A longer append goes page by page
+(`_page_kernel`): a program reads 128 tokens of a head once, holds them in registers for the page's largest value, and writes them.
+
+Where RoPE may turn it, a row of `head_dim` channels is held as two tiles, the first and the second channels of its pairs (`_channels`): a
+pair turns within one thread, with nothing exchanged. Where nothing turns, a pair is a channel of either half.
 """
 
 from __future__ import annotations
@@ -12,16 +15,25 @@ import triton
 import triton.language as tl
 
 from ..layout import PAGE_SIZE, KVPages
-from ..numerics import E4M3, MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT
-from .fp8 import from_e4m3, is_native, to_e4m3
+from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
+from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
 from .launch import constants, launch
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
+STEP_ELEMENTS = 256  # of K or V: what a program of a step holds, unless one head is more
+QUERY_ELEMENTS = 2048  # of Q, likewise
+MAX_PROGRAMS = 64  # of a step, for one sequence
 
 _PAGE = tl.constexpr(PAGE_SIZE)
+_SAMPLES = tl.constexpr(MEAN_SAMPLES)
 _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
+_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+# Where things lie
 
 
 @triton.jit
@@ -37,6 +49,68 @@ def _v_token(position):
 
 
 @triton.jit
+def _channels(i, D: tl.constexpr, HALF: tl.constexpr):
+    """The channels of pair `i < D / 2`: `(i, i + HALF)` for the HALF pairs that turn; those left over pair up halfway likewise."""
+    if HALF == 0 or 2 * HALF == D:
+        first = i
+        second = i + D // 2
+    else:
+        first = tl.where(i < HALF, i, i + HALF)
+        second = tl.where(i < HALF, i + HALF, i + D // 2)
+        if HALF % 8 == 0:  # eight channels stay together: say so, and the accesses are 16 bytes wide
+            first = tl.max_contiguous(tl.multiple_of(first, 8), 8)
+            second = tl.max_contiguous(tl.multiple_of(second, 8), 8)
+    return first, second
+
+
+@triton.jit
+def _load(rows, at, i, LIMIT: tl.constexpr):
+    """Elements `at [N]` of the rows at pointers `[..., 1]`, in FP32; zero where `i [N]` is not below LIMIT."""
+    if i.shape[0] == LIMIT:
+        return tl.load(rows + at).to(tl.float32)
+    else:
+        return tl.load(rows + at, mask=tl.zeros(rows.shape, tl.int32) + i < LIMIT, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_rows(rows, D: tl.constexpr, HP: tl.constexpr):
+    """Rows of D channels, as one tile `[..., 2 * HP]`."""
+    d = tl.arange(0, 2 * HP)
+    return _load(rows, d, d, D)
+
+
+@triton.jit
+def _load_pairs(rows, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rows of D channels, as two tiles `[..., HP]`: the first channels of all pairs, and the second."""
+    if INTERLEAVED:
+        x = _load_rows(rows, D, HP)
+        a, b = tl.split(tl.reshape(x, rows.shape[:-1] + [HP, 2]))  # noqa: RUF005 - Triton has no starred lists
+    else:
+        i = tl.arange(0, HP)
+        first, second = _channels(i, D, HALF)
+        a = _load(rows, first, i, D // 2)
+        b = _load(rows, second, i, D // 2)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(rows, a, b, valid, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What `_load_pairs` reads, where `valid [..., 1]`."""
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * HP)
+        x = tl.reshape(tl.join(a, b), rows.shape[:-1] + [2 * HP])  # noqa: RUF005
+        tl.store(rows + d, x, mask=valid & (d < D))
+    else:
+        i = tl.arange(0, HP)
+        first, second = _channels(i, D, HALF)
+        tl.store(rows + first, a, mask=valid & (i < D // 2))
+        tl.store(rows + second, b, mask=valid & (i < D // 2))
+
+
+# Arithmetic
+
+
+@triton.jit
 def _power_of_two_scale(amax):
     """`numerics.power_of_two_scale`."""
     bits = amax.to(tl.int32, bitcast=True)
@@ -46,146 +120,407 @@ def _power_of_two_scale(amax):
 
 
 @triton.jit
-def _rescale(codes, ratio, NATIVE: tl.constexpr):
-    """`numerics.rescale` on bytes."""
-    x = codes.to(tl.float8e4nv, bitcast=True) if NATIVE else codes
-    return to_e4m3(from_e4m3(x, NATIVE).to(tl.float32) * ratio, NATIVE)
+def _inverse(scale):
+    """`1 / scale` of a power of two: exact, and so is a product with it."""
+    return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _rotate(
-    x, x_ptrs, rows, d, valid, cos_ptr, sin_ptr, cos_stride, sin_stride,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, T: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """`rope.apply_rope`; every product and sum rounds by itself, as torch's do (the launch turns FMA contraction off)."""
-    if INTERLEAVED:
-        i = tl.arange(0, DP // 2)
-        mask = valid[:, None] & (i < HALF)[None, :]
-        cos = tl.load(cos_ptr + rows[:, None] * cos_stride + i[None, :], mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + rows[:, None] * sin_stride + i[None, :], mask=mask, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(x, (T, DP // 2, 2)))
-        rotated = tl.join(a * cos - b * sin, b * cos + a * sin)
-        return tl.where((d < 2 * HALF)[None, :], tl.reshape(rotated, (T, DP)), x)
-    else:
-        # The other half of each pair is loaded again: it lies in another thread, and in the nearest cache.
-        partner = tl.where(d < HALF, d + HALF, d - HALF)
-        i = tl.where(d < HALF, d, d - HALF)
-        if HALF % 8 == 0:  # eight channels never straddle the halves: say so, and the loads are 16 bytes wide
-            partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
-            i = tl.max_contiguous(tl.multiple_of(i, 8), 8)
-        mask = valid[:, None] & (d < 2 * HALF)[None, :]
-        cos = tl.load(cos_ptr + rows[:, None] * cos_stride + i[None, :], mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + rows[:, None] * sin_stride + i[None, :], mask=mask, other=0.0).to(tl.float32)
-        other = tl.load(x_ptrs[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-        rotated = tl.where((d < HALF)[None, :], x * cos - other * sin, x * cos + other * sin)
-        return tl.where((d < 2 * HALF)[None, :], rotated, x)
+def _finite(x):
+    """Magnitudes, zero where they are not finite."""
+    magnitude = tl.abs(x)
+    return tl.where(magnitude < float("inf"), magnitude, 0.0)
 
 
 @triton.jit
-def _write(
-    x_ptr, x_stride, mean_ptr, pool_ptr, scale_ptr, cos_ptr, sin_ptr, cos_stride, sin_stride, row, old, end,
-    D: tl.constexpr, DP: tl.constexpr, IS_V: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr,
-    T: tl.constexpr, NATIVE: tl.constexpr,
+def _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, HP: tl.constexpr, HALF: tl.constexpr):
+    """Rows `[..., 1]` of cos and of sin, each `[..., HP]`."""
+    i = tl.arange(0, HP)
+    return _load(cos_ptr + rows * cos_stride, i, i, HALF), _load(sin_ptr + rows * sin_stride, i, i, HALF)
+
+
+@triton.jit
+def _rotate(a, b, cos, sin, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr):
+    """`rope.apply_rope`; every product and sum rounds by itself, as torch's do (the launches turn FMA contraction off)."""
+    turned_a = a * cos - b * sin
+    turned_b = b * cos + a * sin
+    if 2 * HALF < D:
+        turns = tl.arange(0, HP) < HALF
+        turned_a = tl.where(turns, turned_a, a)
+        turned_b = tl.where(turns, turned_b, b)
+    return turned_a, turned_b
+
+
+@triton.jit
+def _shift(pool_ptrs, grown, ratio, old, D: tl.constexpr, IS_V: tl.constexpr, NATIVE: tl.constexpr):
+    """`numerics.rescale` on the first `old` tokens of the pages at `pool_ptrs` that have `grown`, all three `[N]`."""
+    # Bytes in the order they lie in, 2048 at a time: few enough for registers, and a divisor of every page.
+    SIZE: tl.constexpr = 2048 // pool_ptrs.numel
+    for first in range(0, D * _PAGE, SIZE):
+        i = first + tl.arange(0, SIZE)
+        lies = _v_token(i % _PAGE) if IS_V else i // D
+        ptrs = pool_ptrs[:, None] + i[None, :]
+        older = tl.load(ptrs, mask=grown[:, None], other=0)
+        codes = older.to(tl.float8e4nv, bitcast=True) if NATIVE else older
+        shifted = to_e4m3(from_e4m3(codes, NATIVE).to(tl.float32) * ratio[:, None], NATIVE)
+        tl.store(ptrs, tl.where((lies < old)[None, :], shifted, older), mask=grown[:, None])
+    tl.debug_barrier()  # other threads' stores above cover bytes that are written next
+
+
+# A step: up to MAX_TOKENS tokens a sequence
+
+
+@triton.jit
+def _rotate_queries(
+    program, q_ptr, out_ptr, cos_ptr, sin_ptr, stride_t, stride_h, cos_stride, sin_stride, num_tokens, num_heads,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens `[old, end)` of one page of one head; token 0 of the page is row `row` of `x` (before `x` begins, if old > 0)."""
-    d = tl.arange(0, DP)
-    if T < _PAGE:
-        token = old + tl.arange(0, T)
-        position = _v_position(token) if IS_V else token
-    else:
-        position = tl.arange(0, T)
-        token = _v_token(position) if IS_V else position
-    valid = (token >= old) & (token < end)
-    rows = (row + token).to(tl.int64)
-    x_ptrs = x_ptr + rows * x_stride
-    x = tl.load(x_ptrs[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-    if HALF > 0 and not IS_V:
-        x = _rotate(x, x_ptrs, rows, d, valid, cos_ptr, sin_ptr, cos_stride, sin_stride, HALF, INTERLEAVED, T, DP)
-    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-    x = tl.where(valid[:, None], x - mean[None, :], 0.0)
-
-    scale = tl.load(scale_ptr)
-    old_scale = scale
-    if not STATIC:
-        magnitude = tl.abs(x)
-        scale = _power_of_two_scale(tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0))
-        if old > 0:  # the page holds older tokens: its scale may only grow
-            scale = tl.maximum(scale, old_scale)
-        tl.store(scale_ptr, scale)
-    # The inverse of a power of two is exact, and so is the product.
-    codes = to_e4m3(x * tl.div_rn(1.0, scale), NATIVE)
-    grown = (old > 0) & (scale > old_scale)
-
-    if T < _PAGE:
-        if grown:
-            # Bytes in the order they lie in, 2048 at a time: few enough for registers, and a divisor of every page.
-            for first in range(0, D * _PAGE, 2048):
-                i = first + tl.arange(0, 2048)
-                lies = _v_token(i % _PAGE) if IS_V else i // D
-                older = tl.load(pool_ptr + i)
-                tl.store(pool_ptr + i, tl.where(lies < old, _rescale(older, old_scale / scale, NATIVE), older))
-            tl.debug_barrier()  # other threads' stores above cover the bytes that come now
-        step_token, step_d = (1, _PAGE) if IS_V else (D, 1)
-        tl.store(pool_ptr + position[:, None] * step_token + d[None, :] * step_d, codes, mask=valid[:, None] & (d < D)[None, :])
-    elif IS_V:
-        ptrs = pool_ptr + d[:, None] * _PAGE + position[None, :]
-        codes = tl.trans(codes)
-        if old > 0:
-            older = tl.load(ptrs, mask=(d < D)[:, None], other=0)
-            if grown:
-                older = _rescale(older, old_scale / scale, NATIVE)
-            codes = tl.where((token < old)[None, :], older, codes)
-        tl.store(ptrs, codes, mask=(d < D)[:, None])
-    else:
-        ptrs = pool_ptr + position[:, None] * D + d[None, :]
-        if old > 0:
-            older = tl.load(ptrs, mask=(d < D)[None, :], other=0)
-            if grown:
-                older = _rescale(older, old_scale / scale, NATIVE)
-            codes = tl.where((token < old)[:, None], older, codes)
-        tl.store(ptrs, codes, mask=(d < D)[None, :])
+    """RoPE on T tokens of HEADS heads of Q; `out [num_tokens, num_heads, D]` is contiguous."""
+    blocks = tl.cdiv(num_heads, HEADS)
+    token = program // blocks * T + tl.arange(0, T)
+    head = program % blocks * HEADS + tl.arange(0, HEADS)
+    valid = ((token < num_tokens)[:, None] & (head < num_heads)[None, :])[:, :, None]
+    token = tl.minimum(token, num_tokens - 1).to(tl.int64)
+    head = tl.minimum(head, num_heads - 1).to(tl.int64)
+    a, b = _load_pairs(q_ptr + (token[:, None] * stride_t + head[None, :] * stride_h)[:, :, None], D, HP, HALF, INTERLEAVED)
+    cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None, None], cos_stride, sin_stride, HP, HALF)
+    a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+    a = round_to(a, out_ptr.dtype.element_ty, NATIVE)
+    b = round_to(b, out_ptr.dtype.element_ty, NATIVE)
+    out = out_ptr + ((token[:, None] * num_heads + head[None, :]) * D)[:, :, None]
+    _store_pairs(out, a, b, valid, D, HP, HALF, INTERLEAVED)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_seqlen", "num_kv_heads", "cos_stride", "sin_stride"])
-def _append_kernel(
-    k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
-    cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos_stride, sin_stride, table_stride, max_seqlen, num_kv_heads,
-    D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr, T: tl.constexpr,
-    NATIVE: tl.constexpr,
-):  # fmt: skip
-    # Heads follow each other, so that programs that run together read memory that lies together.
-    which = tl.program_id(0) % 2
-    head = tl.program_id(0) // 2 % num_kv_heads
-    seq = tl.program_id(1)
+@triton.jit
+def _new_tokens(cu_seqlens_ptr, seq, max_seqlen):
+    """Where a sequence's new tokens begin, and how many there are."""
     if cu_seqlens_ptr is None:
         start = seq * max_seqlen
         new = max_seqlen
     else:
         start = tl.load(cu_seqlens_ptr + seq)
         new = tl.load(cu_seqlens_ptr + seq + 1) - start
+    return start, new
+
+
+@triton.jit
+def _take_turn(length_ptr, new, programs):
+    """The length of a sequence before this launch, and `new` more for whoever reads it after.
+
+    Each of its programs takes one turn, and counts it in the upper bits of what it reads. Whoever takes the last turn knows that all have
+    the length, and writes the new one.
+    """
+    found = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
+    length = found % _TURN
+    if found // _TURN == programs - 1:
+        tl.store(length_ptr, length + new)
+    return length
+
+
+@triton.jit
+def _step_pages(table_ptr, length, token, new, head, num_kv_heads, T: tl.constexpr):
+    """Where new tokens go: how many older ones their page holds, its `slot` (page and head), the next page's, who is here, and where."""
+    old = length % _PAGE
+    table_ptr += length // _PAGE
+    slot = tl.load(table_ptr).to(tl.int64) * num_kv_heads + head
+    next_slot = slot
+    if T > 1 and old + new > _PAGE:
+        next_slot = tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head
+    return old, slot, next_slot, (old + token < _PAGE)[None, :], (old + token) % _PAGE
+
+
+@triton.jit
+def _step_factor(
+    amax, scale, scale_ptr, pool_ptr, slot, next_slot, held, old, new, here,
+    D: tl.constexpr, IS_V: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """What tokens are multiplied by, `[heads, T, 1]`: the inverse of their page's scale, settled here from `amax [heads, T]`."""
+    next_scale = scale
+    if STATIC:
+        if T > 1:
+            next_scale = tl.load(scale_ptr + next_slot)
+    else:
+        older_scale = tl.where(old > 0, scale, 0.0)  # of a page that holds older tokens: it may only grow
+        scale = tl.maximum(_power_of_two_scale(tl.max(tl.where(here, amax, 0.0), 1)), older_scale)
+        grown = held & (scale > older_scale)
+        if (old > 0) & (tl.max(grown.to(tl.int32), 0) > 0):
+            _shift(pool_ptr + slot * (D * _PAGE), grown, older_scale * _inverse(scale), old, D, IS_V, NATIVE)
+        tl.store(scale_ptr + slot, scale, mask=held)
+        if T > 1:
+            next_scale = _power_of_two_scale(tl.max(tl.where(here, 0.0, amax), 1))
+            if old + new > _PAGE:
+                tl.store(scale_ptr + next_slot, next_scale, mask=held)
+    return tl.where(here, _inverse(scale)[:, None], _inverse(next_scale)[:, None])[:, :, None]
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
+def _step_kernel(
+    k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
+    q_ptr, q_out_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_stride_t, q_stride_h, cos_stride, sin_stride,
+    table_stride, num_seqs, max_seqlen, num_kv_heads, num_tokens, num_q_heads,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, Q_T: tl.constexpr, Q_HEADS: tl.constexpr,
+):  # fmt: skip
+    programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
+    seq = tl.program_id(0) // programs
+    program = tl.program_id(0) % programs
+    if seq >= num_seqs:
+        if q_ptr is not None:
+            _rotate_queries(
+                tl.program_id(0) - num_seqs * programs, q_ptr, q_out_ptr, cos_ptr, sin_ptr, q_stride_t, q_stride_h, cos_stride, sin_stride,
+                num_tokens, num_q_heads, D, HP, HALF, INTERLEAVED, NATIVE, Q_T, Q_HEADS,
+            )  # fmt: skip
+        return
+    start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+    if new <= 0:
+        return
+    token = tl.minimum(tl.arange(0, T), new - 1)  # past the end the last one again: nothing to mask before the stores
+    row = (start + token).to(tl.int64)
+    head = program // 2 * HEADS + tl.arange(0, HEADS)
+    held = head < num_kv_heads
+    head = tl.minimum(head, num_kv_heads - 1).to(tl.int64)
+    valid = (held[:, None] & (tl.arange(0, T) < new)[None, :])[:, :, None]
+    mean = ((seq.to(tl.int64) * num_kv_heads + head) * D)[:, None, None]
+    table_ptr += seq.to(tl.int64) * table_stride
+    seqlens_ptr += seq
+    # The barriers keep the compiler from waiting for the length, then the page, then its scale, before it asks for the tokens.
+    if program % 2 == 0:
+        a, b = _load_pairs(k_ptr + (head[:, None] * k_stride_h + row[None, :] * k_stride_t)[:, :, None], D, HP, HALF, INTERLEAVED)
+        mean_a, mean_b = _load_pairs(k_mean_ptr + mean, D, HP, HALF, INTERLEAVED)
+        if HALF > 0:
+            cos, sin = _load_angles(cos_ptr, sin_ptr, row[None, :, None], cos_stride, sin_stride, HP, HALF)
+        tl.debug_barrier()
+        length = _take_turn(seqlens_ptr, new, programs)
+        old, slot, next_slot, here, position = _step_pages(table_ptr, length, token, new, head, num_kv_heads, T)
+        scale = tl.load(k_scale_ptr + slot)
+        if HALF > 0:
+            a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+        a -= mean_a
+        b -= mean_b
+        amax = tl.max(tl.maximum(_finite(a), _finite(b)), 2)
+        factor = _step_factor(amax, scale, k_scale_ptr, k_pool_ptr, slot, next_slot, held, old, new, here, D, False, STATIC, NATIVE, T)
+        rows = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE) + (position * D)[None, :]
+        a = to_e4m3(a * factor, NATIVE)
+        b = to_e4m3(b * factor, NATIVE)
+        _store_pairs(k_pool_ptr + rows[:, :, None], a, b, valid, D, HP, HALF, INTERLEAVED)
+    else:
+        v = _load_rows(v_ptr + (head[:, None] * v_stride_h + row[None, :] * v_stride_t)[:, :, None], D, HP)
+        v_mean = _load_rows(v_mean_ptr + mean, D, HP)
+        tl.debug_barrier()
+        length = _take_turn(seqlens_ptr, new, programs)
+        old, slot, next_slot, here, position = _step_pages(table_ptr, length, token, new, head, num_kv_heads, T)
+        scale = tl.load(v_scale_ptr + slot)
+        v -= v_mean
+        factor = _step_factor(
+            tl.max(_finite(v), 2), scale, v_scale_ptr, v_pool_ptr, slot, next_slot, held, old, new, here,
+            D, True, STATIC, NATIVE, T,
+        )  # fmt: skip
+        rows = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE) + _v_position(position)[None, :]
+        d = tl.arange(0, 2 * HP)
+        tl.store(v_pool_ptr + rows[:, :, None] + d * _PAGE, to_e4m3(v * factor, NATIVE), mask=valid & (d < D))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_heads"])
+def _queries_kernel(
+    q_ptr, out_ptr, cos_ptr, sin_ptr, stride_t, stride_h, cos_stride, sin_stride, num_tokens, num_heads,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    _rotate_queries(
+        tl.program_id(0), q_ptr, out_ptr, cos_ptr, sin_ptr, stride_t, stride_h, cos_stride, sin_stride, num_tokens, num_heads,
+        D, HP, HALF, INTERLEAVED, NATIVE, T, HEADS,
+    )  # fmt: skip
+
+
+# A prompt: page by page
+
+
+@triton.jit
+def _page_scale(amax, scale_ptr, pool_ptr, old, D: tl.constexpr, IS_V: tl.constexpr, NATIVE: tl.constexpr):
+    """The scale of a page whose new tokens' largest value is `amax`, stored; older tokens are shifted to it."""
+    scale = _power_of_two_scale(amax)
+    if old > 0:  # the page holds older tokens: its scale may only grow
+        older_scale = tl.load(scale_ptr)
+        scale = tl.maximum(scale, older_scale)
+        if scale > older_scale:
+            one = tl.arange(0, 1)
+            _shift(pool_ptr + one, one == 0, older_scale * _inverse(scale) + one.to(tl.float32), old, D, IS_V, NATIVE)
+    tl.store(scale_ptr, scale)
+    return scale
+
+
+@triton.jit
+def _k_page(
+    x_ptr, stride_t, mean_ptr, pool_ptr, scale_ptr, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Write tokens `[old, end)` of a head's K page; the pointers are token 0's (before the tensors begin, if old > 0)."""
+    position = tl.arange(0, _PAGE)
+    token = tl.minimum(tl.maximum(position, old), end - 1)  # outside, a new one again: it changes no maximum, and nothing is masked
+    a, b = _load_pairs(x_ptr + (token * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
+    if HALF > 0:
+        cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, HP, HALF)
+        a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+    mean_a, mean_b = _load_pairs(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP, HALF, INTERLEAVED)
+    a -= mean_a
+    b -= mean_b
+    if STATIC:
+        scale = tl.load(scale_ptr)
+    else:
+        amax = tl.max(tl.maximum(tl.abs(a), tl.abs(b)))
+        if not (amax < float("inf")):
+            amax = tl.max(tl.maximum(_finite(a), _finite(b)))
+        scale = _page_scale(amax, scale_ptr, pool_ptr, old, D, False, NATIVE)
+    factor = _inverse(scale)
+    valid = ((position >= old) & (position < end))[:, None]
+    # Not more than the eight channels that a thread has loaded: it would have to load 16, of one token and with 16 means.
+    rows = tl.multiple_of(pool_ptr + (position * D)[:, None], [8, 8])
+    _store_pairs(rows, to_e4m3(a * factor, NATIVE), to_e4m3(b * factor, NATIVE), valid, D, HP, HALF, INTERLEAVED)
+
+
+@triton.jit
+def _v_page(
+    x_ptr, stride_t, mean_ptr, pool_ptr, scale_ptr, old, end, D: tl.constexpr, HP: tl.constexpr, STATIC: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """`_k_page` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
+    d = tl.arange(0, 2 * HP)
+    word = tl.arange(0, _PAGE // 4)
+    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)[None, :]
+    first = _v_token(4 * word)  # and then 1, 8 and 9 behind it (layout.V_ORDER)
+    last = end - 1
+    x0 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None], D, HP) - mean
+    x1 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None], D, HP) - mean
+    x2 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 8, old), last) * stride_t)[:, None], D, HP) - mean
+    x3 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 9, old), last) * stride_t)[:, None], D, HP) - mean
+    if STATIC:
+        scale = tl.load(scale_ptr)
+    else:
+        amax = tl.max(tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3))))
+        if not (amax < float("inf")):
+            amax = tl.max(tl.maximum(tl.maximum(_finite(x0), _finite(x1)), tl.maximum(_finite(x2), _finite(x3))))
+        scale = _page_scale(amax, scale_ptr, pool_ptr, old, D, True, NATIVE)
+    factor = _inverse(scale)
+    words = tl.trans(pack_e4m3(x0 * factor, x1 * factor, x2 * factor, x3 * factor, NATIVE))
+    ptrs = pool_ptr.to(tl.pointer_type(tl.int32)) + (d * (_PAGE // 4))[:, None] + word[None, :]
+    inside = (d < D)[:, None]
+    if (old > 0) | (end < _PAGE):  # bytes of older tokens stay; those past the end become zero: 0 * NaN would be NaN
+        new = tl.where((first >= old) & (first < end), 0xFF, 0)
+        new |= tl.where((first + 1 >= old) & (first + 1 < end), 0xFF00, 0)
+        new |= tl.where((first + 8 >= old) & (first + 8 < end), 0xFF0000, 0)
+        new |= tl.where((first + 9 >= old) & (first + 9 < end), -0x1000000, 0)
+        older = tl.load(ptrs, mask=(d < tl.where(old > 0, D, 0))[:, None], other=0)
+        words = (words & new[None, :]) | (older & ~new[None, :])
+    tl.store(ptrs, words, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "columns", "max_seqlen", "num_kv_heads"])
+def _page_kernel(
+    k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
+    cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos_stride, sin_stride, table_stride, num_seqs, columns, max_seqlen,
+    num_kv_heads,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    # Heads follow each other, so that programs that run together read memory that lies together.
+    is_v = tl.program_id(0) % 2
+    head = tl.program_id(0) // 2 % num_kv_heads
+    place = tl.program_id(0) // (2 * num_kv_heads)
+    if cu_seqlens_ptr is None:
+        seq = place // columns
+        column = place % columns
+        start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+    else:
+        # A sequence of n tokens touches at most n // 128 + 2 pages, so its places may begin at start // 128 + 2 * seq.
+        seq = -1
+        for s in range(0, num_seqs, 128):
+            seqs = s + tl.arange(0, 128)
+            starts = tl.load(cu_seqlens_ptr + seqs, mask=seqs < num_seqs, other=0)
+            seq += tl.sum(((seqs < num_seqs) & (starts // _PAGE + 2 * seqs <= place)).to(tl.int32), 0)
+        start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+        column = place - start // _PAGE - 2 * seq
     length = tl.load(seqlens_ptr + seq)
-    column = length // _PAGE + tl.program_id(0) // (2 * num_kv_heads)
+    column += length // _PAGE
     first = column * _PAGE  # the page's first token
     old = tl.maximum(length - first, 0)
     end = tl.minimum(length + new - first, _PAGE)
     if old >= end:
         return
-    row = start + first - length
-    page = tl.load(table_ptr + seq.to(tl.int64) * table_stride + column).to(tl.int64) * num_kv_heads + head
+    row = (start + first - length).to(tl.int64)
+    slot = tl.load(table_ptr + seq.to(tl.int64) * table_stride + column).to(tl.int64) * num_kv_heads + head
     mean = (seq.to(tl.int64) * num_kv_heads + head) * D
     head = head.to(tl.int64)
-    if which == 0:
-        _write(
-            k_ptr + head * k_stride_h, k_stride_t, k_mean_ptr + mean, k_pool_ptr + page * (D * _PAGE), k_scale_ptr + page,
-            cos_ptr, sin_ptr, cos_stride, sin_stride, row, old, end,
-            D, DP, False, HALF, INTERLEAVED, STATIC, T, NATIVE,
+    if is_v == 0:
+        if HALF > 0:
+            cos_ptr += row * cos_stride
+            sin_ptr += row * sin_stride
+        _k_page(
+            k_ptr + row * k_stride_t + head * k_stride_h, k_stride_t, k_mean_ptr + mean, k_pool_ptr + slot * (D * _PAGE),
+            k_scale_ptr + slot, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, HP, HALF, INTERLEAVED, STATIC, NATIVE,
         )  # fmt: skip
     else:
-        _write(
-            v_ptr + head * v_stride_h, v_stride_t, v_mean_ptr + mean, v_pool_ptr + page * (D * _PAGE), v_scale_ptr + page,
-            cos_ptr, sin_ptr, cos_stride, sin_stride, row, old, end,
-            D, DP, True, HALF, INTERLEAVED, STATIC, T, NATIVE,
+        _v_page(
+            v_ptr + row * v_stride_t + head * v_stride_h, v_stride_t, v_mean_ptr + mean, v_pool_ptr + slot * (D * _PAGE),
+            v_scale_ptr + slot, old, end, D, HP, STATIC, NATIVE,
         )  # fmt: skip
+
+
+# Means
+
+
+@triton.jit
+def _shrunk_mean(x, n):
+    """`numerics.shrunk_mean` of samples `[N, HP]`, of a sequence of n tokens."""
+    mean = tl.sum(x, 0) / _SAMPLES
+    deviation = x - mean[None, :]
+    noise = tl.sum(deviation * deviation, 0) / (_SAMPLES - 1) / tl.minimum(n, _SAMPLES).to(tl.float32)
+    square = mean * mean
+    shrunk = mean * (square / tl.maximum(square + noise, _TINY))
+    return tl.where((tl.abs(shrunk) < float("inf")) & (n > 1), shrunk, 0.0)
+
+
+@triton.jit
+def _write_mean(
+    x_ptr, stride_t, mean_ptr, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    a, b = _load_pairs(x_ptr + (row * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
+    if HALF > 0:
+        cos, sin = _load_angles(cos_ptr, sin_ptr, row[:, None], cos_stride, sin_stride, HP, HALF)
+        a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+    a = _shrunk_mean(a, new)[None, :]
+    b = _shrunk_mean(b, new)[None, :]
+    one = tl.zeros((1, 1), tl.int32)
+    _store_pairs(mean_ptr + one, a, b, one == 0, D, HP, HALF, INTERLEAVED)
+
+
+@triton.jit(do_not_specialize=["max_seqlen", "num_kv_heads", "num_tokens"])
+def _means_kernel(
+    k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, seqlens_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    cos_stride, sin_stride, max_seqlen, num_kv_heads, num_tokens,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(1)
+    if tl.load(seqlens_ptr + seq) > 0:
+        return
+    start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+    head = (tl.program_id(0) // 2).to(tl.int64)
+    mean = (seq.to(tl.int64) * num_kv_heads + head) * D
+    row = start + tl.arange(0, _SAMPLES).to(tl.int64) * new // _SAMPLES  # numerics.sample_rows
+    row = tl.minimum(row, num_tokens - 1)  # an empty sequence has none, and its mean is zero
+    if tl.program_id(0) % 2 == 0:
+        _write_mean(
+            k_ptr + head * k_stride_h, k_stride_t, k_mean_ptr + mean, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
+            D, HP, HALF, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        _write_mean(
+            v_ptr + head * v_stride_h, v_stride_t, v_mean_ptr + mean, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
+            D, HP, 0, False,
+        )  # fmt: skip
+
+
+# Launches
 
 
 def append(
@@ -193,32 +528,62 @@ def append(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int,
     rope_cos: torch.Tensor | None,
     rope_sin: torch.Tensor | None,
     rope_interleaved: bool,
     static_scales: bool,
+    fix_means: bool = False,
 ) -> None:
-    """`reference.append`, bit for bit (NaN may lose its sign)."""
+    """`reference.append`, bit for bit (NaN may lose its sign); but for means, whose sums are taken in another order."""
     if not k.shape[0] or not max_seqlen:
         return
-    head_dim = pages.head_dim
-    padded = 1 << (head_dim - 1).bit_length()
+    device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
+    _, heads, _, head_dim = pages.k.shape
+    pairs = _power_of_two(head_dim // 2)
+    half = 0 if rope_cos is None else rope_cos.shape[1]
+    row = {"D": head_dim, "HP": pairs, "HALF": half, "INTERLEAVED": rope_interleaved and half > 0, "enable_fp_fusion": False}
+    write = row | {"STATIC": static_scales, "NATIVE": is_native(device)}
+    means, lengths = (pages.k_mean, pages.v_mean), (pages.cache_seqlens, cu_seqlens)
+    pools = (pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale)
+    angles, angle_strides = (rope_cos, rope_sin), (rope_cos.stride(0), rope_sin.stride(0)) if half else (0, 0)
+    strides = (*k.stride()[:2], *v.stride()[:2])
+    queries, query_strides, query_shape, query_tile, query_programs = (None, None), (0, 0), (0, 0), (1, 1), 0
+    if q is not None:
+        queries, query_strides, query_shape = (q, q_out), q.stride()[:2], q.shape[:2]
+        query_heads = min(_power_of_two(q.shape[1]), QUERY_ELEMENTS // (2 * pairs))
+        query_tile = QUERY_ELEMENTS // (2 * pairs * query_heads), query_heads
+        query_programs = -(-num_tokens // query_tile[0]) * -(-q.shape[1] // query_heads)
+    if fix_means:
+        args = k, v, *means, *lengths, *angles, *strides, *angle_strides, max_seqlen, heads, num_tokens
+        launch(_means_kernel, (2 * heads, num_seqs), args, constants("means", device, **row, num_warps=pairs // 8))
     if max_seqlen <= MAX_TOKENS:
-        tile, num_warps = 1 << (max_seqlen - 1).bit_length(), 4
-    else:
-        tile, num_warps = PAGE_SIZE, min(16, padded // 8)
+        tokens = _power_of_two(max_seqlen)
+        block = min(_power_of_two(heads), max(1, STEP_ELEMENTS // (2 * pairs * tokens)))
+        block = max(block, _power_of_two(-(-2 * heads // MAX_PROGRAMS)))
+        args = (
+            k, v, *pools, *means, pages.page_table, *lengths, *queries, *angles, *strides, *query_strides, *angle_strides,
+            pages.page_table.stride(0), num_seqs, max_seqlen, heads, *query_shape,
+        )  # fmt: skip
+        given = constants("step", device, **write, T=tokens, HEADS=block, Q_T=query_tile[0], Q_HEADS=query_tile[1], num_warps=4)
+        launch(_step_kernel, (num_seqs * 2 * -(-heads // block) + query_programs,), args, given)
+        return
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
-    rope = rope_cos is not None
+    places = num_seqs * columns if cu_seqlens is None else num_tokens // PAGE_SIZE + 2 * num_seqs
     args = (
-        k, v, pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean,
-        pages.page_table, pages.cache_seqlens, cu_seqlens, rope_cos, rope_sin,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), rope_cos.stride(0) if rope else 0, rope_sin.stride(0) if rope else 0,
-        pages.page_table.stride(0), max_seqlen, pages.num_kv_heads,
+        k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, *angle_strides, pages.page_table.stride(0), num_seqs, columns,
+        max_seqlen, heads,
     )  # fmt: skip
-    given = constants(
-        "append", k.device, D=head_dim, DP=padded, HALF=rope_cos.shape[1] if rope else 0, INTERLEAVED=rope_interleaved,
-        STATIC=static_scales, T=tile, NATIVE=is_native(k.device), num_warps=num_warps, enable_fp_fusion=False,
-    )  # fmt: skip
-    launch(_append_kernel, (columns * pages.num_kv_heads * 2, pages.num_seqs), args, given)
+    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, num_warps=pairs // 8))
+    if q is not None:
+        given = constants("queries", device, **row, NATIVE=write["NATIVE"], T=query_tile[0], HEADS=query_tile[1], num_warps=4)
+        launch(_queries_kernel, (query_programs,), (*queries, *angles, *query_strides, *angle_strides, *query_shape), given)
+    pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is not below `n >= 1`. (`triton.next_power_of_2` takes 8 us.)"""
+    return 1 << (n - 1).bit_length()

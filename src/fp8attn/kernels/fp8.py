@@ -54,6 +54,24 @@ def to_e4m3(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def pack_e4m3(x0, x1, x2, x3, NATIVE: tl.constexpr):
+    """`to_e4m3` of four tensors as the bytes of int32 words, x0 the lowest."""
+    if NATIVE:
+        # Triton's own conversion would pack neighbours of one tensor, to be taken apart again.
+        asm: tl.constexpr = """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+        }"""
+        words = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        words = to_e4m3(x0, False).to(tl.int32) | (to_e4m3(x1, False).to(tl.int32) << 8)
+        words |= (to_e4m3(x2, False).to(tl.int32) << 16) | (to_e4m3(x3, False).to(tl.int32) << 24)
+    return words
+
+
+@triton.jit
 def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """FP32 to `dtype`, to nearest, ties to even."""
     if NATIVE or dtype != tl.bfloat16:
