@@ -184,9 +184,9 @@ def test_masks_are_none_or_compact():
     assert mask(100, 100, attention_mask=everything) is None
     assert mask(1, 100, 99, attention_mask=everything) is None
     assert mask(100, 256, attention_mask=everything) is None  # an empty static cache
-    assert mask(100, 100, attention_mask=padding).tolist() == [[[[100, 100], [0, 30]]]]
+    assert mask(100, 100, attention_mask=padding).tolist() == [[[[0, 30], [100, 100]]]]
     assert mask(10, 100, 90).tolist() == [[[[100, 100]]]]  # a later chunk
-    assert mask(1, 256, torch.tensor(99), attention_mask=padding).tolist() == [[[[100, 100], [0, 30]]]]
+    assert mask(1, 256, torch.tensor(99), attention_mask=padding).tolist() == [[[[0, 30], [100, 100]]]]
     assert mask(1, 256, 0).tolist() == [[[[1, 1]]]]
     assert mask(1, 100, 99, attention_mask=padding).dtype == torch.int32
     assert mask(50, 100, 50, attention_mask=everything[:, :60]).shape == (2, 1, 50, 100)  # too short: refused where it is used

@@ -22,7 +22,7 @@ import torch
 
 from ..layout import PAGE_SIZE, KVPages
 from .gluon import aggregate, arrive_with_words, fetch, fetch_words, gl, gluon, mbarrier, mma_v2, reinterpret, sync, tensor_descriptor
-from .launch import Constants, Tiles, current_stream, launch
+from .launch import Constants, Tiles, current_stream, kept, launch
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
 STATE_SIZE = 1024  # counters of a call, at most
@@ -776,30 +776,39 @@ class Scratch(NamedTuple):
 
 
 _counters: dict[int, torch.Tensor] = {}  # by device
-_scratches: dict[tuple[int, int], Scratch] = {}  # by device and stream
+_rows: dict[tuple[int, int], int] = {}  # of them, by device and stream
+_scratches: dict[tuple[int, int], Scratch] = {}  # likewise
 
 
 def _scratch(device: torch.device) -> Scratch:
     """The scratch memory of the current stream.
 
-    A CUDA graph keeps that of the stream it was captured on: two graphs captured on one stream must not be replayed at the same time
-    (cuBLAS's workspaces in PyTorch have the same rule).
+    A CUDA graph keeps the counters of the stream it was captured on: two graphs captured on one stream must not be replayed at the same
+    time (cuBLAS's workspaces in PyTorch have the same rule).
     """
-    index = device.index
-    scratch = _scratches.get((index, current_stream(device)))
+    key = device.index, current_stream(device)
+    scratch = _scratches.get(key)
     if scratch is None:
-        rows = 2 * 16 * 2 * _num_sms(device)  # 2 parts a range, 16 rows, 2 CTAs an SM (at head_dim 256 one)
-        capturing = torch.cuda.is_current_stream_capturing()
-        if index not in _counters and not capturing:
-            _counters[index] = torch.zeros(STREAMS, STATE_SIZE, dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # other streams will use their rows
-        parts = torch.empty(rows * 128, dtype=torch.float32, device=device)
-        sums = torch.empty(rows * 3, dtype=torch.float32, device=device)
-        if capturing:  # nothing that a graph allocates may outlive it; it will zero these itself
-            return Scratch(torch.zeros(STATE_SIZE, dtype=torch.int32, device=device), parts, sums)
-        used = sum(of == index for of, _ in _scratches)
-        scratch = _scratches[index, current_stream(device)] = Scratch(_counters[index][used % STREAMS], parts, sums)
+        capturing = torch.cuda.is_current_stream_capturing()  # nothing that a graph allocates may outlive it
+        if device.index not in _counters:
+            if capturing:
+                return Scratch(_zeros(device)[0], *_workspace(device))
+            _counters[device.index] = kept(_zeros, device)
+        counters = _counters[device.index][_rows.setdefault(key, len(_rows) % STREAMS)]
+        if capturing:
+            return Scratch(counters, *_workspace(device))
+        scratch = _scratches[key] = Scratch(counters, *kept(_workspace, device))
     return scratch
+
+
+def _zeros(device: torch.device) -> torch.Tensor:
+    return torch.zeros(STREAMS, STATE_SIZE, dtype=torch.int32, device=device)
+
+
+def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = 2 * 16 * 2 * _num_sms(device)  # 2 parts a range, 16 rows, 2 CTAs an SM (at head_dim 256 one)
+    parts = torch.empty(rows * 128, dtype=torch.float32, device=device)
+    return parts, torch.empty(rows * 3, dtype=torch.float32, device=device)
 
 
 @lru_cache

@@ -12,15 +12,18 @@ This is the one place that knows that launcher, which is Triton's own affair: wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from inspect import getclosurevars, isfunction
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
+
+T = TypeVar("T")
 
 
 class Tiles(NamedTuple):
@@ -130,6 +133,23 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
 def current_stream(device: torch.device) -> int:
     """The handle of the stream on which `launch` launches."""
     return driver.active.get_current_stream(device.index)
+
+
+def kept(make: Callable[[torch.device], T], device: torch.device) -> T:
+    """What `make(device)` allocates and fills on the GPU, ready for every stream; not while a stream is capturing.
+
+    In a thread of its own: this one may be warming up for a CUDA graph (`torch.compile(mode="reduce-overhead")`), whose pool its memory
+    would come from, and which tolerates nothing that lives on.
+    """
+
+    def work() -> T:
+        with torch.cuda.device(device):
+            made = make(device)
+            torch.cuda.synchronize()
+            return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
 
 
 def _learn(kernel: triton.JITFunction, done: Any, args: Sequence) -> Compiled | None:

@@ -32,7 +32,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .launch import Tiles, constants, current_stream, launch
+from .launch import Tiles, constants, current_stream, kept, launch
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
@@ -808,8 +808,12 @@ def _counter(device: torch.device) -> torch.Tensor:
     A captured graph gets its own, zeroed in the graph: it may run beside anything.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return _zero(device)
     key = device.index, current_stream(device)
     if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        _counters[key] = kept(_zero, device)
     return _counters[key]
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
