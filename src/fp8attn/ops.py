@@ -1,7 +1,7 @@
-"""What users call: check the arguments, choose a backend, run it as a torch op.
+"""What users call: check the arguments, choose a backend, run it; as a torch op where something traces or intercepts those.
 
-Both ops work on device state alone and never read it back to the host (but for `reference`, which is a loop over sequences), so they
-can be compiled and captured in CUDA graphs.
+Both work on device state alone and never read it back to the host (but for `reference`, which is a loop over sequences), so they can be
+compiled and captured in CUDA graphs.
 """
 
 from __future__ import annotations

@@ -761,10 +761,10 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def plan(device: torch.device, num_sms: int, heads: int, *shape) -> Plan:
     """The plan for `Launch(*shape)` and `heads` heads of all sequences together."""
-    launch = Launch(*shape)
-    workers = launch.workers(num_sms, heads)
-    constants = Constants(device, **launch.constants(), **launch.options())
-    return Plan(workers, (workers * launch.tiles,), 2 * workers * launch.tiles * launch.rows, *launch.blocks(), constants)
+    how = Launch(*shape)
+    workers = how.workers(num_sms, heads)
+    constants = Constants(device, **how.constants(), **how.options())
+    return Plan(workers, (workers * how.tiles,), 2 * workers * how.tiles * how.rows, *how.blocks(), constants)
 
 
 class Scratch(NamedTuple):
