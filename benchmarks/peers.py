@@ -143,6 +143,29 @@ def vllm_fa3(
     )[0].reshape(-1, shape.q_heads, shape.dim)  # fmt: skip
 
 
+def vllm_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """vLLM's paged path in FP8, causal, all on the device; `[batch, n, num_q_heads, head_dim]` bfloat16.
+
+    Args:
+        q: `[batch, n, num_q_heads, head_dim]`, the last `n` tokens of each sequence.
+        k, v: `[pages, page_size, num_kv_heads, head_dim]`.
+        table: `[batch, columns]` int32.
+        used: `[batch]` int32, tokens of each sequence.
+    """
+    batch, n = q.shape[:2]
+    bounds, *scales = _constants(batch, n, k.shape[2])
+    return torch.ops._vllm_fa3_C.fwd(
+        q.flatten(0, 1), k, v, None, None, None, None, bounds, None, None, None, used, n, table.shape[1] * k.shape[1], table, None, None,
+        None, None, None, *scales, q.shape[-1] ** -0.5, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None,
+    )[0].view(batch, n, *q.shape[2:])  # fmt: skip
+
+
+@lru_cache
+def _constants(batch: int, queries: int, kv_heads: int) -> list[torch.Tensor]:
+    """Where each sequence's queries begin, and scales of one."""
+    return [offsets((queries,) * batch), *(torch.ones(batch, kv_heads, device=DEVICE) for _ in range(3))]
+
+
 def cudnn_fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     """cuDNN's FP8 attention over `[tokens, heads, head_dim]` of equal lengths; FP8 out.
 
