@@ -152,7 +152,7 @@ def measure(case: Case) -> list[dict]:
                 outs[name] = run.call()[rows].double()
             torch.cuda.synchronize()
         except RuntimeError as problem:
-            print(f"   {case.name} {name} is left out: {str(problem).strip().splitlines()[0][:160]}", flush=True)
+            peers.left_out(f"{case.name} {name}", problem)
     for name, out in outs.items():
         run = runs[name]
         ref = exact(run.q[rows], run.k, run.v, shape.softmax_scale, shape.last_key(0, rows))

@@ -4,10 +4,9 @@
 
 Each implementation (`benchmarks/peers.py` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is measured; the
 L2 cache is flushed before every run. `gbps` counts the live bytes of K and V.
-`stream-ceiling` is the same producer with a consumer that only lets go of what it is given: what is possible at all. `fp8attn-claims` has
-small ranges claimed by SMs as they become free. `rel_err` is against float64 on the bytes that each implementation was given, on the first
-and the last sequence; ours have random scales per page and means per sequence, and FP16 queries and outputs (BF16's rounding alone is
-1.6e-3).
+`stream-ceiling` is the same producer with a consumer that only lets go of what it is given: what is possible at all. `rel_err` is
+against float64 on the bytes that each implementation was given, on the first and the last sequence; ours have random scales per page and
+means per sequence, and FP16 queries and outputs (BF16's rounding alone is 1.6e-3).
 """
 
 from __future__ import annotations
@@ -85,13 +84,12 @@ CASES = (
 
 
 @gluon.jit
-def _drain(pipe, batch, worker, workers, BLOCK: gl.constexpr, PIECES: gl.constexpr):
+def _drain(pipe, batch, worker, workers, BLOCK: gl.constexpr):
     """What `decode._consume` does of waiting and walking, and no arithmetic."""
-    cuts = decode.cut(batch.total(BLOCK), workers, PIECES)
-    tile, turn = 0, 0
-    index = gl.where(worker < cuts.workers, worker * cuts.pieces, -1)
-    while index >= 0:
-        low, high = cuts.bounds(index)
+    cuts = decode.cut(batch.total(BLOCK), workers)
+    tile = 0
+    if worker < cuts.workers:
+        low, high = cuts.bounds(worker)
         seq, head, begin = batch.locate(low, BLOCK)
         while begin < high:
             _, _, _, _, first, count = batch.sequence(seq)
@@ -105,21 +103,19 @@ def _drain(pipe, batch, worker, workers, BLOCK: gl.constexpr, PIECES: gl.constex
                 tile += 1
             begin += count
             seq, head = batch.following(seq, head, count)
-        index = decode.next_range(pipe, cuts, turn, PIECES)
-        turn += 1
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "workers"])
-def _stream(k_desc, v_desc, table_ptr, table_stride, lengths_ptr, state_ptr, num_seqs, heads, max_q, workers, D: gl.constexpr,
-            WIDTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
+def _stream(k_desc, v_desc, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers, D: gl.constexpr, WIDTH: gl.constexpr,
+            GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
     worker = gl.program_id(0)
     batch = decode.Batch(
         lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, GROUP, False, False, False
     )  # fmt: skip
     pipe = decode.make_pipe(k_desc, v_desc, WIDTH, STAGES)
     gl.warp_specialize([
-        (_drain, (pipe, batch, worker, workers, BLOCK, PIECES)),
-        (decode.produce, (pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, state_ptr, D, BLOCK, PIECES)),
+        (_drain, (pipe, batch, worker, workers, BLOCK)),
+        (decode.produce, (pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, D, BLOCK)),
     ], [1], [decode.PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -130,10 +126,9 @@ def stream(case: Case, pages: KVPages):
         TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
         for x, block in zip((pages.k, pages.v), launch.blocks(), strict=True)
     )
-    state = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    constants = {name: launch.constants()[name] for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK", "PIECES")}
+    constants = {name: launch.constants()[name] for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
     return lambda: _stream[(workers,)](
-        k_desc, v_desc, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens, state, len(case.lengths), case.heads, 1, workers,
+        k_desc, v_desc, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens, len(case.lengths), case.heads, 1, workers,
         **constants, **launch.options(),
     )  # fmt: skip
 
@@ -212,7 +207,7 @@ def measure(case: Case, wanted, rounds: int) -> list[dict]:
             replay()
             torch.cuda.synchronize()
         except RuntimeError as problem:  # a peer that cannot do a case is left out of it, and said to be
-            print(f"   {case.name} {name} is left out: {str(problem).strip().splitlines()[0][:200]}", flush=True)
+            peers.left_out(f"{case.name} {name}", problem)
             continue
         if q is not None:
             row["rel_err"] = round(error(case.shape, result, q, keys_of), 7)

@@ -13,6 +13,7 @@ cannot do a case, is left out with the reason printed. Scales are one, as FP8 da
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -53,7 +54,7 @@ def _library(name: str) -> str | None:
             packed = subprocess.run(["xz", "-dcT0", FOLDER / f"{name}.so.xz"], capture_output=True)
             if packed.returncode:
                 return packed.stderr.decode().strip()
-            half = library.with_suffix(f".{id(packed)}")
+            half = library.with_suffix(f".{os.getpid()}")
             half.write_bytes(packed.stdout)
             half.rename(library)  # whole or not there, whoever else unpacks it
         torch.ops.load_library(library)
@@ -255,14 +256,19 @@ def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names:
         if need is not None and need not in available():
             continue
         if (why := _unsupported(name, shape)) is not None:
-            print(f"   {name} is left out: {why}", flush=True)
+            left_out(name, why)
             continue
         given = low if fp8 else [q, k, v]
         try:
             found[name] = Run(make(shape, *given), *given)
         except Exception as problem:  # cuDNN's graphs raise types of their own
-            print(f"   {name} is left out: {str(problem).strip().splitlines()[0][:160]}", flush=True)
+            left_out(name, problem)
     return found
+
+
+def left_out(name: str, why: str | Exception) -> None:
+    """Say that an implementation is not in a case, and why: the first line of it."""
+    print(f"   {name} is left out: {str(why).strip().splitlines()[0][:160]}", flush=True)
 
 
 def _unsupported(name: str, shape: Shape) -> str | None:

@@ -113,12 +113,13 @@ def measure(name: str, shape: Shape, wanted: list[str], rounds: int) -> list[dic
                 out = call()
                 torch.cuda.synchronize()
             except RuntimeError as problem:
-                print(f"   {impl} is left out: {str(problem).strip().splitlines()[0][:160]}", flush=True)
+                peers.left_out(impl, problem)
                 del found[impl]
                 rows.pop(impl, None)
                 continue
             rows.setdefault(impl, {"case": name, "impl": impl})[key] = round(error(shape, out, q, keys_of), 6)
         if mean:
+            wanted = list(rows)  # whoever cannot is not asked again
             del found
             torch.cuda.empty_cache()
     calls = {impl: call for impl, (call, *_) in found.items()}

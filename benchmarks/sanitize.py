@@ -4,7 +4,8 @@
 
 A reduced grid, since every access is checked: ragged batches with empty sequences and lengths that are no multiple of anything, every
 head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, so that an access behind a tensor's
-end is one behind an allocation's. What the grid compiles is compiled before, outside the sanitizer.
+end is one behind an allocation's. What the grid compiles is compiled before, outside the sanitizer. `planted` is a kernel with a fault of
+the tool's kind in it, which the tool has to find: a silent tool proves nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from fp8attn import ops
 from fp8attn.kernels import decode, prefill
+from fp8attn.kernels.gluon import gl, gluon
 from fp8attn.layout import FP8
 
 from .problem import DEVICE, Shape, hold, ours
@@ -77,7 +79,41 @@ def check_append() -> None:
         )  # fmt: skip
 
 
-KERNELS = {"prefill": check_prefill, "decode": check_decode, "append": check_append}
+GRIDS = {"prefill": check_prefill, "decode": check_decode, "append": check_append}
+
+
+# Faults
+
+
+@gluon.jit
+def _read(x_ptr, out_ptr, offset):
+    gl.store(out_ptr, gl.load(x_ptr + offset))
+
+
+@gluon.jit
+def _store(shared):
+    shared.store(gl.full([128], 1, gl.int64, gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@gluon.jit
+def _load(shared, out_ptr):
+    here: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.store(out_ptr + gl.arange(0, 128, here), shared.load(here))
+
+
+@gluon.jit
+def _race(out_ptr):
+    """Four warps write what four others read, and nobody waits."""
+    shared = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize([(_store, (shared,)), (_load, (shared, out_ptr))], [4], [32])
+
+
+def plant(tool: str) -> None:
+    x, out = (torch.empty(128, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    if tool == "racecheck":
+        _race[(1,)](out)
+    else:
+        _read[(1,)](x, out, 128 if tool == "memcheck" else 0)  # behind the end, or what nobody wrote
 
 
 def parse(output: str) -> dict[str, int]:
@@ -96,9 +132,11 @@ def sanitizer() -> str:
     return found
 
 
-def run(tool: str, kernel: str, seconds: int) -> dict:
-    command = [sanitizer(), "--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
-    command += [sys.executable, "-m", "benchmarks.sanitize", "--run", kernel]
+CHILD = [sys.executable, "-m", "benchmarks.sanitize", "--run"]
+
+
+def run(tool: str, grid: str, seconds: int) -> dict:
+    command = [sanitizer(), "--tool", tool, "--report-api-errors", "no", "--print-limit", "20", *CHILD, tool, grid]
     start = time.time()
     try:
         done = subprocess.run(
@@ -107,10 +145,17 @@ def run(tool: str, kernel: str, seconds: int) -> dict:
         output, finished = done.stdout + done.stderr, "grid done" in done.stdout
     except subprocess.TimeoutExpired as expired:
         output, finished = (expired.stdout or b"").decode(), False
-    row = {"case": f"{tool}-{kernel}", "impl": "fp8attn", "finished": finished, **parse(output), "seconds": round(time.time() - start, 1)}
-    if not finished or row.get("errors") or row.get("warnings"):
-        print(f"== {tool} {kernel}\n{output[-6000:]}", flush=True)
+    impl = "fp8attn" if grid in GRIDS else "control"
+    row = {"case": f"{tool}-{grid}", "impl": impl, "finished": finished, **parse(output), "seconds": round(time.time() - start, 1)}
+    if not as_it_should(row):
+        print(f"== {tool} {grid}\n{output[-6000:]}", flush=True)
     return row
+
+
+def as_it_should(row: dict) -> bool:
+    """Nothing found in ours, and something in what has a fault."""
+    found = row.get("errors", 0) + row.get("warnings", 0)
+    return "errors" in row and (found > 0 if row["impl"] == "control" else found == 0 and row["finished"])
 
 
 def main() -> None:
@@ -118,21 +163,22 @@ def main() -> None:
     parser.add_argument("which", nargs="*", help="substrings of tool-kernel; none: all")
     parser.add_argument("--seconds", type=int, default=150, help="for each")
     parser.add_argument("--out", type=Path, default=ROOT / "results/h100/sanitize.json")
-    parser.add_argument("--run", choices=KERNELS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=2, metavar=("TOOL", "GRID"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        KERNELS[args.run]()
+        tool, grid = args.run
+        GRIDS[grid]() if grid in GRIDS else plant(tool)
         torch.cuda.synchronize()
         print("grid done", flush=True)
         return
-    chosen = [(t, k) for t in TOOLS for k in KERNELS if not args.which or any(word in f"{t}-{k}" for word in args.which)]
-    with ThreadPoolExecutor() as pool:
-        plain = [sys.executable, "-m", "benchmarks.sanitize", "--run"]
-        list(pool.map(lambda kernel: subprocess.run([*plain, kernel], check=True), {kernel for _, kernel in chosen}))
+    chosen = [(t, g) for t in TOOLS for g in (*GRIDS, "planted") if not args.which or any(word in f"{t}-{g}" for word in args.which)]
+    with ThreadPoolExecutor(16) as pool:
+        grids = {grid for _, grid in chosen} & GRIDS.keys()
+        list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL), grids))
         rows = list(pool.map(lambda which: run(*which, args.seconds), chosen))
     print(*rows, sep="\n", flush=True)
     write(args.out, rows, SOURCES)
-    sys.exit(any(row.get("errors", 1) or row.get("warnings") or not row["finished"] for row in rows))
+    sys.exit(not all(map(as_it_should, rows)))
 
 
 if __name__ == "__main__":
