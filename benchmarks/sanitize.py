@@ -14,8 +14,10 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,17 +45,27 @@ def held(shape: Shape):
     return hold(shape, *(tokens(sum(shape.keys), shape.kv_heads, shape.dim) for _ in "kv"))
 
 
+def all_options() -> dict:
+    return {
+        "window": 100, "softcap": 20.0, "sinks": torch.randn(4, device=DEVICE),
+        "leftpad_k": torch.tensor([5, 131], dtype=torch.int32, device=DEVICE),
+    }  # fmt: skip
+
+
+def done(what: str) -> None:
+    torch.cuda.synchronize()
+    print(what, flush=True)
+
+
 def check_prefill() -> None:
     for dim in DIMS:
         shape = Shape((1, 300, 0, 130), (1, 77, 0, 130), 4, 2, dim, True)
         pages, q = held(shape), tokens(sum(shape.queries), 4, dim)
-        ours(prefill.attention, shape, q, pages)()
-        ours(prefill.attention, shape, q.to(FP8), pages)()
-    shape = Shape((300, 200), (150, 150), 4, 2, 128, True)
-    ops.attention(
-        tokens(300, 4, 128), held(shape), window=100, softcap=20.0, sinks=torch.randn(4, device=DEVICE),
-        leftpad_k=torch.tensor([5, 131], dtype=torch.int32, device=DEVICE),
-    )  # fmt: skip
+        for queries in (q, q.to(FP8)):
+            ours(prefill.attention, shape, queries, pages)()
+            done(f"prefill D{dim} {queries.dtype}")
+    ops.attention(tokens(300, 4, 128), held(Shape((300, 200), (150, 150), 4, 2, 128, True)), **all_options())
+    done("prefill, all options")
 
 
 def check_decode() -> None:
@@ -61,22 +73,22 @@ def check_decode() -> None:
         for queries in (1, 3):
             shape = Shape((1, 1500, 0, 130), (queries,) * 4, 4, 2, dim, True)
             ours(decode.attention, shape, tokens(4 * queries, 4, dim).half(), held(shape))()
-    shape = Shape((300, 200), (2, 2), 4, 2, 128, True)
-    ops.attention(
-        tokens(4, 4, 128), held(shape), window=100, softcap=20.0, sinks=torch.randn(4, device=DEVICE),
-        leftpad_k=torch.tensor([5, 131], dtype=torch.int32, device=DEVICE),
-    )  # fmt: skip
+            done(f"decode D{dim} {queries}")
+    ops.attention(tokens(4, 4, 128), held(Shape((300, 200), (2, 2), 4, 2, 128, True)), **all_options())
+    done("decode, all options")
 
 
 def check_append() -> None:
     for dim in DIMS:
         pages = held(Shape((1, 300, 0, 127), (0,) * 4, 4, 2, dim, True))
+        done(f"append D{dim}, prompts")
         # A step of the first two, whose last pages have room, with rotary embedding.
         angle = torch.rand(2, dim // 2, device=DEVICE)
         ends = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32, device=DEVICE)
         ops.append(
             pages, *(tokens(2, 2, dim) for _ in "kv"), cu_seqlens=ends, max_seqlen=1, rope_cos=angle.cos(), rope_sin=angle.sin()
         )  # fmt: skip
+        done(f"append D{dim}, a step")
 
 
 GRIDS = {"prefill": check_prefill, "decode": check_decode, "append": check_append}
@@ -138,17 +150,27 @@ CHILD = [sys.executable, "-m", "benchmarks.sanitize", "--run"]
 def run(tool: str, grid: str, seconds: int) -> dict:
     command = [sanitizer(), "--tool", tool, "--report-api-errors", "no", "--print-limit", "20", *CHILD, tool, grid]
     start = time.time()
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        )
-        output, finished = done.stdout + done.stderr, "grid done" in done.stdout
-    except subprocess.TimeoutExpired as expired:
-        output, finished = (expired.stdout or b"").decode(), False
+    with tempfile.TemporaryFile("w+") as log:
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the sanitizer, and the process that it looks at
+            process.wait()
+        log.seek(0)
+        output = log.read()
     impl = "fp8attn" if grid in GRIDS else "control"
-    row = {"case": f"{tool}-{grid}", "impl": impl, "finished": finished, **parse(output), "seconds": round(time.time() - start, 1)}
+    row = {
+        "case": f"{tool}-{grid}",
+        "impl": impl,
+        "finished": "grid done" in output,
+        **parse(output),
+        "seconds": round(time.time() - start, 1),
+    }
+    print(row, flush=True)
     if not as_it_should(row):
-        print(f"== {tool} {grid}\n{output[-6000:]}", flush=True)
+        print(output[-4000:], flush=True)
     return row
 
 
@@ -176,7 +198,6 @@ def main() -> None:
         grids = {grid for _, grid in chosen} & GRIDS.keys()
         list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL), grids))
         rows = list(pool.map(lambda which: run(*which, args.seconds), chosen))
-    print(*rows, sep="\n", flush=True)
     write(args.out, rows, SOURCES)
     sys.exit(not all(map(as_it_should, rows)))
 
