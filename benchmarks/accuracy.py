@@ -68,7 +68,7 @@ CASES = (
     *(Case("causal", "mean1", n, dim) for dim in (64, 256) for n in (8191, 131072)),
     *(
         Case(phase, data, n)
-        for data in ("k-offset", "outliers", "page-gains", "needle", "flat", "constant")
+        for data in ("k-offset", "outliers", "page-gains", "needle", "flat", "flat-mean1", "constant")
         for phase, n in (("causal", 16384), ("full", 131072), ("decode", 131072))
     ),
     *(Case(phase, "constant", MILLION) for phase in ("full", "decode")),
@@ -83,7 +83,7 @@ def inputs(data: str, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
     Normal, and then: `mean*`, V is shifted by that; `k-offset`, K by four times a normal vector; `outliers`, four channels of K and V are
     20 times larger; `page-gains`, K's and V's sizes differ from page to page; `needle`, one key holds nearly all of the weight; `flat`,
-    scores are a hundredth; `constant`, scores are zero and V is one: sums of equal terms, where a truncating accumulator is worst off.
+    scores are a hundredth (`flat-mean1`: and V is shifted by one); `constant`, scores are zero and V is one: sums of equal terms, where a truncating accumulator is worst off.
     """
     torch.manual_seed(0)
     keys = sum(shape.keys)
@@ -104,8 +104,9 @@ def inputs(data: str, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.T
         direction = torch.nn.functional.normalize(torch.randn(shape.dim, device=DEVICE), dim=0)
         q += direction * shape.dim**0.5
         k[keys // 3] = direction * (math.log(keys) + 4)  # a score of ln(keys) + 4 beside scores of spread one: 98% of the weight
-    elif data == "flat":
+    elif data.startswith("flat"):
         q *= 0.01
+        v += data == "flat-mean1"
     elif data == "constant":
         q.zero_()
         v.fill_(1)

@@ -1,7 +1,7 @@
 """The peers, as callables: FlashAttention-3 and vLLM's build of it, cuDNN's FP8 graph, torch's cuDNN attention.
 
-Binaries come from `.peers/` (`../shared/peers/get_peers` collects them; they match torch 2.11 and Python 3.12). Whatever is not there, or
-cannot do a case, is left out with the reason printed. Scales are one, as FP8 data of spread one needs no others.
+Binaries come from `.peers/` (README.md). Whatever is not there, or cannot do a case, is left out with the reason printed. Scales are one:
+FP8 data of spread one needs no others.
 
 | name | is | accumulates FP8 products |
 |---|---|---|

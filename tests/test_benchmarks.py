@@ -107,7 +107,7 @@ def test_empty_outputs_are_poisoned():
     assert torch.empty is empty
 
 
-@pytest.mark.parametrize("data", ["mean0", "mean5", "k-offset", "outliers", "page-gains", "needle", "flat", "constant"])
+@pytest.mark.parametrize("data", ["mean0", "mean5", "k-offset", "outliers", "page-gains", "needle", "flat", "flat-mean1", "constant"])
 def test_data_is_what_it_says(data):
     shape = Shape((600,), (40,), 2, 2, 64, True)
     q, k, v = accuracy.inputs(data, shape)
@@ -116,8 +116,8 @@ def test_data_is_what_it_says(data):
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), again, strict=True))
     weights = torch.softmax(q[:, 0].double() @ k[:, 0].double().T / 8, -1)
     spread = float(weights.amax(-1).median() * 600)
-    assert (spread > 0.9 * 600) == (data == "needle") and (spread < 1.2) == (data in ("flat", "constant"))
-    assert float(v.float().mean()) == pytest.approx({"mean5": 5, "page-gains": 1, "constant": 1}.get(data, 0), abs=0.2)
+    assert (spread > 0.9 * 600) == (data == "needle") and (spread < 1.2) == (data in ("flat", "flat-mean1", "constant"))
+    assert float(v.float().mean()) == pytest.approx({"mean5": 5, "page-gains": 1, "flat-mean1": 1, "constant": 1}.get(data, 0), abs=0.2)
 
 
 # Fits
@@ -176,24 +176,50 @@ def test_peers_that_are_not_there_are_left_out(monkeypatch, capsys):
     assert "aligned to the start" in (said := capsys.readouterr().out) and "no ragged batches" in said
 
 
+RACES = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at decode+0x100 in decode.py:569
+=========     and Write access at decode+0x17d0 in decode.py:569 [211 hazards]
+=========     and Write access at decode+0x8c40 in decode.py:590 [264 hazards]
+========= 
+decode D64 1
+========= Error: Race reported between Read access at decode+0x100 in decode.py:569
+=========     and Write access at decode+0x17d0 in decode.py:123 [211 hazards]
+========= 
+========= Error: Race reported between Read access at _prefill+0x100 in prefill.py:569
+=========     and Write access at _prefill+0x17d0 in prefill.py:570 [1 hazard]
+========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
+"""
+
+
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
         ("========= ERROR SUMMARY: 0 errors\n", {"errors": 0}),
         ("x\n========= ERROR SUMMARY: 1 error\n", {"errors": 1}),
-        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", {"errors": 2, "warnings": 1}),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", {"errors": 2, "warnings": 1, "dispatch": 0}),
+        (RACES, {"errors": 3, "warnings": 0, "dispatch": 1}),
         ("========= Target application returned an error\n", {}),
     ],
 )
 def test_sanitizer_summaries(output, expected):
-    assert sanitize.parse(output) == expected
+    assert sanitize.parse(output, {"decode.py": [range(568, 600)]}) == expected
+
+
+def test_dispatchers_are_the_kernels_that_specialise_their_warps():
+    found = sanitize.dispatchers()
+    assert {"prefill.py", "decode.py", "sanitize.py"} <= set(found)
+    source = (ROOT / "benchmarks/sanitize.py").read_text().splitlines()
+    assert [source[lines[0]] for lines in found["sanitize.py"]] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # after the decorator
 
 
 def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
-    clean = {"impl": "fp8attn", "finished": True, "errors": 0}
-    assert sanitize.as_it_should(clean) and not sanitize.as_it_should(clean | {"impl": "control"})
-    assert not sanitize.as_it_should(clean | {"errors": 2}) and sanitize.as_it_should({"impl": "control", "finished": False, "errors": 2})
-    assert not sanitize.as_it_should({"impl": "fp8attn", "finished": False})
+    clean = {"case": "memcheck-append", "finished": True, "errors": 0}
+    assert sanitize.as_it_should(clean) and not sanitize.as_it_should(clean | {"errors": 2})
+    assert sanitize.as_it_should(clean | {"errors": 2, "dispatch": 2}) and not sanitize.as_it_should(clean | {"warnings": 1})
+    assert not sanitize.as_it_should(clean | {"finished": False})
+    planted = {"case": "memcheck-planted", "finished": False}
+    assert sanitize.as_it_should(planted | {"errors": 2}) and not sanitize.as_it_should(planted | {"errors": 0})
+    assert not sanitize.as_it_should(planted)
 
 
 # Kernels and models of the benchmarks' own
