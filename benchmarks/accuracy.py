@@ -83,7 +83,8 @@ def inputs(data: str, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
     Normal, and then: `mean*`, V is shifted by that; `k-offset`, K by four times a normal vector; `outliers`, four channels of K and V are
     20 times larger; `page-gains`, K's and V's sizes differ from page to page; `needle`, one key holds nearly all of the weight; `flat`,
-    scores are a hundredth (`flat-mean1`: and V is shifted by one); `constant`, scores are zero and V is one: sums of equal terms, where a truncating accumulator is worst off.
+    scores are a hundredth (`flat-mean1`: and V is shifted by one); `constant`, scores are zero and V is one: sums of equal terms, where a
+    truncating accumulator is worst off.
     """
     torch.manual_seed(0)
     keys = sum(shape.keys)
