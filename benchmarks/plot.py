@@ -100,7 +100,10 @@ def plot_accuracy() -> None:
     """Error by length: a row of panels a phase, a column a mean of V."""
     rows = read("accuracy")
     systems = ("fp8attn", "fp8attn-q8", "fp8attn-q8-no-means", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
-    phases = {"causal": ("last 64 queries of a prompt", systems), "decode": ("one query", ("fp8attn", "fp8attn-no-means", *systems[3:]))}
+    phases = {
+        "causal": ("last queries of a prompt (1M: a chunk)", systems),
+        "decode": ("one query", ("fp8attn", "fp8attn-no-means", *systems[3:])),
+    }
     figure, grid = plt.subplots(2, 3, figsize=(12, 7), sharex=True, sharey=True, layout="constrained")
     for line, (phase, (what, impls)) in zip(grid, phases.items(), strict=True):
         for axes, mean in zip(line, (0, 1, 5), strict=True):
