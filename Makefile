@@ -19,9 +19,9 @@ check: .venv/.dev
 
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there.
 gpu:
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_tests
-	PYTHONPATH=src $(PYTHON) -m benchmarks.slice
-	PYTHONPATH=src $(PYTHON) -m benchmarks.slice_model
+	for name in gpu_tests accuracy prefill decode llama_decode slice slice_model plot sanitize; do \
+		PYTHONPATH=src $(PYTHON) -m benchmarks.$$name || exit; \
+	done
 
 .venv/.python:
 	$(PYTHON) -m venv .venv

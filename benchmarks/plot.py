@@ -1,57 +1,159 @@
-"""The pictures of the README, from results/h100/*.json.
+"""The pictures of results/h100/*.json, each beside its numbers.
 
-python -m benchmarks.plot
+python -m benchmarks.plot [decode | prefill | accuracy | llama_decode ...]
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+from collections.abc import Callable
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from .results import ROOT
 
 FOLDER = ROOT / "results/h100"
 COLOURS = {
-    "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d",
-    "vllm-fa3-bf16": "#7d8597", "fa3-fp8": "#f2a65a", "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
+    "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-no-means": "#a9d6b0", "fp8attn-q8-no-means": "#a9d6b0",
+    "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
+    "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
+    "bf16-sdpa": "#b8bfca",
 }  # fmt: skip
+PREFILL = (
+    ("D128-full-S16384", "D128-causal-S16384", "D128-causal-S4096", "D128-causal-S8192", "D128-causal-S65536", "D128-causal-S1024",
+     "gqa-causal-S16384"),
+    ("gqa-causal-S131072", "chunked-2k-on-128k", "varlen-mix", "D64-full-S16384", "D64-causal-S16384", "D256-full-S16384",
+     "D256-causal-S16384"),
+)  # fmt: skip
+Rows = dict[tuple[str, str], dict]
 
 
-def bars(name: str, unit: str, ylabel: str, title: str, cases: list[str], impls: list[str]) -> None:
-    """Grouped bars: one group a case, one bar an implementation."""
-    rows = {(row["case"], row["impl"]): row[unit] for row in json.loads((FOLDER / f"{name}.json").read_text())["rows"] if unit in row}
-    figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
+def read(name: str) -> Rows:
+    return {(row["case"], row["impl"]): row for row in json.loads((FOLDER / f"{name}.json").read_text())["rows"]}
+
+
+def save(figure: Figure, name: str) -> None:
+    figure.savefig(FOLDER / f"{name}.png", dpi=130)
+    plt.close(figure)
+
+
+def bars(axes: Axes, rows: Rows, unit: str, cases: tuple[str, ...], impls: tuple[str, ...]) -> None:
+    """Grouped bars: one group a case, one bar an implementation, the first one's heights written above it."""
     width = 0.85 / len(impls)
     for i, impl in enumerate(impls):
-        heights = [rows.get((case, impl), 0) for case in cases]
+        heights = [rows.get((case, impl), {}).get(unit, 0) for case in cases]
         at = [x + (i - (len(impls) - 1) / 2) * width for x in range(len(cases))]
         axes.bar(at, heights, width * 0.94, label=impl, color=COLOURS[impl])
-        if impl == "fp8attn":
+        if i == 0:
             for x, height in zip(at, heights, strict=True):
                 axes.text(x, height, f"{height:.0f}", ha="center", va="bottom", fontsize=8, color=COLOURS[impl])
     axes.set_xticks(range(len(cases)), [case.replace("-S", "\nS") for case in cases], fontsize=8)
-    axes.set_ylabel(ylabel)
-    axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, ncols=len(impls), loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
-    figure.savefig(FOLDER / f"{name}.png", dpi=130)
+
+
+def series(rows: Rows, case: str, impl: str, value: Callable[[dict], float]) -> dict[int, float]:
+    """By the number that the pattern `case` captures, in its order."""
+    found = {int(match[1]): value(row) for (name, which), row in rows.items() if which == impl and (match := re.fullmatch(case, name))}
+    return dict(sorted(found.items()))
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="outside lower center", frameon=False)
+
+
+def plot_decode() -> None:
+    figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
+    cases = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
+    bars(axes, read("decode"), "gbps", cases, ("fp8attn", "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"))
+    axes.set_ylabel("GB/s of live K and V")
+    axes.set_title("Decode on an H100 (32 query heads, 8 KV heads of 128): the cache read once", loc="left", fontsize=11)
+    legend(figure, axes)
+    save(figure, "decode")
+
+
+def plot_prefill() -> None:
+    figure, both = plt.subplots(2, figsize=(12, 7), layout="constrained")
+    for axes, cases in zip(both, PREFILL, strict=True):
+        bars(
+            axes,
+            read("prefill"),
+            "tflops",
+            cases,
+            ("fp8attn", "fp8attn-q8", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16", "cudnn-bf16"),
+        )
+        axes.set_ylabel("TFLOPS")
+    title = "Prefill on an H100: fp8attn and vLLM accumulate in FP32, fa3-fp8 and cudnn-fp8 do not (accuracy.png)"
+    both[0].set_title(title, loc="left", fontsize=11)
+    legend(figure, both[0])
+    save(figure, "prefill")
+
+
+def plot_accuracy() -> None:
+    """Error by length: a row of panels a phase, a column a mean of V."""
+    rows = read("accuracy")
+    systems = ("fp8attn", "fp8attn-q8", "fp8attn-q8-no-means", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
+    phases = {
+        "causal": ("last queries of a prompt (1M: a chunk)", systems),
+        "decode": ("one query", ("fp8attn", "fp8attn-no-means", *systems[3:])),
+    }
+    figure, grid = plt.subplots(2, 3, figsize=(12, 7), sharex=True, sharey=True, layout="constrained")
+    for line, (phase, (what, impls)) in zip(grid, phases.items(), strict=True):
+        for axes, mean in zip(line, (0, 1, 5), strict=True):
+            case = rf"{phase if phase == 'decode' else '(?:causal|full)'}-mean{mean}-D128-S(\d+)"
+            for impl in impls:
+                points = series(rows, case, impl, lambda row: row.get("last", row["rel_err"]))
+                axes.loglog(points.keys(), points.values(), "o-", ms=3, lw=1.4, label=impl, color=COLOURS[impl])
+            axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("relative error")
+    for axes in grid[1]:
+        axes.set_xlabel("keys")
+    figure.suptitle("Error against float64 on the same bytes, H100, head_dim 128", x=0.01, ha="left", fontsize=11)
+    handles = {label: handle for axes in grid[:, 0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), fontsize=8, ncols=len(handles), loc="outside lower center", frameon=False)
+    save(figure, "accuracy")
+
+
+def plot_llama_decode() -> None:
+    """Milliseconds a step by context: a panel a batch."""
+    rows = read("llama_decode")
+    batches = sorted({int(found[1]) for case, _ in rows if (found := re.fullmatch(r"step-B(\d+)-S\d+", case))})
+    figure, panels = plt.subplots(1, len(batches), figsize=(12, 4.2), layout="constrained", squeeze=False)
+    for axes, batch in zip(panels[0], batches, strict=True):
+        highest = 0.0
+        for impl in ("bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"):
+            points = series(rows, rf"step-B{batch}-S(\d+)", impl, lambda row: row["ms"])
+            axes.plot([n / 1024 for n in points], points.values(), "o-", ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
+            highest = max(highest, *points.values(), 0.0) if impl != "bf16-sdpa" else 0.0
+        ours = rows.get((f"line-B{batch}", "fp8attn"), {})
+        note = f": slope {ours['slope_ratio']:.0%} of {ours['beside']}'s" if "slope_ratio" in ours else ""
+        axes.set_title(f"batch {batch}{note}", loc="left", fontsize=10)
+        axes.set_xlabel("context, thousands of tokens (1024)")
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 1.1 * highest)  # sdpa, which repeats K and V for every group, leaves the picture
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_ylabel("ms a decode step")
+    figure.suptitle("A Llama-3.1-8B-shaped model on an H100, CUDA graphs", x=0.01, ha="left", fontsize=11)
+    legend(figure, panels[0, 0])
+    save(figure, "llama_decode")
+
+
+PLOTS = {"decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode}
 
 
 def main() -> None:
-    bars(
-        "decode", "gbps", "GB/s of live K and V", "Decode on an H100 (32 query heads, 8 KV heads of 128): the cache read once",
-        ["B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072"],
-        ["fp8attn", "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"],
-    )  # fmt: skip
-    bars(
-        "prefill", "tflops", "TFLOPS", "Prefill on an H100: fp8attn and vLLM accumulate in FP32, fa3-fp8 and cudnn-fp8 do not",
-        ["D128-full-S16384", "D128-causal-S16384", "D128-causal-S4096", "D64-causal-S16384", "D256-causal-S16384"],
-        ["fp8attn", "fp8attn-q8", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16"],
-    )  # fmt: skip
+    for name in sys.argv[1:] or PLOTS:
+        PLOTS[name]()
 
 
 if __name__ == "__main__":

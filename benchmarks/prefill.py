@@ -1,340 +1,180 @@
 """Prefill attention beside its peers: one process, interleaved, every output checked against float64 before it is timed.
 
-    PYTHONPATH=src[:/tmp/site] python -m benchmarks.prefill [case substring ...] [--quick] [--impl NAME ...] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.prefill [case substring ...] [--impl NAME ...] [--rounds N] [--out FILE]
 
-Peers come from `.peers/` (`../shared/peers/get_peers`; cuDNN's frontend wheel installed on PYTHONPATH); one that is not there is left out.
-`fp8attn` takes BF16 queries and does everything, per-page scales and means included; `fp8attn-q8` takes FP8 queries, as the peers do.
-Times are medians; TFLOPS count 4 Hq D per query and visible key. `rel_err` is over sampled rows, each implementation against float64 on
-the bytes that it was given; `rel_err_mean1` the same with V of mean 1.
+`fp8attn` takes BF16 queries and does everything; `fp8attn-q8` takes FP8 queries, as the peers do (`benchmarks/peers.py`). Both read pages
+as `append` makes them: shuffled, with their scales, and with the sequences' means taken off. Times are medians of samples of several
+launches; TFLOPS count 4 Hq D per query and visible key. `rel_err` is over sampled rows, each implementation against float64 on the bytes
+that it was given; `rel_err_mean1` the same with V of mean 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
-import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
-from fp8attn import KVPages, ops
 from fp8attn.kernels import prefill
+from fp8attn.layout import FP8
 
+from . import peers
+from .measure import exact, in_processes, interleaved, relative
+from .problem import DEVICE, Shape, hold, ours
 from .results import ROOT, write
 
-FP8 = torch.float8_e4m3fn
-DEVICE = "cuda"
-SOURCES = ("src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/layout.py", "benchmarks/prefill.py")
+SOURCES = (
+    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/layout.py", "benchmarks/prefill.py",
+    "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
+)  # fmt: skip
+SAMPLE_MS = 20  # launches of a sample together
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    dim: int
-    causal: bool
-    keys: tuple[int, ...]
-    queries: tuple[int, ...] | None = None  # None: as many as keys
-    q_heads: int = 0
-    kv_heads: int = 0
-
-    @property
-    def q_lens(self) -> tuple[int, ...]:
-        return self.queries or self.keys
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        return self.q_heads or 2048 // self.dim, self.kv_heads or 2048 // self.dim
-
-    @property
-    def uniform(self) -> bool:
-        return len(set(self.keys)) == 1 and len(set(self.q_lens)) == 1
-
-    @property
-    def flops(self) -> float:
-        pairs = sum(n * k - (n * n / 2 if self.causal else 0) for n, k in zip(self.q_lens, self.keys, strict=True))
-        return 4.0 * self.heads[0] * self.dim * pairs
+def square(dim: int, causal: bool, *lengths: int, q_heads: int = 0, kv_heads: int = 0) -> Shape:
+    """Prompts: as many queries as keys; 2048 / dim heads unless said."""
+    return Shape(lengths, lengths, q_heads or 2048 // dim, kv_heads or q_heads or 2048 // dim, dim, causal)
 
 
 K = 1024
-CASES = (
-    Case("D128-full-S16384", 128, False, (16 * K,)),
-    Case("D128-causal-S16384", 128, True, (16 * K,)),
-    Case("D128-causal-S4096", 128, True, (4 * K,) * 4),
-    Case("D128-causal-S8192", 128, True, (8 * K,) * 2),
-    Case("D128-causal-S65536", 128, True, (64 * K,), None, 8, 8),
-    Case("D128-causal-S1024", 128, True, (K,) * 16),
-    Case("D64-causal-S16384", 64, True, (16 * K,)),
-    Case("D64-full-S16384", 64, False, (16 * K,)),
-    Case("D256-causal-S16384", 256, True, (16 * K,)),
-    Case("D256-full-S16384", 256, False, (16 * K,)),
-    Case("gqa-causal-S16384", 128, True, (16 * K,), None, 32, 8),
-    Case("gqa-causal-S131072", 128, True, (128 * K,), None, 32, 8),
-    Case("chunked-2k-on-128k", 128, True, (128 * K,), (2 * K,), 32, 8),
-    Case("varlen-mix", 128, True, (9000, 130, 4096, 700, 2500, 64, 12000, 1500, 333, 6000), None, 32, 8),
-)
-QUICK = ("D128-full-S16384", "D128-causal-S16384", "D128-causal-S4096", "D64-causal-S16384", "D256-causal-S16384")
+CASES = {
+    "D128-full-S16384": square(128, False, 16 * K),
+    "D128-causal-S16384": square(128, True, 16 * K),
+    "D128-causal-S4096": square(128, True, *(4 * K,) * 4),
+    "D128-causal-S8192": square(128, True, *(8 * K,) * 2),
+    "D128-causal-S65536": square(128, True, 64 * K, q_heads=8),
+    "D128-causal-S1024": square(128, True, *(K,) * 16),
+    "D64-causal-S16384": square(64, True, 16 * K),
+    "D64-full-S16384": square(64, False, 16 * K),
+    "D256-causal-S16384": square(256, True, 16 * K),
+    "D256-full-S16384": square(256, False, 16 * K),
+    "gqa-causal-S16384": square(128, True, 16 * K, q_heads=32, kv_heads=8),
+    "gqa-causal-S131072": square(128, True, 128 * K, q_heads=32, kv_heads=8),
+    "chunked-2k-on-128k": Shape((128 * K,), (2 * K,), 32, 8, 128, True),
+    "varlen-mix": square(128, True, 9000, 130, 4096, 700, 2500, 64, 12000, 1500, 333, 6000, q_heads=32, kv_heads=8),
+}
 
 
-# Peers
+def compile_kernel(dim: int, fp8: bool, ragged: bool) -> None:
+    """Leave one specialisation of the kernel in Triton's cache."""
+    shape = square(dim, True, *(64, 65) if ragged else (64,), q_heads=1)
+    q = torch.randn(sum(shape.queries), 1, dim, device=DEVICE).bfloat16()
+    ours(prefill.attention, shape, q.to(FP8) if fp8 else q, hold(shape, q, q))()
+    torch.cuda.synchronize()
 
 
-def load_peers() -> set[str]:
-    have = set()
-    for name in ("fa3_fwd", "vllm_fa3"):
-        source, library = ROOT / f".peers/{name}.so.xz", Path(f"/tmp/{name}.so")
-        try:
-            if not library.exists():
-                subprocess.run(f"xz -dc {source} > {library}", shell=True, check=True)
-            torch.ops.load_library(library)
-            have.add(name)
-        except (OSError, subprocess.CalledProcessError) as error:
-            library.unlink(missing_ok=True)
-            print(f"without {name}: {error}", flush=True)
-    try:
-        import cudnn  # noqa: F401
-
-        have.add("cudnn")
-    except ImportError as error:
-        print(f"without cudnn: {error}", flush=True)
-    return have
+def sampled_queries(queries: int) -> list[int]:
+    """Blocks of 32 from a sequence's start, middle and end: the first rows of a prompt see few keys, the last most."""
+    starts = {0, max(queries // 2 - 16, 0), max(queries - 32, 0)}
+    return sorted({i for start in starts for i in range(start, min(start + 32, queries))})
 
 
-def offsets(lengths) -> torch.Tensor:
-    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+def error(shape: Shape, out: torch.Tensor, q: torch.Tensor, keys_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Relative error of sampled rows of the first and the last sequence and head.
+
+    `keys_of(sequence)` gives the K and V that were meant, `[keys, num_kv_heads, head_dim]`.
+    """
+    pairs = []
+    for seq in {0, len(shape.keys) - 1}:
+        index = torch.tensor(sampled_queries(shape.queries[seq]), device=DEVICE)
+        rows = index + shape.rows(seq).start
+        k, v = keys_of(seq)
+        for head in {0, shape.q_heads - 1}:
+            kv_head = [head // (shape.q_heads // shape.kv_heads)]
+            ref = exact(q[rows][:, [head]], k[:, kv_head], v[:, kv_head], shape.softmax_scale, shape.last_key(seq, index))
+            pairs.append((out[rows][:, [head]], ref))
+    return relative(pairs)
 
 
-def fa3(case: Case, q, k, v):
-    """FlashAttention-3's forward (single-level FP8). Arguments in its schema's order."""
-    scales = [torch.ones(len(case.keys), case.heads[1], device=DEVICE) for _ in range(3)] if q.dtype == FP8 else [None] * 3
-    if case.uniform:
-        q, k, v = (x.unflatten(0, (len(case.keys), -1)) for x in (q, k, v))
-        lengths = [None] * 7
-    else:
-        lengths = [offsets(case.q_lens), offsets(case.keys), None, None, None, max(case.q_lens), max(case.keys)]
-    return lambda: torch.ops.fa3_fwd.fwd(
-        q, k, v, None, None, None, None, *lengths, None, None, None, None, None, None, *scales, case.dim**-0.5, case.causal, -1, -1, 0, 0.0,
-        True, None, 1, None, 0,
-    )[0].reshape(-1, case.heads[0], case.dim)  # fmt: skip
-
-
-def vllm_fa3(case: Case, q, k, v):
-    """vLLM's FlashAttention-3 (two-level FP8)."""
-    scales = [torch.ones(len(case.keys), case.heads[1], device=DEVICE) for _ in range(3)]
-    cu_q, cu_k = offsets(case.q_lens), offsets(case.keys)
-    return lambda: torch.ops._vllm_fa3_C.fwd(
-        q, k, v, None, None, None, None, cu_q, cu_k, None, None, None, max(case.q_lens), max(case.keys), None, None, None, None, None, None,
-        *scales, case.dim**-0.5, case.causal, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
-    )[0].reshape(-1, case.heads[0], case.dim)  # fmt: skip
-
-
-def cudnn_fp8(case: Case, q, k, v):
-    """cuDNN's FP8 SDPA graph (FP8 out)."""
-    import cudnn
-
-    q, k, v = (x.unflatten(0, (len(case.keys), -1)).transpose(1, 2) for x in (q, k, v))
-    handle = cudnn.create_handle()
-    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-    fp8, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
-    g = cudnn.pygraph(io_data_type=fp8, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
-    inputs = [g.tensor(name=n, dim=list(x.shape), stride=list(x.stride()), data_type=fp8) for n, x in zip("qkv", (q, k, v), strict=True)]
-    names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
-    scales = {n: g.tensor(name=n, dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=fp32) for n in names}
-    o, _, amax_s, amax_o = g.sdpa_fp8(
-        q=inputs[0], k=inputs[1], v=inputs[2], **scales, is_inference=True, attn_scale=case.dim**-0.5, use_causal_mask=case.causal
-    )
-    out = torch.empty_like(q)
-    o.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride()))
-    for a in (amax_s, amax_o):
-        a.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1]).set_data_type(fp32)
-    g.validate()
-    g.build_operation_graph()
-    g.create_execution_plans([cudnn.heur_mode.A])
-    g.check_support()
-    g.build_plans()
-    workspace = torch.empty(max(1, g.get_workspace_size()), device=DEVICE, dtype=torch.uint8)
-    one, amax = torch.ones(1, device=DEVICE), [torch.zeros(1, device=DEVICE) for _ in range(2)]
-    pointers = dict(zip(inputs, (q.data_ptr(), k.data_ptr(), v.data_ptr()), strict=True))
-    pointers |= {o: out.data_ptr(), amax_s: amax[0], amax_o: amax[1]} | dict.fromkeys(scales.values(), one)
-
-    def call():
-        g.execute(pointers, workspace, handle=handle)
-        return out.transpose(1, 2).reshape(-1, case.heads[0], case.dim)
-
-    call.keep = (q, k, v)
-    return call
-
-
-def cudnn_bf16(case: Case, q, k, v):
-    q, k, v = (x.unflatten(0, (len(case.keys), -1)).transpose(1, 2) for x in (q, k, v))
-
-    def call():
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2).reshape(-1, case.heads[0], case.dim)
-
-    return call
-
-
-def ours(case: Case, q, pages: KVPages):
-    options = {
-        "cu_seqlens_q": None if case.uniform else offsets(case.q_lens), "max_seqlen_q": max(case.q_lens), "causal": case.causal,
-        "softmax_scale": case.dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None,
-    }  # fmt: skip
-    return lambda: prefill.attention(q, pages, **options)[0]
-
-
-# What they are given, and what is right
-
-
-def make_pages(case: Case, k, v) -> KVPages:
-    """A cache that holds k and v, with scales and means as `append` makes them, its pages shuffled."""
-    counts = [-(-n // 128) for n in case.keys]
-    pages = KVPages.empty(sum(counts), case.heads[1], case.dim, len(counts), max(counts), DEVICE)
-    order = torch.randperm(sum(counts), device=DEVICE).int()
-    for seq, ids in enumerate(order.split(counts)):
-        pages.page_table[seq, : counts[seq]] = ids
-    ops.append(pages, k, v, cu_seqlens=offsets(case.keys), max_seqlen=max(case.keys), fix_means=True, backend="reference")
-    return pages
-
-
-def sampled_rows(case: Case) -> list[tuple[int, int, int]]:
-    """(sequence, its query, head): blocks of rows from starts, middles and ends."""
-    rows = []
-    for seq in {0, len(case.keys) - 1}:
-        n = case.q_lens[seq]
-        for first in {0, max(n // 2 - 16, 0), max(n - 32, 0)}:
-            rows += [(seq, i, head) for i in range(first, min(first + 32, n)) for head in (0, case.heads[0] - 1)]
-    return rows
-
-
-def error(case: Case, out, q, keys_of) -> float:
-    """Relative error of the sampled rows; `keys_of(seq)` gives the float64 K and V `[keys, heads, dim]` that were meant."""
-    group = case.heads[0] // case.heads[1]
-    starts = [sum(case.q_lens[:i]) for i in range(len(case.q_lens))]
-    wrong = right = 0.0
-    by_block: dict[tuple[int, int], list[int]] = {}
-    for seq, i, head in sampled_rows(case):
-        by_block.setdefault((seq, head), []).append(i)
-    for (seq, head), rows in by_block.items():
-        k, v = (x[:, head // group] for x in keys_of(seq))
-        index = torch.tensor(rows, device=DEVICE)
-        at = index + starts[seq]
-        s = q[at, head].double() @ k.T * case.dim**-0.5
-        if case.causal:
-            position = case.keys[seq] - case.q_lens[seq] + index
-            s.masked_fill_(torch.arange(len(k), device=DEVICE) > position[:, None], -torch.inf)
-        ref = torch.softmax(s, -1) @ v
-        wrong += float((out[at, head].double() - ref).square().sum())
-        right += float(ref.square().sum())
-    return (wrong / right) ** 0.5
-
-
-def implementations(case: Case, have: set[str], mean: float) -> dict:
-    """name -> (callable, its queries, its K and V in float64)."""
+def implementations(shape: Shape, mean: float, wanted: list[str]) -> dict:
+    """name -> (callable, its queries, its K and V by sequence)."""
     torch.manual_seed(0)
-    hq, hkv = case.heads
-    q = torch.randn(sum(case.q_lens), hq, case.dim, device=DEVICE).bfloat16()
-    k, v = (torch.randn(sum(case.keys), hkv, case.dim, device=DEVICE).bfloat16() for _ in range(2))
+    q = torch.randn(sum(shape.queries), shape.q_heads, shape.dim, device=DEVICE).bfloat16()
+    k, v = (torch.randn(sum(shape.keys), shape.kv_heads, shape.dim, device=DEVICE).bfloat16() for _ in range(2))
     v = v + mean
-    q8, k8, v8 = (x.to(FP8) for x in (q, k, v))
-    pages = make_pages(case, k, v)
-    starts = [sum(case.keys[:i]) for i in range(len(case.keys))]
-
-    def dense(k, v):
-        return lambda seq: [x[starts[seq] : starts[seq] + case.keys[seq]].double() for x in (k, v)]
-
-    def paged(seq):
-        return pages.read(seq, case.keys[seq], torch.float64)
-
-    found = {"fp8attn": (ours(case, q, pages), q, paged), "fp8attn-q8": (ours(case, q8, pages), q8.float(), paged)}
-    if "fa3_fwd" in have:
-        found["fa3-fp8"] = (fa3(case, q8, k8, v8), q8.float(), dense(k8, v8))
-        found["fa3-bf16"] = (fa3(case, q, k, v), q, dense(k, v))
-    if "vllm_fa3" in have:
-        found["vllm-fa3-fp8"] = (vllm_fa3(case, q8, k8, v8), q8.float(), dense(k8, v8))
-    if case.uniform and case.queries is None:  # neither takes ragged batches, or aligns a causal mask to the end
-        if "cudnn" in have:
-            try:
-                found["cudnn-fp8"] = (cudnn_fp8(case, q8, k8, v8), q8.float(), dense(k8, v8))
-            except Exception as problem:  # the graph API raises what it likes
-                print(f"   cudnn-fp8 cannot: {str(problem)[:120]}")
-        found["cudnn-bf16"] = (cudnn_bf16(case, q, k, v), q, dense(k, v))
+    pages = hold(shape, k, v)
+    found = {
+        name: (ours(prefill.attention, shape, given, pages), given, lambda seq: pages.read(seq, shape.keys[seq], torch.float64))
+        for name, given in (("fp8attn", q), ("fp8attn-q8", q.to(FP8)))
+        if not wanted or name in wanted
+    }
+    for name, run in peers.runs(shape, q, k, v, [name for name in peers.PEERS if not wanted or name in wanted]).items():
+        found[name] = run.call, run.q, lambda seq, run=run: [x.split(list(shape.keys))[seq] for x in (run.k, run.v)]
     return found
 
 
-def timed(call, repeats: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
-def measure(case: Case, have: set[str], wanted, rounds: int) -> list[dict]:
-    rows = {}
-    for mean in (1.0, 0.0):
-        found = {name: x for name, x in implementations(case, have, mean).items() if not wanted or name in wanted}
-        for name, (call, q, keys_of) in list(found.items()):
+def measure(name: str, shape: Shape, wanted: list[str], rounds: int) -> list[dict]:
+    rows: dict[str, dict] = {}
+    for mean, key in ((1.0, "rel_err_mean1"), (0.0, "rel_err")):
+        found = implementations(shape, mean, wanted)
+        for impl, (call, q, keys_of) in list(found.items()):
             try:
                 out = call()
                 torch.cuda.synchronize()
-                row = rows.setdefault(name, {"case": case.name, "impl": name})
-                row["rel_err_mean1" if mean else "rel_err"] = round(error(case, out, q, keys_of), 6)
-            except Exception as problem:  # a peer that cannot do a case is left out of it, and said to be
-                print(f"   {name} failed: {type(problem).__name__} {str(problem)[:160]}", flush=True)
-                del found[name]
-                rows.pop(name, None)
+            except RuntimeError as problem:
+                peers.left_out(impl, problem)
+                del found[impl]
+                rows.pop(impl, None)
+                continue
+            rows.setdefault(impl, {"case": name, "impl": impl})[key] = round(error(shape, out, q, keys_of), 6)
         if mean:
+            wanted = list(rows)  # whoever cannot is not asked again
             del found
             torch.cuda.empty_cache()
-    times: dict[str, list[float]] = {name: [] for name in found}
-    repeats = {name: max(1, min(20, int(20 / max(timed(call, 1), 0.05)))) for name, (call, *_) in found.items()}
-    for _ in range(rounds):
-        names = list(found)
-        random.shuffle(names)
-        for name in names:
-            times[name].append(timed(found[name][0], repeats[name]))
-    for name, row in rows.items():
-        if name in times:
-            row["ms"] = round(statistics.median(times[name]), 5)
-            row["tflops"] = round(case.flops / row["ms"] * 1e-9, 1)
+    calls = {impl: call for impl, (call, *_) in found.items()}
+    once = interleaved(calls, 2)
+    repeats = {impl: max(1, min(20, int(SAMPLE_MS / max(ms, 0.05)))) for impl, ms in once.items()}
+    for impl, ms in interleaved(calls, rounds, repeats=repeats).items():
+        rows[impl] |= {"ms": round(ms, 5), "tflops": round(shape.flops / ms * 1e-9, 1)}
     return [row for row in rows.values() if "ms" in row]
 
 
-def show(case: Case, rows: list[dict]) -> None:
-    peers = [row["tflops"] for row in rows if row["impl"].endswith("fp8")]
-    print(f"\n{case.name}" + (f"   best FP8 peer {max(peers):.0f}" if peers else ""), flush=True)
+def show(rows: list[dict]) -> None:
+    best = max((row["tflops"] for row in rows if row["impl"].endswith("fp8")), default=None)
+    print(f"\n{rows[0]['case']}")
     for row in sorted(rows, key=lambda row: -row["tflops"]):
-        ratio = f"  {row['tflops'] / max(peers):5.3f}x of it" if peers and row["impl"].startswith("fp8attn") else ""
+        ratio = f"  {row['tflops'] / best:5.3f}x the best FP8 peer" if best and row["impl"].startswith("fp8attn") else ""
         errors = f"err {row['rel_err']:.5f}  V mean 1 {row['rel_err_mean1']:.5f}"
         print(f"  {row['impl']:14s} {row['tflops']:7.1f} TFLOPS {row['ms']:9.4f} ms  {errors}{ratio}", flush=True)
+
+
+def summary(rows: list[dict]) -> str:
+    """One line a case: ours, the best FP8 peer, the ratio of the two, and ours' errors."""
+    lines = [f"{'case':22s} {'fp8attn':>8s} {'-q8':>7s}  {'best FP8 peer':22s} {'q8/best':>7s} {'/q8':>6s}  {'err mean1':>9s}"]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        by = {row["impl"]: row for row in rows if row["case"] == case}
+        if not {"fp8attn", "fp8attn-q8"} <= by.keys():
+            continue
+        a, q8 = by["fp8attn"], by["fp8attn-q8"]
+        peer = max((row for impl, row in by.items() if impl.endswith("fp8")), key=lambda row: row["tflops"], default=None)
+        best = f"{peer['tflops']:7.1f} {peer['impl']:14s} {q8['tflops'] / peer['tflops']:7.3f}" if peer else f"{'none':22s} {'':7s}"
+        lines.append(
+            f"{case:22s} {a['tflops']:8.1f} {q8['tflops']:7.1f}  {best} {a['tflops'] / q8['tflops']:6.3f}  {q8['rel_err_mean1']:9.5f}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help="substrings of names; none: all")
-    parser.add_argument("--quick", action="store_true", help="five cases, few rounds: under a minute")
     parser.add_argument("--impl", nargs="*", default=[])
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=ROOT / "results/h100/prefill.json")
     args = parser.parse_args()
-    chosen = [c for c in CASES if (c.name in QUICK if args.quick else not args.cases or any(x in c.name for x in args.cases))]
-    have = load_peers()
-    rows, start = [], time.time()
-    for case in chosen:
-        rows += (found := measure(case, have, args.impl, args.rounds or (4 if args.quick else 9)))
-        show(case, found)
+    chosen = {name: shape for name, shape in CASES.items() if not args.cases or any(word in name for word in args.cases)}
+    start = time.time()
+    in_processes(compile_kernel, {(shape.dim, fp8, not shape.uniform) for shape in chosen.values() for fp8 in (False, True)})
+    print(f"peers: {', '.join(sorted(peers.available()))}; ready after {time.time() - start:.0f} s", flush=True)
+    rows = []
+    for name, shape in chosen.items():
+        begin = time.time()
+        rows += (found := measure(name, shape, args.impl, args.rounds))
+        show(found)
+        print(f"  {time.time() - begin:.0f} s", flush=True)
         torch.cuda.empty_cache()
-    print(f"\n{time.time() - start:.0f} s")
-    if rows:
-        write(args.out, rows, SOURCES)
+    print(f"\n{summary(rows)}\n\n{time.time() - start:.0f} s")
+    write(args.out, rows, SOURCES)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ against float64 on the bytes that each implementation was given, BF16's own roun
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,18 +17,24 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from triton.testing import do_bench
 
 from fp8attn import KVPages, reference
 from fp8attn.kernels import append, portable
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 
+from .measure import exact, graph_of, interleaved
 from .results import write
 
-SOURCES = ("src/fp8attn/kernels/portable.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/fp8.py", "benchmarks/slice.py")
+SOURCES = (
+    "src/fp8attn/kernels/portable.py",
+    "src/fp8attn/kernels/append.py",
+    "src/fp8attn/kernels/fp8.py",
+    "benchmarks/slice.py",
+    "benchmarks/measure.py",
+)
 KERNEL_ERROR = 3e-4
-ROUNDS = 3
+ROUNDS = 40
 CHECKED = 32  # queries of a sequence that are compared with float64
 PEERS = {"sdpa-flash-bf16": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn-bf16": SDPBackend.CUDNN_ATTENTION}
 
@@ -96,52 +100,10 @@ def attention_options(case: Case, queries: int) -> dict:
     return {"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": case.causal, "softmax_scale": case.dim**-0.5} | none
 
 
-def one_sequence(pages: KVPages, seq: int) -> KVPages:
-    return KVPages(*pages.tensors[:4], *(x[seq : seq + 1] for x in pages.tensors[4:]))
-
-
-def exact_of_pages(case: Case, q: torch.Tensor, pages: KVPages, seq: int) -> torch.Tensor:
-    """The last queries of one sequence over its FP8 bytes: `[CHECKED, heads, dim]` float64."""
-    rows = q[seq, -CHECKED:]
-    wide = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
-    return reference.attention(rows, one_sequence(pages, seq), **attention_options(case, len(rows)), **wide)[0]
-
-
-def exact_of_bf16(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq: int) -> torch.Tensor:
-    """The same over the BF16 values."""
-    q, k, v = (x[seq].transpose(0, 1).double() for x in (q[:, -CHECKED:], k, v))
-    k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 0) for x in (k, v))
-    scores = q @ k.transpose(1, 2) * case.dim**-0.5
-    if case.causal:
-        last = torch.arange(case.length - q.shape[1], case.length, device="cuda")
-        scores.masked_fill_(torch.arange(case.length, device="cuda") > last[:, None], -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(0, 1)
-
-
 def check(name: str, out: torch.Tensor, ref: torch.Tensor, limit: float) -> float:
     error, rounding = relative_error(out, ref), relative_error(ref.to(out.dtype), ref)
     assert error**2 <= limit**2 + rounding**2, f"{name}: error {error:.2e}, of which rounding {rounding:.2e}"
     return error
-
-
-# Time
-
-
-def graphed(run: Callable) -> Callable:
-    """`run` as a CUDA graph: the GPU's time, no host's."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def medians(runs: dict[str, Callable]) -> dict[str, float]:
-    times = {name: [] for name in runs}
-    for _, (name, run) in itertools.product(range(ROUNDS), runs.items()):
-        times[name].append(do_bench(run, warmup=5, rep=30, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def peers(case: Case, q, k, v) -> dict[str, Callable]:
@@ -177,22 +139,21 @@ def prepare(case: Case):
 def attention_rows(case: Case) -> list[dict]:
     q, k, v, pages, ours = prepare(case)
     runs = {"fp8attn-triton": ours} | peers(case, q, k, v)
-    last = case.batch - 1
+    rows = q.shape[1] - torch.arange(min(CHECKED, q.shape[1]), device="cuda").flip(0) - 1
+    last_key = rows + case.length - q.shape[1] if case.causal else None
     errors = {}
     for name, run in runs.items():
-        if name == "fp8attn-triton":
-            out = run().view(q.shape)
-            pairs = [(out[seq, -CHECKED:], exact_of_pages(case, q, pages, seq)) for seq in {0, last}]
-        else:
-            out = run().transpose(1, 2)
-            pairs = [(out[seq, -CHECKED:], exact_of_bf16(case, q, k, v, seq)) for seq in {0, last}]
+        paged = name == "fp8attn-triton"
+        out = run().view(q.shape) if paged else run().transpose(1, 2)
+        held = {seq: pages.read(seq, case.length, torch.float64) if paged else (k[seq], v[seq]) for seq in (0, case.batch - 1)}
+        pairs = [(out[seq, rows], exact(q[seq, rows], *held[seq], case.dim**-0.5, last_key)) for seq in held]
         # torch rounds its weights to BF16, ours to FP16.
         limit = KERNEL_ERROR if name == "fp8attn-triton" else 1e-2
         errors[name] = max(check(f"{case.name} {name}", *pair, limit) for pair in pairs)
     if case.queries == 1:
-        runs = {name: graphed(run) for name, run in runs.items()}
+        runs = {name: graph_of(run)[0] for name, run in runs.items()}
     rows = []
-    for name, ms in medians(runs).items():
+    for name, ms in interleaved(runs, ROUNDS, flush=True).items():
         row = {"case": case.name, "impl": name, "ms": round(ms, 5)}
         if case.queries == 1:
             row["gbps"] = round(case.kv_elements * (1 if name == "fp8attn-triton" else 2) / ms / 1e6)
@@ -220,7 +181,7 @@ def append_rows(batch: int, new: int, held: int, rope: bool = False) -> dict:
     equal = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pages.tensors[:4], expected.tensors[:4], strict=True))
     name = f"kernel-append-{kind}{'-rope' if rope else ''}-B{batch}" + (f"-S{new}" if new > 1 else "")
     assert equal, f"{name}: bytes differ from the reference's"
-    ms = medians({name: graphed(run)})[name]
+    ms = interleaved({name: graph_of(run)[0]}, ROUNDS, flush=True)[name]
     row = {"case": name, "impl": "fp8attn-triton", "ms": round(ms, 5)}
     if new > 1:
         row["gbps"] = round(2 * k.numel() * 3 / ms / 1e6)  # two bytes read and one written of K and of V
@@ -250,7 +211,7 @@ def tune(case: Case) -> None:
     for configuration in configurations:
         portable.config = lambda *_, c=configuration: portable.Config(*c)
         try:
-            ms = medians({"": graphed(ours) if case.queries == 1 else ours})[""]
+            ms = interleaved({"": graph_of(ours)[0] if case.queries == 1 else ours}, ROUNDS, flush=True)[""]
         except RuntimeError as error:  # too much shared memory
             print(f"{case.name} {configuration}: {str(error).splitlines()[0]}", flush=True)
             continue

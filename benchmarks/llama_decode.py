@@ -1,0 +1,321 @@
+"""A decode step of a Llama-3.1-8B-shaped model (random weights) at growing contexts: FP8Cache beside BF16 caches.
+
+    PYTHONPATH=src python -m benchmarks.llama_decode [--batch N ...] [--length N ...] [--out FILE]
+
+Each step is a CUDA graph; the systems' replays are interleaved; medians. Caches are filled with random values instead of a prompt's, which
+costs a step nothing. First, at a length of 512, every system prefills and decodes the same tokens, and their logits must agree.
+
+| system | cache | attention |
+|---|---|---|
+| `fp8attn` | `FP8Cache(max_cache_len=...)` | `fp8_kv` |
+| `bf16-sdpa` | `StaticCache` | `sdpa` |
+| `bf16-fa3` | `StaticCache` | FlashAttention-3's KV-cache path, over the same tensors |
+| `vllm-fp8` | FP8 with scale one, written by torch | vLLM's FlashAttention-3 over pages of 64, queries rounded to FP8 |
+
+Rows `step-*` are milliseconds a step; `line-*` the line through a batch's steps (milliseconds per 1000 tokens of context, and at none), for
+`fp8attn` also its slope over that of the better BF16 system and the context from which on it is faster; `fits-*` how many sequences of 8192
+tokens fit on the GPU beside the weights: computed from bytes, then allocated and stepped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.layout import FP8
+from fp8attn.numerics import relative_error
+from fp8attn.plan import plan, shape_of
+
+from . import peers
+from .measure import graph_of, interleaved
+from .problem import DEVICE
+from .results import ROOT, write
+from .slice_model import build
+
+SOURCES = (
+    "src/fp8attn/kernels/decode.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/ops.py",
+    "src/fp8attn/layout.py", "src/fp8attn/integrations/transformers", "benchmarks/llama_decode.py", "benchmarks/slice_model.py",
+    "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
+)  # fmt: skip
+BATCHES = (1, 8, 32)
+LENGTHS = (1024, 2048, 8192, 32768, 131072)
+MOST_TOKENS = 1 << 18  # in a batch: what both caches have room for side by side
+ROUNDS = 15
+ROOM = 64  # tokens behind the context, which the steps fill
+CHECKED = 512
+FITTED = 8192  # tokens of the sequences that are counted by how many fit
+MARGIN = 1 << 30  # bytes left to activations, a step's workspaces and the allocator when that is computed
+PAGED_BY = 64  # tokens in a page of vLLM's
+
+
+# Attention over the peers' caches. A mask function tells attention how long the cache is: an int32 "mask", which transformers hands on.
+
+
+def lengths_mask(batch_size: int, q_length: int, q_offset: int | torch.Tensor, device, **kwargs) -> torch.Tensor:
+    """`[1, 1, 1, B]` int32: tokens in the cache, the new ones included."""
+    return torch.zeros(1, 1, 1, batch_size, dtype=torch.int32, device=device) + (q_offset + q_length)
+
+
+def fa3_attention(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
+    return peers.fa3_cache(*(x.transpose(1, 2) for x in (query, key, value)), attention_mask[0, 0, 0].int()), None
+
+
+def vllm_attention(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
+    """`key`, `value`: `[B, room, num_kv_heads, head_dim]` FP8, from `VLLMLayer`."""
+    pages = [x.view(-1, PAGED_BY, *x.shape[2:]) for x in (key, value)]
+    table = identity_table(len(key), key.shape[1] // PAGED_BY)
+    return peers.vllm_cache(query.transpose(1, 2).to(FP8), *pages, table, attention_mask[0, 0, 0].int()), None
+
+
+@lru_cache
+def identity_table(batch: int, columns: int) -> torch.Tensor:
+    return torch.arange(batch * columns, dtype=torch.int32, device=DEVICE).view(batch, columns)
+
+
+class VLLMLayer(StaticLayer):
+    """Keys and values `[B, room, num_kv_heads, head_dim]` in FP8, as pages one after another."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, heads, _, dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (
+            torch.zeros(batch, self.max_cache_len, heads, dim, dtype=torch.uint8, device=self.device) for _ in range(2)
+        )
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        position = torch.arange(key_states.shape[2], device=self.device) + self.cumulative_length
+        self.cumulative_length.add_(key_states.shape[2])
+        for pool, new in ((self.keys, key_states), (self.values, value_states)):
+            pool.index_copy_(1, position, new.transpose(1, 2).to(FP8).view(torch.uint8))
+        return self.keys.view(FP8), self.values.view(FP8)
+
+
+# The systems
+
+
+def static(config: PreTrainedConfig, room: int) -> Cache:
+    return StaticCache(config=config, max_cache_len=room)
+
+
+@dataclass(frozen=True)
+class System:
+    attention: str  # transformers' name of it
+    cache: Callable[[PreTrainedConfig, int], Cache]  # systems of one cache share it
+    needs: str | None = None  # of the peers
+
+
+SYSTEMS = {
+    "bf16-sdpa": System("sdpa", static),
+    "bf16-fa3": System("fa3_kv", static, "fa3"),
+    "vllm-fp8": System(
+        "vllm_kv", lambda config, room: Cache(layers=[VLLMLayer(room) for _ in range(config.num_hidden_layers)]), "vllm-fa3"
+    ),
+    "fp8attn": System("fp8_kv", lambda config, room: FP8Cache(config, max_cache_len=room)),
+}
+
+
+def available() -> dict[str, System]:
+    for name, attention in (("fa3_kv", fa3_attention), ("vllm_kv", vllm_attention)):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, lengths_mask)
+    return {name: system for name, system in SYSTEMS.items() if system.needs is None or system.needs in peers.available()}
+
+
+@lru_cache
+def noise(dtype: torch.dtype) -> torch.Tensor:
+    """Normal values; as bytes, those of FP8."""
+    x = torch.randn(1 << 26, device=DEVICE)
+    return x.to(FP8).view(torch.uint8) if dtype == torch.uint8 else x.to(dtype)
+
+
+def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int, data: bool = True) -> None:
+    """Make room, and make of it `batch` sequences of `length` tokens of random values."""
+    cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, torch.bfloat16, DEVICE)
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer):
+            pools, layer_length = (layer.keys, layer.values), layer.cumulative_length
+        else:
+            pages = layer.cache.pages
+            pools, layer_length = (pages.k.view(torch.uint8), pages.v.view(torch.uint8)), pages.cache_seqlens
+            pages.k_scale.fill_(1)
+            pages.v_scale.fill_(1)
+        layer_length.fill_(length)
+        for pool in pools if data else ():
+            values = noise(pool.dtype)
+            for part in pool.view(-1).split(len(values)):
+                part.copy_(values[: len(part)])
+
+
+def step_of(model, system: System, cache: Cache, token: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        model.set_attn_implementation(system.attention)
+        return model(token, past_key_values=cache, use_cache=True).logits
+
+    return step
+
+
+# What is measured
+
+
+def agree(model, systems: dict[str, System]) -> list[dict]:
+    """Every system prefills the same prompts and decodes, as a graph; its logits beside those of BF16 with `sdpa`."""
+    ids = torch.randint(0, model.config.vocab_size, (2, CHECKED), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    found = {}
+    for name, system in systems.items():
+        cache = system.cache(model.config, rounded(CHECKED + ROOM))
+        step_of(model, system, cache, ids)()
+        replay, logits = graph_of(step_of(model, system, cache, ids[:, :1]))
+        replay()
+        found[name] = logits.float().clone()
+    errors = {name: relative_error(logits, found["bf16-sdpa"]) for name, logits in found.items()}
+    for name, error in errors.items():
+        assert error < (0.1 if "fp8" in name else 0.05), f"{name}: logits differ from those of BF16 with sdpa by {error:.3f}"
+    return [{"case": f"agree-S{CHECKED}", "impl": name, "rel_err": round(error, 5)} for name, error in errors.items()]
+
+
+def measure(model, systems: dict[str, System], batch: int, length: int) -> list[dict]:
+    token = torch.randint(0, model.config.vocab_size, (batch, 1), device=DEVICE)
+    caches: dict[Callable, Cache] = {}
+    replays = {}
+    for name, system in systems.items():
+        if name == "vllm-fp8" and 2 * batch * length > MOST_TOKENS:
+            peers.left_out(f"B{batch}-S{length} {name}", "no room beside the others")
+            continue
+        if system.cache not in caches:
+            caches[system.cache] = system.cache(model.config, rounded(length + ROOM))
+            fill(caches[system.cache], model.config, batch, length)
+        try:
+            replays[name], logits = graph_of(step_of(model, system, caches[system.cache], token))
+        except RuntimeError as problem:
+            peers.left_out(f"B{batch}-S{length} {name}", problem)
+            continue
+        replays[name]()
+        assert logits.isfinite().all(), f"{name}: logits are not finite"
+    times = interleaved(replays, ROUNDS)
+    return [{"case": f"step-B{batch}-S{length}", "impl": name, "ms": round(ms, 4)} for name, ms in times.items()]
+
+
+def fits(model, systems: dict[str, System]) -> list[dict]:
+    """The most sequences of 8192 tokens that fit beside the weights: computed, then allocated and stepped."""
+    release()
+    free = torch.cuda.mem_get_info()[0] - MARGIN
+    computed = {fit.cache: fit for fit in plan(shape_of(model.config), free, context=FITTED)}
+    rows = []
+    for name, kind in (("bf16-fa3", "bf16"), ("fp8attn", "fp8")):
+        if name not in systems:
+            continue
+        fit = computed[kind]
+        torch.cuda.reset_peak_memory_stats()
+        cache = systems[name].cache(model.config, FITTED)
+        fill(cache, model.config, fit.largest_batch, FITTED - 1, data=False)
+        token = torch.zeros(fit.largest_batch, 1, dtype=torch.long, device=DEVICE)
+        assert step_of(model, systems[name], cache, token)().isfinite().all(), f"{name}: logits are not finite"
+        rows.append({
+            "case": f"fits-S{FITTED}", "impl": name, "batch": fit.largest_batch, "tokens": fit.largest_batch * FITTED,
+            "bytes_per_token": fit.bytes_per_token, "free_bytes": free, "peak_bytes": torch.cuda.max_memory_allocated(),
+        })  # fmt: skip
+        del cache
+        release()
+    if len(rows) == 2:
+        rows[1]["over_bf16"] = round(rows[1]["tokens"] / rows[0]["tokens"], 4)
+    return rows
+
+
+def release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def rounded(tokens: int) -> int:
+    """Up to whole pages."""
+    return -(-tokens // 128) * 128
+
+
+# What follows from it
+
+
+def line(points: dict[int, float]) -> tuple[float, float]:
+    """Least squares through milliseconds by tokens of context: (milliseconds per 1000 tokens, milliseconds at none)."""
+    x, y = list(points), list(points.values())
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in points.items()) / sum((a - mean_x) ** 2 for a in x)
+    return slope * 1000, mean_y - slope * mean_x
+
+
+def break_even(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
+    """The context from which on ours is the faster, interpolated between measured ones.
+
+    The shortest measured context if ours is faster already there; None if it is not at the longest.
+    """
+    lengths = sorted(ours.keys() & theirs.keys())
+    ahead = [theirs[n] - ours[n] for n in lengths]
+    if ahead[-1] <= 0:
+        return None
+    last = max((i for i, x in enumerate(ahead) if x <= 0), default=None)
+    if last is None:
+        return float(lengths[0])
+    share = -ahead[last] / (ahead[last + 1] - ahead[last])
+    return lengths[last] + share * (lengths[last + 1] - lengths[last])
+
+
+def lines(rows: list[dict]) -> list[dict]:
+    """The line of every batch and system, and ours beside the better BF16 system (at the longest context that both did)."""
+    found = []
+    for batch in BATCHES:
+        points: dict[str, dict[int, float]] = {}
+        for row in rows:
+            if row["case"].startswith(f"step-B{batch}-S"):
+                points.setdefault(row["impl"], {})[int(row["case"].rsplit("S", 1)[1])] = row["ms"]
+        points = {name: by for name, by in points.items() if len(by) > 1}
+        fitted = {name: line(by) for name, by in points.items()}
+        for name, (slope, intercept) in fitted.items():
+            row = {"case": f"line-B{batch}", "impl": name, "slope": round(slope, 5), "intercept": round(intercept, 4)}
+            others = [other for other in fitted if other.startswith("bf16")]
+            if name == "fp8attn" and others:
+                best = min(others, key=lambda other: points[other][max(points[other])])
+                crossing = break_even(points[name], points[best])
+                row |= {"beside": best, "slope_ratio": round(slope / fitted[best][0], 4), "break_even": crossing and round(crossing)}
+            found.append(row)
+    return found
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batch", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--length", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/llama_decode.json")
+    args = parser.parse_args()
+    start = time.time()
+    systems, model = available(), build()
+    print(f"ready after {time.time() - start:.0f} s", flush=True)
+    rows = agree(model, systems)
+    print(*rows, f"{time.time() - start:.0f} s", sep="\n", flush=True)
+    for batch in args.batch:
+        for length in args.length:
+            if batch * length <= MOST_TOKENS:
+                release()
+                rows += (found := measure(model, systems, batch, length))
+                steps = "  ".join(f"{row['impl']} {row['ms']:.3f}" for row in found)
+                print(f"B{batch} S{length}: {steps} ms  ({time.time() - start:.0f} s)", flush=True)
+    rows += (found := [*lines(rows), *fits(model, systems)])
+    print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
+    write(args.out, rows, SOURCES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""The peers, as callables: FlashAttention-3 and vLLM's build of it, cuDNN's FP8 graph, torch's cuDNN attention.
+
+Binaries come from `.peers/` (README.md). Whatever is not there, or cannot do a case, is left out with the reason printed. Scales are one:
+FP8 data of spread one needs no others.
+
+| name | is | accumulates FP8 products |
+|---|---|---|
+| `fa3-fp8`, `fa3-bf16` | FlashAttention-3 (`fa3-fwd`), the kernel behind PyTorch's quantized SDPA | in the tensor core |
+| `vllm-fa3-fp8`, `vllm-fa3-bf16` | vLLM's FlashAttention-3 | in two levels |
+| `cudnn-fp8` | cuDNN's FP8 graph; its output is FP8 too | in the tensor core |
+| `cudnn-bf16` | `scaled_dot_product_attention` by cuDNN | |
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from fp8attn.layout import FP8
+
+from .problem import DEVICE, Shape, offsets
+from .results import ROOT
+
+FOLDER = ROOT / ".peers"
+UNPACKED = Path("/tmp/fp8attn-peers")
+
+
+@lru_cache
+def available() -> frozenset[str]:
+    """Which of `fa3`, `vllm-fa3` and `cudnn` load here; why another does not is printed once."""
+    found = {"fa3": _library("fa3_fwd"), "vllm-fa3": _library("vllm_fa3"), "cudnn": _cudnn_frontend()}
+    for name, problem in found.items():
+        if problem:
+            print(f"without {name}: {problem}", flush=True)
+    return frozenset(name for name, problem in found.items() if problem is None)
+
+
+def _library(name: str) -> str | None:
+    """Load a library of torch ops; the reason if that fails."""
+    UNPACKED.mkdir(exist_ok=True)
+    library = UNPACKED / f"{name}.so"
+    try:
+        if not library.exists():
+            packed = subprocess.run(["xz", "-dcT0", FOLDER / f"{name}.so.xz"], capture_output=True)
+            if packed.returncode:
+                return packed.stderr.decode().strip()
+            half = library.with_suffix(f".{os.getpid()}")
+            half.write_bytes(packed.stdout)
+            half.rename(library)  # whole or not there, whoever else unpacks it
+        torch.ops.load_library(library)
+    except OSError as problem:
+        return str(problem)
+    return None
+
+
+def _cudnn_frontend() -> str | None:
+    wheels = sorted(FOLDER.glob("nvidia_cudnn_frontend-*.whl"))
+    if wheels and not (UNPACKED / "cudnn").exists():
+        with zipfile.ZipFile(wheels[-1]) as wheel:
+            wheel.extractall(UNPACKED)
+    if wheels and str(UNPACKED) not in sys.path:
+        sys.path.append(str(UNPACKED))
+    try:
+        import cudnn  # noqa: F401
+    except ImportError as problem:
+        return str(problem)
+    return None
+
+
+def _scales(shape: Shape, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Of q, k and v, per sequence and KV head; none in 16 bits."""
+    return [torch.ones(len(shape.keys), shape.kv_heads, device=DEVICE) if dtype == FP8 else None for _ in range(3)]
+
+
+def _splits(shape: Shape) -> int:
+    """CTAs over the keys of one block of queries: the peer's own choice (0) when decoding, one for prompts."""
+    return 0 if max(shape.queries) <= 16 else 1
+
+
+def fa3(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """FlashAttention-3's forward.
+
+    Args:
+        q: `[T, num_q_heads, head_dim]`; k, v: `[tokens, num_kv_heads, head_dim]`; float8_e4m3fn or 16 bits.
+    """
+    scales = _scales(shape, q.dtype)
+    if shape.uniform:
+        q, k, v = (x.unflatten(0, (len(shape.keys), -1)) for x in (q, k, v))
+        lengths = [None] * 7
+    else:
+        lengths = [offsets(shape.queries), offsets(shape.keys), None, None, None, max(shape.queries), max(shape.keys)]
+    # In the schema's order: k_new, v_new, qv, out; bounds and lengths; page_table, kv_batch_idx, leftpad_k, rotary cos, sin, seqlens.
+    return lambda: torch.ops.fa3_fwd.fwd(
+        q, k, v, None, None, None, None, *lengths, None, None, None, None, None, None, *scales, shape.softmax_scale, shape.causal,
+        -1, -1, 0, 0.0, True, None, _splits(shape), None, 0,
+    )[0].reshape(-1, shape.q_heads, shape.dim)  # fmt: skip
+
+
+def fa3_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """FlashAttention-3's KV-cache path in 16 bits, causal; `[batch, n, num_q_heads, head_dim]`.
+
+    Args:
+        q: `[batch, n, num_q_heads, head_dim]`, the last `n` tokens of each sequence.
+        k, v: `[batch, room, num_kv_heads, head_dim]`, the last dimension contiguous.
+        used: `[batch]` int32, how many tokens of the room count.
+    """
+    return torch.ops.fa3_fwd.fwd(
+        q, k, v, None, None, None, None, None, None, None, None, used, None, None, None, None, None, None, None, None, None, None, None,
+        q.shape[-1] ** -0.5, True, -1, -1, 0, 0.0, True, None, 0, None, 0,
+    )[0]  # fmt: skip
+
+
+def vllm_fa3(
+    shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None = None
+) -> Callable[[], torch.Tensor]:
+    """vLLM's FlashAttention-3.
+
+    Args:
+        q: `[T, num_q_heads, head_dim]`.
+        k, v: `[tokens, num_kv_heads, head_dim]`, or a cache of equal room for every sequence `[batch, room, num_kv_heads, head_dim]`, or
+            pages `[pages, page_size, num_kv_heads, head_dim]` with their `table`.
+        table: `[batch, columns]` int32.
+    """
+    scales = _scales(shape, q.dtype)
+    bounds, longest = offsets(shape.queries), max(shape.queries)
+    if k.dim() == 3:
+        lengths = [offsets(shape.keys), None, None, None, longest, max(shape.keys)]
+    else:
+        room = None if table is None else table.shape[1] * k.shape[1]
+        lengths = [None, None, None, torch.tensor(shape.keys, dtype=torch.int32, device=DEVICE), longest, room]
+    return lambda: torch.ops._vllm_fa3_C.fwd(
+        q, k, v, None, None, None, None, bounds, *lengths, table, None, None, None, None, None, *scales, shape.softmax_scale, shape.causal,
+        -1, -1, 0.0, True, None, _splits(shape), None, 0, None, 1, 0, None,
+    )[0].reshape(-1, shape.q_heads, shape.dim)  # fmt: skip
+
+
+def vllm_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """vLLM's paged path in FP8, causal, all on the device; `[batch, n, num_q_heads, head_dim]` bfloat16.
+
+    Args:
+        q: `[batch, n, num_q_heads, head_dim]`, the last `n` tokens of each sequence.
+        k, v: `[pages, page_size, num_kv_heads, head_dim]`.
+        table: `[batch, columns]` int32.
+        used: `[batch]` int32, tokens of each sequence.
+    """
+    batch, n = q.shape[:2]
+    bounds, *scales = _constants(batch, n, k.shape[2])
+    return torch.ops._vllm_fa3_C.fwd(
+        q.flatten(0, 1), k, v, None, None, None, None, bounds, None, None, None, used, n, table.shape[1] * k.shape[1], table, None, None,
+        None, None, None, *scales, q.shape[-1] ** -0.5, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None,
+    )[0].view(batch, n, *q.shape[2:])  # fmt: skip
+
+
+@lru_cache
+def _constants(batch: int, queries: int, kv_heads: int) -> list[torch.Tensor]:
+    """Where each sequence's queries begin, and scales of one."""
+    return [offsets((queries,) * batch), *(torch.ones(batch, kv_heads, device=DEVICE) for _ in range(3))]
+
+
+def cudnn_fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """cuDNN's FP8 attention over `[tokens, heads, head_dim]` of equal lengths; FP8 out.
+
+    Raises:
+        Exception: of a kind of cuDNN's own, if it has no plan for this.
+    """
+    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+    graph, handle, inputs, output, ones, amaxes = _cudnn_graph(*(x for t in (q, k, v) for x in (t.shape, t.stride())), shape.causal)
+    out = torch.empty_like(q)
+    workspace = torch.empty(max(1, graph.get_workspace_size()), device=DEVICE, dtype=torch.uint8)
+    one, *amax = (torch.ones(1, device=DEVICE) for _ in range(3))
+    tensors = dict(zip((*inputs, output, *amaxes), (q, k, v, out, *amax), strict=True)) | dict.fromkeys(ones, one)
+    buffers = {tensor: x.data_ptr() for tensor, x in tensors.items()}
+
+    def call() -> torch.Tensor:
+        graph.execute(buffers, workspace, handle=handle)
+        return out.transpose(1, 2).reshape(-1, shape.q_heads, shape.dim)
+
+    call.tensors = tensors  # pointers keep nothing alive
+    return call
+
+
+@lru_cache
+def _cudnn_graph(q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, causal: bool):
+    """A built plan, for any data of these shapes: (graph, handle, inputs, output, scales that are one, what it writes besides)."""
+    import cudnn
+
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    fp8, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(io_data_type=fp8, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
+    shapes = ("q", q_shape, q_stride), ("k", k_shape, k_stride), ("v", v_shape, v_stride)
+    inputs = [graph.tensor(name=name, dim=list(shape), stride=list(stride), data_type=fp8) for name, shape, stride in shapes]
+    names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    scales = {name: graph.tensor(name=name, dim=[1] * 4, stride=[1] * 4, data_type=fp32) for name in names}
+    output, _, *amaxes = graph.sdpa_fp8(
+        **dict(zip("qkv", inputs, strict=True)), **scales, is_inference=True, attn_scale=q_shape[-1] ** -0.5, use_causal_mask=causal
+    )
+    output.set_output(True).set_dim(list(q_shape)).set_stride(list(q_stride))
+    for amax in amaxes:
+        amax.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(fp32)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A])
+    graph.check_support()
+    graph.build_plans()
+    return graph, handle, inputs, output, tuple(scales.values()), amaxes
+
+
+def cudnn_bf16(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """torch's attention by cuDNN over `[tokens, heads, head_dim]` of equal lengths."""
+    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=shape.q_heads != shape.kv_heads)
+        return out.transpose(1, 2).reshape(-1, shape.q_heads, shape.dim)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Run:
+    """A callable and what it was given: `q [T, num_q_heads, head_dim]`, `k` and `v [tokens, num_kv_heads, head_dim]`."""
+
+    call: Callable[[], torch.Tensor]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+PEERS = {  # name: (what it needs, its callable, whether it takes FP8)
+    "fa3-fp8": ("fa3", fa3, True),
+    "cudnn-fp8": ("cudnn", cudnn_fp8, True),
+    "vllm-fa3-fp8": ("vllm-fa3", vllm_fa3, True),
+    "fa3-bf16": ("fa3", fa3, False),
+    "cudnn-bf16": (None, cudnn_bf16, False),
+}
+
+
+def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = tuple(PEERS)) -> dict[str, Run]:
+    """Those peers that are here and take such a problem, over one `q`, `k` and `v` in BF16 that each gets in its own dtype."""
+    found = {}
+    low = [x.to(FP8) for x in (q, k, v)]
+    for name in names:
+        need, make, fp8 = PEERS[name]
+        if need is not None and need not in available():
+            continue
+        if (why := _unsupported(name, shape)) is not None:
+            left_out(name, why)
+            continue
+        given = low if fp8 else [q, k, v]
+        try:
+            found[name] = Run(make(shape, *given), *given)
+        except Exception as problem:  # cuDNN's graphs raise types of their own
+            left_out(name, problem)
+    return found
+
+
+def left_out(name: str, why: str | Exception) -> None:
+    """Say that an implementation is not in a case, and why: the first line of it."""
+    print(f"   {name} is left out: {str(why).strip().splitlines()[0][:160]}", flush=True)
+
+
+def _unsupported(name: str, shape: Shape) -> str | None:
+    if not name.startswith("cudnn"):
+        return None
+    if not shape.uniform:
+        return "no ragged batches"
+    if shape.causal and shape.queries != shape.keys:
+        return "its causal mask is aligned to the start"
+    return None

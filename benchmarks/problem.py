@@ -1,0 +1,86 @@
+"""An attention problem, the cache that holds its K and V, and our kernels called on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fp8attn import KVPages, ops
+from fp8attn.layout import PAGE_SIZE
+from fp8attn.numerics import MIN_SCALE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # what is not a kernel runs anywhere
+SPARE_PAGES = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths of the sequences, heads, head_dim. Causal is aligned to the end: the last query sees the last key."""
+
+    keys: tuple[int, ...]
+    queries: tuple[int, ...]
+    q_heads: int
+    kv_heads: int
+    dim: int
+    causal: bool
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.keys)) == 1 and len(set(self.queries)) == 1
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.dim**-0.5
+
+    @property
+    def flops(self) -> float:
+        """`4 * head_dim` per head, query and visible key, as everybody counts: half of all pairs in a causal square."""
+        pairs = sum(n * k - (n * n / 2 if self.causal else 0) for n, k in zip(self.queries, self.keys, strict=True))
+        return 4.0 * self.q_heads * self.dim * pairs
+
+    def rows(self, seq: int) -> slice:
+        """Where a sequence's queries stand."""
+        return slice(sum(self.queries[:seq]), sum(self.queries[: seq + 1]))
+
+    def last_key(self, seq: int, queries: torch.Tensor) -> torch.Tensor | None:
+        """The last key that some of a sequence's queries see; None where all are seen."""
+        return self.keys[seq] - self.queries[seq] + queries if self.causal else None
+
+
+def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
+    """`[len(lengths) + 1]` int32: where each sequence begins."""
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, means: bool = True) -> KVPages:
+    """A cache that `append` has filled with `k` and `v [tokens, num_kv_heads, head_dim]`: shuffled pages, scales of their own, means.
+
+    Whatever nobody may read is poison: 0x7F in pages that no sequence holds and in K behind a sequence's end, NaN in those pages' scales.
+    """
+    counts = [-(-n // PAGE_SIZE) for n in shape.keys]
+    pages = KVPages.empty(sum(counts) + SPARE_PAGES, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE)
+    for pool in (pages.k, pages.v):
+        pool.view(torch.uint8).fill_(0x7F)
+    order = torch.randperm(pages.num_pages, device=DEVICE)
+    held = order[: sum(counts)]
+    pages.v.view(torch.uint8)[held] = 0  # as a cache hands out pages
+    for scale in (pages.k_scale, pages.v_scale):
+        scale.fill_(torch.nan)
+        scale[held] = MIN_SCALE
+    pages.page_table.fill_(int(order[-1]))
+    for seq, ids in enumerate(held.int().split(counts)):
+        pages.page_table[seq, : counts[seq]] = ids
+    ops.append(pages, k, v, cu_seqlens=offsets(shape.keys), max_seqlen=max(shape.keys), fix_means=means)
+    return pages
+
+
+def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> Callable[[], torch.Tensor]:
+    """A call of one of our kernels, `kernels.prefill.attention` say; it gives `[T, num_q_heads, head_dim]`."""
+    equal = len(set(shape.queries)) == 1
+    options = {
+        "cu_seqlens_q": None if equal else offsets(shape.queries), "max_seqlen_q": max(shape.queries), "causal": shape.causal,
+        "softmax_scale": shape.softmax_scale, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None,
+    }  # fmt: skip
+    return lambda: attention(q, pages, **options)[0]

@@ -1,0 +1,263 @@
+"""NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of what nobody wrote.
+
+    PYTHONPATH=src python -m benchmarks.sanitize [tool-kernel substring ...] [--seconds N] [--out FILE]
+
+A reduced grid, since every access is checked: ragged batches with empty sequences and lengths that are no multiple of anything, every
+head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, with nothing of ours behind it, so
+that an access behind a tensor's end shows. What the grid compiles is compiled before, outside the sanitizer.
+
+Controls: `planted` is a kernel with a fault of the tool's kind in it, which the tool has to find, since a silent tool proves nothing;
+`ordered` hands shared memory from warp to warp by mbarriers as our kernels do, without a fault. Races that lie on both sides in a function
+that calls `warp_specialize` are counted apart, as `dispatch`: there is no code there but Triton's, which sends warps to their partitions
+through shared memory between two barriers of the whole CTA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from fp8attn import ops
+from fp8attn.kernels import decode, prefill
+from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
+from fp8attn.layout import FP8
+
+from .problem import DEVICE, Shape, hold, ours
+from .results import ROOT, write
+
+SOURCES = ("src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/layout.py", "benchmarks/sanitize.py", "benchmarks/problem.py")
+OPTIONS = {
+    "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far
+    # mbarriers order more than the threads that arrive: whatever those waited for before, too. And room to follow all of a CTA's.
+    "racecheck": ["--racecheck-indirect-barrier-dependency", "--num-cuda-barriers", "64"],
+    "initcheck": [],
+}
+DIMS = (64, 128, 256)
+
+
+def tokens(count: int, heads: int, dim: int) -> torch.Tensor:
+    return torch.randn(count, heads, dim, device=DEVICE).bfloat16()
+
+
+def held(shape: Shape):
+    return hold(shape, *(tokens(sum(shape.keys), shape.kv_heads, shape.dim) for _ in "kv"))
+
+
+def all_options() -> dict:
+    return {
+        "window": 100, "softcap": 20.0, "sinks": torch.randn(4, device=DEVICE),
+        "leftpad_k": torch.tensor([5, 131], dtype=torch.int32, device=DEVICE),
+    }  # fmt: skip
+
+
+def done(what: str) -> None:
+    torch.cuda.synchronize()
+    print(what, flush=True)
+
+
+def check_prefill() -> None:
+    for dim in DIMS:
+        shape = Shape((1, 300, 0, 130), (1, 77, 0, 130), 4, 2, dim, True)
+        pages, q = held(shape), tokens(sum(shape.queries), 4, dim)
+        for queries in (q, q.to(FP8)):
+            ours(prefill.attention, shape, queries, pages)()
+            done(f"prefill D{dim} {queries.dtype}")
+    ops.attention(tokens(300, 4, 128), held(Shape((300, 200), (150, 150), 4, 2, 128, True)), **all_options())
+    done("prefill, all options")
+
+
+def check_decode() -> None:
+    for dim in DIMS:
+        for queries in (1, 3):
+            shape = Shape((1, 1500, 0, 130), (queries,) * 4, 4, 2, dim, True)
+            ours(decode.attention, shape, tokens(4 * queries, 4, dim).half(), held(shape))()
+            done(f"decode D{dim} {queries}")
+    ops.attention(tokens(4, 4, 128), held(Shape((300, 200), (2, 2), 4, 2, 128, True)), **all_options())
+    done("decode, all options")
+
+
+def check_append() -> None:
+    for dim in DIMS:
+        pages = held(Shape((1, 300, 0, 127), (0,) * 4, 4, 2, dim, True))
+        done(f"append D{dim}, prompts")
+        # A step of the first two, whose last pages have room, with rotary embedding.
+        angle = torch.rand(2, dim // 2, device=DEVICE)
+        ends = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32, device=DEVICE)
+        ops.append(
+            pages, *(tokens(2, 2, dim) for _ in "kv"), cu_seqlens=ends, max_seqlen=1, rope_cos=angle.cos(), rope_sin=angle.sin()
+        )  # fmt: skip
+        done(f"append D{dim}, a step")
+
+
+GRIDS = {"prefill": check_prefill, "decode": check_decode, "append": check_append}
+
+
+# Controls
+
+
+@gluon.jit
+def _read(x_ptr, out_ptr, offset):
+    gl.store(out_ptr, gl.load(x_ptr + offset))
+
+
+@gluon.jit
+def _store(shared):
+    shared.store(gl.full([128], 1, gl.int64, gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@gluon.jit
+def _load(shared, out_ptr):
+    here: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.store(out_ptr + gl.arange(0, 128, here), shared.load(here))
+
+
+@gluon.jit
+def _race(out_ptr):
+    """Four warps write what four others read, and nobody waits."""
+    shared = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize([(_store, (shared,)), (_load, (shared, out_ptr))], [4], [32])
+
+
+@gluon.jit
+def _tell(shared, full, empty):
+    """One warp."""
+    for turn in range(4):
+        mbarrier.wait(empty, (turn & 1) ^ 1)
+        shared.store(gl.full([128], 1, gl.int64, gl.BlockedLayout([1], [32], [1], [0])) + turn)
+        sync()
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _hear(shared, full, empty, out_ptr):
+    here: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for turn in range(4):
+        mbarrier.wait(full, turn & 1)
+        gl.store(out_ptr + gl.arange(0, 128, here), shared.load(here))
+        mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
+def _ordered(out_ptr):
+    """One warp writes what four others read, four times, each waiting for the other."""
+    shared = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, 1)
+    mbarrier.init(empty, 1)
+    gl.warp_specialize([(_hear, (shared, full, empty, out_ptr)), (_tell, (shared, full, empty))], [1], [32])
+
+
+def control(tool: str, name: str) -> None:
+    x, out = (torch.empty(128, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    if tool == "racecheck":
+        (_race if name == "planted" else _ordered)[(1,)](out)
+    else:
+        _read[(1,)](x, out, 128 if tool == "memcheck" else 0)  # behind the end, or what nobody wrote
+
+
+def dispatchers() -> dict[str, list[range]]:
+    """By file name, the lines of functions that call `warp_specialize`."""
+    found: dict[str, list[range]] = {}
+    for path in (*(ROOT / "src/fp8attn/kernels").glob("*.py"), Path(__file__)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(call, ast.Attribute) and call.attr == "warp_specialize" for call in ast.walk(node)
+            ):
+                first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
+                found.setdefault(path.name, []).append(range(first, node.end_lineno + 1))
+    return found
+
+
+def parse(output: str, dispatch: dict[str, list[range]]) -> dict[str, int]:
+    """What a tool counted: errors, for racecheck also warnings and how many errors are `dispatch`; nothing if it got to no summary."""
+    if found := re.search(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output):
+        races = re.findall(r"Error: Race reported between .*(?:\n=+ +and .*)*", output)
+        places = [re.findall(r" in (\S+):(\d+)", race) for race in races]
+        theirs = [all(any(int(line) in lines for lines in dispatch.get(file, [])) for file, line in race) for race in places]
+        return {"errors": int(found[1]), "warnings": int(found[2]), "dispatch": sum(theirs)}
+    if found := re.search(r"ERROR SUMMARY: (\d+) errors?", output):
+        return {"errors": int(found[1])}
+    return {}
+
+
+def sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or next((str(p) for p in Path("/usr/local").glob("cuda*/bin/compute-sanitizer")), None)
+    if found is None:
+        sys.exit("there is no compute-sanitizer here: it comes with the CUDA toolkit")
+    return found
+
+
+CHILD = [sys.executable, "-m", "benchmarks.sanitize", "--run"]
+
+
+def run(tool: str, grid: str, seconds: int) -> dict:
+    command = [sanitizer(), "--tool", tool, *OPTIONS[tool], "--report-api-errors", "no", "--print-limit", "0", *CHILD, tool, grid]
+    start = time.time()
+    with tempfile.TemporaryFile("w+") as log:
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the sanitizer, and the process that it looks at
+            process.wait()
+        log.seek(0)
+        output = log.read()
+    impl = "fp8attn" if grid in GRIDS else "control"
+    row = {
+        "case": f"{tool}-{grid}",
+        "impl": impl,
+        "finished": "grid done" in output,
+        **parse(output, dispatchers()),
+        "seconds": round(time.time() - start, 1),
+    }
+    print(row, flush=True)
+    if not as_it_should(row):
+        print(output[-4000:], flush=True)
+    return row
+
+
+def as_it_should(row: dict) -> bool:
+    """Something found in what has a fault, and nothing elsewhere."""
+    found = row.get("errors", 0) + row.get("warnings", 0) - row.get("dispatch", 0)
+    return "errors" in row and (found > 0 if row["case"].endswith("planted") else found == 0 and row["finished"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("which", nargs="*", help="substrings of tool-kernel; none: all")
+    parser.add_argument("--seconds", type=int, default=150, help="for each")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/sanitize.json")
+    parser.add_argument("--run", nargs=2, metavar=("TOOL", "GRID"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        tool, grid = args.run
+        GRIDS[grid]() if grid in GRIDS else control(tool, grid)
+        torch.cuda.synchronize()
+        print("grid done", flush=True)
+        return
+    everything = [*((tool, grid) for tool in OPTIONS for grid in (*GRIDS, "planted")), ("racecheck", "ordered")]
+    chosen = [(tool, grid) for tool, grid in everything if not args.which or any(word in f"{tool}-{grid}" for word in args.which)]
+    with ThreadPoolExecutor(16) as pool:
+        grids = {grid for _, grid in chosen} & GRIDS.keys()
+        list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL), grids))
+        rows = list(pool.map(lambda which: run(*which, args.seconds), chosen))
+    write(args.out, rows, SOURCES)
+    sys.exit(not all(map(as_it_should, rows)))
+
+
+if __name__ == "__main__":
+    main()

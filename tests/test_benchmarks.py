@@ -1,0 +1,285 @@
+"""What the benchmarks count, fit, sample and call right, where no GPU is needed for it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from benchmarks import accuracy, llama_decode, measure, peers, prefill, problem, sanitize
+from benchmarks.problem import DEVICE, Shape
+from fp8attn import reference
+
+ROOT = Path(__file__).parent.parent
+RAGGED = Shape((300, 5, 0, 129), (7, 5, 0, 129), 4, 2, 64, True)
+
+
+def attend(*args, **options):
+    return reference.attention(*args, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
+
+
+# Counting
+
+
+def test_flops_count_what_is_seen():
+    assert Shape((16,), (16,), 3, 1, 64, False).flops == 4 * 3 * 64 * 16 * 16
+    assert Shape((16,), (16,), 3, 1, 64, True).flops == 4 * 3 * 64 * 16 * 16 / 2
+    assert Shape((16,), (4,), 3, 1, 64, True).flops == 4 * 3 * 64 * (4 * 16 - 8)  # 13 to 16 keys, less half a pair each
+    assert Shape((16, 8), (16, 8), 1, 1, 64, True).flops == 4 * 64 * (128 + 32)
+    assert prefill.CASES["D128-causal-S16384"].flops == pytest.approx(1.0995e12, rel=1e-4)
+
+
+def test_rows_and_last_keys_of_ragged_queries():
+    assert [RAGGED.rows(seq) for seq in range(4)] == [slice(0, 7), slice(7, 12), slice(12, 12), slice(12, 141)]
+    assert RAGGED.last_key(0, torch.arange(7)).tolist() == [293, 294, 295, 296, 297, 298, 299]
+    assert Shape((3,), (3,), 1, 1, 64, False).last_key(0, torch.arange(3)) is None
+
+
+def test_sampled_queries_hold_both_ends_once():
+    assert prefill.sampled_queries(5) == [0, 1, 2, 3, 4]
+    assert prefill.sampled_queries(1000) == [*range(32), *range(484, 516), *range(968, 1000)]
+    assert accuracy.sampled(1).tolist() == [0]
+    assert accuracy.sampled(100).tolist() == list(range(100))
+    assert accuracy.sampled(1000).tolist() == [*range(64), *range(936, 1000)]
+
+
+def test_cases_have_names_of_their_own():
+    names = [case.name for case in accuracy.CASES]
+    assert len(set(names)) == len(names)
+    assert {shape.uniform for name, shape in prefill.CASES.items() if name != "varlen-mix"} == {True}
+
+
+# What is right
+
+
+def test_exact_is_attention_over_the_held_bytes():
+    q, k, v = accuracy.inputs("page-gains", RAGGED)
+    pages = problem.hold(RAGGED, k, v)
+    out = problem.ours(attend, RAGGED, q, pages)()
+    pairs = []
+    for seq, keys in enumerate(RAGGED.keys):
+        rows, last_key = RAGGED.rows(seq), RAGGED.last_key(seq, torch.arange(RAGGED.queries[seq], device=DEVICE))
+        pairs.append((out[rows], measure.exact(q[rows], *pages.read(seq, keys, torch.float64), RAGGED.softmax_scale, last_key)))
+    assert measure.relative(pairs) < 1e-13
+
+
+def test_exact_gives_zeros_where_nothing_is_seen():
+    q, k, v = (torch.randn(3, 2, 64, dtype=torch.float64) for _ in range(3))
+    out = measure.exact(q, k, v, 0.1, torch.tensor([-1, 0, 2]))
+    assert out[0].eq(0).all()
+    torch.testing.assert_close(out[1], v[0])
+    assert measure.exact(q, k[:0], v[:0], 0.1, torch.tensor([-1, -1, -1])).eq(0).all()
+
+
+def test_relative_counts_all_pairs_together_and_shows_nan():
+    one = torch.ones(4)
+    assert measure.relative([(one * 1.5, one), (one, one)]) == pytest.approx((4 * 0.25 / 8) ** 0.5)
+    assert measure.relative([(one * torch.nan, one)]) != measure.relative([(one * torch.nan, one)])
+
+
+def test_what_is_held_is_the_input_and_the_rest_is_poison():
+    _, k, v = accuracy.inputs("mean1", RAGGED)
+    pages = problem.hold(RAGGED, k, v)
+    held = pages.read(3, 129)
+    for x, y in zip(held, (k[305:], v[305:]), strict=True):
+        assert measure.relative([(x, y.double())]) < 0.03  # FP8's 2.6%
+    counts = torch.zeros(pages.num_pages, dtype=torch.int)
+    counts[pages.page_table[0, :3].long()] += 1
+    counts[pages.page_table[1, :1].long()] += 1
+    counts[pages.page_table[3, :2].long()] += 1
+    assert counts.max() == 1
+    spare = counts == 0
+    assert pages.k.view(torch.uint8)[spare].eq(0x7F).all() and pages.v.view(torch.uint8)[spare].eq(0x7F).all()
+    assert pages.k_scale[spare].isnan().all() and pages.k_scale[~spare].isfinite().all()
+    last = pages.page_table[3, 1].long()
+    assert pages.k.view(torch.uint8)[last, :, 1:].eq(0x7F).all() and pages.v[last].float().isfinite().all()
+
+
+def test_empty_outputs_are_poisoned():
+    empty = torch.empty
+    with measure.poisoned():
+        assert torch.empty(3).isnan().all() and torch.empty(3, dtype=torch.bfloat16).isnan().all()
+        assert torch.empty(3, dtype=torch.int32).dtype == torch.int32
+    assert torch.empty is empty
+
+
+@pytest.mark.parametrize("data", ["mean0", "mean5", "k-offset", "outliers", "page-gains", "needle", "flat", "flat-mean1", "constant"])
+def test_data_is_what_it_says(data):
+    shape = Shape((600,), (40,), 2, 2, 64, True)
+    q, k, v = accuracy.inputs(data, shape)
+    assert (q.shape, k.shape, v.shape) == ((40, 2, 64), (600, 2, 64), (600, 2, 64)) and q.dtype == k.dtype == v.dtype == torch.bfloat16
+    again = accuracy.inputs(data, shape)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), again, strict=True))
+    weights = torch.softmax(q[:, 0].double() @ k[:, 0].double().T / 8, -1)
+    spread = float(weights.amax(-1).median() * 600)
+    assert (spread > 0.9 * 600) == (data == "needle") and (spread < 1.2) == (data in ("flat", "flat-mean1", "constant"))
+    assert float(v.float().mean()) == pytest.approx({"mean5": 5, "page-gains": 1, "flat-mean1": 1, "constant": 1}.get(data, 0), abs=0.2)
+
+
+# Fits
+
+
+def test_line_through_points():
+    slope, intercept = llama_decode.line({1000: 9.05, 2000: 9.1, 32000: 10.6})
+    assert (slope, intercept) == pytest.approx((0.05, 9.0))
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ({1: 5.0, 2: 5.0, 4: 5.0}, 2.5),  # theirs pass 5 between 2 (4) and 4 (8)
+        ({1: 1.0, 2: 1.0, 4: 1.0}, 1),
+        ({1: 3.0, 2: 3.0, 4: 9.0}, None),
+        ({1: 1.0, 2: 5.0, 4: 6.0}, 2 + 2 / 3),  # ahead, behind at 2, ahead for good
+    ],
+)
+def test_break_even(ours, expected):
+    found = llama_decode.break_even(ours, {1: 2.0, 2: 4.0, 4: 8.0})
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_lines_stand_beside_the_better_bf16_system():
+    times = {"bf16-sdpa": (8.0, 0.7), "bf16-fa3": (9.0, 0.05), "fp8attn": (9.1, 0.02)}
+    rows = [
+        {"case": f"step-B1-S{n}", "impl": impl, "ms": intercept + slope * n / 1000}
+        for impl, (intercept, slope) in times.items()
+        for n in llama_decode.LENGTHS
+    ]
+    found = {row["impl"]: row for row in llama_decode.lines(rows)}
+    assert set(found) == set(times) and {row["case"] for row in found.values()} == {"line-B1"}
+    assert found["fp8attn"]["beside"] == "bf16-fa3" and found["fp8attn"]["slope_ratio"] == pytest.approx(0.4)
+    assert found["fp8attn"]["break_even"] == pytest.approx(0.1 / 0.03 * 1000, abs=1)
+
+
+def test_summary_names_the_best_fp8_peer():
+    row = {"case": "one", "rel_err_mean1": 0.002, "rel_err": 0.02, "ms": 1.0}
+    rows = [
+        row | {"impl": impl, "tflops": t} for impl, t in (("fp8attn", 900), ("fp8attn-q8", 1000), ("fa3-fp8", 800), ("cudnn-bf16", 950))
+    ]
+    last = prefill.summary(rows).splitlines()[-1].split()
+    assert last == ["one", "900.0", "1000.0", "800.0", "fa3-fp8", "1.250", "0.900", "0.00200"]
+
+
+# Peers, and what looks for faults
+
+
+def test_peers_that_are_not_there_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "available", frozenset)
+    q = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    assert set(peers.runs(Shape((4,), (4,), 2, 2, 64, True), q, q, q)) == {"cudnn-bf16"}
+    assert not peers.runs(Shape((4,), (2,), 2, 2, 64, True), q[:2], q, q)
+    assert not peers.runs(Shape((3, 1), (3, 1), 2, 2, 64, True), q, q, q)
+    assert "aligned to the start" in (said := capsys.readouterr().out) and "no ragged batches" in said
+
+
+RACES = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at decode+0x100 in decode.py:569
+=========     and Write access at decode+0x17d0 in decode.py:569 [211 hazards]
+=========     and Write access at decode+0x8c40 in decode.py:590 [264 hazards]
+========= 
+decode D64 1
+========= Error: Race reported between Read access at decode+0x100 in decode.py:569
+=========     and Write access at decode+0x17d0 in decode.py:123 [211 hazards]
+========= 
+========= Error: Race reported between Read access at _prefill+0x100 in prefill.py:569
+=========     and Write access at _prefill+0x17d0 in prefill.py:570 [1 hazard]
+========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", {"errors": 0}),
+        ("x\n========= ERROR SUMMARY: 1 error\n", {"errors": 1}),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", {"errors": 2, "warnings": 1, "dispatch": 0}),
+        (RACES, {"errors": 3, "warnings": 0, "dispatch": 1}),
+        ("========= Target application returned an error\n", {}),
+    ],
+)
+def test_sanitizer_summaries(output, expected):
+    assert sanitize.parse(output, {"decode.py": [range(568, 600)]}) == expected
+
+
+def test_dispatchers_are_the_kernels_that_specialise_their_warps():
+    found = sanitize.dispatchers()
+    assert {"prefill.py", "decode.py", "sanitize.py"} <= set(found)
+    source = (ROOT / "benchmarks/sanitize.py").read_text().splitlines()
+    assert [source[lines[0]] for lines in found["sanitize.py"]] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # after the decorator
+
+
+def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
+    clean = {"case": "memcheck-append", "finished": True, "errors": 0}
+    assert sanitize.as_it_should(clean) and not sanitize.as_it_should(clean | {"errors": 2})
+    assert sanitize.as_it_should(clean | {"errors": 2, "dispatch": 2}) and not sanitize.as_it_should(clean | {"warnings": 1})
+    assert not sanitize.as_it_should(clean | {"finished": False})
+    planted = {"case": "memcheck-planted", "finished": False}
+    assert sanitize.as_it_should(planted | {"errors": 2}) and not sanitize.as_it_should(planted | {"errors": 0})
+    assert not sanitize.as_it_should(planted)
+
+
+# Kernels and models of the benchmarks' own
+
+COMPILE = """
+import sys
+import torch, triton
+sys.path.insert(0, "tests")
+from run_decode import Kernel
+from benchmarks import decode as bench
+bench.decode._num_sms = lambda device: 132
+kernel = Kernel(run=False)
+kernel.jitted, bench._stream = bench._stream, kernel
+for dim in (64, 128, 256):
+    case = bench.Case("", (1000, 3), heads=1, dim=dim)
+    bench.stream(case, bench.KVPages.empty(9, 1, dim, 2, 8))()
+    print(kernel.compiled.metadata.shared)
+"""
+
+
+def test_the_streaming_ceiling_follows_the_decode_kernel():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    run = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert len(run.stdout.split()) == 3
+
+
+def test_llama_systems_agree(monkeypatch):
+    """All four on a tiny model, the peers' kernels replaced by float64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def exact_cache(q, k, v, used):
+        last_key = [int(n) - q.shape[1] + torch.arange(q.shape[1], device=DEVICE) for n in used]
+        return torch.stack([measure.exact(*x, q.shape[-1] ** -0.5, last) for *x, last in zip(q, k, v, last_key, strict=True)]).bfloat16()
+
+    def paged_cache(q, k, v, table, used):
+        k, v = (x.view(torch.uint8)[table.long()].flatten(1, 2).view(x.dtype) for x in (k, v))
+        return exact_cache(q, k, v, used)
+
+    monkeypatch.setattr(peers, "available", lambda: {"fa3", "vllm-fa3"})
+    monkeypatch.setattr(peers, "fa3_cache", exact_cache)
+    monkeypatch.setattr(peers, "vllm_cache", paged_cache)
+    monkeypatch.setattr(llama_decode, "CHECKED", 50)
+    monkeypatch.setattr(llama_decode, "graph_of", lambda step: (lambda: None, step()))
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=100,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).bfloat16().eval().to(DEVICE)
+    with torch.inference_mode():
+        rows = llama_decode.agree(model, llama_decode.available())  # asserts that logits agree
+        assert [row["impl"] for row in rows] == ["bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"] and rows[0]["rel_err"] == 0
+        for system in llama_decode.available().values():
+            cache = system.cache(model.config, 384)
+            llama_decode.fill(cache, model.config, 3, 300)
+            assert llama_decode.step_of(model, system, cache, torch.zeros(3, 1, dtype=torch.long))().isfinite().all()
+            assert int(cache.get_seq_length()) == 301
