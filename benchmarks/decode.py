@@ -22,7 +22,7 @@ import torch
 
 from fp8attn import KVPages
 from fp8attn.kernels import decode
-from fp8attn.kernels.gluon import TensorDescriptor, gl, gluon, mbarrier
+from fp8attn.kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, sync
 from fp8attn.layout import FP8
 
 from . import peers
@@ -84,38 +84,42 @@ CASES = (
 
 
 @gluon.jit
-def _drain(pipe, batch, worker, workers, BLOCK: gl.constexpr):
+def _drain(pipe, batch, work):
     """What `decode._consume` does of waiting and walking, and no arithmetic."""
-    cuts = decode.cut(batch.total(BLOCK), workers)
+    seq, head, begin = work.seq, work.head, work.begin
     tile = 0
-    if worker < cuts.workers:
-        low, high = cuts.bounds(worker)
-        seq, head, begin = batch.locate(low, BLOCK)
-        while begin < high:
-            _, _, _, _, first, count = batch.sequence(seq)
-            i, j = decode.portion(begin, count, low, high)
-            for _ in range(first + i, first + j):
-                stage = tile % pipe.STAGES
-                phase = (tile // pipe.STAGES) & 1
-                mbarrier.wait(pipe.k_full.index(stage), phase)
-                mbarrier.wait(pipe.v_full.index(stage), phase)
-                mbarrier.arrive(pipe.empty.index(stage), count=1)
-                tile += 1
-            begin += count
-            seq, head = batch.following(seq, head, count)
+    while begin < work.high:
+        _, _, _, _, first, count = batch.sequence(seq)
+        i, j = decode.portion(begin, count, work.low, work.high)
+        for _ in range(first + i, first + j):
+            stage = tile % pipe.STAGES
+            phase = (tile // pipe.STAGES) & 1
+            mbarrier.wait(pipe.k_full.index(stage), phase)
+            mbarrier.wait(pipe.v_full.index(stage), phase)
+            sync()  # or a slow warp could miss two phases, and wait for ever
+            mbarrier.arrive(pipe.empty.index(stage), count=1)
+            tile += 1
+        begin += count
+        seq, head = batch.following(seq, head, count)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "workers"])
-def _stream(k_desc, v_desc, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers, D: gl.constexpr, WIDTH: gl.constexpr,
-            GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
+def _stream(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers,
+            D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
     worker = gl.program_id(0)
     batch = decode.Batch(
         lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, GROUP, False, False, False
     )  # fmt: skip
+    source = decode.Source(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, D)
+    count = batch.counts(0, BLOCK)
     pipe = decode.make_pipe(k_desc, v_desc, WIDTH, STAGES)
+    pipe.open(0, 1)
+    work = decode.assign(batch, count, worker, workers, BLOCK)
+    requested = decode.request_first(pipe, batch, work, source)
+    pipe.open(1, STAGES)
     gl.warp_specialize([
-        (_drain, (pipe, batch, worker, workers, BLOCK)),
-        (decode.produce, (pipe, batch, worker, workers, k_desc, v_desc, table_ptr, table_stride, D, BLOCK)),
+        (_drain, (pipe, batch, work)),
+        (decode.produce, (pipe, batch, work, requested, source)),
     ], [1], [decode.PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -128,8 +132,8 @@ def stream(case: Case, pages: KVPages):
     )
     constants = {name: launch.constants()[name] for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
     return lambda: _stream[(workers,)](
-        k_desc, v_desc, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens, len(case.lengths), case.heads, 1, workers,
-        **constants, **launch.options(),
+        k_desc, v_desc, pages.k_scale, pages.v_scale, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
+        len(case.lengths), case.heads, 1, workers, **constants, **launch.options(),
     )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import PropagateNan
 from triton.language.core import _aggregate as aggregate
 
 from ..layout import FP8
@@ -36,18 +35,15 @@ __all__ = [
     "fetch_words",
     "gl",
     "gluon",
-    "max_nan",
     "mbarrier",
     "mma_v2",
     "reinterpret",
-    "row_max",
     "sync",
     "tensor_descriptor",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
 
-_ALL = gl.constexpr(PropagateNan.ALL)
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # fetch(descriptor, at, barrier, memory): start a TMA copy of the block at coordinates `at`; `barrier` counts its bytes.
@@ -76,18 +72,6 @@ def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.con
     else:
         view = memory._reinterpret(DTYPE, SHAPE, LAYOUT)
     return view
-
-
-@gluon.jit
-def max_nan(a, b):
-    """The larger; NaN if either is (one instruction, as without)."""
-    return gl.maximum(a, b, propagate_nan=_ALL)
-
-
-@gluon.jit
-def row_max(x):
-    """`[M, N] -> [M]`: the largest of each row; NaN if one is in it."""
-    return gl.reduce(x, 1, max_nan)
 
 
 @gluon.jit

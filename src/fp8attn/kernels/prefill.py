@@ -24,10 +24,8 @@ from .gluon import (
     fetch,
     gl,
     gluon,
-    max_nan,
     mbarrier,
     reinterpret,
-    row_max,
     sync,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -50,7 +48,7 @@ FIELDS = gl.constexpr(16)
 def _exp2_asm(n: int, cubics: int) -> str:
     """PTX for `n` exponentials, `cubics` of them evenly spread polynomials on the FMA pipe, which idles while ex2 is the bottleneck.
 
-    2^x = 2^round(x) * 2^f, |f| <= 1/2: a cubic of relative error 1e-4 (E4M3 keeps 2^-4), its exponent added as an integer.
+    2^x = 2^round(x) * 2^f, |f| <= 1/2: a cubic of relative error 1e-4 (E4M3 keeps 2^-4). A NaN stays one.
     """
     chosen = {int((i + 0.5) * n / cubics) for i in range(cubics)}
     lines = []
@@ -58,13 +56,13 @@ def _exp2_asm(n: int, cubics: int) -> str:
         out, x = f"${i}", f"${n + i}"
         if i in chosen:
             lines.append(
-                f"max.ftz.f32 t, {x}, 0fC2FA0000; add.ftz.f32 r, t, 0f4B400000; sub.ftz.f32 b, r, 0f4B400000; sub.ftz.f32 f, t, b;"
+                f"max.NaN.ftz.f32 t, {x}, 0fC2FA0000; add.ftz.f32 r, t, 0f4B400000; sub.ftz.f32 b, r, 0f4B400000; sub.ftz.f32 f, t, b;"
                 " fma.rn.ftz.f32 p, f, 0f3D645DC0, 0f3E763E2F; fma.rn.ftz.f32 p, p, f, 0f3F317218; fma.rn.ftz.f32 p, p, f, 0f3F800000;"
-                f" mov.b32 ri, r; mov.b32 pi, p; shl.b32 ri, ri, 23; add.s32 pi, pi, ri; mov.b32 {out}, pi;"
+                f" mov.b32 i, r; shl.b32 i, i, 23; add.s32 i, i, 0x3F800000; mov.b32 t, i; mul.ftz.f32 {out}, p, t;"
             )
         else:
             lines.append(f"ex2.approx.ftz.f32 {out}, {x};")
-    return "{ .reg .f32 t, r, b, f, p; .reg .s32 ri, pi;\n" + "\n".join(lines) + "}"
+    return "{ .reg .f32 t, r, b, f, p; .reg .s32 i;\n" + "\n".join(lines) + "}"
 
 
 _EX2 = [gl.constexpr(_exp2_asm(16, cubics)) for cubics in range(3)]
@@ -120,12 +118,12 @@ def _to_fp8(x):
 def _weights(s, factor, m, z, CUBICS: gl.constexpr, CAP: gl.constexpr):
     """One tile of online softmax: weights 2^8 p, the row's new maximum and sum, and what the old ones shrink by."""
     if CAP:
-        m_new = max_nan(m, row_max(s))
+        m_new = gl.maximum(m, gl.max(s, 1))
         x = s - (m_new - P_SHIFT)[:, None]
     else:
-        m_new = max_nan(m, row_max(s) * factor)
+        m_new = gl.maximum(m, gl.max(s, 1) * factor)
         x = s * factor[:, None] - (m_new - P_SHIFT)[:, None]
-    alpha = gl.exp2(m - m_new)
+    alpha = gl.exp2(m - m_new)  # maxima ignore NaN (heeding it costs 7% of the kernel); weights and their sum keep it
     p = _exp2(x, CUBICS)
     return p, alpha, m_new, z * alpha + gl.sum(p, 1)
 
@@ -462,7 +460,7 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
         head = _field(info_s, slot, HEAD)
         mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
         token = (_field(info_s, slot, TOKEN) + WG * ROWS).to(gl.int64) * num_q_heads + head
-        unseen = m == UNSEEN
+        unseen = z == 0.0  # not by m: a row whose scores are NaN has none
         v_scale = last_s.index(slot).load(gl.SliceLayout(1, S))
         if CAP:
             shift = shift * 0.0  # already in the scores
@@ -470,7 +468,7 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
             shift = shift_s.index(WG).load(gl.SliceLayout(1, S))
         if sinks_ptr is not None:
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E - shift
-            top_m = max_nan(m, sink)
+            top_m = gl.maximum(m, sink)
             weights = z * gl.exp2(m - top_m)
             total = weights + gl.exp2(sink - top_m + P_SHIFT)
             inverse = gl.exp2(m - top_m) * v_scale / total
