@@ -460,7 +460,7 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
         head = _field(info_s, slot, HEAD)
         mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
         token = (_field(info_s, slot, TOKEN) + WG * ROWS).to(gl.int64) * num_q_heads + head
-        unseen = z == 0.0  # not by m: a row whose scores are NaN has none
+        unseen = z < 1.0  # a largest weight is 2^8; masked ones are 0 or 2^-117, and a sum with a NaN in it is not small
         v_scale = last_s.index(slot).load(gl.SliceLayout(1, S))
         if CAP:
             shift = shift * 0.0  # already in the scores
