@@ -133,14 +133,14 @@ def probe(lengths, heads, group, dim, queries, dtype) -> None:
     v.zero_()
     for seq, length in enumerate(lengths):  # output channel c: the weight of the keys in the c-th page
         for i in range(min(-(-length // 128), dim)):
-            v[pages.page_table[seq, i], :, i] = 0x38  # 1.0
+            v[pages.page_table[seq, i], :, :, i] = 0x38  # 1.0
     compare("  probe, V marks pages: channel = page", q, pages, run(q, pages, **options), options)
     v.zero_()
     for seq, length in enumerate(lengths):  # output channel c: the weight of the keys that are c modulo dim in their page
         for i in range(-(-length // 128)):
             for token in range(128):
-                group16, t = divmod(token, 16)
-                v[pages.page_table[seq, i], :, token % dim, group16 * 16 + layout.V_POSITION[t]] = 0x38
+                group, t = divmod(token, layout.V_GROUP)
+                v[pages.page_table[seq, i], :, group, token % dim, layout.V_POSITION[t]] = 0x38
     compare("  probe, V marks tokens: channel = token", q, pages, run(q, pages, **options), options)
 
 

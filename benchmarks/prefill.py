@@ -26,8 +26,8 @@ from .problem import DEVICE, Shape, hold, ours
 from .results import ROOT, write
 
 SOURCES = (
-    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/layout.py", "benchmarks/prefill.py",
-    "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
+    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/pages.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/layout.py",
+    "benchmarks/prefill.py", "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
 )  # fmt: skip
 SAMPLE_MS = 20  # launches of a sample together
 

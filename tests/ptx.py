@@ -52,17 +52,20 @@ class Memory:
 
 
 class TensorMap:
-    """A 2D tensor map: rows of bytes, a box, a swizzle."""
+    """A tensor map: a contiguous tensor of bytes, a box, a swizzle."""
 
     def __init__(self, memory: Memory, tensor: torch.Tensor, box: list[int], swizzle: int) -> None:
-        self.address, (self.rows, self.columns) = memory.add(tensor), tensor.shape
+        self.address, self.shape, self.strides = memory.add(tensor), tensor.shape, tensor.contiguous().stride()
         self.memory, self.box, self.swizzle = memory, box, swizzle
+        self.nbytes = int(np.prod(box))
 
-    def load(self, shared: np.ndarray, target: int, column: int, row: int) -> None:
-        rows, columns = np.arange(self.box[0]) + row, np.arange(self.box[1]) + column
-        inside = (rows < self.rows)[:, None] & (columns < self.columns)[None, :] & (rows >= 0)[:, None]
-        source = self.address + np.minimum(rows, self.rows - 1)[:, None] * self.columns + np.minimum(columns, self.columns - 1)[None, :]
-        at = target + np.arange(self.box[0])[:, None] * self.box[1] + np.arange(self.box[1])[None, :]
+    def load(self, shared: np.ndarray, target: int, corner: list[int]) -> None:
+        inside, source = np.bool_(True), np.int64(self.address)
+        for size, stride, length, first in zip(self.shape, self.strides, self.box, corner, strict=True):
+            i = np.arange(length) + first
+            inside = inside[..., None] & (i >= 0) & (i < size)
+            source = source[..., None] + i.clip(0, size - 1) * stride
+        at = target + np.arange(self.nbytes).reshape(self.box)
         at ^= ((at >> 7) & (self.swizzle // 16 - 1)) << 4
         shared[at] = np.where(inside, self.memory.bytes[source], 0)
 
@@ -476,15 +479,15 @@ class Machine:
             return self._copy(warp, operands, mask)
         assert opcode[:4] == ["cp", "async", "bulk", "tensor"], opcode
         source, coordinates = _operands(operands[1][1:-1])
-        column, row = (self.get(warp, x, "s32") for x in _operands(coordinates[1:-1]))
         (lane,) = LANES[mask]
         target, barrier = int(self.address(warp, operands[0])[lane]), int(self.address(warp, operands[2])[lane])
         tensor = self.maps[int(self.get(warp, source, "u64")[lane]) - DESCRIPTORS]
-        at, cta = (int(column[lane]), int(row[lane])), warp.cta
+        corner = [int(self.get(warp, x, "s32")[lane]) for x in reversed(_operands(coordinates[1:-1]))]
+        cta = warp.cta
 
         def land() -> None:
-            tensor.load(cta.shared, target, *at)
-            cta.barriers[barrier].update(expected=-tensor.box[0] * tensor.box[1])
+            tensor.load(cta.shared, target, corner)
+            cta.barriers[barrier].update(expected=-tensor.nbytes)
 
         cta.copies.append(land)
 

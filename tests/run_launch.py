@@ -87,7 +87,7 @@ def main() -> None:
     def arguments(**changed) -> list:
         given = {
             "x": x, "stride": 16, "k": Tiles(pool, (1024, 64), (64, 1), (128, 64)), "absent": None,
-            "v": Tiles(pool, (512, 128), (128, 1), (64, 128)), "y": y, "count": 77, "scale": 0.5,
+            "v": Tiles(pool, (512, 128), (128, 1), (64, 128), swizzled=False), "y": y, "count": 77, "scale": 0.5,
         }  # fmt: skip
         return list((given | changed).values())
 
@@ -111,6 +111,7 @@ def main() -> None:
         "wide stride": arguments(stride=2**32),
         "present": arguments(absent=y),
         "block": arguments(k=Tiles(pool, (1024, 64), (64, 1), (64, 64))),
+        "swizzle": arguments(k=Tiles(pool, (1024, 64), (64, 1), (128, 64), swizzled=False)),
     }
     rows = {}
     for name, args in (same | others).items():

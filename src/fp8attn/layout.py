@@ -1,8 +1,9 @@
 """The one page layout: everything writes it, every kernel reads it.
 
-A page holds 128 tokens of one KV head. K lies `[128, D]`; V lies transposed, `[D, 128]`, because an FP8 tensor-core operand must be
-contiguous along the contracted axis. Inside every group of 16, V's tokens stand in `V_ORDER`: then the registers of a softmax
-accumulator are the operand of P·V as they stand, with no shuffle.
+A page holds 128 tokens of one KV head. K lies `[128, D]`; V lies in groups of 16 tokens, each transposed: `[8, D, 16]`. An FP8 tensor-core
+operand must be contiguous along the contracted axis, which V's tokens are, and 8 channels of a group are 128 bytes in a row: the unit that
+those cores read (a core matrix), and no more than `D / 8` lines of memory for a token that is appended. Inside a group the tokens stand in
+`V_ORDER`: then the registers of a softmax accumulator are the operand of P·V as they stand, with no shuffle.
 """
 
 from __future__ import annotations
@@ -14,24 +15,13 @@ import torch
 from .numerics import MIN_SCALE
 
 PAGE_SIZE = 128
+V_GROUP = 16  # tokens of V that lie together
 FP8 = torch.float8_e4m3fn
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 # V_ORDER[position] is the token that lies there; V_POSITION is its inverse.
 V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-V_POSITION = tuple(V_ORDER.index(token) for token in range(16))
-
-
-def v_order(device: torch.device | str | None = None) -> torch.Tensor:
-    """`[128]`: the token at each position of a V page."""
-    groups = torch.arange(0, PAGE_SIZE, 16, device=device)[:, None]
-    return (groups + torch.tensor(V_ORDER, device=device)).flatten()
-
-
-def v_position(device: torch.device | str | None = None) -> torch.Tensor:
-    """`[128]`: the position at which each token of a V page lies."""
-    groups = torch.arange(0, PAGE_SIZE, 16, device=device)[:, None]
-    return (groups + torch.tensor(V_POSITION, device=device)).flatten()
+V_POSITION = tuple(V_ORDER.index(token) for token in range(V_GROUP))
 
 
 def pack_k(x: torch.Tensor) -> torch.Tensor:
@@ -45,13 +35,14 @@ def unpack_k(pages: torch.Tensor) -> torch.Tensor:
 
 
 def pack_v(x: torch.Tensor) -> torch.Tensor:
-    """Tokens `[P * 128, H, D]` to V pages `[P, H, D, 128]`, transposed and in `V_ORDER`; any dtype."""
-    return x.unflatten(0, (-1, PAGE_SIZE))[:, v_order(x.device)].permute(0, 2, 3, 1).contiguous()
+    """Tokens `[P * 128, H, D]` to V pages `[P, H, 8, D, 16]`, transposed and in `V_ORDER`; any dtype."""
+    groups = x.unflatten(0, (-1, PAGE_SIZE // V_GROUP, V_GROUP))
+    return groups[:, :, list(V_ORDER)].permute(0, 3, 1, 4, 2).contiguous()
 
 
 def unpack_v(pages: torch.Tensor) -> torch.Tensor:
-    """V pages `[P, H, D, 128]` to tokens `[P * 128, H, D]`."""
-    return pages.permute(0, 3, 1, 2)[:, v_position(pages.device)].flatten(0, 1)
+    """V pages `[P, H, 8, D, 16]` to tokens `[P * 128, H, D]`."""
+    return pages.permute(0, 2, 4, 1, 3)[:, :, list(V_POSITION)].flatten(0, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +54,7 @@ class KVPages:
 
     Attributes:
         k: `[num_pages, num_kv_heads, 128, head_dim]` float8_e4m3fn.
-        v: `[num_pages, num_kv_heads, head_dim, 128]` float8_e4m3fn, tokens in `V_ORDER`.
+        v: `[num_pages, num_kv_heads, 8, head_dim, 16]` float8_e4m3fn, tokens in `V_ORDER`.
         k_scale, v_scale: `[num_pages, num_kv_heads]` float32, powers of two.
         k_mean, v_mean: `[num_seqs, num_kv_heads, head_dim]` float32, subtracted before quantisation.
         page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order; entries past its length are any valid page.
@@ -97,7 +88,7 @@ class KVPages:
         """The fields that are pages, by name."""
         return {
             "k": torch.zeros(num_pages, num_kv_heads, PAGE_SIZE, head_dim, dtype=torch.uint8, device=device).view(FP8),
-            "v": torch.zeros(num_pages, num_kv_heads, head_dim, PAGE_SIZE, dtype=torch.uint8, device=device).view(FP8),
+            "v": torch.zeros(num_pages, num_kv_heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP, dtype=torch.uint8, device=device).view(FP8),
             "k_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
             "v_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
         }
@@ -140,5 +131,5 @@ class KVPages:
         # FP8 tensors index through their bytes: a CPU has no gather for them.
         k, v = (x.view(torch.uint8)[ids].view(FP8).to(dtype) for x in (self.k, self.v))
         k = unpack_k(k * self.k_scale[ids].to(dtype)[..., None, None])[:length] + self.k_mean[seq].to(dtype)
-        v = unpack_v(v * self.v_scale[ids].to(dtype)[..., None, None])[:length] + self.v_mean[seq].to(dtype)
+        v = unpack_v(v * self.v_scale[ids].to(dtype)[..., None, None, None])[:length] + self.v_mean[seq].to(dtype)
         return k, v

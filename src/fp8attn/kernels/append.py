@@ -14,17 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import PAGE_SIZE, KVPages
+from ..layout import PAGE_SIZE, V_GROUP, KVPages
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
 from .launch import constants, launch
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
-STEP_ELEMENTS = 256  # of K or V: what a program of a step holds, unless one head is more
+STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
 MAX_PROGRAMS = 64  # of a step, for one sequence
 
 _PAGE = tl.constexpr(PAGE_SIZE)
+_GROUP = tl.constexpr(V_GROUP)
 _SAMPLES = tl.constexpr(MEAN_SAMPLES)
 _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
@@ -38,14 +39,14 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _v_position(token):
-    """Where a token of a V page lies (`layout.V_POSITION`)."""
-    return (token & ~15) | (token & 1) | ((token >> 2) & 2) | ((token << 1) & 12)
+    """Where a token lies in its group of a V page (`layout.V_POSITION`)."""
+    return (token & 1) | ((token >> 2) & 2) | ((token << 1) & 12)
 
 
 @triton.jit
 def _v_token(position):
-    """Which token lies at a position of a V page (`layout.V_ORDER`)."""
-    return (position & ~15) | (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
+    """Which token of its group lies at a position (`layout.V_ORDER`)."""
+    return (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
 
 
 @triton.jit
@@ -158,7 +159,7 @@ def _shift(pool_ptrs, grown, ratio, old, D: tl.constexpr, IS_V: tl.constexpr, NA
     SIZE: tl.constexpr = 2048 // pool_ptrs.numel
     for first in range(0, D * _PAGE, SIZE):
         i = first + tl.arange(0, SIZE)
-        lies = _v_token(i % _PAGE) if IS_V else i // D
+        lies = i // (D * _GROUP) * _GROUP + _v_token(i % _GROUP) if IS_V else i // D
         ptrs = pool_ptrs[:, None] + i[None, :]
         older = tl.load(ptrs, mask=grown[:, None], other=0)
         codes = older.to(tl.float8e4nv, bitcast=True) if NATIVE else older
@@ -316,9 +317,10 @@ def _step_kernel(
             tl.max(_finite(v), 2), scale, v_scale_ptr, v_pool_ptr, slot, next_slot, held, old, new, here,
             D, True, STATIC, NATIVE, T,
         )  # fmt: skip
-        rows = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE) + _v_position(position)[None, :]
+        lies = position // _GROUP * (D * _GROUP) + _v_position(position)
+        rows = tl.where(here, slot[:, None], next_slot[:, None]) * (D * _PAGE) + lies[None, :]
         d = tl.arange(0, 2 * HP)
-        tl.store(v_pool_ptr + rows[:, :, None] + d * _PAGE, to_e4m3(v * factor, NATIVE), mask=valid & (d < D))
+        tl.store(v_pool_ptr + rows[:, :, None] + d * _GROUP, to_e4m3(v * factor, NATIVE), mask=valid & (d < D))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_heads"])
@@ -387,8 +389,10 @@ def _v_page(
     """`_k_page` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
     d = tl.arange(0, 2 * HP)
     word = tl.arange(0, _PAGE // 4)
+    GROUPS: tl.constexpr = _PAGE // _GROUP
+    WORDS: tl.constexpr = _GROUP // 4  # of a group and channel
     mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)[None, :]
-    first = _v_token(4 * word)  # and then 1, 8 and 9 behind it (layout.V_ORDER)
+    first = word // WORDS * _GROUP + _v_token(word % WORDS * 4)  # and then 1, 8 and 9 behind it (layout.V_ORDER)
     last = end - 1
     x0 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None], D, HP) - mean
     x1 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None], D, HP) - mean
@@ -402,16 +406,19 @@ def _v_page(
             amax = tl.max(tl.maximum(tl.maximum(_finite(x0), _finite(x1)), tl.maximum(_finite(x2), _finite(x3))))
         scale = _page_scale(amax, scale_ptr, pool_ptr, old, D, True, NATIVE)
     factor = _inverse(scale)
-    words = tl.trans(pack_e4m3(x0 * factor, x1 * factor, x2 * factor, x3 * factor, NATIVE))
-    ptrs = pool_ptr.to(tl.pointer_type(tl.int32)) + (d * (_PAGE // 4))[:, None] + word[None, :]
-    inside = (d < D)[:, None]
+    words = pack_e4m3(x0 * factor, x1 * factor, x2 * factor, x3 * factor, NATIVE)
+    words = tl.permute(tl.reshape(words, (GROUPS, WORDS, 2 * HP)), (0, 2, 1))
+    group = tl.arange(0, GROUPS)[:, None, None]
+    ptrs = pool_ptr.to(tl.pointer_type(tl.int32)) + (group * D + d[None, :, None]) * WORDS + tl.arange(0, WORDS)[None, None, :]
+    inside = (d < D)[None, :, None]
     if (old > 0) | (end < _PAGE):  # bytes of older tokens stay; those past the end become zero: 0 * NaN would be NaN
         new = tl.where((first >= old) & (first < end), 0xFF, 0)
         new |= tl.where((first + 1 >= old) & (first + 1 < end), 0xFF00, 0)
         new |= tl.where((first + 8 >= old) & (first + 8 < end), 0xFF0000, 0)
         new |= tl.where((first + 9 >= old) & (first + 9 < end), -0x1000000, 0)
-        older = tl.load(ptrs, mask=(d < tl.where(old > 0, D, 0))[:, None], other=0)
-        words = (words & new[None, :]) | (older & ~new[None, :])
+        new = tl.reshape(new, (GROUPS, WORDS))[:, None, :]
+        older = tl.load(ptrs, mask=(d < tl.where(old > 0, D, 0))[None, :, None], other=0)
+        words = (words & new) | (older & ~new)
     tl.store(ptrs, words, mask=inside)
 
 

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 
 from ..layout import PAGE_SIZE, KVPages
-from .gluon import aggregate, arrive_with_words, fetch, fetch_words, gl, gluon, mbarrier, mma_v2, reinterpret, sync, tensor_descriptor
-from .launch import Constants, Tiles, current_stream, kept, launch
+from .gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, mma_v2, sync, tensor_descriptor
+from .launch import Constants, current_stream, kept, launch
+from .pages import PAGE, fetch_k, fetch_v, tiles, v_layout
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
 STATE_SIZE = 1024  # counters of a call, at most
@@ -31,7 +32,6 @@ MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-PAGE = gl.constexpr(PAGE_SIZE)
 MASKED = gl.constexpr(-1e30)  # a score that nobody sees; finite, so that no inf - inf can arise
 NO_SCORE = gl.constexpr(-1e28)  # the maximum of no scores: far above MASKED, so that masked weights are exactly zero
 WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times what they stand for, out of FP16's subnormals
@@ -253,7 +253,7 @@ class Pipe:
 def make_pipe(k_desc, v_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     """`WIDTH` is the head dimension, padded to a power of two."""
     k = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PAGE, WIDTH], k_desc.layout)
-    v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_desc.layout)
+    v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_layout(WIDTH))
     scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -286,21 +286,14 @@ class Source:
     @gluon.jit
     def request(self, pipe, stage, slot):
         """Starts K and V of `slot` (page x heads + head), and their scales, on their way to a stage that is free."""
-        # V's tile is padded to a power of two channels, but only the D there are get loaded, in equal parts: what lies in the rest of the
-        # tile ends up in accumulators that nobody reads. K's padding is the contracted axis, and TMA fills it with zeros.
-        V_ROWS: gl.constexpr = self.v_desc.block_type.shape[0]
-        V_PARTS: gl.constexpr = pipe.v.shape[1] // V_ROWS
-        V_LAYOUT: gl.constexpr = self.v_desc.layout
-        v_parts = reinterpret(pipe.v, gl.float8e4nv, [pipe.STAGES * V_PARTS, V_ROWS, PAGE], V_LAYOUT)
         one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         fetch_words(pipe.scales.index(2 * stage), self.k_scale + slot + one)
         fetch_words(pipe.scales.index(2 * stage + 1), self.v_scale + slot + one)
         arrive_with_words(pipe.k_full.index(stage))
         mbarrier.expect(pipe.k_full.index(stage), self.k_desc.block_type.nbytes)
-        fetch(self.k_desc, [slot * PAGE, 0], pipe.k_full.index(stage), pipe.k.index(stage))
-        mbarrier.expect(pipe.v_full.index(stage), self.D * PAGE)
-        for part in gl.static_range(self.D // V_ROWS):
-            fetch(self.v_desc, [slot * self.D + part * V_ROWS, 0], pipe.v_full.index(stage), v_parts.index(stage * V_PARTS + part))
+        fetch_k(self.k_desc, slot, pipe.k_full.index(stage), pipe.k.index(stage))
+        mbarrier.expect(pipe.v_full.index(stage), self.k_desc.block_type.nbytes)
+        fetch_v(self.v_desc, slot, pipe.v_full.index(stage), pipe.v, stage, pipe.STAGES)
 
 
 @gluon.jit
@@ -742,10 +735,6 @@ class Launch:
         """Under warp specialisation every register must be spoken for, so `maxnreg` is the SM's 65536 over all its threads."""
         return {"num_warps": WARPS, "maxnreg": min(65536 // (self.ctas_per_sm * 2 * WARPS * 32), 248)}
 
-    def blocks(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What one TMA copy brings of K and of V."""
-        return (PAGE_SIZE, self.width), (self.head_dim & -self.head_dim, PAGE_SIZE)
-
 
 class Plan(NamedTuple):
     """What the host works out of a problem's shape, once."""
@@ -753,8 +742,7 @@ class Plan(NamedTuple):
     workers: int
     grid: tuple[int]
     plane: int  # rows of partial results: two a range at most, of a head that began before it and of one that ends after it
-    k_block: tuple[int, int]
-    v_block: tuple[int, int]
+    width: int
     constants: Constants
 
 
@@ -764,7 +752,7 @@ def plan(device: torch.device, num_sms: int, heads: int, *shape) -> Plan:
     how = Launch(*shape)
     workers = how.workers(num_sms, heads)
     constants = Constants(device, **how.constants(), **how.options())
-    return Plan(workers, (workers * how.tiles,), 2 * workers * how.tiles * how.rows, *how.blocks(), constants)
+    return Plan(workers, (workers * how.tiles,), 2 * workers * how.tiles * how.rows, how.width, constants)
 
 
 class Scratch(NamedTuple):
@@ -818,11 +806,11 @@ def _num_sms(device: torch.device) -> int:
 
 def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
     """Why this kernel does not take these queries; None if it does."""
-    num_pages, heads, _, head_dim = pages.k.shape
+    num_pages, heads = pages.k.shape[:2]
     group = q.shape[1] // heads
     if max_seqlen_q * group > MAX_ROWS:
         return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
-    if num_pages * heads * max(PAGE_SIZE, head_dim) >= 2**31:
+    if num_pages * heads * PAGE_SIZE >= 2**31:
         return "the pool is too large for TMA's 32-bit coordinates"
     return None
 
@@ -850,17 +838,16 @@ def attention(
     if not num_tokens or not num_pages:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     group = num_q_heads // heads
-    workers, grid, plane, k_block, v_block, constants = plan(
+    workers, grid, plane, width, constants = plan(
         device, _num_sms(device), heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1,
         cu_seqlens_q is not None, window > 0, softcap > 0, sinks is not None, leftpad_k is not None,
     )  # fmt: skip
     scratch = _scratch(device)
-    k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths = pages.tensors
+    _, _, k_scale, v_scale, k_mean, v_mean, table, lengths = pages.tensors
     stride_t, stride_h, _ = q.stride()
     args = (
         q, stride_t, stride_h,
-        Tiles(k_pages, (num_pages * heads * PAGE_SIZE, head_dim), (head_dim, 1), k_block),
-        Tiles(v_pages, (num_pages * heads * head_dim, PAGE_SIZE), (PAGE_SIZE, 1), v_block),
+        *tiles(pages, width, width),
         k_scale, v_scale, k_mean, v_mean, table, table.stride(0), lengths,
         # The lengths stand in for what is not given and not read.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,

@@ -58,9 +58,11 @@ sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
 
 
-def describe(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
+def describe(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], swizzled: bool) -> TensorDescriptor:
     """The descriptor of `launch.Tiles`."""
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[x.dtype])
+    if not swizzled:
+        layout = gl.NVMMASharedLayout(0, layout.element_bitwidth, rank=len(block))
     return TensorDescriptor(x, list(shape), list(strides), list(block), layout)
 
 

@@ -27,24 +27,26 @@ T = TypeVar("T")
 
 
 class Tiles(NamedTuple):
-    """A kernel argument: blocks of a tensor that TMA copies to and from the default layout of shared memory.
+    """A kernel argument: blocks of a tensor that TMA copies to shared memory.
 
     Attributes:
         x: the tensor; its first element lies at a multiple of 16 bytes.
         shape, strides: how TMA sees it, in elements.
         block: what one copy brings.
+        swizzled: it lies in shared memory in the default layout; or else as it comes, one row behind the other.
     """
 
     x: torch.Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
+    swizzled: bool = True
 
     def descriptor(self) -> Any:
         """As Triton takes it."""
         from .gluon import describe
 
-        return describe(self.x, self.shape, self.strides, self.block)
+        return describe(*self)
 
 
 class Constants(dict):
@@ -74,7 +76,7 @@ class Compiled(NamedTuple):
     pointers: tuple[tuple[int, torch.dtype], ...]  # tensors whose addresses are multiples of 16
     absent: tuple[int, ...]  # None
     numbers: tuple[tuple[int, bool], ...]  # int32 that Triton specialises on: whether they are multiples of 16 (and none is 1)
-    tiles: tuple[tuple[int, torch.dtype, tuple, Callable], ...]  # descriptors from the last to the first, their blocks, what encodes them
+    tiles: tuple[tuple[int, torch.dtype, list, Callable], ...]  # descriptors from the last to the first, their blocks, what encodes them
     constants: tuple[None, ...]  # stand where the constexpr parameters do, which are compiled in
 
     def values(self, args: Sequence) -> list | None:
@@ -97,8 +99,8 @@ class Compiled(NamedTuple):
             if (x & 15 == 0) is not aligned or x == 1 or x >= 2**31:
                 return None
         for i, dtype, block, encode in self.tiles:
-            x, shape, strides, size = values[i]
-            if x.dtype is not dtype or size != block:
+            x, shape, strides, *kind = values[i]
+            if x.dtype is not dtype or kind != block:
                 return None
             values[i : i + 1] = encode(x.data_ptr(), shape, strides)
         values += self.constants
@@ -165,7 +167,7 @@ def _learn(kernel: triton.JITFunction, done: Any, args: Sequence) -> Compiled | 
     pointers, absent, numbers, tiles = [], [], [], []
     for i, x in enumerate(args):
         if isinstance(x, Tiles):
-            tiles.append((i, x.x.dtype, x.block, _encoder(next(metas))))
+            tiles.append((i, x.x.dtype, [x.block, x.swizzled], _encoder(next(metas))))
         elif isinstance(x, torch.Tensor):
             if x.data_ptr() % 16:
                 return None

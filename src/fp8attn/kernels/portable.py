@@ -25,11 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import PAGE_SIZE, KVPages
+from ..layout import PAGE_SIZE, V_GROUP, KVPages
 from .fp8 import from_e4m3, is_native, round_to
 from .launch import constants, launch
 
 _PAGE = tl.constexpr(PAGE_SIZE)
+_GROUP = tl.constexpr(V_GROUP)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _P_BITS = tl.constexpr(15)  # P is held times 2^15: at most 32768 in FP16
@@ -58,16 +59,15 @@ def _tiles(
     token = (position & ~15) | (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
     if WARPS > 1:
         k_offsets = token[:, :, None] * D + d[None, None, :]
-        v_offsets = d[None, :, None] * _PAGE + position[:, None, :]
         k_mask = (d < D)[None, None, :]
-        v_mask = (d < D)[None, :, None]
         key = token[:, None, :]
     else:
         k_offsets = token[:, None] * D + d[None, :]
-        v_offsets = d[:, None] * _PAGE + position[None, :]
         k_mask = (d < D)[None, :]
-        v_mask = (d < D)[:, None]
         key = token[None, :]
+    in_group = tl.arange(0, DP * _GROUP)[None, :]  # [channel, token] of a group of V, as it lies
+    v_offsets = tl.arange(0, TILE // _GROUP)[:, None] * (D * _GROUP) + in_group
+    v_mask = in_group < D * _GROUP
 
     # A page's number and scales are loaded one tile ahead: nothing else hides their latency, and the pipeline need not.
     some = first < last
@@ -78,7 +78,7 @@ def _tiles(
     for tile in range(first, last):
         in_page = tile * TILE - tile // TILES * _PAGE
         k_ptrs = k_ptr + (page * (_PAGE * D) + in_page * D) + k_offsets
-        v_ptrs = v_ptr + (page * (_PAGE * D) + in_page) + v_offsets
+        v_ptrs = v_ptr + (page * (_PAGE * D) + in_page * D) + v_offsets
         page = tl.load(table_ptr + tl.minimum(tile + 1, last - 1) // TILES).to(tl.int64) * num_kv_heads
         next_k_scale = tl.load(k_scale_ptr + page)
         next_v_scale = tl.load(v_scale_ptr + page)
@@ -105,7 +105,8 @@ def _tiles(
         denom = denom * alpha + tl.sum(p.to(tl.float32), AXIS)
         rescale = tl.broadcast_to(tl.expand_dims(alpha * ratio, -1), acc.shape)
         v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0.0), NATIVE)
-        v = tl.permute(v, (0, 2, 1)) if WARPS > 1 else tl.trans(v)
+        v = tl.permute(tl.reshape(v, (TILE // _GROUP, DP, _GROUP)), (0, 2, 1))
+        v = tl.reshape(v, (WARPS, TILE // WARPS, DP) if WARPS > 1 else (TILE, DP))
         # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (Written as a product and a sum,
         # the compiler would hand it back to the tensor core.)
         acc = tl.fma(acc, rescale, tl.dot(p, v))

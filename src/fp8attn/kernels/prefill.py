@@ -31,6 +31,7 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .launch import Tiles, constants, current_stream, kept, launch
+from .pages import fetch_k, fetch_v, tiles, v_layout
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
@@ -285,17 +286,16 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2
     shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     zero = gl.zeros([ROWS, Q], gl.float32, OUT)
     mbarrier.wait(v_full.index(stage), phase)
-    v = v_s.index(stage)
-    t0 = warpgroup_mma(p8, v.slice(0, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t1 = warpgroup_mma(p8, v.slice(Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t0 = warpgroup_mma(p8, v_s.index(4 * stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t1 = warpgroup_mma(p8, v_s.index(4 * stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
     t0 = warpgroup_mma_wait(1, deps=[t0])
     a0 = _pin(a0 * shrink + t0)
     mbarrier.wait(v_full.index(stage), phase)
-    t2 = warpgroup_mma(p8, v.slice(2 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t2 = warpgroup_mma(p8, v_s.index(4 * stage + 2).permute([1, 0]), zero, use_acc=False, is_async=True)
     t1 = warpgroup_mma_wait(1, deps=[t1])
     a1 = _pin(a1 * shrink + t1)
     mbarrier.wait(v_full.index(stage), phase)
-    t3 = warpgroup_mma(p8, v.slice(3 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t3 = warpgroup_mma(p8, v_s.index(4 * stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
     t2 = warpgroup_mma_wait(1, deps=[t2])
     a2 = a2 * shrink + t2
     t3 = warpgroup_mma_wait(0, deps=[t3])
@@ -614,15 +614,15 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
             before = v_scale
             sync()  # one lane's arrival announces what all lanes wrote
             mbarrier.expect(k_full.index(stage), TILE * D)
-            fetch(k_d, [at * TILE, 0], k_full.index(stage), k_s.index(stage))
-            here = at * DH
+            fetch_k(k_d, at, k_full.index(stage), k_s.index(stage))
+            here = at
             at = ahead * num_kv_heads + kv_head
             k_scale = gl.load(k_scale_ptr + at + none)
             v_scale = gl.load(v_scale_ptr + at + none)
             ahead = gl.load(table + gl.maximum(last - 2 - j, bottom))
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), TILE * D)
-            fetch(v_d, [here, 0], v_full.index(stage), v_s.index(stage))
+            fetch_v(v_d, here, v_full.index(stage), v_s, stage, STAGES)
             stage, phase = advance(stage, phase, STAGES)
         item += 1
         lane = gl.arange(0, 32, LANES)
@@ -661,9 +661,10 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
         q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv))
     else:
         q_s = q16_s
+    PARTS: gl.constexpr = v_d.block_type.shape[1]  # of V's channels, each of them one product
     ring = (
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, D], k_d.layout),
-        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, TILE], v_d.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, D // PARTS, TILE], v_layout(D // PARTS)),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     info_s = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -777,8 +778,7 @@ def attention(
         items = num_q_heads * (tokens // rows + num_seqs + 1)
     args = (
         Tiles(q, (tokens, num_q_heads, head_dim), (stride_t, stride_h, 1), (ROWS.value, 1, padded)),
-        Tiles(pages.k, (num_pages * num_kv_heads * TILE.value, head_dim), (head_dim, 1), (TILE.value, padded)),
-        Tiles(pages.v, (num_pages * num_kv_heads * head_dim, TILE.value), (TILE.value, 1), (padded, TILE.value)),
+        *tiles(pages, padded, padded // (4 if padded == 256 else 1)),
         out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(device),
         tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0), int(causal), window or NO_WINDOW,

@@ -25,11 +25,12 @@ def dequantise(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
     pool, scale, mean = getattr(pages, which), getattr(pages, f"{which}_scale"), getattr(pages, f"{which}_mean")
     # FP8 tensors index through their bytes: a CPU has no gather for them.
-    x = pool.view(torch.uint8)[ids].view(FP8).float() * scale[ids][..., None, None]
+    x = pool.view(torch.uint8)[ids].view(FP8).float()
     if which == "v":
         # `layout.V_ORDER` as axes: position 4a + 2b + c holds token 8b + 2a + c. Indices and aranges would be real tensors where this is
         # traced with fake ones.
-        x = x.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4).transpose(-1, -2)
+        x = x.unflatten(-1, (4, 2, 2)).transpose(-2, -3).flatten(-3).transpose(-1, -2).flatten(-3, -2)
+    x = x * scale[ids][..., None, None]
     x = x.transpose(1, 2).flatten(2, 3)[:, :, :length] + mean[:, :, None]
     # Bytes past the length are unspecified in K: a NaN there would survive a mask that is added.
     held = pages.cache_seqlens.new_ones(length).cumsum(0) <= pages.cache_seqlens[:, None]
