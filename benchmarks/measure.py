@@ -14,7 +14,7 @@ import torch
 
 from .problem import DEVICE
 
-L2_FLUSH = 256 << 20  # bytes written between runs: five times an H100's L2
+L2_FLUSH = 256 << 20  # bytes written or read between runs: five times an H100's L2
 
 
 # Time
@@ -45,6 +45,42 @@ def interleaved(calls: dict[str, Callable], rounds: int, *, repeats: dict[str, i
     }
 
 
+def between_reads(call: Callable, rounds: int, *, steps: int = 16, before: Callable = lambda: None) -> float:
+    """Milliseconds that `call` adds to a CUDA graph whose other kernels read more than the L2 cache holds.
+
+    A model's decode step is such a graph: attention has left the cache full of clean lines of K and V. (`interleaved` flushes by writing:
+    the lines are dirty, and whoever comes next waits for them to be written back.) The lines that `call` dirties are written back
+    while the next kernel reads, so that is counted too.
+
+    Args:
+        steps: pairs of a read and `call` in a graph; the same graph without `call` is subtracted.
+        before: runs before each sample, outside of it.
+    """
+    data, largest = torch.ones(L2_FLUSH // 4, dtype=torch.int32, device=DEVICE), torch.empty((), dtype=torch.int32, device=DEVICE)
+
+    def graph(body: Callable) -> Callable:
+        def pairs() -> None:
+            for _ in range(steps):
+                torch.amax(data, 0, out=largest)
+                body()
+
+        return graph_of(pairs)[0]
+
+    replays = {True: graph(call), False: graph(lambda: None)}
+    times: dict[bool, list] = {True: [], False: []}
+    for _ in range(rounds):
+        for with_call in random.sample([True, False], 2):
+            before()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            replays[with_call]()
+            end.record()
+            times[with_call].append((start, end))
+        torch.cuda.synchronize()
+    medians = {key: statistics.median(start.elapsed_time(end) for start, end in pairs) for key, pairs in times.items()}
+    return (medians[True] - medians[False]) / steps
+
+
 def graph_of(call: Callable) -> tuple[Callable, object]:
     """The call as a CUDA graph, whose replay is the GPU's time and no host's: (replay, the result, which every replay writes anew).
 
@@ -66,6 +102,41 @@ def in_processes(function: Callable, arguments: Iterable[tuple], jobs: int = 12)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(function, *each) for each in arguments]:
             future.result()
+
+
+class Beside:
+    """`function` in a process beside this one. A kernel that hangs ends with its process only, and should not take the rest along."""
+
+    def __init__(self, function: Callable, seconds: float) -> None:
+        self.function, self.seconds, self.process = function, seconds, None
+
+    def __call__(self, *arguments):
+        """What the function returns; None if it raised, crashed or gave no answer in `seconds`: the next call begins a new process then."""
+        if self.process is None:
+            context = get_context("spawn")
+            self.pipe, theirs = context.Pipe()
+            self.process = context.Process(target=_serve, args=(self.function, theirs), daemon=True)
+            self.process.start()
+            theirs.close()
+        self.pipe.send(arguments)
+        try:
+            if self.pipe.poll(self.seconds):
+                return self.pipe.recv()
+        except EOFError:
+            pass
+        self.end()
+        return None
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+
+def _serve(function: Callable, pipe) -> None:
+    while True:
+        pipe.send(function(*pipe.recv()))
 
 
 # What is right

@@ -5,7 +5,9 @@
 
 One process, implementations interleaved, medians, random data and page tables, CUDA graphs where a host could be the slower one, the L2
 cache flushed before every run. `gbps` counts the live bytes of K and V (decode) or what must be read and written (append). `rel_err` is
-against float64 on the bytes that each implementation was given, BF16's own rounding of the output (1.7e-3) included.
+against float64 on the bytes that each implementation was given, BF16's own rounding of the output (1.7e-3) included. A decode step's append
+is the whole of it, RoPE and 32 query heads included: `ms` is what it adds to a graph in which kernels read as much as attention does
+(`measure.between_reads`), `ms_flushed` its time alone after the flush, which leaves the cache full of dirty lines.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fp8attn.kernels import append, portable
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 
-from .measure import exact, graph_of, interleaved
+from .measure import between_reads, exact, graph_of, interleaved
 from .results import write
 
 SOURCES = (
@@ -163,36 +165,43 @@ def attention_rows(case: Case) -> list[dict]:
     return rows
 
 
-def append_rows(batch: int, new: int, held: int, rope: bool = False) -> dict:
-    """New tokens onto sequences of `held`: bytes equal to the reference's, then the time.
+def append_row(batch: int, new: int, held: int, rope: bool = True) -> dict:
+    """New tokens onto sequences of `held`: bytes equal to the reference's, then the time. One token is a decode step, with its queries.
 
     An append moves the lengths: a step finds room for every repetition, a prompt sets them back, at the cost of one small launch."""
-    heads, dim = 8, 128
-    kind = "prompt" if new > 1 else "step"
-    pages = make_pages(batch, held + (new if new > 1 else 1024), heads, dim)
+    heads, dim, step = 8, 128, new == 1
+    pages = make_pages(batch, held + (1024 if step else new), heads, dim)
     if held:
         append.append(pages, *(tokens(1, batch * held, heads, dim)[0] for _ in "kv"), **append_options(held))
         pages.cache_seqlens.fill_(held)
     k, v = (tokens(1, batch * new, heads, dim)[0] for _ in "kv")
     angle = torch.rand(batch * new, dim // 2, device="cuda") * 6 if rope else None
     options = append_options(new, *(f(angle).bfloat16() for f in (torch.cos, torch.sin)) if rope else ())
+    q = tokens(1, batch, 4 * heads, dim)[0] if step else None
+    queries = [{"q": q, "q_out": torch.empty_like(q)} if step else {} for _ in range(2)]
     expected = KVPages(*(x.clone() for x in pages.tensors))
-    reference.append(expected, k, v, **options)
-    run = lambda: append.append(pages, k, v, **options)  # noqa: E731
+    reference.append(expected, k, v, **queries[0], **options)
+    run = lambda: append.append(pages, k, v, **queries[1], **options)  # noqa: E731
     run()
-    equal = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pages.tensors[:4], expected.tensors[:4], strict=True))
-    name = f"kernel-append-{kind}{'-rope' if rope else ''}-B{batch}" + (f"-S{new}" if new > 1 else "")
+    pairs = [*zip(pages.tensors[:4], expected.tensors[:4], strict=True), *([[x["q_out"] for x in queries]] if step else [])]
+    equal = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    name = f"kernel-append-step-B{batch}" if step else f"kernel-append-prompt{'-rope' if rope else ''}-B{batch}-S{new}"
     assert equal, f"{name}: bytes differ from the reference's"
+
+    def restart() -> None:
+        pages.cache_seqlens.fill_(held)
 
     def again() -> None:
         run()
-        if new > 1:
-            pages.cache_seqlens.fill_(held)
+        if not step:
+            restart()
 
-    pages.cache_seqlens.fill_(held)
+    restart()
     ms = interleaved({name: graph_of(again)[0]}, ROUNDS, flush=True)[name]
     row = {"case": name, "impl": "fp8attn-triton", "ms": round(ms, 5)}
-    if new > 1:
+    if step:
+        row |= {"ms": round(between_reads(run, ROUNDS, before=restart), 5), "ms_flushed": row["ms"]}
+    else:
         row["gbps"] = round(2 * k.numel() * 3 / ms / 1e6)  # two bytes read and one written of K and of V
     return row | {"rel_err": 0.0}
 
@@ -244,9 +253,9 @@ def main() -> None:
             print(*found, sep="\n", flush=True)
     if "--tune" in sys.argv:
         return
-    for parameters in ((1, 65536, 0), (1, 65536, 0, True), (8, 4096, 100), (1, 1, 1000), (64, 1, 1000), (256, 1, 1000)):
+    for parameters in ((1, 65536, 0, False), (1, 65536, 0), (8, 4096, 100, False), (1, 1, 1000), (64, 1, 1000), (256, 1, 1000)):
         if wanted in "kernel-append":
-            rows.append(append_rows(*parameters))
+            rows.append(append_row(*parameters))
             print(rows[-1], flush=True)
     if not wanted:
         write("results/h100/slice.json", rows, SOURCES, replaces="kernel-")

@@ -222,6 +222,17 @@ def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
     assert not sanitize.as_it_should(planted)
 
 
+def test_a_call_that_hangs_or_fails_is_left_behind():
+    ask = measure.Beside(subprocess.call, 60)
+    assert ask(["true"]) == 0
+    ask.seconds = 0.2
+    assert ask(["sleep", "1"]) is None
+    ask.seconds = 60
+    assert ask(["false"]) == 1
+    assert ask(["/no/such/program"]) is None
+    ask.end()
+
+
 # Kernels and models of the benchmarks' own
 
 COMPILE = """
