@@ -819,7 +819,7 @@ def _num_sms(device: torch.device) -> int:
 def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
     """Why this kernel does not take these queries; None if it does."""
     num_pages, heads, _, head_dim = pages.k.shape
-    group = q.shape[1] // heads
+    group = q.shape[-2] // heads
     if max_seqlen_q * group > MAX_ROWS:
         return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
     if num_pages * heads * max(PAGE_SIZE, head_dim) >= 2**31:
