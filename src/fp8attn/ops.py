@@ -120,7 +120,7 @@ def attention(
         max_seqlen_q = q.shape[1]
     else:
         max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    _check_tokens(q, pages, q.dim())
+    _check_tokens(q, pages, 4 if q.dim() == 4 else 3)
     *_, num_q_heads, q_dim = q.shape
     _, num_kv_heads, _, head_dim = pages.k.shape
     if num_q_heads % num_kv_heads or q_dim != head_dim:
@@ -276,7 +276,7 @@ def _unobserved(x: torch.Tensor) -> bool:
 
 
 def _check_tokens(x: torch.Tensor, pages: KVPages, dims: int = 3) -> None:
-    if x.dim() not in (3, dims) or x.stride(-1) != 1:
+    if x.dim() != dims or x.stride(-1) != 1:
         raise ValueError(f"tokens must be [T, heads, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
     if x.device != pages.k.device:
         raise ValueError(f"the cache is on {pages.device} and the tokens are on {x.device}; move one of them")
@@ -427,8 +427,8 @@ def _quantize_rows_fake(x, rope_cos, rope_sin, rope_interleaved, means, heads_pe
 
 
 _register(
-    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool means, SymInt heads_per_scale, str backend) -> "
-    "(Tensor, Tensor, Tensor)",
+    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool means, SymInt heads_per_scale, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
     _quantize_rows,
     _quantize_rows_fake,
 )

@@ -59,8 +59,8 @@ def dense_tables(
     fits = given[0] == given[1] and width <= head_dim and (width % 2 == 0 or 2 * width <= head_dim)
     if not (fits and cos.dim() in (2, 3) and cos.shape[-2] == length and (cos.dim() == 2 or cos.shape[0] in (1, batch))):
         raise ValueError(
-            f"rotary tables must both be [{length}, R/2], [{batch}, {length}, R/2] or [{batch}, 1, {length}, R/2] with R <= {head_dim}, or of "
-            f"width R where R > {head_dim // 2}; got {given[0]} and {given[1]} (a position offset is a slice of longer tables)"
+            f"rotary tables must both be [{length}, R/2], [{batch}, {length}, R/2] or [{batch}, 1, {length}, R/2] with R <= {head_dim}, "
+            f"or of width R where R > {head_dim // 2}; got {given[0]} and {given[1]} (a position offset is a slice of longer tables)"
         )
     if 2 * width > head_dim:
         cos, sin = (x[..., ::2] if interleaved else x[..., : width // 2] for x in (cos, sin))
