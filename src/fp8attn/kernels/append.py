@@ -24,7 +24,7 @@ MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer o
 STEP_ELEMENTS = 256  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
 MAX_PROGRAMS = 64  # of a step, for one sequence
-SAMPLING_PROGRAMS = 512  # up to so many programs of `quantize` each sample the mean; beyond, a launch of its own is cheaper
+SAMPLING_PROGRAMS = 264  # up to so many programs of `quantize`, one wave, each sample the mean; for more, a launch of its own is cheaper
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _SAMPLES = tl.constexpr(MEAN_SAMPLES)
@@ -32,6 +32,7 @@ _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
 _TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
+_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))  # pools are written as bytes, which every target and the interpreter can
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -264,6 +265,8 @@ def _step_kernel(
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
     NATIVE: tl.constexpr, T: tl.constexpr, HEADS: tl.constexpr, Q_T: tl.constexpr, Q_HEADS: tl.constexpr,
 ):  # fmt: skip
+    k_pool_ptr = k_pool_ptr.to(_BYTES)
+    v_pool_ptr = v_pool_ptr.to(_BYTES)
     programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
     seq = tl.program_id(0) // programs
     program = tl.program_id(0) % programs
@@ -508,6 +511,8 @@ def _page_kernel(
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
     NATIVE: tl.constexpr, DENSE: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
+    k_pool_ptr = k_pool_ptr.to(_BYTES)
+    v_pool_ptr = v_pool_ptr.to(_BYTES)
     # Heads follow each other, so that programs that run together read memory that lies together.
     is_v = tl.program_id(0) % 2
     head = tl.program_id(0) // 2 % num_kv_heads
@@ -614,7 +619,7 @@ def append(
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
     write = row | {"STATIC": static_scales, "NATIVE": is_native(device)}
     means, lengths = (pages.k_mean, pages.v_mean), (pages.cache_seqlens, cu_seqlens)
-    pools = (pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale)
+    pools = pages.k, pages.v, pages.k_scale, pages.v_scale
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     queries, query_strides, query_shape, query_tile, query_programs = (None, None), (0, 0, 0, 0), (0, 0), (1, 1), 0
     if q is not None:
@@ -658,11 +663,10 @@ def quantize(
     num_pages = batch * columns
     pairs = _power_of_two(head_dim // 2)
     row, angles, (cos_strides, sin_strides) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
-    k_pages = torch.empty(num_pages, heads, PAGE_SIZE, head_dim, dtype=torch.uint8, device=device)
-    v_pages = torch.empty(num_pages, heads, head_dim, PAGE_SIZE, dtype=torch.uint8, device=device)
-    k_scale, v_scale = (torch.empty(num_pages, heads, dtype=torch.float32, device=device) for _ in "kv")
-    make_mean = torch.empty if means else torch.zeros
-    k_mean, v_mean = (make_mean(batch, heads, head_dim, dtype=torch.float32, device=device) for _ in "kv")
+    k_pages = torch.empty(num_pages, heads, PAGE_SIZE, head_dim, dtype=FP8, device=device)
+    v_pages = torch.empty(num_pages, heads, head_dim, PAGE_SIZE, dtype=FP8, device=device)
+    k_scale, v_scale = torch.empty(2, num_pages, heads, dtype=torch.float32, device=device).unbind()
+    k_mean, v_mean = (torch.empty if means else torch.zeros)(2, batch, heads, head_dim, dtype=torch.float32, device=device).unbind()
     table = torch.empty(batch, columns, dtype=torch.int32, device=device)
     lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
@@ -680,7 +684,7 @@ def quantize(
     )  # fmt: skip
     given = constants("page", device, **row, STATIC=False, NATIVE=is_native(device), DENSE=True, SAMPLE=sample, num_warps=pairs // 8)
     launch(_page_kernel, (programs,), args, given)
-    return KVPages(k_pages.view(FP8), v_pages.view(FP8), k_scale, v_scale, k_mean, v_mean, table, lengths)
+    return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
 
 
 def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:

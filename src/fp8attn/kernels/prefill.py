@@ -775,17 +775,19 @@ def attention(
         return out, lse
     if not num_pages or not table_width:  # no keys anywhere
         return out.zero_(), lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
-    width = q.element_size()
     q_strides, out_strides = _strides(q), _strides(out)
-    if q.stride(-1) != 1 or q.data_ptr() % 16 or any(stride * width % 16 or not stride for stride in q_strides):
-        q = q.clone(memory_format=torch.contiguous_format)  # TMA counts in 16 bytes
+    bits = q.data_ptr()  # TMA counts in 16 bytes
+    for stride in q_strides:
+        bits |= stride * q.itemsize
+    if bits & 15 or 0 in q_strides or q.stride(-1) != 1:
+        q = q.clone(memory_format=torch.contiguous_format)
         q_strides = _strides(q)
     *_, num_q_heads, head_dim = q.shape
     if q.dim() == 4:
         batch, tokens = q.shape[:2]
     else:  # a batch of sequences of one length, or of one that `cu_seqlens_q` takes apart
         batch, tokens = (num_seqs, max_seqlen_q) if cu_seqlens_q is None else (1, q.shape[0])
-        q_strides, out_strides = ((tokens * strides[0], *strides) for strides in (q_strides, out_strides))
+        q_strides, out_strides = [(tokens * strides[0], *strides) for strides in (q_strides, out_strides)]
     padded = PADDED[head_dim]
     shape = SHAPES[padded]
     rows = shape.warpgroups * ROWS.value
@@ -799,7 +801,7 @@ def attention(
         Tiles(pages.v, (num_pages * num_kv_heads * head_dim, TILE.value), (TILE.value, 1), (padded, TILE.value)),
         out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(device),
-        *(stride // 8 for stride in out_strides), tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
+        *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
         int(causal), window or NO_WINDOW, softmax_scale * LOG2E.value, softcap * LOG2E.value,
     )  # fmt: skip
     given = constants(
@@ -812,7 +814,8 @@ def attention(
 
 def _strides(x: torch.Tensor) -> tuple[int, ...]:
     """Of all dimensions but the last; of those of one element, whose own may be anything, one that TMA takes."""
-    return tuple(stride if size > 1 else x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
+    *sizes, last = x.shape
+    return tuple([stride if size > 1 else last for size, stride in zip(sizes, x.stride(), strict=False)])
 
 
 @lru_cache
