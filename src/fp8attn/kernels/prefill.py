@@ -12,6 +12,7 @@ feeds them by TMA. Registers, not shared memory, are what is short: comments say
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +23,7 @@ from .gluon import (
     advance,
     fence_async_shared,
     fetch,
+    gdc_wait,
     gl,
     gluon,
     mbarrier,
@@ -663,6 +665,7 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
              table_width, causal, window, scale, cap,
              DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, HEADS: gl.constexpr,
              LO: gl.constexpr, CAP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+    gdc_wait()  # launched while the kernel before ends: everything else is after it
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
     out_strides = (out_stride_b, out_stride_t, out_stride_h)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
@@ -738,6 +741,7 @@ SHAPES = {64: Shape(3, 3, 2, 160, 24), 128: Shape(2, 3, 1, 240, 24), 256: Shape(
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
 NO_WINDOW = 1 << 30
+COUNTERS = 1 << 13  # of a device: streams and captured launches
 
 
 def attention(
@@ -806,7 +810,7 @@ def attention(
     )  # fmt: skip
     given = constants(
         "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS,
-        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, REGS=shape.regs, FEED=shape.feed, num_warps=4,
+        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, REGS=shape.regs, FEED=shape.feed, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     launch(_prefill, (min(items, _num_sms(device)),), args, given)
     return out, lse
@@ -823,21 +827,26 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_zeros: dict[int, Iterator[torch.Tensor]] = {}  # by device, those that nobody has yet
 _counters: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
 def _counter(device: torch.device) -> torch.Tensor:
     """A zero that the kernel counts items with and leaves zero: one a stream, whose launches follow one another.
 
-    A captured graph gets its own, zeroed in the graph: it may run beside anything.
+    Every captured launch gets its own, for good: its graph may run beside anything.
     """
     if torch.cuda.is_current_stream_capturing():
-        return _zero(device)
+        # A graph without a warm-up, or one too many, sets its zero itself: one launch more.
+        zero = next(_zeros.get(device.index, iter(())), None)
+        return torch.zeros(1, dtype=torch.int32, device=device) if zero is None else zero
     key = device.index, current_stream(device)
     if key not in _counters:
-        _counters[key] = kept(_zero, device)
+        if device.index not in _zeros:
+            _zeros[device.index] = iter(kept(_make_zeros, device).unbind())
+        _counters[key] = next(_zeros[device.index])
     return _counters[key]
 
 
-def _zero(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def _make_zeros(device: torch.device) -> torch.Tensor:
+    return torch.zeros(COUNTERS, 4, dtype=torch.int32, device=device)  # each at 16 bytes, as `launch` likes addresses
