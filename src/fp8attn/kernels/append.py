@@ -457,7 +457,7 @@ def _k_page(
         cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, HP, HALF, STEP)
         a, b = _rotate(a, b, cos, sin, D, HP, HALF)
     if OVERLAP:
-        gdc_wait()  # for the means
+        gdc_wait()  # for the launch before this one, which computes the means
     mean_a, mean_b = _load_pairs(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP, HALF, INTERLEAVED)
     a -= mean_a
     b -= mean_b
@@ -468,6 +468,8 @@ def _k_page(
         if not (amax < float("inf")):
             amax = tl.max(tl.maximum(_finite(a), _finite(b)))
         scale = _page_scale(amax, scale_ptr, pool_ptr, old, D, False, NATIVE)
+    if OVERLAP:
+        gdc_launch_dependents()  # the next one may begin when nobody has more to do than write
     factor = _inverse(scale)
     valid = ((position >= old) & (position < end))[:, None]
     # Not more than the eight channels that a thread has loaded: it would have to load 16, of one token and with 16 means.
@@ -490,7 +492,7 @@ def _v_page(
     x2 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 8, old), last) * stride_t)[:, None], D, HP)
     x3 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 9, old), last) * stride_t)[:, None], D, HP)
     if OVERLAP:
-        gdc_wait()  # for the means
+        gdc_wait()  # for the launch before this one, which computes the means
     mean = _load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP)
     x0 -= mean
     x1 -= mean
@@ -503,6 +505,8 @@ def _v_page(
         if not (amax < float("inf")):
             amax = tl.max(tl.maximum(tl.maximum(_finite(x0), _finite(x1)), tl.maximum(_finite(x2), _finite(x3))))
         scale = _page_scale(amax, scale_ptr, pool_ptr, old, D, True, NATIVE)
+    if OVERLAP:
+        gdc_launch_dependents()  # the next one may begin when nobody has more to do than write
     factor = _inverse(scale)
     words = tl.trans(pack_e4m3(x0 * factor, x1 * factor, x2 * factor, x3 * factor, NATIVE))
     ptrs = pool_ptr.to(tl.pointer_type(tl.int32)) + (d * (_PAGE // 4))[:, None] + word[None, :]
@@ -525,8 +529,6 @@ def _page_kernel(
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
     NATIVE: tl.constexpr, DENSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
     k_pool_ptr = k_pool_ptr.to(_BYTES)
     v_pool_ptr = v_pool_ptr.to(_BYTES)
     # Heads follow each other, so that programs that run together read memory that lies together.
