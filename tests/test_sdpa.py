@@ -361,10 +361,7 @@ def test_ops_pass_torch_opcheck():
         )
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_it_compiles_whole(compiler):
-    if compiler == "inductor" and os.system("c++ --version > /dev/null 2>&1"):
-        pytest.skip("inductor needs a C++ compiler")
+def test_it_compiles_whole():
     angle = torch.randn(140, 32)
     tables = angle.cos(), angle.sin()
 
@@ -375,7 +372,7 @@ def test_it_compiles_whole(compiler):
 
     arguments = bhsd(2, 4, 140, 64, True), *(bhsd(2, 2, 140, 64, True) for _ in "kv"), torch.rand(140, 140) > 0.2
     expected = layer(*arguments)
-    actual = torch.compile(layer, fullgraph=True, backend=compiler)(*arguments)
+    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
