@@ -4,10 +4,10 @@ interleaved, every output checked against float64 on the unquantised inputs befo
     PYTHONPATH=src python -m benchmarks.sdpa [case substring ...] [--impl NAME ...] [--out FILE]
 
 Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous, or transposed from `[B, S, H, D]`. `fp8attn` and `fp8attn-rope` are
-called from Python, `fp8attn-graph` and the peers are replayed as CUDA graphs: the host's time is on nobody's account but ours (torchao: as
-it is called where it cannot be captured). `fp8attn-rope` rotates queries and keys besides. Times are medians of samples of several calls;
-`sqnr_db` is over sampled rows. The cases `quantize-*` are `ops.quantize` alone, in GB/s of the 3 bytes an element that it reads and writes,
-beside a copy of as many bytes.
+called from Python, `fp8attn-graph` and the peers are replayed as CUDA graphs: the host's time is on nobody's account but ours (from 64k
+tokens on everything is called: there it is nothing). `fp8attn-rope` rotates queries and keys besides. Times are medians of samples of
+several calls; `sqnr_db` is over sampled rows. The cases `quantize-*` are `ops.quantize` alone, in GB/s of the 3 bytes an element that it
+reads and writes, beside a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ SOURCES = (
 )  # fmt: skip
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SAMPLE_MS = 8  # calls of a sample together
-LONG_MS = 50  # calls of more than that are sampled less often
+ROUNDS, LONG_ROUNDS = 7, 3
+LONG = 65536  # tokens from which on calls are long: nothing is a graph, for the host's time is nothing beside the GPU's
 OURS = ("fp8attn", "fp8attn-graph", "fp8attn-rope")
 CALLED = ("fp8attn", "fp8attn-rope")  # from Python
 PEERS = ("torchao", "fa3-bf16", "cudnn-bf16")
@@ -121,9 +122,9 @@ def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
     found = peers.runs(case.shape, *tokens, [peer for peer in PEERS if not wanted or peer in wanted])
     for peer, run in found.items():
         calls[peer] = lambda run=run: run.call().transpose(0, 1)[None]
-    rows, timed = {}, {}
+    rows, graphs, called = {}, {}, {}
     for impl, call in calls.items():
-        if wanted and impl not in wanted:
+        if (wanted and impl not in wanted) or (impl == "fp8attn-graph" and case.length >= LONG):
             continue
         try:
             out = call()
@@ -136,14 +137,21 @@ def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
         if not rows[impl]["sqnr_db"] > LEAST_DB:
             raise AssertionError(f"{name}: {impl} is wrong, {rows[impl]['sqnr_db']} dB")
         del out, given
-        timed[impl] = call if impl in CALLED else captured(impl, call)
-    # Graphs would fill the queue, and what is called from Python behind them would not wait for the host.
-    for together in ({n: c for n, c in timed.items() if n not in CALLED}, {n: c for n, c in timed.items() if n in CALLED}):
-        once = interleaved(together, 2)
-        repeats = {impl: max(1, min(50, int(SAMPLE_MS / max(ms, 0.01)))) for impl, ms in once.items()}
-        for impl, ms in interleaved(together, 3 if max(once.values(), default=0) > LONG_MS else 7, repeats=repeats).items():
-            rows[impl] |= {"ms": round(ms, 5), "tflops": round(case.shape.flops / ms * 1e-9, 1)}
+        if impl in CALLED or case.length >= LONG:
+            called[impl] = call
+        else:
+            graphs[impl] = captured(impl, call)
+    # Apart: graphs would fill the queue, and what is called from Python behind them would not wait for the host.
+    times = interleaved(called, LONG_ROUNDS) if case.length >= LONG else sampled(graphs) | sampled(called)
+    for impl, ms in times.items():
+        rows[impl] |= {"ms": round(ms, 5), "tflops": round(case.shape.flops / ms * 1e-9, 1)}
     return list(rows.values())
+
+
+def sampled(calls: dict[str, Callable]) -> dict[str, float]:
+    """Median milliseconds, samples of several calls."""
+    repeats = {impl: max(1, min(50, int(SAMPLE_MS / max(ms, 0.01)))) for impl, ms in interleaved(calls, 2).items()}
+    return interleaved(calls, ROUNDS, repeats=repeats)
 
 
 def measure_quantize(name: str, case: Case) -> list[dict]:
