@@ -1,4 +1,4 @@
-"""The peers, as callables: FlashAttention-3 and vLLM's build of it, cuDNN's FP8 graph, torch's cuDNN attention.
+"""The peers, as callables: FlashAttention-3 and vLLM's build of it, cuDNN's FP8 graph, torch's cuDNN attention, torchao's FP8 attention.
 
 Binaries come from `.peers/` (README.md). Whatever is not there, or cannot do a case, is left out with the reason printed. Scales are one:
 FP8 data of spread one needs no others.
@@ -9,13 +9,16 @@ FP8 data of spread one needs no others.
 | `vllm-fa3-fp8`, `vllm-fa3-bf16` | vLLM's FlashAttention-3 | in two levels |
 | `cudnn-fp8` | cuDNN's FP8 graph; its output is FP8 too | in the tensor core |
 | `cudnn-bf16` | `scaled_dot_product_attention` by cuDNN | |
+| `torchao` | torchao's FP8 attention over `fa3-fp8`'s kernel: BF16 in and out, quantisation included | in the tensor core |
 """
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -37,8 +40,9 @@ UNPACKED = Path("/tmp/fp8attn-peers")
 
 @lru_cache
 def available() -> frozenset[str]:
-    """Which of `fa3`, `vllm-fa3` and `cudnn` load here; why another does not is printed once."""
-    found = {"fa3": _library("fa3_fwd"), "vllm-fa3": _library("vllm_fa3"), "cudnn": _cudnn_frontend()}
+    """Which of `fa3`, `vllm-fa3`, `cudnn` and `torchao` load here; why another does not is printed once."""
+    found = {"fa3": _library("fa3_fwd"), "vllm-fa3": _library("vllm_fa3"), "cudnn": _wheel("cudnn", "nvidia_cudnn_frontend")}
+    found["torchao"] = found["fa3"] or _wheel("torchao", "torchao") or _activate_fa3()
     for name, problem in found.items():
         if problem:
             print(f"without {name}: {problem}", flush=True)
@@ -63,17 +67,43 @@ def _library(name: str) -> str | None:
     return None
 
 
-def _cudnn_frontend() -> str | None:
-    wheels = sorted(FOLDER.glob("nvidia_cudnn_frontend-*.whl"))
-    if wheels and not (UNPACKED / "cudnn").exists():
+def _wheel(module: str, name: str) -> str | None:
+    """Import a module, from its wheel if it is not installed; the reason if that fails."""
+    wheels = sorted(FOLDER.glob(f"{name}-*.whl"))
+    if wheels and not (UNPACKED / module).exists():
         with zipfile.ZipFile(wheels[-1]) as wheel:
             wheel.extractall(UNPACKED)
     if wheels and str(UNPACKED) not in sys.path:
         sys.path.append(str(UNPACKED))
     try:
-        import cudnn  # noqa: F401
+        importlib.import_module(module)
     except ImportError as problem:
         return str(problem)
+    return None
+
+
+_registered: list[torch.library.Library] = []
+
+
+def _activate_fa3() -> str | None:
+    """Make FlashAttention-3 torch's flash backend, for the whole process, as torchao asks of its users; the reason if that fails.
+
+    torch looks for the package `flash_attn_interface` and calls `flash_attn_3::fwd`, which is `fa3_fwd::fwd` by another name.
+    """
+    try:
+        schema = str(torch.ops.fa3_fwd.fwd.default._schema).split("::", 1)[1]
+        library = torch.library.Library("flash_attn_3", "FRAGMENT")
+        library.define(schema)
+        library.define("bwd(Tensor x) -> Tensor")
+        library.impl("fwd", lambda *args, **kwargs: torch.ops.fa3_fwd.fwd(*args, **kwargs), "CUDA")
+        _registered.append(library)
+        stand_in = types.ModuleType("flash_attn_interface")
+        stand_in.__spec__ = importlib.machinery.ModuleSpec("flash_attn_interface", None)
+        sys.modules["flash_attn_interface"] = stand_in
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+        from torchao.prototype.attention.fp8_fa3.attention import fp8_fa3_sdpa  # noqa: F401
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
     return None
 
 
@@ -228,6 +258,14 @@ def cudnn_bf16(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     return call
 
 
+def torchao(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """torchao's attention over `[tokens, heads, head_dim]` of equal lengths in BF16."""
+    from torchao.prototype.attention.fp8_fa3.attention import fp8_fa3_sdpa
+
+    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+    return lambda: fp8_fa3_sdpa(q, k, v, is_causal=shape.causal).transpose(1, 2).reshape(-1, shape.q_heads, shape.dim)
+
+
 @dataclass(frozen=True)
 class Run:
     """A callable and what it was given: `q [T, num_q_heads, head_dim]`, `k` and `v [tokens, num_kv_heads, head_dim]`."""
@@ -238,19 +276,21 @@ class Run:
     v: torch.Tensor
 
 
+KERNELS = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "fa3-bf16", "cudnn-bf16")  # torchao is no kernel: it quantises too
 PEERS = {  # name: (what it needs, its callable, whether it takes FP8)
     "fa3-fp8": ("fa3", fa3, True),
     "cudnn-fp8": ("cudnn", cudnn_fp8, True),
     "vllm-fa3-fp8": ("vllm-fa3", vllm_fa3, True),
     "fa3-bf16": ("fa3", fa3, False),
     "cudnn-bf16": (None, cudnn_bf16, False),
+    "torchao": ("torchao", torchao, False),
 }
 
 
-def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = tuple(PEERS)) -> dict[str, Run]:
+def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = KERNELS) -> dict[str, Run]:
     """Those peers that are here and take such a problem, over one `q`, `k` and `v` in BF16 that each gets in its own dtype."""
     found = {}
-    low = [x.to(FP8) for x in (q, k, v)]
+    low = [x.to(FP8) for x in (q, k, v)] if any(PEERS[name][2] for name in names) else []
     for name in names:
         need, make, fp8 = PEERS[name]
         if need is not None and need not in available():
@@ -272,7 +312,7 @@ def left_out(name: str, why: str | Exception) -> None:
 
 
 def _unsupported(name: str, shape: Shape) -> str | None:
-    if not name.startswith("cudnn"):
+    if not name.startswith("cudnn") and name != "torchao":
         return None
     if not shape.uniform:
         return "no ragged batches"

@@ -1,6 +1,6 @@
 """The pictures of results/h100/*.json, each beside its numbers.
 
-python -m benchmarks.plot [decode | prefill | accuracy | llama_decode ...]
+python -m benchmarks.plot [decode | prefill | accuracy | llama_decode | sdpa ...]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLOURS = {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-no-means": "#a9d6b0", "fp8attn-q8-no-means": "#a9d6b0",
     "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
     "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
-    "bf16-sdpa": "#b8bfca",
+    "bf16-sdpa": "#b8bfca", "fp8attn-graph": "#0b6e4f", "fp8attn-rope": "#a9d6b0", "torchao": "#f2a65a",
 }  # fmt: skip
 PREFILL = (
     ("D128-full-S16384", "D128-causal-S16384", "D128-causal-S4096", "D128-causal-S8192", "D128-causal-S65536", "D128-causal-S1024",
@@ -148,7 +148,36 @@ def plot_llama_decode() -> None:
     save(figure, "llama_decode")
 
 
-PLOTS = {"decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode}
+def plot_sdpa() -> None:
+    """One attention layer, quantisation included, over the best BF16 kernel, by length: a panel a mask and number of KV heads."""
+    rows = read("sdpa")
+    figure, panels = plt.subplots(1, 4, figsize=(14, 4.2), sharey=True, layout="constrained")
+    titles = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
+    for axes, (kind, title) in zip(panels, titles.items(), strict=True):
+        kernels = [series(rows, rf"{kind}-S(\d+)", impl, lambda row: row["ms"]) for impl in ("fa3-bf16", "cudnn-bf16")]
+        best = {n: min(times[n] for times in kernels if n in times) for n in sorted(set().union(*kernels))}
+        axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1)
+        for impl, style in (("fp8attn-graph", "o-"), ("fp8attn", "o--"), ("fp8attn-rope", "o--"), ("torchao", "o-")):
+            times = series(rows, rf"{kind}-S(\d+)", impl, lambda row: row["ms"])
+            ratios = {n: best[n] / ms for n, ms in times.items() if n in best}
+            axes.semilogx(ratios.keys(), ratios.values(), style, base=2, ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xticks(list(best), [f"{n // 1024}k" for n in best], fontsize=8)
+        axes.minorticks_off()
+        axes.set_xlabel("tokens")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("speed over the best BF16 kernel")
+    figure.suptitle(
+        "One layer on an H100, 32 heads of 128, quantisation included; dashed: called from Python", x=0.01, ha="left", fontsize=11
+    )
+    legend(figure, panels[0])
+    save(figure, "sdpa")
+
+
+PLOTS = {
+    "decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode, "sdpa": plot_sdpa,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def implementations(shape: Shape, mean: float, wanted: list[str]) -> dict:
         for name, given in (("fp8attn", q), ("fp8attn-q8", q.to(FP8)))
         if not wanted or name in wanted
     }
-    for name, run in peers.runs(shape, q, k, v, [name for name in peers.PEERS if not wanted or name in wanted]).items():
+    for name, run in peers.runs(shape, q, k, v, [name for name in peers.KERNELS if not wanted or name in wanted]).items():
         found[name] = run.call, run.q, lambda seq, run=run: [x.split(list(shape.keys))[seq] for x in (run.k, run.v)]
     return found
 

@@ -18,6 +18,7 @@ ALLOWED = {
     "reference": {"layout", "numerics", "rope"},
     "backends": {"kernels", "reference"},
     "ops": {"backends", "layout", "numerics", "rope"},
+    "sdpa": {"backends", "layout", "ops", "rope"},
     "cache": {"layout", "numerics", "ops", "scales"},
     "kernels": {"layout", "numerics"},
     "calibrate": {"numerics", "scales", "cache", "layout"},

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from benchmarks import accuracy, llama_decode, measure, peers, prefill, problem, sanitize
+from benchmarks import accuracy, llama_decode, measure, peers, prefill, problem, sanitize, sdpa
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import reference
 
@@ -45,6 +45,22 @@ def test_sampled_queries_hold_both_ends_once():
     assert accuracy.sampled(1).tolist() == [0]
     assert accuracy.sampled(100).tolist() == list(range(100))
     assert accuracy.sampled(1000).tolist() == [*range(64), *range(936, 1000)]
+
+
+def test_a_layers_inputs_lie_as_its_case_says():
+    contiguous, transposed = (sdpa.Case(8, True, sdpa.KV_HEADS, lies).inputs() for lies in (False, True))
+    assert [tuple(x.shape) for x in contiguous] == [(1, 32, 8, 128), (1, 8, 8, 128), (1, 8, 8, 128)]
+    assert all(torch.equal(a, b) for a, b in zip(contiguous, transposed, strict=True))
+    assert all(a.is_contiguous() and b.transpose(1, 2).is_contiguous() for a, b in zip(contiguous, transposed, strict=True))
+    assert {"full-S1024", "causal-S131072", "gqa-full-S1024", "full-S4096-transposed"} <= sdpa.CASES.keys()
+
+
+def test_decibels_of_a_layer_are_those_of_its_rows():
+    case = sdpa.Case(40, True, sdpa.KV_HEADS)
+    q, k, v = case.inputs()
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    assert sdpa.decibels(case, exact, q, k, v) > 200
+    assert sdpa.decibels(case, exact * 1.01, q, k, v) == pytest.approx(40.0)
 
 
 def test_cases_have_names_of_their_own():

@@ -3,8 +3,9 @@
 from .cache import OutOfPagesError, PagedKVCache
 from .calibrate import calibrate
 from .layout import PAGE_SIZE, KVPages
-from .ops import append, attention
+from .ops import append, attention, quantize
 from .scales import KVScales, LayerScales
+from .sdpa import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,4 +18,8 @@ __all__ = [
     "append",
     "attention",
     "calibrate",
+    "fallback_reason",
+    "quantize",
+    "rope_scaled_dot_product_attention",
+    "scaled_dot_product_attention",
 ]

@@ -89,17 +89,64 @@ def append_kernel(name: str) -> Callable:
 
 
 @cache
+def quantize_kernel(name: str) -> Callable:
+    """The `quantize` of a resolved backend: the signature of `reference.quantize`."""
+    if name in ("hopper", "triton"):
+        from .kernels.append import quantize
+    else:
+        from .reference import quantize
+    return quantize
+
+
+@cache
+def rotate_kernel(name: str) -> Callable:
+    """The `rotate` of a resolved backend: the signature of `reference.rotate`."""
+    if name in ("hopper", "triton"):
+        from .kernels.append import rotate
+    else:
+        from .reference import rotate
+    return rotate
+
+
+@cache
+def quantize_rows_kernel(name: str) -> Callable:
+    """The `quantize_rows` of a resolved backend: the signature of `reference.quantize_rows`."""
+    if name in ("hopper", "triton"):
+        from .kernels.quantize_rows import quantize_rows
+    else:
+        from .reference import quantize_rows
+    return quantize_rows
+
+
+@cache
 def attention_kernel(name: str) -> Callable:
     """The `attention` of a resolved backend: the signature of `reference.attention`."""
     if name == "hopper":
         from .kernels import decode, prefill
 
+        few_queries = _one_after_another(decode.attention)
+
         def attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
             """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`)."""
             few = decode.unsupported_reason(q, pages, max_seqlen_q) is None
-            return (decode if few else prefill).attention(q, pages, max_seqlen_q=max_seqlen_q, **options)
-    elif name == "triton":
+            return (few_queries if few else prefill.attention)(q, pages, max_seqlen_q=max_seqlen_q, **options)
+
+        return attention
+    if name == "triton":
         from .kernels.portable import attention
     else:
         from .reference import attention
-    return attention
+    return _one_after_another(attention)
+
+
+def _one_after_another(attention: Callable) -> Callable:
+    """For kernels that know only `[T, num_q_heads, head_dim]`: `[num_seqs, S, num_q_heads, head_dim]` too, copied where it must be."""
+
+    def dense(q: torch.Tensor, pages, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        if q.dim() == 3:
+            return attention(q, pages, **options)
+        out, lse = (x.unflatten(0, q.shape[:2]) for x in attention(q.flatten(0, 1), pages, **options))
+        like = torch.empty_like(q)
+        return (out if out.stride() == like.stride() else like.copy_(out)), lse
+
+    return dense

@@ -1,7 +1,8 @@
 """What users call: check the arguments, choose a backend, run it; as a torch op where something traces or intercepts those.
 
-Both work on device state alone and never read it back to the host (but for `reference`, which is a loop over sequences), so they can be
-compiled and captured in CUDA graphs.
+They work on device state alone and never read it back to the host (but for `reference`, which is a loop over sequences), so they can be
+compiled and captured in CUDA graphs. `append` and `attention` are a cache's; `quantize`, `rotate` and `quantize_rows` take dense
+`[B, H, S, D]` tensors, contiguous or transposed, as models hand them to attention.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from functools import cache
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .backends import append_kernel, attention_kernel, select_backend
-from .layout import KVPages
-from .rope import check_rope
+from .backends import append_kernel, attention_kernel, quantize_kernel, quantize_rows_kernel, rotate_kernel, select_backend
+from .layout import FP8, HEAD_DIMS, PAGE_SIZE, V_GROUP, KVPages
+from .rope import check_rope, dense_tables
 
 
 def append(
@@ -90,7 +91,8 @@ def attention(
     call serves prefill, chunked prefill and decode.
 
     Args:
-        q: `[T, num_q_heads, head_dim]`, last dimension contiguous; `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA).
+        q: `[T, num_q_heads, head_dim]`, last dimension contiguous; `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA). Or
+            `[num_seqs, S, num_q_heads, head_dim]`, likewise, of any strides: every sequence has S queries.
         pages: the cache.
         cu_seqlens_q: `[num_seqs + 1]` int32, where each sequence's queries begin in T. None: every sequence has T / num_seqs.
         max_seqlen_q: the most queries of any sequence; needed with `cu_seqlens_q`.
@@ -103,15 +105,23 @@ def attention(
         return_lse: also return the natural logarithm of the softmax denominator (sinks included).
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
-        `out [T, num_q_heads, head_dim]` in q's dtype; rows that see no key are zero. With `return_lse` also `lse [T, num_q_heads]`
-        float32, `-inf` in such rows.
+        `out` of q's shape and dtype, contiguous, or in the order of memory of a `q` of four dimensions; rows that see no key are zero. With
+        `return_lse` also `lse`, the same without head_dim, float32, `-inf` in such rows.
     Raises:
         ValueError: a shape, dtype, option or backend that does not fit, with what would.
         RuntimeError: a gradient is wanted.
     """
-    _check_tokens(q, pages)
-    max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    _, num_q_heads, q_dim = q.shape
+    if q.dim() == 4:
+        if q.shape[0] != pages.num_seqs or cu_seqlens_q is not None or q.stride(3) != 1:
+            raise ValueError(
+                f"q of four dimensions must be [{pages.num_seqs}, S, num_q_heads, head_dim] with the last dimension contiguous, and come "
+                f"without cu_seqlens_q; got {tuple(q.shape)}, {q.stride()}"
+            )
+        max_seqlen_q = q.shape[1]
+    else:
+        max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
+    _check_tokens(q, pages, 4 if q.dim() == 4 else 3)
+    *_, num_q_heads, q_dim = q.shape
     _, num_kv_heads, _, head_dim = pages.k.shape
     if num_q_heads % num_kv_heads or q_dim != head_dim:
         raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
@@ -124,16 +134,115 @@ def attention(
     if leftpad_k is not None and leftpad_k.shape != (pages.num_seqs,):
         raise ValueError(f"leftpad_k must be [{pages.num_seqs}], one count per sequence; got {tuple(leftpad_k.shape)}")
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    name = _resolve(backend, q)
-    options = dict(
-        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale, window=window or 0,
-        softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k,
+    out, lse = run_attention(
+        resolve(backend, q), q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale,
+        window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k,
     )  # fmt: skip
-    if _unobserved(q):
-        out, lse = attention_kernel(name)(q, pages, **options)
-    else:
-        out, lse = torch.ops.fp8attn.attention(q, *pages.tensors, *options.values(), name)
     return (out, lse) if return_lse else out
+
+
+def quantize(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
+    means: bool = True,
+    backend: str = "auto",
+) -> KVPages:
+    """Dense K and V to pages, for `attention`: each is read once, in whatever order it lies, and written as FP8. What `append` does to an
+    empty cache, whose sequence b holds pages `[b * n, (b + 1) * n)` in order.
+
+    Args:
+        k, v: `[B, num_kv_heads, S, head_dim]`, any strides but for the last dimension, which is contiguous; nothing empty.
+        rope_cos, rope_sin: rotate K first; `[S, R / 2]` and more (`rope.dense_tables`).
+        rope_interleaved: which channels are pairs.
+        means: subtract each sequence's sampled mean K and V (attention does not change; rounding errors shrink).
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
+    Raises:
+        ValueError: a shape, dtype or backend that does not fit, with what would.
+        RuntimeError: a gradient is wanted.
+    """
+    _check_dense(k, "k")
+    _check_dense(v, "v")
+    if k.shape != v.shape or k.dtype != v.dtype or k.device != v.device or k.shape[3] not in HEAD_DIMS or not k.numel():
+        raise ValueError(
+            f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty, head_dim one of {HEAD_DIMS}; "
+            f"got {tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}"
+        )
+    cos, sin = _tables(k, rope_cos, rope_sin, rope_interleaved)
+    return run_quantize(resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, means=means)
+
+
+def rotate(
+    x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, *, rope_interleaved: bool = False, backend: str = "auto"
+) -> torch.Tensor:
+    """RoPE on a dense `x [B, H, S, D]`, with the tables of `quantize`; the result lies in memory as `x` does.
+
+    Raises:
+        ValueError: a shape, dtype or backend that does not fit, with what would.
+        RuntimeError: a gradient is wanted.
+    """
+    _check_dense(x, "x")
+    cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
+    name = resolve(backend, x)
+    if _unobserved(x):
+        return rotate_kernel(name)(x, cos, sin, rope_interleaved)
+    return torch.ops.fp8attn.rotate(x, cos, sin, rope_interleaved, name)
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    *,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
+    means: bool = False,
+    heads_per_scale: int = 1,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A dense tensor in FP8 as it lies, for kernels that know no pages: `x ~ x_fp8 * scale + mean`.
+
+    Args:
+        x: `[B, H, S, D]`, any strides but for the last dimension, which is contiguous; nothing empty.
+        rope_cos, rope_sin, rope_interleaved: rotate it first (`quantize`).
+        means: subtract each head's sampled mean (of K and V: it does not change attention but by `mean` added to the output, for V).
+        heads_per_scale: neighbouring heads that share a scale (the queries of a KV head).
+    Returns:
+        `x_fp8 [B, H, S, D]` float8_e4m3fn, in the order of memory of `x`; `scale [B, H / heads_per_scale]` float32, powers of two;
+        `mean [B, H, D]` float32, None without `means`.
+    Raises:
+        ValueError: a shape, dtype or backend that does not fit, with what would.
+        RuntimeError: a gradient is wanted.
+    """
+    _check_dense(x, "x")
+    if not x.numel() or heads_per_scale < 1 or x.shape[1] % heads_per_scale:
+        raise ValueError(f"x must not be empty, nor heads_per_scale={heads_per_scale} but a divisor of its heads; got {tuple(x.shape)}")
+    cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
+    options = dict(rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, means=means, heads_per_scale=heads_per_scale)
+    name = resolve(backend, x)
+    if _unobserved(x):
+        return quantize_rows_kernel(name)(x, **options)
+    x_fp8, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), name)
+    return x_fp8, scale, mean if means else None
+
+
+# What is left of the above when all has been checked: run the kernel, or the torch op where somebody watches.
+
+
+def run_attention(name: str, q: torch.Tensor, pages: KVPages, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` by the backend `name`; its options in the order of the op's schema. Returns `(out, lse)`."""
+    if _unobserved(q):
+        return attention_kernel(name)(q, pages, **options)
+    return torch.ops.fp8attn.attention(q, *pages.tensors, *options.values(), name)
+
+
+def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPages:
+    """`quantize` likewise, with tables as `rope.dense_tables` gives them."""
+    if _unobserved(k):
+        return quantize_kernel(name)(k, v, **options)
+    return KVPages(*torch.ops.fp8attn.quantize(k, v, *options.values(), name))
 
 
 def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> str:
@@ -156,13 +265,13 @@ def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> s
                 f"q is there to be rotated: it must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
                 f"got {tuple(q.shape)}, {'without' if rope_cos is None else 'with'} them"
             )
-    return _resolve(backend, k)
+    return resolve(backend, k)
 
 
 _selected = cache(select_backend)  # a machine does not change
 
 
-def _resolve(backend: str, x: torch.Tensor) -> str:
+def resolve(backend: str, x: torch.Tensor) -> str:
     """The backend's name, or `backend` itself while Dynamo traces, which cannot look at the machine: then the op resolves it."""
     return backend if torch.compiler.is_compiling() else _selected(backend, x.device, x.dtype)
 
@@ -172,13 +281,33 @@ def _unobserved(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
-def _check_tokens(x: torch.Tensor, pages: KVPages) -> None:
-    if x.dim() != 3 or x.stride(-1) != 1:
+def _check_tokens(x: torch.Tensor, pages: KVPages, dims: int = 3) -> None:
+    if x.dim() != dims or x.stride(-1) != 1:
         raise ValueError(f"tokens must be [T, heads, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
     if x.device != pages.k.device:
         raise ValueError(f"the cache is on {pages.device} and the tokens are on {x.device}; move one of them")
+    _check_gradient(x)
+
+
+def _check_gradient(x: torch.Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("no gradient flows through FP8 pages, which are for inference. Use torch.no_grad() or torch.inference_mode()")
+
+
+def _check_dense(x: torch.Tensor, name: str) -> None:
+    if x.dim() != 4 or x.stride(3) != 1:
+        raise ValueError(f"{name} must be [B, heads, S, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
+    _check_gradient(x)
+
+
+def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tables for a dense `x` as the kernels take them, `[B, S, R / 2]`."""
+    if (rope_cos is None) != (rope_sin is None):
+        raise ValueError("give rope_cos and rope_sin together, or neither")
+    if rope_cos is None:
+        return None, None
+    batch, _, length, head_dim = x.shape
+    return dense_tables(rope_cos, rope_sin, batch, length, head_dim, rope_interleaved)
 
 
 def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: str, max_name: str) -> int:
@@ -245,5 +374,67 @@ _register(
     "Tensor cache_seqlens, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, float softcap, "
     "Tensor? sinks, Tensor? leftpad_k, str backend) -> (Tensor, Tensor)",
     _attention,
-    lambda q, *args: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
+    lambda q, *args: (torch.empty_like(q) if q.dim() == 4 else q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)),
+)
+
+
+def _quantize(k, v, rope_cos, rope_sin, rope_interleaved, means, backend) -> tuple[torch.Tensor, ...]:
+    quantize = quantize_kernel(_selected(backend, k.device, k.dtype))
+    return quantize(k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=means).tensors
+
+
+def _quantize_fake(k, v, *args) -> tuple[torch.Tensor, ...]:
+    batch, heads, length, head_dim = k.shape
+    columns = -(-length // PAGE_SIZE)
+    pages = batch * columns
+    shapes = (
+        (pages, heads, PAGE_SIZE, head_dim),
+        (pages, heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP),
+        *((pages, heads),) * 2,
+        *((batch, heads, head_dim),) * 2,
+    )
+    dtypes = (FP8,) * 2 + (torch.float32,) * 4
+    floats = (k.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return (*floats, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32))
+
+
+_register(
+    "quantize(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool means, str backend) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize,
+    _quantize_fake,
+)
+
+
+def _rotate(x, rope_cos, rope_sin, rope_interleaved, backend) -> torch.Tensor:
+    return rotate_kernel(_selected(backend, x.device, x.dtype))(x, rope_cos, rope_sin, rope_interleaved)
+
+
+_register(
+    "rotate(Tensor x, Tensor rope_cos, Tensor rope_sin, bool rope_interleaved, str backend) -> Tensor",
+    _rotate,
+    lambda x, *args: torch.empty_like(x),
+)
+
+
+def _quantize_rows(
+    x, rope_cos, rope_sin, rope_interleaved, means, heads_per_scale, backend
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_fp8, scale, mean = quantize_rows_kernel(_selected(backend, x.device, x.dtype))(
+        x, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=means, heads_per_scale=heads_per_scale
+    )
+    return x_fp8, scale, scale.new_empty(0) if mean is None else mean
+
+
+def _quantize_rows_fake(x, rope_cos, rope_sin, rope_interleaved, means, heads_per_scale, backend):
+    batch, heads, _, head_dim = x.shape
+    scale = x.new_empty((batch, heads // heads_per_scale), dtype=torch.float32)
+    return torch.empty_like(x, dtype=FP8), scale, x.new_empty((batch, heads, head_dim) if means else 0, dtype=torch.float32)
+
+
+_register(
+    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool means, SymInt heads_per_scale, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
+    _quantize_rows,
+    _quantize_rows_fake,
 )

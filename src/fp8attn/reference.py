@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from .layout import FP8, PAGE_SIZE, KVPages, pack_k, pack_v, unpack_k, unpack_v
-from .numerics import finite_amax, power_of_two_scale, quantize, rescale, sample_rows, shrunk_mean
+from .numerics import finite_amax, power_of_two_scale, rescale, sample_rows, shrunk_mean
+from .numerics import quantize as quantize_e4m3
 from .rope import apply_rope
 
 QUERY_BLOCK = 512  # rows of scores held at a time
@@ -53,6 +54,50 @@ def append(
         pages.cache_seqlens[seq] += end - start
 
 
+def quantize(
+    k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, means: bool
+) -> KVPages:
+    """Dense K and V in pages of their own: the first append to an empty cache; see `ops.quantize`."""
+    batch, heads, length, head_dim = k.shape
+    columns = -(-length // PAGE_SIZE)
+    pages = KVPages.empty(batch * columns, heads, head_dim, batch, columns, k.device)
+    pages.page_table.copy_(torch.arange(batch * columns, device=k.device).view(batch, columns))
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+    if rope_cos is not None:
+        rope_cos, rope_sin = (x.flatten(0, 1) for x in (rope_cos, rope_sin))
+    append(
+        pages, k, v, cu_seqlens=None, max_seqlen=length, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
+        static_scales=False, fix_means=means,
+    )  # fmt: skip
+    return pages
+
+
+def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
+    """RoPE on a dense `[B, H, S, D]`; see `ops.rotate`."""
+    turned = apply_rope(x.transpose(1, 2).flatten(0, 1), rope_cos.flatten(0, 1), rope_sin.flatten(0, 1), rope_interleaved)
+    return torch.empty_like(x).copy_(turned.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
+
+
+def quantize_rows(
+    x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, means: bool,
+    heads_per_scale: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """A dense `[B, H, S, D]` in FP8 as it lies, one scale a sequence and group of heads; see `ops.quantize_rows`."""
+    batch, _, length, _ = x.shape
+    y = x.float() if rope_cos is None else rotate(x.float(), rope_cos, rope_sin, rope_interleaved)
+    mean = None
+    if means:
+        lengths = torch.full((batch,), length, device=x.device)
+        [rows] = sample_rows(lengths[:1], torch.zeros_like(lengths[:1]))
+        mean = shrunk_mean(y[:, :, rows].transpose(1, 2), lengths)
+        y = y - mean[:, :, None]
+    scale = power_of_two_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)))
+    codes = quantize_e4m3(y, scale.repeat_interleave(heads_per_scale, 1)[..., None, None])
+    x_fp8 = torch.empty_like(x, dtype=FP8)
+    x_fp8.view(torch.uint8).copy_(codes.view(torch.uint8))
+    return x_fp8, scale, mean
+
+
 def _fix_means(pages: KVPages, k, v, cu_seqlens, max_seqlen) -> None:
     """Means of the sequences that are empty, from a sample of their first tokens."""
     if cu_seqlens is None:
@@ -79,7 +124,7 @@ def _append_tokens(x, pool, scale, ids, offset, pack, unpack, static_scales) -> 
             old[:offset] = rescale(old[:offset], scale[ids[0]][:, None], grown[:, None])
             page_scale[0] = grown
         scale[ids] = page_scale
-    codes = quantize(new, page_scale.repeat_interleave(PAGE_SIZE, 0)[..., None]).view(torch.uint8)
+    codes = quantize_e4m3(new, page_scale.repeat_interleave(PAGE_SIZE, 0)[..., None]).view(torch.uint8)
     written = torch.zeros(size[0], 1, 1, dtype=torch.bool, device=x.device)
     written[offset : offset + len(x)] = True
     pool.view(torch.uint8)[ids] = pack(torch.where(written, codes, old.view(torch.uint8)))

@@ -37,3 +37,31 @@ def check_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
             f"cos and sin must both be [T, R/2] with T = {x.shape[0]} and R <= {x.shape[-1]}; got {tuple(cos.shape)}, {tuple(sin.shape)}"
             " (tables that repeat each angle twice, as transformers' do, must be cut to their first half)"
         )
+
+
+def dense_tables(
+    cos: torch.Tensor, sin: torch.Tensor, batch: int, length: int, head_dim: int, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of a dense batch as `[batch, length, R / 2]`, nothing copied.
+
+    Args:
+        cos, sin: `[length, W]`, `[batch or 1, length, W]` or `[batch or 1, 1, length, W]`, the last dimension contiguous. W is R / 2, one
+            angle a pair; or, if it is more than half of head_dim, R, every angle twice as the channels of its pair lie (transformers:
+            the half repeats; interleaved: neighbours repeat). A partial rotation's repeated tables must be cut to R / 2 by the caller:
+            `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
+    Raises:
+        ValueError: anything else.
+    """
+    given = tuple(cos.shape), tuple(sin.shape)
+    width = cos.shape[-1]
+    if cos.dim() == 4 and cos.shape[1] == 1 and sin.dim() == 4:
+        cos, sin = cos[:, 0], sin[:, 0]
+    fits = given[0] == given[1] and width <= head_dim and (width % 2 == 0 or 2 * width <= head_dim)
+    if not (fits and cos.dim() in (2, 3) and cos.shape[-2] == length and (cos.dim() == 2 or cos.shape[0] in (1, batch))):
+        raise ValueError(
+            f"rotary tables must both be [{length}, R/2], [{batch}, {length}, R/2] or [{batch}, 1, {length}, R/2] with R <= {head_dim}, "
+            f"or of width R where R > {head_dim // 2}; got {given[0]} and {given[1]} (a position offset is a slice of longer tables)"
+        )
+    if 2 * width > head_dim:
+        cos, sin = (x[..., ::2] if interleaved else x[..., : width // 2] for x in (cos, sin))
+    return cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)

@@ -1,8 +1,9 @@
-"""Quantise-and-append: new tokens of K and V become FP8 bytes in pages.
+"""Quantise-and-append: new tokens of K and V become FP8 bytes in pages, a cache's (`append`) or pages of their own (`quantize`).
 
 A decode step (up to `MAX_TOKENS` new tokens a sequence) is one launch of `_step_kernel`: a program writes a few heads of a sequence's K or
 V, others rotate Q, and the last of a sequence's programs to read its length advances it. A longer append goes page by page
-(`_page_kernel`): a program reads 128 tokens of a head once, holds them in registers for the page's largest value, and writes them.
+(`_page_kernel`): a program reads 128 tokens of a head once, holds them in registers for the page's largest value, and writes them. So does
+`quantize`, whose tokens are of any strides, and whose page table is written along with the pages.
 
 Where RoPE may turn it, a row of `head_dim` channels is held as two tiles, the first and the second channels of its pairs (`_channels`): a
 pair turns within one thread, with nothing exchanged. Where nothing turns, a pair is a channel of either half.
@@ -13,11 +14,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..layout import PAGE_SIZE, V_GROUP, KVPages
+from ..layout import FP8, PAGE_SIZE, V_GROUP, KVPages
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
-from .launch import constants, launch
+from .launch import constants, launch, overlaps
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
@@ -31,6 +33,7 @@ _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
 _TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
+_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))  # pools are written as bytes, which every target and the interpreter can
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -134,10 +137,10 @@ def _finite(x):
 
 
 @triton.jit
-def _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, HP: tl.constexpr, HALF: tl.constexpr):
-    """Rows `[..., 1]` of cos and of sin, each `[..., HP]`."""
+def _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, HP: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr):
+    """Rows `[..., 1]` of cos and of sin, each `[..., HP]`; STEP is how far apart a row's angles lie."""
     i = tl.arange(0, HP)
-    return _load(cos_ptr + rows * cos_stride, i, i, HALF), _load(sin_ptr + rows * sin_stride, i, i, HALF)
+    return _load(cos_ptr + rows * cos_stride, i * STEP, i, HALF), _load(sin_ptr + rows * sin_stride, i * STEP, i, HALF)
 
 
 @triton.jit
@@ -173,11 +176,11 @@ def _shift(pool_ptrs, grown, ratio, old, D: tl.constexpr, IS_V: tl.constexpr, NA
 
 @triton.jit
 def _rotate_queries(
-    program, q_ptr, out_ptr, cos_ptr, sin_ptr, stride_t, stride_h, cos_stride, sin_stride, num_tokens, num_heads,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
-    HEADS: tl.constexpr,
+    program, q_ptr, out_ptr, cos_ptr, sin_ptr, stride_t, stride_h, out_stride_t, out_stride_h, cos_stride, sin_stride, num_tokens,
+    num_heads, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, NATIVE: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """RoPE on T tokens of HEADS heads of Q; `out [num_tokens, num_heads, D]` is contiguous."""
+    """RoPE on T tokens of HEADS heads of Q."""
     blocks = tl.cdiv(num_heads, HEADS)
     token = program // blocks * T + tl.arange(0, T)
     head = program % blocks * HEADS + tl.arange(0, HEADS)
@@ -185,11 +188,11 @@ def _rotate_queries(
     token = tl.minimum(token, num_tokens - 1).to(tl.int64)
     head = tl.minimum(head, num_heads - 1).to(tl.int64)
     a, b = _load_pairs(q_ptr + (token[:, None] * stride_t + head[None, :] * stride_h)[:, :, None], D, HP, HALF, INTERLEAVED)
-    cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None, None], cos_stride, sin_stride, HP, HALF)
+    cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None, None], cos_stride, sin_stride, HP, HALF, STEP)
     a, b = _rotate(a, b, cos, sin, D, HP, HALF)
     a = round_to(a, out_ptr.dtype.element_ty, NATIVE)
     b = round_to(b, out_ptr.dtype.element_ty, NATIVE)
-    out = out_ptr + ((token[:, None] * num_heads + head[None, :]) * D)[:, :, None]
+    out = out_ptr + (token[:, None] * out_stride_t + head[None, :] * out_stride_h)[:, :, None]
     _store_pairs(out, a, b, valid, D, HP, HALF, INTERLEAVED)
 
 
@@ -258,19 +261,21 @@ def _step_factor(
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
 def _step_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
-    q_ptr, q_out_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_stride_t, q_stride_h, cos_stride, sin_stride,
-    table_stride, num_seqs, max_seqlen, num_kv_heads, num_tokens, num_q_heads,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
-    T: tl.constexpr, HEADS: tl.constexpr, Q_T: tl.constexpr, Q_HEADS: tl.constexpr,
+    q_ptr, q_out_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_stride_t, q_stride_h, q_out_stride_t,
+    q_out_stride_h, cos_stride, sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, num_tokens, num_q_heads,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
+    NATIVE: tl.constexpr, T: tl.constexpr, HEADS: tl.constexpr, Q_T: tl.constexpr, Q_HEADS: tl.constexpr,
 ):  # fmt: skip
+    k_pool_ptr = k_pool_ptr.to(_BYTES)
+    v_pool_ptr = v_pool_ptr.to(_BYTES)
     programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
     seq = tl.program_id(0) // programs
     program = tl.program_id(0) % programs
     if seq >= num_seqs:
         if q_ptr is not None:
             _rotate_queries(
-                tl.program_id(0) - num_seqs * programs, q_ptr, q_out_ptr, cos_ptr, sin_ptr, q_stride_t, q_stride_h, cos_stride, sin_stride,
-                num_tokens, num_q_heads, D, HP, HALF, INTERLEAVED, NATIVE, Q_T, Q_HEADS,
+                tl.program_id(0) - num_seqs * programs, q_ptr, q_out_ptr, cos_ptr, sin_ptr, q_stride_t, q_stride_h, q_out_stride_t,
+                q_out_stride_h, cos_stride, sin_stride, num_tokens, num_q_heads, D, HP, HALF, INTERLEAVED, STEP, NATIVE, Q_T, Q_HEADS,
             )  # fmt: skip
         return
     start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
@@ -290,7 +295,7 @@ def _step_kernel(
         a, b = _load_pairs(k_ptr + (head[:, None] * k_stride_h + row[None, :] * k_stride_t)[:, :, None], D, HP, HALF, INTERLEAVED)
         mean_a, mean_b = _load_pairs(k_mean_ptr + mean, D, HP, HALF, INTERLEAVED)
         if HALF > 0:
-            cos, sin = _load_angles(cos_ptr, sin_ptr, row[None, :, None], cos_stride, sin_stride, HP, HALF)
+            cos, sin = _load_angles(cos_ptr, sin_ptr, row[None, :, None], cos_stride, sin_stride, HP, HALF, STEP)
         tl.debug_barrier()
         length = _take_turn(seqlens_ptr, new, programs)
         old, slot, next_slot, here, position = _step_pages(table_ptr, length, token, new, head, num_kv_heads, T)
@@ -325,14 +330,102 @@ def _step_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_heads"])
 def _queries_kernel(
-    q_ptr, out_ptr, cos_ptr, sin_ptr, stride_t, stride_h, cos_stride, sin_stride, num_tokens, num_heads,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
-    HEADS: tl.constexpr,
+    q_ptr, out_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, out_stride_b, out_stride_t, out_stride_h, cos_stride_b, cos_stride,
+    sin_stride_b, sin_stride, num_tokens, num_heads,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, NATIVE: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    seq = tl.program_id(1).to(tl.int64)
     _rotate_queries(
-        tl.program_id(0), q_ptr, out_ptr, cos_ptr, sin_ptr, stride_t, stride_h, cos_stride, sin_stride, num_tokens, num_heads,
-        D, HP, HALF, INTERLEAVED, NATIVE, T, HEADS,
+        tl.program_id(0), q_ptr + seq * stride_b, out_ptr + seq * out_stride_b, cos_ptr + seq * cos_stride_b, sin_ptr + seq * sin_stride_b,
+        stride_t, stride_h, out_stride_t, out_stride_h, cos_stride, sin_stride, num_tokens, num_heads,
+        D, HP, HALF, INTERLEAVED, STEP, NATIVE, T, HEADS,
     )  # fmt: skip
+
+
+# Means
+
+
+@triton.jit
+def _shrunk_mean(x, n):
+    """`numerics.shrunk_mean` of samples `[N, C]`, of a sequence of n tokens: `[1, C]`."""
+    mean = tl.sum(x, 0) / _SAMPLES
+    deviation = x - mean[None, :]
+    noise = tl.sum(deviation * deviation, 0) / (_SAMPLES - 1) / tl.minimum(n, _SAMPLES).to(tl.float32)
+    square = mean * mean
+    shrunk = mean * (square / tl.maximum(square + noise, _TINY))
+    return tl.where((tl.abs(shrunk) < float("inf")) & (n > 1), shrunk, 0.0)[None, :]
+
+
+@triton.jit
+def _sampled_rows(start, new, last):
+    """`numerics.sample_rows`, none behind the row `last`: an empty sequence has none, and its mean is zero."""
+    return tl.minimum(start + tl.arange(0, _SAMPLES).to(tl.int64) * new // _SAMPLES, last)
+
+
+@triton.jit
+def _k_mean(
+    x_ptr, stride_t, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The mean of a head of K, from its rows `row`: both channels of the pairs, each `[1, HP]`."""
+    a, b = _load_pairs(x_ptr + (row * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
+    if HALF > 0:
+        cos, sin = _load_angles(cos_ptr, sin_ptr, row[:, None], cos_stride, sin_stride, HP, HALF, STEP)
+        a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+    return _shrunk_mean(a, new), _shrunk_mean(b, new)
+
+
+@triton.jit
+def _v_mean(x_ptr, stride_t, row, new, D: tl.constexpr, HP: tl.constexpr):
+    """`_k_mean` for V: `[1, 2 * HP]`."""
+    return _shrunk_mean(_load_rows(x_ptr + (row * stride_t)[:, None], D, HP), new)
+
+
+@triton.jit
+def _store_k_mean(mean_ptr, a, b, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    one = tl.zeros((1, 1), tl.int32)
+    _store_pairs(mean_ptr + one, a, b, one == 0, D, HP, HALF, INTERLEAVED)
+
+
+@triton.jit
+def _store_v_mean(mean_ptr, mean, D: tl.constexpr, HP: tl.constexpr):
+    d = tl.arange(0, 2 * HP)[None, :]
+    tl.store(mean_ptr + d, mean, mask=d < D)
+
+
+@triton.jit(do_not_specialize=["max_seqlen", "num_kv_heads", "num_tokens"])
+def _means_kernel(
+    k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, seqlens_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b,
+    v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b, sin_stride, max_seqlen, num_kv_heads, num_tokens,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, DENSE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+    seq = tl.program_id(1).to(tl.int64)
+    if DENSE:
+        start = 0
+        new = max_seqlen
+        k_ptr += seq * k_stride_b
+        v_ptr += seq * v_stride_b
+        if HALF > 0:
+            cos_ptr += seq * cos_stride_b
+            sin_ptr += seq * sin_stride_b
+    else:
+        if tl.load(seqlens_ptr + seq) > 0:
+            return
+        start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+    head = (tl.program_id(0) // 2).to(tl.int64)
+    mean = (seq * num_kv_heads + head) * D
+    row = _sampled_rows(start, new, num_tokens - 1)
+    if tl.program_id(0) % 2 == 0:
+        a, b = _k_mean(
+            k_ptr + head * k_stride_h, k_stride_t, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride, D, HP, HALF, INTERLEAVED, STEP,
+        )  # fmt: skip
+        _store_k_mean(k_mean_ptr + mean, a, b, D, HP, HALF, INTERLEAVED)
+    else:
+        _store_v_mean(v_mean_ptr + mean, _v_mean(v_ptr + head * v_stride_h, v_stride_t, row, new, D, HP), D, HP)
 
 
 # A prompt: page by page
@@ -355,15 +448,18 @@ def _page_scale(amax, scale_ptr, pool_ptr, old, D: tl.constexpr, IS_V: tl.conste
 @triton.jit
 def _k_page(
     x_ptr, stride_t, mean_ptr, pool_ptr, scale_ptr, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
+    NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write tokens `[old, end)` of a head's K page; the pointers are token 0's (before the tensors begin, if old > 0)."""
     position = tl.arange(0, _PAGE)
     token = tl.minimum(tl.maximum(position, old), end - 1)  # outside, a new one again: it changes no maximum, and nothing is masked
     a, b = _load_pairs(x_ptr + (token * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
     if HALF > 0:
-        cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, HP, HALF)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, HP, HALF, STEP)
         a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+    if OVERLAP:
+        gdc_wait()  # for the launch before this one, which computes the means
     mean_a, mean_b = _load_pairs(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP, HALF, INTERLEAVED)
     a -= mean_a
     b -= mean_b
@@ -374,6 +470,8 @@ def _k_page(
         if not (amax < float("inf")):
             amax = tl.max(tl.maximum(_finite(a), _finite(b)))
         scale = _page_scale(amax, scale_ptr, pool_ptr, old, D, False, NATIVE)
+    if OVERLAP:
+        gdc_launch_dependents()  # the next one may begin when nobody has more to do than write
     factor = _inverse(scale)
     valid = ((position >= old) & (position < end))[:, None]
     # Not more than the eight channels that a thread has loaded: it would have to load 16, of one token and with 16 means.
@@ -384,20 +482,26 @@ def _k_page(
 @triton.jit
 def _v_page(
     x_ptr, stride_t, mean_ptr, pool_ptr, scale_ptr, old, end, D: tl.constexpr, HP: tl.constexpr, STATIC: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`_k_page` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
     d = tl.arange(0, 2 * HP)
     word = tl.arange(0, _PAGE // 4)
     GROUPS: tl.constexpr = _PAGE // _GROUP
     WORDS: tl.constexpr = _GROUP // 4  # of a group and channel
-    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)[None, :]
     first = word // WORDS * _GROUP + _v_token(word % WORDS * 4)  # and then 1, 8 and 9 behind it (layout.V_ORDER)
     last = end - 1
-    x0 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None], D, HP) - mean
-    x1 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None], D, HP) - mean
-    x2 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 8, old), last) * stride_t)[:, None], D, HP) - mean
-    x3 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 9, old), last) * stride_t)[:, None], D, HP) - mean
+    x0 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None], D, HP)
+    x1 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None], D, HP)
+    x2 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 8, old), last) * stride_t)[:, None], D, HP)
+    x3 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 9, old), last) * stride_t)[:, None], D, HP)
+    if OVERLAP:
+        gdc_wait()  # for the launch before this one, which computes the means
+    mean = _load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP)
+    x0 -= mean
+    x1 -= mean
+    x2 -= mean
+    x3 -= mean
     if STATIC:
         scale = tl.load(scale_ptr)
     else:
@@ -405,6 +509,8 @@ def _v_page(
         if not (amax < float("inf")):
             amax = tl.max(tl.maximum(tl.maximum(_finite(x0), _finite(x1)), tl.maximum(_finite(x2), _finite(x3))))
         scale = _page_scale(amax, scale_ptr, pool_ptr, old, D, True, NATIVE)
+    if OVERLAP:
+        gdc_launch_dependents()  # the next one may begin when nobody has more to do than write
     factor = _inverse(scale)
     words = pack_e4m3(x0 * factor, x1 * factor, x2 * factor, x3 * factor, NATIVE)
     words = tl.permute(tl.reshape(words, (GROUPS, WORDS, 2 * HP)), (0, 2, 1))
@@ -425,10 +531,13 @@ def _v_page(
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "columns", "max_seqlen", "num_kv_heads"])
 def _page_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
-    cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos_stride, sin_stride, table_stride, num_seqs, columns, max_seqlen,
-    num_kv_heads,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
+    cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
+    sin_stride, table_stride, num_seqs, columns, max_seqlen, num_kv_heads,
+    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
+    NATIVE: tl.constexpr, DENSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    k_pool_ptr = k_pool_ptr.to(_BYTES)
+    v_pool_ptr = v_pool_ptr.to(_BYTES)
     # Heads follow each other, so that programs that run together read memory that lies together.
     is_v = tl.program_id(0) % 2
     head = tl.program_id(0) // 2 % num_kv_heads
@@ -446,16 +555,33 @@ def _page_kernel(
             seq += tl.sum(((seqs < num_seqs) & (starts // _PAGE + 2 * seqs <= place)).to(tl.int32), 0)
         start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
         column = place - start // _PAGE - 2 * seq
-    length = tl.load(seqlens_ptr + seq)
-    column += length // _PAGE
+    wide = seq.to(tl.int64)
+    if DENSE:  # sequences of strides of their own begin here, in pages in order; whoever is first says so in the table
+        start = 0
+        length = 0
+        page = place
+        if tl.program_id(0) % (2 * num_kv_heads) == 0:
+            tl.store(table_ptr + place, place)
+            if column == 0:
+                tl.store(seqlens_ptr + seq, new)
+        k_ptr += wide * k_stride_b
+        v_ptr += wide * v_stride_b
+        if HALF > 0:
+            cos_ptr += wide * cos_stride_b
+            sin_ptr += wide * sin_stride_b
+    else:
+        length = tl.load(seqlens_ptr + seq)
+        column += length // _PAGE
     first = column * _PAGE  # the page's first token
     old = tl.maximum(length - first, 0)
     end = tl.minimum(length + new - first, _PAGE)
     if old >= end:
         return
+    if not DENSE:
+        page = tl.load(table_ptr + wide * table_stride + column)
     row = (start + first - length).to(tl.int64)
-    slot = tl.load(table_ptr + seq.to(tl.int64) * table_stride + column).to(tl.int64) * num_kv_heads + head
-    mean = (seq.to(tl.int64) * num_kv_heads + head) * D
+    slot = page.to(tl.int64) * num_kv_heads + head
+    mean = (wide * num_kv_heads + head) * D
     head = head.to(tl.int64)
     if is_v == 0:
         if HALF > 0:
@@ -463,67 +589,12 @@ def _page_kernel(
             sin_ptr += row * sin_stride
         _k_page(
             k_ptr + row * k_stride_t + head * k_stride_h, k_stride_t, k_mean_ptr + mean, k_pool_ptr + slot * (D * _PAGE),
-            k_scale_ptr + slot, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, HP, HALF, INTERLEAVED, STATIC, NATIVE,
+            k_scale_ptr + slot, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, HP, HALF, INTERLEAVED, STEP, STATIC, NATIVE, OVERLAP,
         )  # fmt: skip
     else:
         _v_page(
             v_ptr + row * v_stride_t + head * v_stride_h, v_stride_t, v_mean_ptr + mean, v_pool_ptr + slot * (D * _PAGE),
-            v_scale_ptr + slot, old, end, D, HP, STATIC, NATIVE,
-        )  # fmt: skip
-
-
-# Means
-
-
-@triton.jit
-def _shrunk_mean(x, n):
-    """`numerics.shrunk_mean` of samples `[N, HP]`, of a sequence of n tokens."""
-    mean = tl.sum(x, 0) / _SAMPLES
-    deviation = x - mean[None, :]
-    noise = tl.sum(deviation * deviation, 0) / (_SAMPLES - 1) / tl.minimum(n, _SAMPLES).to(tl.float32)
-    square = mean * mean
-    shrunk = mean * (square / tl.maximum(square + noise, _TINY))
-    return tl.where((tl.abs(shrunk) < float("inf")) & (n > 1), shrunk, 0.0)
-
-
-@triton.jit
-def _write_mean(
-    x_ptr, stride_t, mean_ptr, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    a, b = _load_pairs(x_ptr + (row * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
-    if HALF > 0:
-        cos, sin = _load_angles(cos_ptr, sin_ptr, row[:, None], cos_stride, sin_stride, HP, HALF)
-        a, b = _rotate(a, b, cos, sin, D, HP, HALF)
-    a = _shrunk_mean(a, new)[None, :]
-    b = _shrunk_mean(b, new)[None, :]
-    one = tl.zeros((1, 1), tl.int32)
-    _store_pairs(mean_ptr + one, a, b, one == 0, D, HP, HALF, INTERLEAVED)
-
-
-@triton.jit(do_not_specialize=["max_seqlen", "num_kv_heads", "num_tokens"])
-def _means_kernel(
-    k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, seqlens_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    cos_stride, sin_stride, max_seqlen, num_kv_heads, num_tokens,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    seq = tl.program_id(1)
-    if tl.load(seqlens_ptr + seq) > 0:
-        return
-    start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
-    head = (tl.program_id(0) // 2).to(tl.int64)
-    mean = (seq.to(tl.int64) * num_kv_heads + head) * D
-    row = start + tl.arange(0, _SAMPLES).to(tl.int64) * new // _SAMPLES  # numerics.sample_rows
-    row = tl.minimum(row, num_tokens - 1)  # an empty sequence has none, and its mean is zero
-    if tl.program_id(0) % 2 == 0:
-        _write_mean(
-            k_ptr + head * k_stride_h, k_stride_t, k_mean_ptr + mean, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
-            D, HP, HALF, INTERLEAVED,
-        )  # fmt: skip
-    else:
-        _write_mean(
-            v_ptr + head * v_stride_h, v_stride_t, v_mean_ptr + mean, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
-            D, HP, 0, False,
+            v_scale_ptr + slot, old, end, D, HP, STATIC, NATIVE, OVERLAP,
         )  # fmt: skip
 
 
@@ -551,29 +622,28 @@ def append(
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
     _, heads, _, head_dim = pages.k.shape
     pairs = _power_of_two(head_dim // 2)
-    half = 0 if rope_cos is None else rope_cos.shape[1]
-    row = {"D": head_dim, "HP": pairs, "HALF": half, "INTERLEAVED": rope_interleaved and half > 0, "enable_fp_fusion": False}
+    row, angles, ((*_, cos_stride), (*_, sin_stride)) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
     write = row | {"STATIC": static_scales, "NATIVE": is_native(device)}
     means, lengths = (pages.k_mean, pages.v_mean), (pages.cache_seqlens, cu_seqlens)
-    pools = (pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale)
-    angles, angle_strides = (rope_cos, rope_sin), (rope_cos.stride(0), rope_sin.stride(0)) if half else (0, 0)
-    strides = (*k.stride()[:2], *v.stride()[:2])
-    queries, query_strides, query_shape, query_tile, query_programs = (None, None), (0, 0), (0, 0), (1, 1), 0
+    pools = pages.k, pages.v, pages.k_scale, pages.v_scale
+    k_strides, v_strides = k.stride()[:2], v.stride()[:2]
+    queries, query_strides, query_shape, query_tile, query_programs = (None, None), (0, 0, 0, 0), (0, 0), (1, 1), 0
     if q is not None:
-        queries, query_strides, query_shape = (q, q_out), q.stride()[:2], q.shape[:2]
-        query_heads = min(_power_of_two(q.shape[1]), QUERY_ELEMENTS // (2 * pairs))
-        query_tile = QUERY_ELEMENTS // (2 * pairs * query_heads), query_heads
-        query_programs = -(-num_tokens // query_tile[0]) * -(-q.shape[1] // query_heads)
+        queries, query_strides, query_shape = (q, q_out), (*q.stride()[:2], *q_out.stride()[:2]), q.shape[:2]
+        query_tile, query_programs = _query_tile(num_tokens, q.shape[1], pairs)
+    # Sequences follow one another: no strides between them.
+    strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
     if fix_means:
-        args = k, v, *means, *lengths, *angles, *strides, *angle_strides, max_seqlen, heads, num_tokens
-        launch(_means_kernel, (2 * heads, num_seqs), args, constants("means", device, **row, num_warps=pairs // 8))
+        args = k, v, *means, *lengths, *angles, *strides, max_seqlen, heads, num_tokens
+        given = constants("means", device, **row, DENSE=False, OVERLAP=False, num_warps=pairs // 8)
+        launch(_means_kernel, (2 * heads, num_seqs), args, given)
     if max_seqlen <= MAX_TOKENS:
         tokens = _power_of_two(max_seqlen)
         block = min(_power_of_two(heads), max(1, STEP_ELEMENTS // (2 * pairs * tokens)))
         block = max(block, _power_of_two(-(-2 * heads // MAX_PROGRAMS)))
         args = (
-            k, v, *pools, *means, pages.page_table, *lengths, *queries, *angles, *strides, *query_strides, *angle_strides,
-            pages.page_table.stride(0), num_seqs, max_seqlen, heads, *query_shape,
+            k, v, *pools, *means, pages.page_table, *lengths, *queries, *angles, *k_strides, *v_strides, *query_strides, cos_stride,
+            sin_stride, pages.page_table.stride(0), num_seqs, max_seqlen, heads, *query_shape,
         )  # fmt: skip
         given = constants("step", device, **write, T=tokens, HEADS=block, Q_T=query_tile[0], Q_HEADS=query_tile[1], num_warps=4)
         launch(_step_kernel, (num_seqs * 2 * -(-heads // block) + query_programs,), args, given)
@@ -581,14 +651,95 @@ def append(
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
     places = num_seqs * columns if cu_seqlens is None else num_tokens // PAGE_SIZE + 2 * num_seqs
     args = (
-        k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, *angle_strides, pages.page_table.stride(0), num_seqs, columns,
-        max_seqlen, heads,
+        k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, pages.page_table.stride(0), num_seqs, columns, max_seqlen,
+        heads,
     )  # fmt: skip
-    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, num_warps=pairs // 8))
+    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
     if q is not None:
-        given = constants("queries", device, **row, NATIVE=write["NATIVE"], T=query_tile[0], HEADS=query_tile[1], num_warps=4)
-        launch(_queries_kernel, (query_programs,), (*queries, *angles, *query_strides, *angle_strides, *query_shape), given)
+        _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
     pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+
+
+def quantize(
+    k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, means: bool
+) -> KVPages:
+    """`reference.quantize`, bit for bit, as `append` is `reference.append`."""
+    device = k.device
+    batch, heads, length, head_dim = k.shape
+    columns = -(-length // PAGE_SIZE)
+    num_pages = batch * columns
+    pairs = _power_of_two(head_dim // 2)
+    row, angles, (cos_strides, sin_strides) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
+    k_pages = torch.empty(num_pages, heads, PAGE_SIZE, head_dim, dtype=FP8, device=device)
+    v_pages = torch.empty(num_pages, heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP, dtype=FP8, device=device)
+    k_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
+    v_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
+    make_mean = torch.empty if means else torch.zeros
+    k_mean = make_mean(batch, heads, head_dim, dtype=torch.float32, device=device)
+    v_mean = make_mean(batch, heads, head_dim, dtype=torch.float32, device=device)
+    table = torch.empty(batch, columns, dtype=torch.int32, device=device)
+    lengths = torch.empty(batch, dtype=torch.int32, device=device)
+    (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
+    if batch == 1:  # a stride that leads nowhere can be anything
+        k_b = v_b = 0
+    strides = (k_b, k_t, k_h, v_b, v_t, v_h, *cos_strides, *sin_strides)
+    overlap = means and overlaps(device)  # pages are read while their means are computed
+    if means:
+        args = k, v, k_mean, v_mean, None, None, *angles, *strides, length, heads, length
+        given = constants("means", device, **row, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8)
+        launch(_means_kernel, (2 * heads, batch), args, given)
+    args = (
+        k, v, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths, None, *angles, *strides, columns, batch, columns, length,
+        heads,
+    )  # fmt: skip
+    options = {"launch_pdl": True} if overlap else {}
+    given = constants(
+        "page", device, **row, STATIC=False, NATIVE=is_native(device), DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options
+    )
+    launch(_page_kernel, (2 * heads * num_pages,), args, given)
+    return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
+
+
+def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
+    """`reference.rotate`, bit for bit."""
+    out = torch.empty_like(x)
+    if x.numel():
+        row, angles, angle_strides = _rotation(x.shape[3], rope_cos, rope_sin, rope_interleaved)
+        _rotate_dense(x.transpose(1, 2), out.transpose(1, 2), row, angles, angle_strides)
+    return out
+
+
+def _rotate_dense(x: torch.Tensor, out: torch.Tensor, row: dict, angles: tuple, angle_strides: tuple) -> None:
+    """RoPE on `x [B, T, H, D]`; the rest is `_rotation`'s of tables `[B, T, R / 2]`."""
+    cos_strides, sin_strides = angle_strides
+    batch, tokens, heads, _ = x.shape
+    tile, programs = _query_tile(tokens, heads, row["HP"])
+    given = constants("queries", x.device, **row, NATIVE=is_native(x.device), T=tile[0], HEADS=tile[1], num_warps=4)
+    args = x, out, *angles, *x.stride()[:3], *out.stride()[:3], *cos_strides, *sin_strides, tokens, heads
+    launch(_queries_kernel, (programs, batch), args, given)
+
+
+def _query_tile(tokens: int, heads: int, pairs: int) -> tuple[tuple[int, int], int]:
+    """Tokens and heads of Q that one program rotates; how many programs there are."""
+    tile_heads = min(_power_of_two(heads), QUERY_ELEMENTS // (2 * pairs))
+    tile = QUERY_ELEMENTS // (2 * pairs * tile_heads), tile_heads
+    return tile, -(-tokens // tile[0]) * -(-heads // tile[1])
+
+
+def _rotation(
+    head_dim: int, cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
+) -> tuple[dict[str, int], tuple[torch.Tensor | None, torch.Tensor | None], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What kernels need to know of a row and its rotation: constants, the tables, and the tables' strides but for their last."""
+    half, step, strides = 0, 1, ((0, 0), (0, 0))
+    if cos is not None:
+        if cos.stride(-1) != sin.stride(-1):
+            cos, sin = cos.contiguous(), sin.contiguous()
+        half, step, strides = cos.shape[-1], cos.stride(-1), (cos.stride()[:-1], sin.stride()[:-1])
+    row = {
+        "D": head_dim, "HP": _power_of_two(head_dim // 2), "HALF": half, "INTERLEAVED": interleaved and half > 0, "STEP": step,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    return row, (cos, sin), strides
 
 
 def _power_of_two(n: int) -> int:

@@ -807,7 +807,7 @@ def _num_sms(device: torch.device) -> int:
 def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
     """Why this kernel does not take these queries; None if it does."""
     num_pages, heads = pages.k.shape[:2]
-    group = q.shape[1] // heads
+    group = q.shape[-2] // heads
     if max_seqlen_q * group > MAX_ROWS:
         return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
     if num_pages * heads * PAGE_SIZE >= 2**31:

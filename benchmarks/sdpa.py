@@ -1,0 +1,204 @@
+"""One attention layer as a model calls it, K and V quantised within the call, beside BF16 attention and torchao's FP8: one process,
+interleaved, every output checked against float64 on the unquantised inputs before it is timed.
+
+    PYTHONPATH=src python -m benchmarks.sdpa [case substring ...] [--impl NAME ...] [--out FILE]
+
+Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous, or transposed from `[B, S, H, D]`. `fp8attn` and `fp8attn-rope` are
+called from Python, `fp8attn-graph` and the peers are replayed as CUDA graphs: the host's time is on nobody's account but ours (from 64k
+tokens on everything is called: there it is nothing). `fp8attn-rope` rotates queries and keys besides. Times are medians of samples of
+several calls; `sqnr_db` is over sampled rows. The cases `quantize-*` are `ops.quantize` alone, in GB/s of the 3 bytes an element that it
+reads and writes, beside a copy of as many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import fp8attn
+from fp8attn import ops
+from fp8attn.numerics import sqnr_db
+
+from . import peers
+from .measure import exact, graph_of, interleaved
+from .prefill import sampled_queries
+from .problem import DEVICE, Shape
+from .results import ROOT, write
+
+SOURCES = (
+    "src/fp8attn/sdpa.py", "src/fp8attn/ops.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/prefill.py",
+    "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py", "src/fp8attn/layout.py", "benchmarks/sdpa.py", "benchmarks/measure.py",
+    "benchmarks/peers.py",
+)  # fmt: skip
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SAMPLE_MS = 8  # calls of a sample together
+ROUNDS, LONG_ROUNDS = 7, 3
+LONG = 65536  # tokens from which on calls are long: nothing is a graph, for the host's time is nothing beside the GPU's
+OURS = ("fp8attn", "fp8attn-graph", "fp8attn-rope")
+CALLED = ("fp8attn", "fp8attn-rope")  # from Python
+PEERS = ("torchao", "fa3-bf16", "cudnn-bf16")
+LEAST_DB = 20.0  # below, an output is wrong
+
+
+@dataclass(frozen=True)
+class Case:
+    length: int
+    causal: bool
+    kv_heads: int = HEADS
+    transposed: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape((self.length,), (self.length,), HEADS, self.kv_heads, DIM, self.causal)
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Q, K and V, `[1, H, S, D]` BF16."""
+        torch.manual_seed(0)
+        xs = [torch.randn(1, self.length, h, DIM, device=DEVICE).bfloat16().transpose(1, 2) for h in (HEADS, self.kv_heads, self.kv_heads)]
+        return xs if self.transposed else [x.contiguous() for x in xs]
+
+
+K = 1024
+LENGTHS = tuple(n * K for n in (1, 2, 4, 8, 16, 32, 64, 128))
+MASKS = {"full": False, "causal": True}
+CASES = {
+    f"{group}{mask}-S{n}": Case(n, causal, kv_heads)
+    for group, kv_heads in (("", HEADS), ("gqa-", KV_HEADS))
+    for mask, causal in MASKS.items()
+    for n in LENGTHS
+} | {f"{mask}-S{n}-transposed": Case(n, causal, transposed=True) for mask, causal in MASKS.items() for n in (2 * K, 4 * K, 16 * K)}
+QUANTIZE = {f"quantize-S{n}": Case(n, False) for n in (4 * K, 16 * K, 64 * K, 128 * K)} | {
+    "quantize-S16384-transposed": Case(16 * K, False, transposed=True),
+    "gqa-quantize-S16384": Case(16 * K, False, KV_HEADS),
+}
+
+
+def tables(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of Llama's angles, `[length, DIM / 2]` BF16."""
+    angle = torch.arange(length, device=DEVICE)[:, None] * 500000.0 ** (-torch.arange(0, DIM, 2, device=DEVICE) / DIM)
+    return angle.cos().bfloat16(), angle.sin().bfloat16()
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`x [1, H, S, D]` with RoPE, in FP32."""
+    return ops.rotate(x.float(), cos, sin, backend="reference")
+
+
+def decibels(case: Case, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """SQNR of sampled rows of the first and the last head; all `[1, H, S, D]`."""
+    rows = torch.tensor(sampled_queries(case.length), device=DEVICE)
+    heads = torch.tensor([0, HEADS - 1], device=DEVICE)
+    picked = heads // (HEADS // case.kv_heads)
+    ref = exact(
+        q[0, heads][:, rows].transpose(0, 1), k[0, picked].transpose(0, 1), v[0, picked].transpose(0, 1), case.shape.softmax_scale,
+        case.shape.last_key(0, rows),
+    )  # fmt: skip
+    return sqnr_db(out[0, heads][:, rows].transpose(0, 1), ref)
+
+
+def captured(name: str, call: Callable) -> Callable:
+    """The call as a CUDA graph; as it is, if it cannot be captured."""
+    try:
+        return graph_of(call)[0]
+    except RuntimeError as problem:
+        torch.cuda.synchronize()
+        print(f"   {name} is called from Python: {str(problem).strip().splitlines()[0][:120]}")
+        return call
+
+
+def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
+    q, k, v = case.inputs()
+    cos, sin = tables(case.length)
+    options = {"is_causal": case.causal, "enable_gqa": case.kv_heads != HEADS}
+    plain = lambda: fp8attn.scaled_dot_product_attention(q, k, v, **options)  # noqa: E731
+    rope = lambda: fp8attn.rope_scaled_dot_product_attention(q, k, v, cos, sin, **options)  # noqa: E731
+    calls: dict[str, Callable] = {"fp8attn": plain, "fp8attn-graph": plain, "fp8attn-rope": rope}
+    tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
+    found = peers.runs(case.shape, *tokens, [peer for peer in PEERS if not wanted or peer in wanted])
+    for peer, run in found.items():
+        calls[peer] = lambda run=run: run.call().transpose(0, 1)[None]
+    rows, graphs, called = {}, {}, {}
+    for impl, call in calls.items():
+        if (wanted and impl not in wanted) or (impl == "fp8attn-graph" and case.length >= LONG):
+            continue
+        try:
+            out = call()
+            torch.cuda.synchronize()
+        except Exception as problem:  # a peer's, of any type
+            peers.left_out(impl, problem)
+            continue
+        given = (rotated(q, cos, sin), rotated(k, cos, sin)) if impl == "fp8attn-rope" else (q, k)
+        rows[impl] = {"case": name, "impl": impl, "sqnr_db": round(decibels(case, out, *given, v), 2)}
+        if not rows[impl]["sqnr_db"] > LEAST_DB:
+            raise AssertionError(f"{name}: {impl} is wrong, {rows[impl]['sqnr_db']} dB")
+        del out, given
+        if impl in CALLED or case.length >= LONG:
+            called[impl] = call
+        else:
+            graphs[impl] = captured(impl, call)
+    # Apart: graphs would fill the queue, and what is called from Python behind them would not wait for the host.
+    times = interleaved(called, LONG_ROUNDS) if case.length >= LONG else sampled(graphs) | sampled(called)
+    for impl, ms in times.items():
+        rows[impl] |= {"ms": round(ms, 5), "tflops": round(case.shape.flops / ms * 1e-9, 1)}
+    return list(rows.values())
+
+
+def sampled(calls: dict[str, Callable]) -> dict[str, float]:
+    """Median milliseconds, samples of several calls."""
+    repeats = {impl: max(1, min(50, int(SAMPLE_MS / max(ms, 0.01)))) for impl, ms in interleaved(calls, 2).items()}
+    return interleaved(calls, ROUNDS, repeats=repeats)
+
+
+def measure_quantize(name: str, case: Case) -> list[dict]:
+    _, k, v = case.inputs()
+    cos, sin = tables(case.length)
+    nbytes = 3 * (k.numel() + v.numel())
+    source = torch.empty(nbytes // 4, dtype=torch.bfloat16, device=DEVICE)
+    target = torch.empty_like(source)
+    calls = {
+        "fp8attn": lambda: ops.quantize(k, v), "fp8attn-rope": lambda: ops.quantize(k, v, rope_cos=cos, rope_sin=sin),
+        "copy": lambda: target.copy_(source),
+    }  # fmt: skip
+    replays = {impl: graph_of(call)[0] for impl, call in calls.items()}
+    once = interleaved(replays, 2, flush=True)
+    found = interleaved(replays, 15, flush=True) if max(once.values()) < 1.0 else interleaved(replays, 7, flush=True)
+    return [{"case": name, "impl": impl, "ms": round(ms, 5), "gbps": round(nbytes / ms * 1e-6, 1)} for impl, ms in found.items()]
+
+
+def show(rows: list[dict]) -> None:
+    """One line a case: every time, and ours over the best BF16 kernel's."""
+    by = {row["impl"]: row for row in rows}
+    cells = [f"{impl} {row['gbps']:.0f} GB/s" if "gbps" in row else f"{impl} {row['ms'] * 1e3:.1f}" for impl, row in by.items()]
+    bf16 = [row["ms"] for impl, row in by.items() if impl.endswith("bf16")]
+    ratios = [f"{impl} {min(bf16) / by[impl]['ms']:.3f}x" for impl in (*OURS, "torchao") if bf16 and impl in by]
+    print(f"{rows[0]['case']:26s} {'  '.join(ratios)} | us: {'  '.join(cells)} | {by['fp8attn'].get('sqnr_db', '')}", flush=True)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("cases", nargs="*", help="substrings of names; none: all")
+    parser.add_argument("--impl", nargs="*", default=[])
+    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/sdpa.json")
+    args = parser.parse_args()
+    start = time.time()
+    print(f"peers: {', '.join(sorted(peers.available()))}", flush=True)
+    rows = []
+    for name, case in (QUANTIZE | CASES).items():
+        if args.cases and not any(word in name for word in args.cases):
+            continue
+        found = measure_quantize(name, case) if name in QUANTIZE else measure(name, case, args.impl)
+        rows += found
+        show(found)
+        torch.cuda.empty_cache()
+    print(f"{time.time() - start:.0f} s")
+    write(args.out, rows, SOURCES)
+
+
+if __name__ == "__main__":
+    main()

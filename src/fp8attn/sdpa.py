@@ -1,0 +1,204 @@
+"""`scaled_dot_product_attention` in FP8: torch's signature and semantics, quantisation included.
+
+K and V become pages in one pass over them (`ops.quantize`), and `ops.attention` reads those; queries stay in their dtype until the
+attention kernel rounds them. What FP8 cannot do as asked (`fallback_reason`) torch's own function does, exactly and in the inputs' dtype:
+no mask is ever dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from . import ops
+from .backends import unsupported_reason
+from .layout import HEAD_DIMS, KVPages
+from .rope import dense_tables
+
+
+def fallback_reason(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str | None:
+    """Why torch's own SDPA answers this call of `scaled_dot_product_attention`, exactly and in the inputs' dtype; None: FP8 does.
+
+    It looks at shapes, dtypes and the device alone, never at values.
+    """
+    if attn_mask is not None:
+        return "a mask is given; FP8 attention is causal or full"
+    if dropout_p > 0.0:
+        return "dropout is for training, FP8 attention for inference"
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return "a gradient is wanted, and none flows through FP8; use torch.no_grad() or torch.inference_mode()"
+    if query.is_nested or key.is_nested or value.is_nested:
+        return "nested tensors are not supported"
+    dtype, device = query.dtype, query.device
+    if key.dtype != dtype or value.dtype != dtype or key.device != device or value.device != device:
+        return "query, key and value differ in dtype or device"
+    # What does not fit together torch broadcasts, or refuses in its own words.
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    dims = len(q_shape)
+    if len(k_shape) != dims or len(v_shape) != dims or dims < 2:
+        return "query, key and value differ in their number of dimensions"
+    if q_shape[:-3] != k_shape[:-3] or k_shape[:-1] != v_shape[:-1] or q_shape[-1] != k_shape[-1]:
+        return "query, key and value differ in batch, key and value in heads or length, or query and key in head_dim"
+    if 0 in q_shape or 0 in k_shape or 0 in v_shape:
+        return "a dimension is empty"
+    if dims > 2 and q_shape[-3] != k_shape[-3] and (not enable_gqa or q_shape[-3] % k_shape[-3]):
+        return "there are more or fewer query heads than KV heads, and enable_gqa does not say how they go together"
+    if q_shape[-1] > HEAD_DIMS[-1] or v_shape[-1] > HEAD_DIMS[-1]:
+        return f"a head_dim above {HEAD_DIMS[-1]} is not supported"
+    if scale is not None and not scale > 0.0:
+        return "the scale is not positive"
+    if device.type == "cpu":
+        return None if dtype in (torch.bfloat16, torch.float16, torch.float32) else f"{dtype} asks for more than FP8 gives"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels take bfloat16 and float16, not {dtype}"
+    # Dynamo cannot look at the machine. The op does, and refuses if it must.
+    return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
+
+
+@cache
+def _machine_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    return unsupported_reason("triton", device, dtype)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` in FP8, quantisation included.
+
+    Args:
+        query: `[..., Hq, L, E]`, any strides; bfloat16 or float16 (float32 on a CPU).
+        key: `[..., H, S, E]`, value: `[..., H, S, Ev]`; E and Ev up to 256. Head dimensions that are not among `layout.HEAD_DIMS`, or
+            differ, cost a copy padded with zeros.
+        attn_mask: goes to torch's SDPA, exactly, like everything with a `fallback_reason`.
+        is_causal: query i sees keys 0 to i (aligned to the first key, as in torch, whatever the lengths).
+        scale: default `1 / sqrt(E)`.
+        enable_gqa: Hq may be a multiple of H.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; one named outright is for what has no `fallback_reason`.
+    Returns:
+        `[..., Hq, L, Ev]` in query's dtype, and in the order of memory of query.
+    Raises:
+        ValueError: `dropout_p` is not zero; a backend that cannot run here, and why.
+    """
+    if dropout_p:
+        raise ValueError(
+            f"FP8 attention has no dropout: it is for inference, and dropout_p is {dropout_p}; "
+            "call model.eval(), or torch.nn.functional.scaled_dot_product_attention for training"
+        )
+    if fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) is not None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    q, k, v = _batched(query), _batched(key), _batched(value)
+    out = _attend(q, k, v, None, None, False, is_causal, scale, backend)
+    return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
+
+
+def rope_scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rope_cos: torch.Tensor,
+    rope_sin: torch.Tensor,
+    *,
+    key_rope_cos: torch.Tensor | None = None,
+    key_rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` of rotated queries and keys; keys turn on their way to FP8, and are not rounded in between.
+
+    Args:
+        query, key, value: `[B, H, S, D]` as there.
+        rope_cos, rope_sin: of the queries: `[L, R / 2]` and more (`rope.dense_tables`: full-width tables, one a sequence). A position
+            offset is a slice of longer tables.
+        key_rope_cos, key_rope_sin: of the keys; None: the same.
+        rope_interleaved: pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
+        is_causal, scale, enable_gqa, backend: as there.
+    Raises:
+        ValueError: tables that do not fit; a backend that cannot run here; a call that only torch's SDPA can answer, with the reason
+            (rotate first, and call `scaled_dot_product_attention`).
+    """
+    reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
+    if reason is None and query.dim() != 4:
+        reason = "query, key and value must have four dimensions"
+    if reason is not None:
+        raise ValueError(f"FP8 attention cannot answer this call: {reason}; rotate query and key, and call scaled_dot_product_attention")
+    if (key_rope_cos is None) != (key_rope_sin is None):
+        raise ValueError("give key_rope_cos and key_rope_sin together, or neither")
+    if key_rope_cos is None:
+        key_rope_cos, key_rope_sin = rope_cos, rope_sin
+    q, k, v = _batched(query), _batched(key), _batched(value)
+    q = ops.rotate(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=backend)
+    batch, _, kv_len, head_dim = k.shape
+    cos, sin = dense_tables(key_rope_cos, key_rope_sin, batch, kv_len, head_dim, rope_interleaved)
+    return _attend(q, k, v, cos, sin, rope_interleaved, is_causal, scale, backend)
+
+
+def _attend(q, k, v, rope_cos, rope_sin, rope_interleaved: bool, is_causal: bool, scale: float | None, backend: str) -> torch.Tensor:
+    """`[B, H, S, D]` of one batch size, checked: cut, pad, quantise, attend."""
+    q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    name = ops.resolve(backend, q)
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    if is_causal and q_len < kv_len:  # nobody sees the others
+        kv_len = q_len
+        k, v = k[:, :, :q_len], v[:, :, :q_len]
+        if rope_cos is not None:
+            rope_cos, rope_sin = rope_cos[:, :q_len], rope_sin[:, :q_len]
+    padded = head_dim
+    if head_dim != v_dim or head_dim not in HEAD_DIMS:
+        padded = next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
+        q, k, v = _widened(q, padded), _widened(k, padded), _widened(v, padded)
+    pages = ops.run_quantize(name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=True)
+    if is_causal and q_len > kv_len:  # rows behind the last key see all of them
+        out = torch.empty_like(q)
+        out[:, :, :kv_len] = _over_pages(name, q[:, :, :kv_len], pages, True, scale)
+        out[:, :, kv_len:] = _over_pages(name, q[:, :, kv_len:], pages, False, scale)
+    else:
+        out = _over_pages(name, q, pages, is_causal, scale)
+    return out if v_dim == padded else out[..., :v_dim].clone()
+
+
+def _over_pages(name: str, q: torch.Tensor, pages: KVPages, causal: bool, scale: float) -> torch.Tensor:
+    out, _ = ops.run_attention(
+        name, q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=q.shape[2], causal=causal, softmax_scale=scale, window=0,
+        softcap=0.0, sinks=None, leftpad_k=None,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _widened(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x [B, H, S, D]` with zeros behind its channels, in the same order of memory."""
+    if x.stride(1) < x.stride(2):
+        return F.pad(x.transpose(1, 2), (0, size - x.shape[3])).transpose(1, 2)
+    return F.pad(x, (0, size - x.shape[3]))
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    """As `[B, H, S, D]` with the last dimension contiguous: a view but where memory does not allow one."""
+    if x.dim() > 4:
+        x = x.flatten(0, -4)
+    while x.dim() < 4:
+        x = x.unsqueeze(0)
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,151 @@
+"""FP8 attention as torch calls it, on a GPU: bytes against the reference, SQNR over shapes and strides, graphs, poison, compilation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from kernel_cases import case_id, pairwise, poison_empty, random_tokens
+
+from fp8attn import fallback_reason, ops, rope_scaled_dot_product_attention, scaled_dot_product_attention
+from fp8attn.backends import select_backend
+from fp8attn.layout import unpack_k, unpack_v
+from fp8attn.numerics import sqnr_db
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+CUDA = torch.device("cuda", 0)
+LEAST_DB = 23.0  # inputs and weights in FP8; flat attention of some thousand normal values loses most
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    torch.manual_seed(0)
+    poison_empty(monkeypatch)
+
+
+def dense(batch: int, heads: int, length: int, head_dim: int, how: str, dtype=torch.bfloat16) -> torch.Tensor:
+    if how == "fused":  # a slice of a projection to more than this
+        return torch.randn(batch, length, heads, 3 * head_dim, device=CUDA).to(dtype)[..., head_dim : 2 * head_dim].transpose(1, 2)
+    x = torch.randn(batch, length, heads, head_dim, device=CUDA).to(dtype).transpose(1, 2)
+    return x.contiguous() if how == "contiguous" else x
+
+
+FACTORS = {
+    "batch": [1, 2, 3],
+    "heads": [(2, 2), (8, 2), (4, 1), (3, 3)],
+    "lengths": [(1, 1), (1, 777), (17, 129), (128, 128), (129, 127), (300, 1000), (1000, 300), (1025, 1025), (2048, 2048)],
+    "dims": [(64, 64), (128, 128), (256, 256), (96, 96), (72, 40), (192, 128)],
+    "how": ["contiguous", "transposed", "fused"],
+    "causal": [False, True],
+    "dtype": [torch.bfloat16, torch.float16],
+    "backend": ["auto", "triton"],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=case_id)
+def test_it_is_torchs_attention(case):
+    (q_heads, heads), (q_len, kv_len), (head_dim, v_dim) = case["heads"], case["lengths"], case["dims"]
+    shared = case["how"], case["dtype"]
+    query = dense(case["batch"], q_heads, q_len, head_dim, *shared)
+    key, value = (dense(case["batch"], heads, kv_len, dim, *shared) for dim in (head_dim, v_dim))
+    options = {"is_causal": case["causal"], "enable_gqa": q_heads != heads}
+    assert fallback_reason(query, key, value, **options) is None
+    out = scaled_dot_product_attention(query, key, value, **options, backend=case["backend"])
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
+    assert out.dtype == query.dtype
+    assert out.shape == exact.shape
+    assert (out if case["how"] == "contiguous" else out.transpose(1, 2)).is_contiguous()
+    assert sqnr_db(out, exact) > LEAST_DB
+
+
+@pytest.mark.parametrize("how", ["contiguous", "transposed", "fused"])
+@pytest.mark.parametrize(("rotary", "interleaved"), [(0, False), (128, False), (128, True), (40, False)])
+def test_quantize_writes_the_references_bytes(how, rotary, interleaved):
+    batch, heads, length, head_dim = 2, 3, 1111, 128
+    k, v = (dense(batch, heads, length, head_dim, how) * torch.exp2(torch.randint(-3, 4, (length, 1), device=CUDA)) for _ in "kv")
+    k, v = k.bfloat16(), v.bfloat16()
+    angle = torch.randn(batch, length, rotary // 2, device=CUDA)
+    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
+    ours, theirs = (ops.quantize(k, v, **rope, means=False, backend=backend) for backend in ("triton", "reference"))
+    for a, b in zip(ours.tensors[2:], theirs.tensors[2:], strict=True):
+        assert torch.equal(a, b)
+    for name, unpack in (("k", unpack_k), ("v", unpack_v)):
+        a, b = (unpack(getattr(pages, name).view(torch.uint8)).unflatten(0, (batch, -1)) for pages in (ours, theirs))
+        assert torch.equal(a[:, :length], b[:, :length])
+        assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
+    means = [ops.quantize(k + 5, v - 5, **rope, backend=backend) for backend in ("triton", "reference")]
+    for name in ("k_mean", "v_mean"):  # the tolerance of kernel_cases.check_means
+        largest = float(torch.stack([k.abs().amax(), v.abs().amax()]).amax() + 5) * 2**0.5
+        torch.testing.assert_close(getattr(means[0], name), getattr(means[1], name), rtol=0, atol=1.2e-5 * largest)
+    if rotary:
+        turned = [ops.rotate(k, **rope, backend=backend) for backend in ("triton", "reference")]
+        assert torch.equal(*turned)
+        assert turned[0].stride() == torch.empty_like(k).stride()
+
+
+@pytest.mark.parametrize("means", [False, True])
+def test_quantize_rows_is_the_references(means):
+    x = random_tokens(2 * 700, 4, 128, torch.bfloat16, CUDA).unflatten(0, (2, 700)).transpose(1, 2)
+    ours, theirs = (ops.quantize_rows(x, means=means, heads_per_scale=2, backend=backend) for backend in ("triton", "reference"))
+    assert torch.equal(ours[1], theirs[1])
+    if means:  # their sums are in another order: a byte at a tie may differ
+        torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=1.2e-5 * float(x.abs().max()))
+        assert (ours[0].view(torch.uint8) != theirs[0].view(torch.uint8)).float().mean() < 1e-3
+    else:
+        assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_graph_follows_its_inputs(causal):
+    """Launches overlap their predecessors; replayed over inputs that change, every output is what a lone call gives."""
+    inputs = [[dense(1, 8, 1000, 128, "contiguous") + i for _ in "qkv"] for i in range(3)]
+    tables = torch.randn(1000, 64, device=CUDA), torch.randn(1000, 64, device=CUDA)
+
+    def layer(query, key, value):
+        plain = scaled_dot_product_attention(query, key, value, is_causal=causal)
+        return plain, rope_scaled_dot_product_attention(plain, key, value, *tables, is_causal=causal)
+
+    expected = []
+    for each in inputs:
+        expected.append([x.clone() for x in layer(*each)])
+        torch.cuda.synchronize()
+    held = [x.clone() for x in inputs[0]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*held)
+    for i in range(60):
+        for target, source in zip(held, inputs[i % 3], strict=True):
+            target.copy_(source)
+        graph.replay()
+        replayed = [x.clone() for x in out]
+        called = layer(*held)
+        for a, b, c in zip(replayed, called, expected[i % 3], strict=True):
+            assert torch.equal(a, c)
+            assert torch.equal(b, c)
+
+
+def test_ops_pass_torch_opcheck():
+    x, angle = dense(2, 2, 300, 128, "transposed"), torch.randn(2, 300, 64, device=CUDA)
+    name = select_backend("auto", CUDA, x.dtype)
+    checks = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.fp8attn.quantize, (x, x, angle, angle, False, True, name), test_utils=checks)
+    torch.library.opcheck(torch.ops.fp8attn.rotate, (x, angle, angle, False, name))
+    torch.library.opcheck(torch.ops.fp8attn.quantize_rows, (x, None, None, False, True, 1, name), test_utils=checks)
+    pages = ops.quantize(x, x)
+    options = (None, 300, True, 0.1, 0, 0.0, None, None, name)
+    torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2), *pages.tensors, *options), test_utils=checks)
+
+
+@pytest.mark.parametrize("options", [{"backend": "inductor"}, {"mode": "reduce-overhead"}], ids=["inductor", "graphs"])
+def test_it_compiles_whole(options, monkeypatch):
+    monkeypatch.undo()  # Dynamo does not trace a replaced torch.empty
+    torch._dynamo.reset()
+
+    def layer(query, key, value):
+        return scaled_dot_product_attention(query * 2, key, value, is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(layer, fullgraph=True, **options)
+    for _ in range(4):
+        arguments = dense(2, 4, 300, 128, "transposed"), *(dense(2, 2, 300, 128, "transposed") for _ in "kv")
+        assert torch.equal(compiled(*arguments).clone(), layer(*arguments))
