@@ -469,13 +469,17 @@ def _page_kernel(
 
 
 @triton.jit
-def _shrunk_mean(x, n):
-    """`numerics.shrunk_mean` of samples `[N, HP]`, of a sequence of n tokens."""
+def _shrunk_mean(x, n, EPS: tl.constexpr):
+    """`numerics.shrunk_mean` of samples `[N, HP]`, of a sequence of n tokens; EPS of the dtype that they came in, 0 for FP32."""
     mean = tl.sum(x, 0) / _SAMPLES
     deviation = x - mean[None, :]
     noise = tl.sum(deviation * deviation, 0) / (_SAMPLES - 1) / tl.minimum(n, _SAMPLES).to(tl.float32)
     square = mean * mean
     shrunk = mean * (square / tl.maximum(square + noise, _TINY))
+    if EPS > 0:  # numerics.on_grid
+        binade = (tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        magic = binade * (1.5 * 2**23 * EPS)
+        shrunk = (shrunk + magic) - magic
     return tl.where((tl.abs(shrunk) < float("inf")) & (n > 1), shrunk, 0.0)
 
 
@@ -485,11 +489,13 @@ def _write_mean(
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     a, b = _load_pairs(x_ptr + (row * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
+    mantissa: tl.constexpr = x_ptr.dtype.element_ty.fp_mantissa_width
+    EPS: tl.constexpr = 0.0 if HALF > 0 or mantissa > 10 else 2.0**-mantissa
     if HALF > 0:
         cos, sin = _load_angles(cos_ptr, sin_ptr, row[:, None], cos_stride, sin_stride, HP, HALF)
         a, b = _rotate(a, b, cos, sin, D, HP, HALF)
-    a = _shrunk_mean(a, new)[None, :]
-    b = _shrunk_mean(b, new)[None, :]
+    a = _shrunk_mean(a, new, EPS)[None, :]
+    b = _shrunk_mean(b, new, EPS)[None, :]
     one = tl.zeros((1, 1), tl.int32)
     _store_pairs(mean_ptr + one, a, b, one == 0, D, HP, HALF, INTERLEAVED)
 
