@@ -29,7 +29,7 @@ from fp8attn.kernels import prefill
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.float8_e4m3fn: "fp8e4nv"}
 EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, "cu_seqlens_q": True}
-CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
+CASES = {'d256-q8': {'head_dim': 256, 'dtype': torch.float8_e4m3fn}} | {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
     "d128-fp16": {"head_dim": 128, "dtype": torch.float16},
     "d128-q8": {"head_dim": 128, "dtype": torch.float8_e4m3fn},
     "d64-window": {"head_dim": 64, "window": 300},

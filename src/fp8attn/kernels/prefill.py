@@ -35,6 +35,7 @@ from .launch import Tiles, constants, current_stream, kept, launch
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
 P_SHIFT = gl.constexpr(8.0)  # weights are held as 2^8 p: E4M3 keeps 17 binades below them
+FEW = gl.constexpr(256)  # rows that see fewer keys are multiplied twice: roundings of Q and P are not averaged away
 UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = gl.constexpr(float("-inf"))  # a masked score
 LN2 = gl.constexpr(math.log(2))
@@ -115,6 +116,11 @@ def _to_fp8(x):
 
 
 @gluon.jit
+def _rest_to_fp8(x):
+    return gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
 def _weights(s, factor, m, z, CUBICS: gl.constexpr, CAP: gl.constexpr):
     """One tile of online softmax: weights 2^8 p, the row's new maximum and sum, and what the old ones shrink by."""
     if CAP:
@@ -162,6 +168,15 @@ def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
     return gl.minimum(_field(info_s, slot, POSITION) + row, _field(info_s, slot, LENGTH) - 1)
 
 
+@gluon.jit
+def _scores(q, q_rest, k, REST: gl.constexpr):
+    """Q K, of the queries and, with REST, of what rounding cut off them."""
+    s = gl.zeros([ROWS, TILE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]))
+    if REST:
+        s = warpgroup_mma(q_rest, k.permute([1, 0]), s, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), s, use_acc=REST, is_async=True)])
+
+
 # One tile: head_dim up to 128
 
 
@@ -196,7 +211,7 @@ def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, 
 
 
 @gluon.jit
-def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, few, stage, phase,
+def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
             WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
             CAP: gl.constexpr):  # fmt: skip
     """Tiles `top`, `top - 1`, ...: first those that end
@@ -239,27 +254,64 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
                 WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
             tile -= 1
     p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
-    p = _as_operand(p, P)
-    p8 = _to_fp8(p)
+    p8 = _to_fp8(_as_operand(p, P))
     mbarrier.wait(v_full.index(vst), vph)
-    v = v_s.index(vst).permute([1, 0])
-    t = gl.zeros([ROWS, D], gl.float32, OUT)
-    if few:  # rows of few keys do not average the rounding of their weights away: start from what it cuts off
-        rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
-        t = warpgroup_mma_wait(0, deps=[warpgroup_mma(rest, v, t, use_acc=False, is_async=True)])
-    t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v, t, use_acc=True, is_async=True)])
+    t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
+    t = warpgroup_mma_wait(0, deps=[t])
     mbarrier.arrive(v_empty.index(vst))
     acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     return acc, m, z, kst, kph
+
+
+@gluon.jit
+def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stage, phase,
+                WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
+                CAP: gl.constexpr):  # fmt: skip
+    """`_attend` where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as well."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    k_s, v_s, scale_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
+    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    for _ in range(n):
+        mbarrier.wait(k_full.index(stage), phase)
+        s = _scores(q, q_rest, k_s.index(stage), Q16)
+        factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
+        ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
+        mbarrier.arrive(k_empty.index(stage))
+        s = _visible(s, factor, shift, cap, edge, tile, S, WG, True, LO, CAP)
+        p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+        p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
+        p8 = _to_fp8(p)
+        rest = _rest_to_fp8(p)
+        mbarrier.wait(v_full.index(stage), phase)
+        v = v_s.index(stage).permute([1, 0])
+        t = warpgroup_mma(rest, v, gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
+        t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v, t, use_acc=True, is_async=True)])
+        mbarrier.arrive(v_empty.index(stage))
+        acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+        stage, phase = advance(stage, phase, STAGES)
+        tile -= 1
+    return acc, m, z, stage, phase
 
 
 # One tile: head_dim 256
 
 
 @gluon.jit
-def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+def _add_both(acc, shrink, zero, rest, p8, v):
+    """`acc * shrink` and the products of both parts of P."""
+    t = warpgroup_mma(rest, v.permute([1, 0]), zero, use_acc=False, is_async=True)
+    t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v.permute([1, 0]), t, use_acc=True, is_async=True)])
+    return _pin(acc * shrink + t)
+
+
+@gluon.jit
+def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
                WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
-          CAP: gl.constexpr):  # fmt: skip
+               CAP: gl.constexpr, FEW: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """A whole tile. P V in four slices of channels, for want of registers; the other warpgroup fills the tensor core meanwhile.
 
     ptxas would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic block),
@@ -271,45 +323,55 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2
     k_s, v_s, scale_s = ring
     k_full, k_empty, v_full, v_empty = bars
     mbarrier.wait(k_full.index(stage), phase)
-    s = warpgroup_mma(q, k_s.index(stage).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    s = _scores(q, q_rest, k_s.index(stage), REST)
     factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
     ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
-    s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage))
     s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
     p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
     # Volatile: it stays before the next wait, and the FP32 weights end there.
     p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
     p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    if FEW:
+        rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
     z = _pin(z)
     shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     zero = gl.zeros([ROWS, Q], gl.float32, OUT)
     mbarrier.wait(v_full.index(stage), phase)
     v = v_s.index(stage)
-    t0 = warpgroup_mma(p8, v.slice(0, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t1 = warpgroup_mma(p8, v.slice(Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t0 = warpgroup_mma_wait(1, deps=[t0])
-    a0 = _pin(a0 * shrink + t0)
-    mbarrier.wait(v_full.index(stage), phase)
-    t2 = warpgroup_mma(p8, v.slice(2 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t1 = warpgroup_mma_wait(1, deps=[t1])
-    a1 = _pin(a1 * shrink + t1)
-    mbarrier.wait(v_full.index(stage), phase)
-    t3 = warpgroup_mma(p8, v.slice(3 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t2 = warpgroup_mma_wait(1, deps=[t2])
-    a2 = a2 * shrink + t2
-    t3 = warpgroup_mma_wait(0, deps=[t3])
+    if FEW:
+        a0 = _add_both(a0, shrink, zero, rest, p8, v.slice(0, Q, dim=0))
+        mbarrier.wait(v_full.index(stage), phase)
+        a1 = _add_both(a1, shrink, zero, rest, p8, v.slice(Q, Q, dim=0))
+        mbarrier.wait(v_full.index(stage), phase)
+        a2 = _add_both(a2, shrink, zero, rest, p8, v.slice(2 * Q, Q, dim=0))
+        mbarrier.wait(v_full.index(stage), phase)
+        a3 = _add_both(a3, shrink, zero, rest, p8, v.slice(3 * Q, Q, dim=0))
+    else:
+        t0 = warpgroup_mma(p8, v.slice(0, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t1 = warpgroup_mma(p8, v.slice(Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t0 = warpgroup_mma_wait(1, deps=[t0])
+        a0 = _pin(a0 * shrink + t0)
+        mbarrier.wait(v_full.index(stage), phase)
+        t2 = warpgroup_mma(p8, v.slice(2 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t1 = warpgroup_mma_wait(1, deps=[t1])
+        a1 = _pin(a1 * shrink + t1)
+        mbarrier.wait(v_full.index(stage), phase)
+        t3 = warpgroup_mma(p8, v.slice(3 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t2 = warpgroup_mma_wait(1, deps=[t2])
+        a2 = a2 * shrink + t2
+        t3 = warpgroup_mma_wait(0, deps=[t3])
+        a3 = a3 * shrink + t3
     mbarrier.arrive(v_empty.index(stage))
-    a3 = a3 * shrink + t3
     stage, phase = advance(stage, phase, STAGES)
     return m, z, a0, a1, a2, a3, stage, phase
 
 
 @gluon.jit
-def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
-                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
-            CAP: gl.constexpr):  # fmt: skip
-    """As `_attend`, whose tile `top` is one of the masked ones here."""
+def _attend_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr,
+                 FEW: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """As `_attend` and `_attend_few`; tile `top` is one of the masked ones here."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 4, 32])
     a0 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
@@ -319,22 +381,25 @@ def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
     z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     tile = top
+    if FEW:
+        n_hi += n_free + n_lo
     for _ in range(n_hi + 1):
         m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
-            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            WG, D, STAGES, CUBICS, True, LO, CAP, FEW, REST)  # fmt: skip
         tile -= 1
-    for _ in range(n_free):
-        m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
-            WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
-    if LO:
-        tile -= n_free
-        for _ in range(n_lo):
+    if not FEW:
+        for _ in range(n_free):
             m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-                q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
-            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
-            tile -= 1
+                q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+                WG, D, STAGES, CUBICS, False, LO, CAP, False, False)  # fmt: skip
+        if LO:
+            tile -= n_free
+            for _ in range(n_lo):
+                m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+                    WG, D, STAGES, CUBICS, True, LO, CAP, False, False)  # fmt: skip
+                tile -= 1
     return a0, a1, a2, a3, m, z, stage, phase
 
 
@@ -342,8 +407,11 @@ def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n
 
 
 @gluon.jit
-def _load_q(q_s, q16_s, k_mean_ptr, scale, q_empty, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
-    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
+def _load_q(q_s, q16_s, rest_s, k_mean_ptr, scale, few, q_empty, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
+    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two).
+
+    What rounding cuts off goes, if `few`, to `rest_s`, where the 16-bit rows stood; else that memory is free again.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
     channel = gl.arange(0, D, gl.SliceLayout(0, A))
@@ -360,12 +428,16 @@ def _load_q(q_s, q16_s, k_mean_ptr, scale, q_empty, DH: gl.constexpr, D: gl.cons
         up = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
         q_factor = ((127 + exponent) << 23).to(gl.float32, bitcast=True) * scale
         q_s.store(_to_fp8(x * up[:, None]))
-        fence_async_shared()
-        mbarrier.arrive(q_empty)
     else:
         x = q_s.load(A).to(gl.float32)
         q_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
     shift = gl.sum(x * k_mean[None, :], 1) * scale
+    if Q16:
+        if few:  # read again, for want of registers
+            rest_s.store(_rest_to_fp8(q16_s.load(A).to(gl.float32) * up[:, None]))
+        fence_async_shared()
+        if not few:
+            mbarrier.arrive(q_empty)
     row: gl.constexpr = gl.SliceLayout(1, S)
     return gl.convert_layout(q_factor, row, assert_trivial=True), gl.convert_layout(shift, row, assert_trivial=True)
 
@@ -396,7 +468,7 @@ def _write(out_ptr, v_mean_ptr, acc, inverse, share, unseen, count, stride, firs
 
 
 @gluon.jit
-def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
               num_q_heads, causal, window, scale, cap, WG: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
               CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
@@ -404,6 +476,7 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
     k_full, k_empty, v_full, v_empty = bars
     q_full, q_empty = q_bars
     q = q_s.index(WG)
+    q_rest = rest_s.index(2 * WG if Q16 else WG)
     item = 0
     stage = 0
     phase = 0
@@ -416,16 +489,17 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
         position = _field(info_s, slot, POSITION)
         length = _field(info_s, slot, LENGTH)
         mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
-        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean_ptr + mean, scale, q_empty.index(WG), DH, D, Q16)
-        if not CAP:
-            shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
-
         # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
         bottom = last - tiles + 1
         edge = (info_s, slot, causal, window)
         hi_min = position + WG * ROWS + ((1 - causal) << 30)
         hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
+        few = hi_min < FEW
+        q_factor, shift = _load_q(q, q16_s.index(WG), q_rest, k_mean_ptr + mean, scale, few, q_empty.index(WG), DH, D, Q16)
+        if not CAP:
+            shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
+
         whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
         top = gl.maximum(gl.minimum(gl.maximum(hi_max, 0) // TILE, last), bottom)
         if count <= 0:
@@ -446,14 +520,25 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
             mbarrier.arrive(v_empty.index(stage))
             stage, phase = advance(stage, phase, STAGES)
         if D == 256:
-            a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
-                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
-                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
+            if few:
+                a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, LO, CAP, True, Q16)  # fmt: skip
+            else:
+                a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, LO, CAP, False, False)  # fmt: skip
+        elif few:
+            a0, m, z, stage, phase = _attend_few(
+                q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
+                WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
         else:
             a0, m, z, stage, phase = _attend(
-                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, hi_min < (bottom + 1) * TILE, stage, phase,
+                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                 WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
         if not Q16:
+            mbarrier.arrive(q_empty.index(WG))
+        elif few:
             mbarrier.arrive(q_empty.index(WG))
 
         count = _field(info_s, slot, COUNT) - WG * ROWS
@@ -658,9 +743,12 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     q_in = gl.allocate_shared_memory(q_d.dtype, [WGS, ROWS, 1, D], q_d.layout)
     q16_s = reinterpret(q_in, q_d.dtype, [WGS, ROWS, D], FLAT)
     if Q16:
-        q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv))
+        FP8: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv)
+        q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], FP8)
+        rest_s = reinterpret(q_in, gl.float8e4nv, [2 * WGS, ROWS, D], FP8)
     else:
         q_s = q16_s
+        rest_s = q16_s
     ring = (
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, D], k_d.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, TILE], v_d.layout),
@@ -687,9 +775,9 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     bars = (k_full, k_empty, v_full, v_empty)
     if WGS == 2:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
                          num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
                          num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
                         left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
@@ -697,11 +785,11 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
                          num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
                          num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
                          num_q_heads, causal, window, scale, cap, 2, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
                         left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
