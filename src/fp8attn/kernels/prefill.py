@@ -170,11 +170,11 @@ def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
 
 @gluon.jit
 def _scores(q, q_rest, k, REST: gl.constexpr):
-    """Q K, of the queries and, with REST, of what rounding cut off them."""
+    """Q K, begun: of the queries and, with REST, of what rounding cut off them."""
     s = gl.zeros([ROWS, TILE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]))
     if REST:
         s = warpgroup_mma(q_rest, k.permute([1, 0]), s, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), s, use_acc=REST, is_async=True)])
+    return warpgroup_mma(q, k.permute([1, 0]), s, use_acc=REST, is_async=True)
 
 
 # One tile: head_dim up to 128
@@ -280,6 +280,7 @@ def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stag
         s = _scores(q, q_rest, k_s.index(stage), Q16)
         factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
         ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
+        s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage))
         s = _visible(s, factor, shift, cap, edge, tile, S, WG, True, LO, CAP)
         p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
@@ -326,6 +327,7 @@ def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0
     s = _scores(q, q_rest, k_s.index(stage), REST)
     factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
     ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
+    s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage))
     s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
     p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
