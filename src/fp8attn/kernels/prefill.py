@@ -31,11 +31,15 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .launch import Tiles, constants, current_stream, kept, launch
+from .portable import combine, num_splits
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
 P_SHIFT = gl.constexpr(8.0)  # weights are held as 2^8 p: E4M3 keeps 17 binades below them
-FEW = gl.constexpr(256)  # rows that see fewer keys are multiplied twice: roundings of Q and P are not averaged away
+# Rows that see fewer keys are multiplied twice, for roundings of Q and P do not average away: prompts, whose other rows see more, and
+# queries that all see the same keys.
+FEW = gl.constexpr(256)
+FEW_IN_ALL = gl.constexpr(640)
 UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = gl.constexpr(float("-inf"))  # a masked score
 LN2 = gl.constexpr(math.log(2))
@@ -471,8 +475,8 @@ def _write(out_ptr, v_mean_ptr, acc, inverse, share, unseen, count, stride, firs
 
 @gluon.jit
 def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-              num_q_heads, causal, window, scale, cap, WG: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-              CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+              num_q_heads, causal, window, plane, scale, cap, WG: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
@@ -497,7 +501,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
         hi_min = position + WG * ROWS + ((1 - causal) << 30)
         hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
-        few = hi_min < FEW
+        few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
         q_factor, shift = _load_q(q, q16_s.index(WG), q_rest, k_mean_ptr + mean, scale, few, q_empty.index(WG), DH, D, Q16)
         if not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
@@ -538,9 +542,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
             a0, m, z, stage, phase = _attend(
                 q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                 WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
-        if not Q16:
-            mbarrier.arrive(q_empty.index(WG))
-        elif few:
+        if few | (not Q16):
             mbarrier.arrive(q_empty.index(WG))
 
         count = _field(info_s, slot, COUNT) - WG * ROWS
@@ -566,6 +568,9 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
             share = inverse
             lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
         here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        if SPLIT:  # as `portable.combine` takes it
+            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + gl.log2(z))
+            gl.store(lse_ptr + plane.to(gl.int64) + token + here * num_q_heads, shift, mask=here < count)
         gl.store(lse_ptr + token + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
         out = out_ptr + token * DH
@@ -598,10 +603,13 @@ def _claim(counter_ptr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr, left_ptr,
-             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, parts,
              WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
-             LO: gl.constexpr):  # fmt: skip
-    """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full."""
+             LO: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full.
+
+    With SPLIT an item is one of `parts` parts of its tiles, and its output one of as many.
+    """
     BLOCK: gl.constexpr = WGS * ROWS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -616,6 +624,10 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
     # Items in order: sequence by sequence; in one, HEADS heads at a time (they share K and V in L2), of these the last block of queries
     # first, which sees most keys.
     claim = gl.program_id(0)
+    part = 0
+    if SPLIT:
+        part = claim % parts
+        claim = claim // parts
     seq = 0
     base = 0  # items before this sequence
     start = 0
@@ -665,6 +677,14 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
             if left_ptr is not None:
                 left = gl.load(left_ptr + held)
             bottom = gl.minimum(gl.maximum(gl.maximum(position - window + 1, left), 0) // TILE, last)
+        row = token
+        if SPLIT:
+            tiles = (last - bottom + parts) // parts
+            bottom += part * tiles
+            length = gl.where(bottom > last, 0, length)  # nothing is left for this part
+            bottom = gl.minimum(bottom, last)
+            last = gl.minimum(bottom + tiles - 1, last)
+            row += part * num_tokens
         # The first tile's page, scales, and the next one's page.
         table = table_ptr + held.to(gl.int64) * table_width
         page = gl.load(table + last)
@@ -680,7 +700,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
             mbarrier.wait(q_empty.index(i), slot ^ 1)
         _put(info_s, slot, TILES, last - bottom + 1)
         _put(info_s, slot, LAST, last)
-        _put(info_s, slot, TOKEN, token)
+        _put(info_s, slot, TOKEN, row)
         _put(info_s, slot, COUNT, count)
         _put(info_s, slot, POSITION, position)
         _put(info_s, slot, LENGTH, length)
@@ -714,6 +734,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         item += 1
         lane = gl.arange(0, 32, LANES)
         claim = gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+        if SPLIT:
+            part = claim % parts
+            claim = claim // parts
         while (seq < seqs) & (claim >= base + blocks * heads):
             base += blocks * heads
             seq += 1
@@ -721,6 +744,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
                 start = gl.load(cu_ptr + gl.minimum(seq, num_seqs))
                 q_len = gl.where(seq < num_seqs, gl.load(cu_ptr + gl.minimum(seq + 1, num_seqs)), num_tokens) - start
                 blocks = (q_len + BLOCK - 1) // BLOCK
+    if SPLIT:
+        claim = claim * parts + part
+        base = base * parts
     if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: leave the counter as it was found
         gl.store(counter_ptr, 0)
     slot = item & 1
@@ -732,14 +758,28 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         mbarrier.arrive(q_full.index(i), count=1)
 
 
-NUMBERS = ("num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width", "causal", "window", "scale", "cap")
+NUMBERS = (
+    "num_tokens",
+    "max_q",
+    "num_seqs",
+    "num_q_heads",
+    "num_kv_heads",
+    "table_width",
+    "causal",
+    "window",
+    "parts",
+    "plane",
+    "scale",
+    "cap",
+)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
-             left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, scale, cap,
-             DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, HEADS: gl.constexpr,
-             LO: gl.constexpr, CAP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+             left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, parts, plane,
+             scale, cap, DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr,
+             HEADS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, REGS: gl.constexpr,
+             FEED: gl.constexpr):  # fmt: skip
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
     q_in = gl.allocate_shared_memory(q_d.dtype, [WGS, ROWS, 1, D], q_d.layout)
@@ -777,25 +817,25 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     bars = (k_full, k_empty, v_full, v_empty)
     if WGS == 2:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
                         left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
-                        WGS, DH, D, STAGES, HEADS, LO)),
+                        parts, WGS, DH, D, STAGES, HEADS, LO, SPLIT)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 2, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 2, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
                         left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
-                        WGS, DH, D, STAGES, HEADS, LO)),
+                        parts, WGS, DH, D, STAGES, HEADS, LO, SPLIT)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
 
@@ -865,20 +905,32 @@ def attention(
         items = num_seqs * num_q_heads * -(-max_seqlen_q // rows)
     else:  # at most: every sequence, and the rows behind the last, end in a block that is not full
         items = num_q_heads * (tokens // rows + num_seqs + 1)
+    sms = _num_sms(device)
+    splits = 1
+    if items < sms:
+        splits = num_splits(items, min(table_width, (window + rows) // TILE.value + 2) if window else table_width, sms)
+    if splits > 1:
+        target = torch.empty(splits, tokens * num_q_heads, head_dim, dtype=torch.float32, device=device)
+        target_lse = torch.empty(2, splits, tokens * num_q_heads, dtype=torch.float32, device=device)
+    else:
+        target, target_lse = out, lse
+    sinks = None if sinks is None else sinks.float()
     args = (
         Tiles(q, (tokens, num_q_heads, head_dim), (stride_t, stride_h, 1), (ROWS.value, 1, padded)),
         Tiles(pages.k, (num_pages * num_kv_heads * TILE.value, head_dim), (head_dim, 1), (TILE.value, padded)),
         Tiles(pages.v, (num_pages * num_kv_heads * head_dim, TILE.value), (TILE.value, 1), (padded, TILE.value)),
-        out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
-        None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(device),
+        target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), _counter(device),
         tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0), int(causal), window or NO_WINDOW,
-        softmax_scale * LOG2E.value, softcap * LOG2E.value,
+        splits, splits * tokens * num_q_heads, softmax_scale * LOG2E.value, softcap * LOG2E.value,
     )  # fmt: skip
     given = constants(
         "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS,
-        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, REGS=shape.regs, FEED=shape.feed, num_warps=4,
+        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, SPLIT=splits > 1, REGS=shape.regs, FEED=shape.feed, num_warps=4,
     )  # fmt: skip
-    launch(_prefill, (min(items, _num_sms(device)),), args, given)
+    launch(_prefill, (min(items * splits, sms),), args, given)
+    if splits > 1:
+        combine(target, target_lse, sinks, out, lse)
     return out, lse
 
 
