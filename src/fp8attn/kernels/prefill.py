@@ -413,11 +413,8 @@ def _attend_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n
 
 
 @gluon.jit
-def _load_q(q_s, q16_s, rest_s, k_mean_ptr, scale, few, q_empty, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
-    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two).
-
-    What rounding cuts off goes, if `few`, to `rest_s`, where the 16-bit rows stood; else that memory is free again.
-    """
+def _load_q(q_s, q16_s, k_mean_ptr, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
+    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
     channel = gl.arange(0, D, gl.SliceLayout(0, A))
@@ -434,18 +431,24 @@ def _load_q(q_s, q16_s, rest_s, k_mean_ptr, scale, few, q_empty, DH: gl.constexp
         up = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
         q_factor = ((127 + exponent) << 23).to(gl.float32, bitcast=True) * scale
         q_s.store(_to_fp8(x * up[:, None]))
+        fence_async_shared()
     else:
         x = q_s.load(A).to(gl.float32)
         q_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
     shift = gl.sum(x * k_mean[None, :], 1) * scale
-    if Q16:
-        if few:  # read again, for want of registers
-            rest_s.store(_rest_to_fp8(q16_s.load(A).to(gl.float32) * up[:, None]))
-        fence_async_shared()
-        if not few:
-            mbarrier.arrive(q_empty)
     row: gl.constexpr = gl.SliceLayout(1, S)
     return gl.convert_layout(q_factor, row, assert_trivial=True), gl.convert_layout(shift, row, assert_trivial=True)
+
+
+@gluon.jit
+def _keep_rest(rest_s, q16_s, q_factor, scale):
+    """What rounding cut off Q, in FP8, where its 16 bits stood."""
+    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]), 4)
+    # scale / q_factor, a power of two
+    up = scale.to(gl.int32, bitcast=True) - q_factor.to(gl.int32, bitcast=True) + 0x3F800000
+    up = gl.convert_layout(up.to(gl.float32, bitcast=True), gl.SliceLayout(1, A), assert_trivial=True)
+    rest_s.store(_rest_to_fp8(q16_s.load(A).to(gl.float32) * up[:, None]))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -502,7 +505,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
         hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
         few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
-        q_factor, shift = _load_q(q, q16_s.index(WG), q_rest, k_mean_ptr + mean, scale, few, q_empty.index(WG), DH, D, Q16)
+        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean_ptr + mean, scale, DH, D, Q16)
         if not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
 
@@ -525,25 +528,31 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-        if D == 256:
-            if few:
+        if few:
+            if Q16:
+                _keep_rest(q_rest, q16_s.index(WG), q_factor, scale)
+            if D == 256:
                 a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP, True, Q16)  # fmt: skip
             else:
+                a0, m, z, stage, phase = _attend_few(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
+                    WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
+            mbarrier.arrive(q_empty.index(WG))
+        else:
+            if Q16:
+                mbarrier.arrive(q_empty.index(WG))
+            if D == 256:
                 a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP, False, False)  # fmt: skip
-        elif few:
-            a0, m, z, stage, phase = _attend_few(
-                q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
-                WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
-        else:
-            a0, m, z, stage, phase = _attend(
-                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
-                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
-        if few | (not Q16):
-            mbarrier.arrive(q_empty.index(WG))
+            else:
+                a0, m, z, stage, phase = _attend(
+                    q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
+            if not Q16:
+                mbarrier.arrive(q_empty.index(WG))
 
         count = _field(info_s, slot, COUNT) - WG * ROWS
         head = _field(info_s, slot, HEAD)
@@ -857,6 +866,7 @@ SHAPES = {64: Shape(3, 3, 2, 160, 24), 128: Shape(2, 3, 1, 240, 24), 256: Shape(
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
 NO_WINDOW = 1 << 30
+PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
 
 
 def attention(
@@ -908,7 +918,8 @@ def attention(
     sms = _num_sms(device)
     splits = 1
     if items < sms:
-        splits = num_splits(items, min(table_width, (window + rows) // TILE.value + 2) if window else table_width, sms)
+        tiles = min(table_width, (window + rows) // TILE.value + 2) if window else table_width
+        splits = num_splits(items, max(1, tiles // PART), sms)
     if splits > 1:
         target = torch.empty(splits, tokens * num_q_heads, head_dim, dtype=torch.float32, device=device)
         target_lse = torch.empty(2, splits, tokens * num_q_heads, dtype=torch.float32, device=device)
