@@ -984,16 +984,18 @@ def _counter(device: torch.device) -> torch.Tensor:
 
     Every captured launch gets its own, for good: its graph may run beside anything.
     """
-    if torch.cuda.is_current_stream_capturing():
-        # A graph without a warm-up, or one too many, sets its zero itself: one launch more.
-        zero = next(_zeros.get(device.index, iter(())), None)
-        return torch.zeros(1, dtype=torch.int32, device=device) if zero is None else zero
     key = device.index, current_stream(device)
-    if key not in _counters:
-        if device.index not in _zeros:
-            _zeros[device.index] = iter(kept(_make_zeros, device).unbind())
-        _counters[key] = next(_zeros[device.index])
-    return _counters[key]
+    capturing = torch.cuda.is_current_stream_capturing()
+    if not capturing and key in _counters:
+        return _counters[key]
+    zero = next(_zeros.get(device.index, iter(())), None)
+    if capturing:  # without a warm-up before it, or one too many, a graph sets its zero itself: one launch more
+        return torch.zeros(1, dtype=torch.int32, device=device) if zero is None else zero
+    if zero is None:
+        _zeros[device.index] = iter(kept(_make_zeros, device).unbind())
+        zero = next(_zeros[device.index])
+    _counters[key] = zero
+    return zero
 
 
 def _make_zeros(device: torch.device) -> torch.Tensor:
