@@ -21,8 +21,8 @@ from fp8attn.kernels.launch import Tiles
 from .results import write
 
 SOURCES = (
-    "src/fp8attn/kernels", "src/fp8attn/integrations/transformers", "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/cache.py", "src/fp8attn/backends.py",
-    "benchmarks/overhead.py",
+    "src/fp8attn/kernels", "src/fp8attn/integrations/transformers", "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/cache.py",
+    "src/fp8attn/backends.py", "benchmarks/overhead.py",
 )  # fmt: skip
 CALLS, REPEATS = 400, 7
 STEPS = 20

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..layout import FP8, PAGE_SIZE, KVPages
+from ..layout import FP8, PAGE_SIZE, KVPages, page_shapes
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
 from .launch import constants, launch, overlaps
@@ -674,8 +674,8 @@ def quantize(
     num_pages = batch * columns
     pairs = _power_of_two(head_dim // 2)
     row, angles, (cos_strides, sin_strides) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
-    k_pages = torch.empty(num_pages, heads, PAGE_SIZE, head_dim, dtype=FP8, device=device)
-    v_pages = torch.empty(num_pages, heads, head_dim, PAGE_SIZE, dtype=FP8, device=device)
+    k_shape, v_shape = page_shapes(num_pages, heads, head_dim)
+    k_pages, v_pages = torch.empty(k_shape, dtype=FP8, device=device), torch.empty(v_shape, dtype=FP8, device=device)
     k_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
     v_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
     make_mean = torch.empty if means else torch.zeros
