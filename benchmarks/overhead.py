@@ -21,8 +21,8 @@ from fp8attn.kernels.launch import Tiles
 from .results import write
 
 SOURCES = (
-    "src/fp8attn/kernels", "src/fp8attn/integrations/transformers", "src/fp8attn/ops.py", "src/fp8attn/cache.py", "src/fp8attn/backends.py",
-    "benchmarks/overhead.py",
+    "src/fp8attn/kernels", "src/fp8attn/integrations/transformers", "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/cache.py",
+    "src/fp8attn/backends.py", "benchmarks/overhead.py",
 )  # fmt: skip
 CALLS, REPEATS = 400, 7
 STEPS = 20
@@ -82,11 +82,25 @@ def ops() -> list[dict]:
     decode.launch = ordinary
     [(kernel, grid, arguments, constants)] = launches
     given = [x.descriptor() if isinstance(x, Tiles) else x for x in arguments]
+    dense = [torch.randn(1, 4, 256, 128, dtype=torch.bfloat16, device="cuda") for _ in "qkv"]
+    table = torch.randn(256, 64, device="cuda")
     query, key = q[:1, :, None], torch.randn(1, 8, 300, 128, dtype=torch.bfloat16, device="cuda").repeat_interleave(4, 1)
     return [
         dict(case="attention of 1 query", impl="fp8attn", us=microseconds(lambda: fp8attn.attention(q, pages))),
         dict(case="attention of 64 queries", impl="fp8attn", us=microseconds(lambda: fp8attn.attention(prompt, pages))),
         dict(case="append of 1 token", impl="fp8attn", us=microseconds(lambda: fp8attn.append(pages, k, v))),
+        dict(
+            case="scaled_dot_product_attention of 256 tokens", impl="fp8attn",
+            us=microseconds(lambda: fp8attn.scaled_dot_product_attention(*dense)),
+        ),
+        dict(
+            case="rope_scaled_dot_product_attention of 256 tokens", impl="fp8attn",
+            us=microseconds(lambda: fp8attn.rope_scaled_dot_product_attention(*dense, table, table)),
+        ),
+        dict(
+            case="scaled_dot_product_attention of 256 tokens", impl="torch",
+            us=microseconds(lambda: torch.nn.functional.scaled_dot_product_attention(*dense)),
+        ),
         dict(case="launch", impl="fp8attn", us=microseconds(lambda: ordinary(kernel, grid, arguments, constants))),
         dict(case="launch", impl="triton", us=microseconds(lambda: kernel[grid](*given, **constants))),
         dict(

@@ -32,6 +32,7 @@ EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, 
 CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
     "d128-fp16": {"head_dim": 128, "dtype": torch.float16},
     "d128-q8": {"head_dim": 128, "dtype": torch.float8_e4m3fn},
+    "d128-split": {"head_dim": 128, "splits": 2},
     "d64-window": {"head_dim": 64, "window": 300},
     "d128-window": {"head_dim": 128, "window": 300},
     "d256-window": {"head_dim": 256, "window": 300},
@@ -56,7 +57,7 @@ class Compiled:
     unset: str = ""  # the first MMA or uniform instruction that reads a uniform register which not every path to it has written
 
 
-def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False):
+def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1):
     """The arguments of one launch, by name."""
     recorded = []
 
@@ -66,6 +67,8 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
 
     kernel, prefill._prefill = prefill._prefill, Recorder()
     prefill._num_sms = lambda device: 132
+    prefill.num_splits = lambda *_: splits
+    prefill.combine = lambda *_: None
     prefill._counter = lambda device: torch.zeros(1, dtype=torch.int32)
     pages = KVPages.empty(8, 2, head_dim, 2, 4)
     prefill.attention(

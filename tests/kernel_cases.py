@@ -199,7 +199,7 @@ def check_means(append, head_dim: int, rotary: int, interleaved: bool, device="c
 
     Both sum 128 samples in FP32, in different orders: the mean is then uncertain by 127 units of 2^-24 of the largest sample, the variance
     relatively by twice as much. The shrunk mean follows the mean with a slope of 9/8 at most, and a relative change of the variance with a
-    quarter of the mean: 1.2e-5 of the largest sample in all.
+    quarter of the mean: 1.2e-5 of the largest sample in all. Where that is a tie of `on_grid`, they are a step apart.
     """
     lengths, new = [0, 7, 0, 0, 0], [300, 4, 40, 1, 0]
     expected = empty_cache([a + b for a, b in zip(lengths, new, strict=True)], 2, head_dim, device, mean=0.5)
@@ -225,7 +225,8 @@ def check_means(append, head_dim: int, rotary: int, interleaved: bool, device="c
         assert torch.equal(ours[1], theirs[1]), "a sequence that has tokens keeps its means"
         assert not ours[3:].any(), "of one token or none, nothing is known"
         assert (ours == 0).equal(theirs == 0)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1.2e-5 * largest)
+        apart = (ours - theirs).abs()
+        assert apart.max() <= (1.2e-5 + 2.0**-7) * largest and (apart > 1.2e-5 * largest).float().mean() < 0.01
 
 
 # Attention

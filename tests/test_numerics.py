@@ -139,6 +139,21 @@ def test_mean_of_broken_channels_is_zero():
     assert shrunk_mean(x, torch.tensor([8]))[0, 0].tolist() == [0.0, 0.0, 1.0]
 
 
+def test_taking_off_a_mean_does_not_send_ties_one_way():
+    """Halves of BF16 between two FP8 numbers are 1/16 of all: sent one way they are 1e-3 of V's spread, in every average over keys."""
+    torch.manual_seed(0)
+    for offset in (0.0, 0.3, 5.0):
+        v = (torch.randn(1 << 15, 32) + offset).bfloat16()
+        mean = shrunk_mean(v[None, :: len(v) // 128, None], torch.tensor([len(v)]))[0, 0]
+        bias = {}
+        for shift in (0.0, 1e-4):
+            kept = v.float() - (mean + shift)
+            scale = power_of_two_scale(kept.abs().amax())
+            bias[shift] = float((dequantize(quantize(kept, scale), scale) - kept).double().mean(0).square().mean().sqrt())
+        noise = 0.026 * len(v) ** -0.5  # of an average of independent roundings
+        assert bias[0.0] < 2.5 * noise and bias[1e-4] > 4 * noise, (offset, bias, noise)
+
+
 def test_error_measures():
     ref = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert relative_error(ref + torch.tensor([0.0, 0.05]), ref) == pytest.approx(0.01)

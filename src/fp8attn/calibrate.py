@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .numerics import E4M3, MIN_SCALE, dequantize, power_of_two_scale, quantize, sqnr_db
+from .numerics import E4M3, MIN_SCALE, dequantize, on_grid, power_of_two_scale, quantize, sqnr_db
 from .scales import KVScales, LayerScales
 
 METHODS = ("absmax", "percentile")
@@ -135,7 +135,7 @@ def _run(model: Any, batches: list[dict], see: Callable[[int, tuple], None], don
                         f"layer {index} caches {list(k.shape)} and {list(v.shape)}; fp8attn needs K and V of one shape, which multi-head "
                         "latent attention does not keep"
                     )
-                see(index, tuple(x.transpose(1, 2)[kept.to(x.device)].float() for x in (k, v)))
+                see(index, tuple(x.transpose(1, 2)[kept.to(x.device)] for x in (k, v)))
 
             cache = _observing_cache(model.config, observe)
             model(**inputs, past_key_values=cache, use_cache=True)
@@ -184,6 +184,7 @@ class _Range:
         """Take in `x [T, H, D]`, `sampled` of its tokens into the sample."""
         if not len(x):
             return
+        self._dtype, x = x.dtype, x.float()
         low, high, total = x.amin(0), x.amax(0), x.sum(0, dtype=torch.float64)
         if not torch.isfinite(total).all():
             raise ValueError(f"{name} holds NaN or Inf; run the model in bfloat16 or float32 (float16 overflows at 65504)")
@@ -197,7 +198,7 @@ class _Range:
     @property
     def mean(self) -> torch.Tensor:
         """`[H, D]` float32."""
-        return (self._total / self.count).float()
+        return on_grid((self._total / self.count).float(), torch.maximum(self._high, -self._low), self._dtype)
 
     @property
     def amax(self) -> torch.Tensor:

@@ -45,6 +45,11 @@ def unpack_v(pages: torch.Tensor) -> torch.Tensor:
     return pages.permute(0, 2, 4, 1, 3)[:, :, list(V_POSITION)].flatten(0, 2)
 
 
+def page_shapes(num_pages: int, num_kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of `KVPages.k` and of `KVPages.v`."""
+    return (num_pages, num_kv_heads, PAGE_SIZE, head_dim), (num_pages, num_kv_heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP)
+
+
 @dataclass(frozen=True, eq=False)
 class KVPages:
     """The device state of one layer's cache: what the kernels read and write, and nothing else.
@@ -86,9 +91,10 @@ class KVPages:
     @staticmethod
     def empty_pool(num_pages: int, num_kv_heads: int, head_dim: int, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
         """The fields that are pages, by name."""
+        k, v = (torch.zeros(shape, dtype=torch.uint8, device=device).view(FP8) for shape in page_shapes(num_pages, num_kv_heads, head_dim))
         return {
-            "k": torch.zeros(num_pages, num_kv_heads, PAGE_SIZE, head_dim, dtype=torch.uint8, device=device).view(FP8),
-            "v": torch.zeros(num_pages, num_kv_heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP, dtype=torch.uint8, device=device).view(FP8),
+            "k": k,
+            "v": v,
             "k_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
             "v_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
         }

@@ -101,25 +101,43 @@ def sample_rows(lengths: torch.Tensor, starts: torch.Tensor, samples: int = MEAN
 def shrunk_mean(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Estimate of a constant worth subtracting, from a sample: the mean, as far as it stands out of its own noise.
 
-        mean' = mean * mean^2 / (mean^2 + var / n)        (empirical-Bayes shrinkage, per channel)
+        mean' = on_grid(mean * mean^2 / (mean^2 + var / n))        (empirical-Bayes shrinkage, per channel)
 
     Any constant may be subtracted from K or V without changing attention, so the estimate need not be exact; but one that is mostly
     noise (a prompt of a few tokens) would add that noise to every later token. Of a single token nothing is known, and nothing is
     subtracted.
 
     Args:
-        x: `[B, N, H, D]`, N sampled tokens of each sequence (`sample_rows`).
+        x: `[B, N, H, D]`, N sampled tokens of each sequence (`sample_rows`), in the dtype that they come in (`on_grid`).
         lengths: `[B]`, how many tokens each sequence has.
     Returns:
         FP32 `[B, H, D]`; zeros for sequences of fewer than two tokens, and for channels that are not finite.
     """
-    x = x.float()
+    dtype, x = x.dtype, x.float()
     mean = x.mean(1)
     n = lengths.clamp(1, x.shape[1]).float()[:, None, None]
     noise = x.var(1) / n
     square = mean * mean
-    shrunk = mean * (square / (square + noise).clamp_min(torch.finfo(torch.float32).tiny))
+    shrunk = on_grid(mean * (square / (square + noise).clamp_min(torch.finfo(torch.float32).tiny)), x.abs().amax(1), dtype)
     return torch.where(torch.isfinite(shrunk) & (lengths > 1)[:, None, None], shrunk, 0.0)
+
+
+def on_grid(mean: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`mean` rounded to a multiple of the spacing of `dtype`'s numbers at `amax`, the largest magnitude that it is to be taken off from.
+
+    One BF16 number in 16 lies halfway between two of FP8. Ties go to even, up as often as down, and so they do after a shift by a multiple
+    of the numbers' own spacing; a shift by anything else, however small, sends all of them the same way. Of V that is an error of a
+    thousandth of its spread in every output, and no average over keys makes it less.
+    """
+    if dtype == torch.float32:
+        return mean  # its spacing is the mean's own
+    magic = binade(amax) * (1.5 * 2.0**23 * torch.finfo(dtype).eps)  # the last bit of numbers of this size is the spacing
+    return (mean + magic) - magic
+
+
+def binade(x: torch.Tensor) -> torch.Tensor:
+    """The power of two at or below each `x >= 0` in FP32; 0 for subnormals."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import append_kernel, attention_kernel, quantize_kernel, quantize_rows_kernel, rotate_kernel, select_backend
-from .layout import FP8, HEAD_DIMS, PAGE_SIZE, V_GROUP, KVPages
+from .layout import FP8, HEAD_DIMS, PAGE_SIZE, KVPages, page_shapes
 from .rope import check_rope, dense_tables
 
 
@@ -387,12 +387,7 @@ def _quantize_fake(k, v, *args) -> tuple[torch.Tensor, ...]:
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     pages = batch * columns
-    shapes = (
-        (pages, heads, PAGE_SIZE, head_dim),
-        (pages, heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP),
-        *((pages, heads),) * 2,
-        *((batch, heads, head_dim),) * 2,
-    )
+    shapes = (*page_shapes(pages, heads, head_dim), *((pages, heads),) * 2, *((batch, heads, head_dim),) * 2)
     dtypes = (FP8,) * 2 + (torch.float32,) * 4
     floats = (k.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     return (*floats, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32))

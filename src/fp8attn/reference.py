@@ -89,7 +89,7 @@ def quantize_rows(
     if means:
         lengths = torch.full((batch,), length, device=x.device)
         [rows] = sample_rows(lengths[:1], torch.zeros_like(lengths[:1]))
-        mean = shrunk_mean(y[:, :, rows].transpose(1, 2), lengths)
+        mean = shrunk_mean((x if rope_cos is None else y)[:, :, rows].transpose(1, 2), lengths)
         y = y - mean[:, :, None]
     scale = power_of_two_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)))
     codes = quantize_e4m3(y, scale.repeat_interleave(heads_per_scale, 1)[..., None, None])

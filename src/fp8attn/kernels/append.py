@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..layout import FP8, PAGE_SIZE, V_GROUP, KVPages
+from ..layout import FP8, PAGE_SIZE, V_GROUP, KVPages, page_shapes
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
 from .launch import constants, launch, overlaps
@@ -346,14 +346,24 @@ def _queries_kernel(
 # Means
 
 
+@triton.constexpr_function
+def _eps(dtype):
+    """The spacing of a dtype's numbers at one; 0 for FP32, which is what all is computed in."""
+    return 2.0**-dtype.fp_mantissa_width if dtype.fp_mantissa_width <= 10 else 0.0
+
+
 @triton.jit
-def _shrunk_mean(x, n):
-    """`numerics.shrunk_mean` of samples `[N, C]`, of a sequence of n tokens: `[1, C]`."""
+def _shrunk_mean(x, n, EPS: tl.constexpr):
+    """`numerics.shrunk_mean` of samples `[N, C]`, of a sequence of n tokens: `[1, C]`. EPS is that of the dtype that they came in, or 0."""
     mean = tl.sum(x, 0) / _SAMPLES
     deviation = x - mean[None, :]
     noise = tl.sum(deviation * deviation, 0) / (_SAMPLES - 1) / tl.minimum(n, _SAMPLES).to(tl.float32)
     square = mean * mean
     shrunk = mean * (square / tl.maximum(square + noise, _TINY))
+    if EPS > 0:  # numerics.on_grid
+        binade = (tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        magic = binade * (1.5 * 2**23 * EPS)
+        shrunk = (shrunk + magic) - magic
     return tl.where((tl.abs(shrunk) < float("inf")) & (n > 1), shrunk, 0.0)[None, :]
 
 
@@ -370,16 +380,17 @@ def _k_mean(
 ):  # fmt: skip
     """The mean of a head of K, from its rows `row`: both channels of the pairs, each `[1, HP]`."""
     a, b = _load_pairs(x_ptr + (row * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
+    EPS: tl.constexpr = 0.0 if HALF > 0 else _eps(x_ptr.dtype.element_ty)
     if HALF > 0:
         cos, sin = _load_angles(cos_ptr, sin_ptr, row[:, None], cos_stride, sin_stride, HP, HALF, STEP)
         a, b = _rotate(a, b, cos, sin, D, HP, HALF)
-    return _shrunk_mean(a, new), _shrunk_mean(b, new)
+    return _shrunk_mean(a, new, EPS), _shrunk_mean(b, new, EPS)
 
 
 @triton.jit
 def _v_mean(x_ptr, stride_t, row, new, D: tl.constexpr, HP: tl.constexpr):
     """`_k_mean` for V: `[1, 2 * HP]`."""
-    return _shrunk_mean(_load_rows(x_ptr + (row * stride_t)[:, None], D, HP), new)
+    return _shrunk_mean(_load_rows(x_ptr + (row * stride_t)[:, None], D, HP), new, _eps(x_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -670,8 +681,8 @@ def quantize(
     num_pages = batch * columns
     pairs = _power_of_two(head_dim // 2)
     row, angles, (cos_strides, sin_strides) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
-    k_pages = torch.empty(num_pages, heads, PAGE_SIZE, head_dim, dtype=FP8, device=device)
-    v_pages = torch.empty(num_pages, heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP, dtype=FP8, device=device)
+    k_shape, v_shape = page_shapes(num_pages, heads, head_dim)
+    k_pages, v_pages = torch.empty(k_shape, dtype=FP8, device=device), torch.empty(v_shape, dtype=FP8, device=device)
     k_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
     v_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
     make_mean = torch.empty if means else torch.zeros

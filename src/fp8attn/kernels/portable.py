@@ -291,9 +291,10 @@ def _finish(lse, mean_score, sinks_ptr, head):
         return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * _LN2
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_q_heads"])
+@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_tokens", "num_q_heads", "out_stride_b", "out_stride_t", "out_stride_h"])
 def _combine_kernel(
-    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_q_heads,
+    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens, num_q_heads, out_stride_b, out_stride_t,
+    out_stride_h,
     D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -319,7 +320,9 @@ def _combine_kernel(
         partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
         out += tl.sum(partial * tl.exp2(part_lse - top)[:, None], 0)
     out = out * (share / tl.where(total == 0.0, 1.0, total))
-    tl.store(out_ptr + row * D + d, round_to(out, out_ptr.dtype.element_ty, NATIVE), mask=d < D)
+    token = row // num_q_heads
+    out_ptr += token // num_tokens * out_stride_b + token % num_tokens * out_stride_t + row % num_q_heads * out_stride_h
+    tl.store(out_ptr + d, round_to(out, out_ptr.dtype.element_ty, NATIVE), mask=d < D)
     tl.store(lse_ptr + row, lse)
 
 
@@ -429,11 +432,27 @@ def attention(
     )  # fmt: skip
     launch(_attention_kernel, (blocks * splits, pages.num_kv_heads, pages.num_seqs), args, given)
     if splits > 1:
-        parts = 1 << (splits - 1).bit_length()
-        args = target, target_lse, sinks, out, lse, splits, num_rows, num_q_heads
-        given = constants(
-            "combine", device, D=head_dim, DP=padded, SPLITS=parts, CHUNK=min(parts, 4096 // padded), NATIVE=native, num_warps=4,
-            enable_fp_fusion=True,
-        )  # fmt: skip
-        launch(_combine_kernel, (num_rows,), args, given)
+        combine(target, target_lse, sinks, out, lse)
     return out, lse
+
+
+def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Attention over all keys from attention over parts of them, in the parts' order.
+
+    Args:
+        parts: `[splits, T * num_q_heads, head_dim]` float32; unspecified in rows that see no key of a part.
+        parts_lse: `[2, splits, T * num_q_heads]` float32, to base 2: the LSE without `k_mean` (-inf in such rows), and the score of
+            `k_mean`, the same in every part.
+        sinks: `[num_q_heads]`; the parts know nothing of them.
+        out, lse: `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32, written; or a batch of both, out of any strides.
+    """
+    splits, num_rows, head_dim = parts.shape
+    padded = 1 << (head_dim - 1).bit_length()
+    capacity = 1 << (splits - 1).bit_length()
+    strides = (0, *out.stride()[:2]) if out.dim() == 3 else out.stride()[:3]
+    args = parts, parts_lse, sinks, out, lse, splits, num_rows, *lse.shape[-2:], *strides
+    given = constants(
+        "combine", out.device, D=head_dim, DP=padded, SPLITS=capacity, CHUNK=min(capacity, 4096 // padded), NATIVE=is_native(out.device),
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    launch(_combine_kernel, (num_rows,), args, given)

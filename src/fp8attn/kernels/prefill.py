@@ -34,10 +34,15 @@ from .gluon import (
 )
 from .launch import Tiles, constants, current_stream, kept, launch
 from .pages import fetch_k, fetch_v, tiles, v_layout
+from .portable import combine, num_splits
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
 P_SHIFT = gl.constexpr(8.0)  # weights are held as 2^8 p: E4M3 keeps 17 binades below them
+# Rows that see fewer keys are multiplied twice, for roundings of Q and P do not average away: prompts, whose other rows see more, and
+# queries that all see the same keys.
+FEW = gl.constexpr(256)
+FEW_IN_ALL = gl.constexpr(640)
 UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = gl.constexpr(float("-inf"))  # a masked score
 LN2 = gl.constexpr(math.log(2))
@@ -118,6 +123,11 @@ def _to_fp8(x):
 
 
 @gluon.jit
+def _rest_to_fp8(x):
+    return gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
 def _weights(s, factor, m, z, CUBICS: gl.constexpr, CAP: gl.constexpr):
     """One tile of online softmax: weights 2^8 p, the row's new maximum and sum, and what the old ones shrink by."""
     if CAP:
@@ -165,6 +175,15 @@ def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
     return gl.minimum(_field(info_s, slot, POSITION) + row, _field(info_s, slot, LENGTH) - 1)
 
 
+@gluon.jit
+def _scores(q, q_rest, k, REST: gl.constexpr):
+    """Q K, begun: of the queries and, with REST, of what rounding cut off them."""
+    s = gl.zeros([ROWS, TILE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]))
+    if REST:
+        s = warpgroup_mma(q_rest, k.permute([1, 0]), s, use_acc=False, is_async=True)
+    return warpgroup_mma(q, k.permute([1, 0]), s, use_acc=REST, is_async=True)
+
+
 # One tile: head_dim up to 128
 
 
@@ -199,7 +218,7 @@ def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, 
 
 
 @gluon.jit
-def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, few, stage, phase,
+def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
             WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
             CAP: gl.constexpr):  # fmt: skip
     """Tiles `top`, `top - 1`, ...: first those that end
@@ -242,27 +261,65 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
                 WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
             tile -= 1
     p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
-    p = _as_operand(p, P)
-    p8 = _to_fp8(p)
+    p8 = _to_fp8(_as_operand(p, P))
     mbarrier.wait(v_full.index(vst), vph)
-    v = v_s.index(vst).permute([1, 0])
-    t = gl.zeros([ROWS, D], gl.float32, OUT)
-    if few:  # rows of few keys do not average the rounding of their weights away: start from what it cuts off
-        rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
-        t = warpgroup_mma_wait(0, deps=[warpgroup_mma(rest, v, t, use_acc=False, is_async=True)])
-    t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v, t, use_acc=True, is_async=True)])
+    t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
+    t = warpgroup_mma_wait(0, deps=[t])
     mbarrier.arrive(v_empty.index(vst))
     acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     return acc, m, z, kst, kph
+
+
+@gluon.jit
+def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stage, phase,
+                WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
+                CAP: gl.constexpr):  # fmt: skip
+    """`_attend` where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as well."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    k_s, v_s, scale_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
+    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    for _ in range(n):
+        mbarrier.wait(k_full.index(stage), phase)
+        s = _scores(q, q_rest, k_s.index(stage), Q16)
+        factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
+        ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage))
+        s = _visible(s, factor, shift, cap, edge, tile, S, WG, True, LO, CAP)
+        p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+        p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
+        p8 = _to_fp8(p)
+        rest = _rest_to_fp8(p)
+        mbarrier.wait(v_full.index(stage), phase)
+        v = v_s.index(stage).permute([1, 0])
+        t = warpgroup_mma(rest, v, gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
+        t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v, t, use_acc=True, is_async=True)])
+        mbarrier.arrive(v_empty.index(stage))
+        acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+        stage, phase = advance(stage, phase, STAGES)
+        tile -= 1
+    return acc, m, z, stage, phase
 
 
 # One tile: head_dim 256
 
 
 @gluon.jit
-def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+def _add_both(acc, shrink, zero, rest, p8, v):
+    """`acc * shrink` and the products of both parts of P."""
+    t = warpgroup_mma(rest, v.permute([1, 0]), zero, use_acc=False, is_async=True)
+    t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v.permute([1, 0]), t, use_acc=True, is_async=True)])
+    return _pin(acc * shrink + t)
+
+
+@gluon.jit
+def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
                WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
-          CAP: gl.constexpr):  # fmt: skip
+               CAP: gl.constexpr, FEW: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """A whole tile. P V in four slices of channels, for want of registers; the other warpgroup fills the tensor core meanwhile.
 
     ptxas would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic block),
@@ -274,7 +331,7 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2
     k_s, v_s, scale_s = ring
     k_full, k_empty, v_full, v_empty = bars
     mbarrier.wait(k_full.index(stage), phase)
-    s = warpgroup_mma(q, k_s.index(stage).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    s = _scores(q, q_rest, k_s.index(stage), REST)
     factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
     ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
     s = warpgroup_mma_wait(0, deps=[s])
@@ -284,34 +341,45 @@ def _tile_wide(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2
     # Volatile: it stays before the next wait, and the FP32 weights end there.
     p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
     p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    if FEW:
+        rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
     z = _pin(z)
     shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     zero = gl.zeros([ROWS, Q], gl.float32, OUT)
     mbarrier.wait(v_full.index(stage), phase)
-    t0 = warpgroup_mma(p8, v_s.index(4 * stage).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t1 = warpgroup_mma(p8, v_s.index(4 * stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t0 = warpgroup_mma_wait(1, deps=[t0])
-    a0 = _pin(a0 * shrink + t0)
-    mbarrier.wait(v_full.index(stage), phase)
-    t2 = warpgroup_mma(p8, v_s.index(4 * stage + 2).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t1 = warpgroup_mma_wait(1, deps=[t1])
-    a1 = _pin(a1 * shrink + t1)
-    mbarrier.wait(v_full.index(stage), phase)
-    t3 = warpgroup_mma(p8, v_s.index(4 * stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
-    t2 = warpgroup_mma_wait(1, deps=[t2])
-    a2 = a2 * shrink + t2
-    t3 = warpgroup_mma_wait(0, deps=[t3])
+    if FEW:
+        a0 = _add_both(a0, shrink, zero, rest, p8, v_s.index(4 * stage))
+        mbarrier.wait(v_full.index(stage), phase)
+        a1 = _add_both(a1, shrink, zero, rest, p8, v_s.index(4 * stage + 1))
+        mbarrier.wait(v_full.index(stage), phase)
+        a2 = _add_both(a2, shrink, zero, rest, p8, v_s.index(4 * stage + 2))
+        mbarrier.wait(v_full.index(stage), phase)
+        a3 = _add_both(a3, shrink, zero, rest, p8, v_s.index(4 * stage + 3))
+    else:
+        t0 = warpgroup_mma(p8, v_s.index(4 * stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t1 = warpgroup_mma(p8, v_s.index(4 * stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t0 = warpgroup_mma_wait(1, deps=[t0])
+        a0 = _pin(a0 * shrink + t0)
+        mbarrier.wait(v_full.index(stage), phase)
+        t2 = warpgroup_mma(p8, v_s.index(4 * stage + 2).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t1 = warpgroup_mma_wait(1, deps=[t1])
+        a1 = _pin(a1 * shrink + t1)
+        mbarrier.wait(v_full.index(stage), phase)
+        t3 = warpgroup_mma(p8, v_s.index(4 * stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t2 = warpgroup_mma_wait(1, deps=[t2])
+        a2 = a2 * shrink + t2
+        t3 = warpgroup_mma_wait(0, deps=[t3])
+        a3 = a3 * shrink + t3
     mbarrier.arrive(v_empty.index(stage))
-    a3 = a3 * shrink + t3
     stage, phase = advance(stage, phase, STAGES)
     return m, z, a0, a1, a2, a3, stage, phase
 
 
 @gluon.jit
-def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
-                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
-            CAP: gl.constexpr):  # fmt: skip
-    """As `_attend`, whose tile `top` is one of the masked ones here."""
+def _attend_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr,
+                 FEW: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """As `_attend` and `_attend_few`; tile `top` is one of the masked ones here."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 4, 32])
     a0 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
@@ -321,22 +389,25 @@ def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
     z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     tile = top
+    if FEW:
+        n_hi += n_free + n_lo
     for _ in range(n_hi + 1):
         m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
-            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            WG, D, STAGES, CUBICS, True, LO, CAP, FEW, REST)  # fmt: skip
         tile -= 1
-    for _ in range(n_free):
-        m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
-            WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
-    if LO:
-        tile -= n_free
-        for _ in range(n_lo):
+    if not FEW:
+        for _ in range(n_free):
             m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-                q, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
-            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
-            tile -= 1
+                q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+                WG, D, STAGES, CUBICS, False, LO, CAP, False, False)  # fmt: skip
+        if LO:
+            tile -= n_free
+            for _ in range(n_lo):
+                m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+                    WG, D, STAGES, CUBICS, True, LO, CAP, False, False)  # fmt: skip
+                tile -= 1
     return a0, a1, a2, a3, m, z, stage, phase
 
 
@@ -344,7 +415,7 @@ def _attend_wide(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n
 
 
 @gluon.jit
-def _load_q(q_s, q16_s, k_mean_ptr, scale, q_empty, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
+def _load_q(q_s, q16_s, k_mean_ptr, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
     """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
@@ -363,13 +434,23 @@ def _load_q(q_s, q16_s, k_mean_ptr, scale, q_empty, DH: gl.constexpr, D: gl.cons
         q_factor = ((127 + exponent) << 23).to(gl.float32, bitcast=True) * scale
         q_s.store(_to_fp8(x * up[:, None]))
         fence_async_shared()
-        mbarrier.arrive(q_empty)
     else:
         x = q_s.load(A).to(gl.float32)
         q_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
     shift = gl.sum(x * k_mean[None, :], 1) * scale
     row: gl.constexpr = gl.SliceLayout(1, S)
     return gl.convert_layout(q_factor, row, assert_trivial=True), gl.convert_layout(shift, row, assert_trivial=True)
+
+
+@gluon.jit
+def _keep_rest(rest_s, q16_s, q_factor, scale):
+    """What rounding cut off Q, in FP8, where its 16 bits stood."""
+    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]), 4)
+    # scale / q_factor, a power of two
+    up = scale.to(gl.int32, bitcast=True) - q_factor.to(gl.int32, bitcast=True) + 0x3F800000
+    up = gl.convert_layout(up.to(gl.float32, bitcast=True), gl.SliceLayout(1, A), assert_trivial=True)
+    rest_s.store(_rest_to_fp8(q16_s.load(A).to(gl.float32) * up[:, None]))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -398,15 +479,16 @@ def _write(out_ptr, v_mean_ptr, acc, inverse, share, unseen, count, stride, firs
 
 
 @gluon.jit
-def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-              out_strides, max_q, num_q_heads, causal, window, scale, cap,
+def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
+              out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
               WG: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
-              LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+              LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
     q_full, q_empty = q_bars
     q = q_s.index(WG)
+    q_rest = rest_s.index(2 * WG if Q16 else WG)
     item = 0
     stage = 0
     phase = 0
@@ -419,16 +501,17 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
         position = _field(info_s, slot, POSITION)
         length = _field(info_s, slot, LENGTH)
         mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
-        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean_ptr + mean, scale, q_empty.index(WG), DH, D, Q16)
-        if not CAP:
-            shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
-
         # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
         bottom = last - tiles + 1
         edge = (info_s, slot, causal, window)
         hi_min = position + WG * ROWS + ((1 - causal) << 30)
         hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
+        few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
+        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean_ptr + mean, scale, DH, D, Q16)
+        if not CAP:
+            shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
+
         whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
         top = gl.maximum(gl.minimum(gl.maximum(hi_max, 0) // TILE, last), bottom)
         if count <= 0:
@@ -448,16 +531,31 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-        if D == 256:
-            a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
-                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
-                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
-        else:
-            a0, m, z, stage, phase = _attend(
-                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, hi_min < (bottom + 1) * TILE, stage, phase,
-                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
-        if not Q16:
+        if few:
+            if Q16:
+                _keep_rest(q_rest, q16_s.index(WG), q_factor, scale)
+            if D == 256:
+                a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, LO, CAP, True, Q16)  # fmt: skip
+            else:
+                a0, m, z, stage, phase = _attend_few(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
+                    WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
             mbarrier.arrive(q_empty.index(WG))
+        else:
+            if Q16:
+                mbarrier.arrive(q_empty.index(WG))
+            if D == 256:
+                a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, LO, CAP, False, False)  # fmt: skip
+            else:
+                a0, m, z, stage, phase = _attend(
+                    q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
+            if not Q16:
+                mbarrier.arrive(q_empty.index(WG))
 
         count = _field(info_s, slot, COUNT) - WG * ROWS
         head = _field(info_s, slot, HEAD)
@@ -483,7 +581,11 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
             share = inverse
             lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
         here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        gl.store(lse_ptr + (batch * max_q + token) * num_q_heads + head + here * num_q_heads, lse, mask=here < count)
+        lse_at = (batch * num_tokens + token) * num_q_heads + head
+        if SPLIT:  # as `portable.combine` takes it
+            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + gl.log2(z))
+            gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
+        gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
         # Strides come in units of 16 bytes: that they are multiples makes for wide stores.
         out_stride_b, out_stride_t, out_stride_h = out_strides
@@ -517,10 +619,13 @@ def _claim(counter_ptr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr, left_ptr,
-             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, parts,
              WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
-             LO: gl.constexpr):  # fmt: skip
-    """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full."""
+             LO: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full.
+
+    With SPLIT an item is one of `parts` parts of its tiles, and its output one of as many.
+    """
     BLOCK: gl.constexpr = WGS * ROWS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -535,6 +640,10 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
     # Items in order: sequence by sequence; in one, HEADS heads at a time (they share K and V in L2), of these the last block of queries
     # first, which sees most keys.
     claim = gl.program_id(0)
+    part = 0
+    if SPLIT:
+        part = claim % parts
+        claim = claim // parts
     seq = 0
     base = 0  # items before this sequence
     start = 0
@@ -585,6 +694,14 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
             if left_ptr is not None:
                 left = gl.load(left_ptr + held)
             bottom = gl.minimum(gl.maximum(gl.maximum(position - window + 1, left), 0) // TILE, last)
+        slab = batch  # of the output
+        if SPLIT:
+            tiles = (last - bottom + parts) // parts
+            bottom += part * tiles
+            length = gl.where(bottom > last, 0, length)  # nothing is left for this part
+            bottom = gl.minimum(bottom, last)
+            last = gl.minimum(bottom + tiles - 1, last)
+            slab += part * (num_seqs if cu_ptr is None else 1)
         # The first tile's page, scales, and the next one's page.
         table = table_ptr + held.to(gl.int64) * table_width
         page = gl.load(table + last)
@@ -600,7 +717,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
             mbarrier.wait(q_empty.index(i), slot ^ 1)
         _put(info_s, slot, TILES, last - bottom + 1)
         _put(info_s, slot, LAST, last)
-        _put(info_s, slot, BATCH, batch)
+        _put(info_s, slot, BATCH, slab)
         _put(info_s, slot, TOKEN, token)
         _put(info_s, slot, COUNT, count)
         _put(info_s, slot, POSITION, position)
@@ -635,6 +752,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         item += 1
         lane = gl.arange(0, 32, LANES)
         claim = gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+        if SPLIT:
+            part = claim % parts
+            claim = claim // parts
         while (seq < seqs) & (claim >= base + blocks * heads):
             base += blocks * heads
             seq += 1
@@ -642,6 +762,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
                 start = gl.load(cu_ptr + gl.minimum(seq, num_seqs))
                 q_len = gl.where(seq < num_seqs, gl.load(cu_ptr + gl.minimum(seq + 1, num_seqs)), num_tokens) - start
                 blocks = (q_len + BLOCK - 1) // BLOCK
+    if SPLIT:
+        claim = claim * parts + part
+        base = base * parts
     if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: leave the counter as it was found
         gl.store(counter_ptr, 0)
     slot = item & 1
@@ -655,16 +778,16 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
 
 NUMBERS = (
     "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width",
-    "causal", "window", "scale", "cap",
+    "causal", "window", "parts", "plane", "scale", "cap",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
              left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-             table_width, causal, window, scale, cap,
+             table_width, causal, window, parts, plane, scale, cap,
              DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, HEADS: gl.constexpr,
-             LO: gl.constexpr, CAP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+             LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
     gdc_wait()  # launched while the kernel before ends: everything else is after it
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
     out_strides = (out_stride_b, out_stride_t, out_stride_h)
@@ -672,9 +795,12 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     q_in = gl.allocate_shared_memory(q_d.dtype, [WGS, 1, ROWS, 1, D], q_d.layout)
     q16_s = reinterpret(q_in, q_d.dtype, [WGS, ROWS, D], FLAT)
     if Q16:
-        q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv))
+        FP8: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv)
+        q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], FP8)
+        rest_s = reinterpret(q_in, gl.float8e4nv, [2 * WGS, ROWS, D], FP8)
     else:
         q_s = q16_s
+        rest_s = q16_s
     PARTS: gl.constexpr = v_d.block_type.shape[1]  # of V's channels, each of them one product
     ring = (
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, D], k_d.layout),
@@ -702,25 +828,30 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     bars = (k_full, k_empty, v_full, v_empty)
     if WGS == 2:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
+                         0, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
+                         1, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
                         left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
-                        WGS, DH, D, STAGES, HEADS, LO)),
+                        parts, WGS, DH, D, STAGES, HEADS, LO, SPLIT)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 2, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
+                         0, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
+                         1, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
+                         2, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
                         left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
-                        WGS, DH, D, STAGES, HEADS, LO)),
+                        parts, WGS, DH, D, STAGES, HEADS, LO, SPLIT)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
 
@@ -743,6 +874,7 @@ PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills u
 HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
 NO_WINDOW = 1 << 30
 COUNTERS = 1 << 13  # of a device: streams and captured launches
+PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
 
 
 def attention(
@@ -800,19 +932,35 @@ def attention(
         items = num_seqs * num_q_heads * -(-tokens // rows)
     else:  # at most: every sequence, and the rows behind the last, end in a block that is not full
         items = num_q_heads * (tokens // rows + num_seqs + 1)
+    sms = _num_sms(device)
+    splits = 1
+    if items < sms:
+        seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width
+        splits = num_splits(items, max(1, seen // PART), sms)
+    if splits > 1:
+        target = torch.empty(splits * batch, tokens, num_q_heads, head_dim, dtype=torch.float32, device=device)
+        target_lse = torch.empty(2, splits, batch * tokens * num_q_heads, dtype=torch.float32, device=device)
+        out_strides = target.stride()[:3]
+    else:
+        target, target_lse = out, lse
+    sinks = None if sinks is None else sinks.float()
     args = (
         Tiles(q, (batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, padded)),
         *tiles(pages, padded, padded // (4 if padded == 256 else 1)),
-        out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
-        None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(device),
+        target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), _counter(device),
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
-        int(causal), window or NO_WINDOW, softmax_scale * LOG2E.value, softcap * LOG2E.value,
+        int(causal), window or NO_WINDOW, splits, splits * batch * tokens * num_q_heads, softmax_scale * LOG2E.value,
+        softcap * LOG2E.value,
     )  # fmt: skip
     given = constants(
         "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS,
-        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, REGS=shape.regs, FEED=shape.feed, num_warps=4, launch_pdl=True,
+        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, SPLIT=splits > 1, REGS=shape.regs, FEED=shape.feed, num_warps=4,
+        launch_pdl=True,
     )  # fmt: skip
-    launch(_prefill, (min(items, _num_sms(device)),), args, given)
+    launch(_prefill, (min(items * splits, sms),), args, given)
+    if splits > 1:
+        combine(target.view(splits, -1, head_dim), target_lse, sinks, out, lse)
     return out, lse
 
 
@@ -836,16 +984,18 @@ def _counter(device: torch.device) -> torch.Tensor:
 
     Every captured launch gets its own, for good: its graph may run beside anything.
     """
-    if torch.cuda.is_current_stream_capturing():
-        # A graph without a warm-up, or one too many, sets its zero itself: one launch more.
-        zero = next(_zeros.get(device.index, iter(())), None)
-        return torch.zeros(1, dtype=torch.int32, device=device) if zero is None else zero
     key = device.index, current_stream(device)
-    if key not in _counters:
-        if device.index not in _zeros:
-            _zeros[device.index] = iter(kept(_make_zeros, device).unbind())
-        _counters[key] = next(_zeros[device.index])
-    return _counters[key]
+    capturing = torch.cuda.is_current_stream_capturing()
+    if not capturing and key in _counters:
+        return _counters[key]
+    zero = next(_zeros.get(device.index, iter(())), None)
+    if capturing:  # without a warm-up before it, or one too many, a graph sets its zero itself: one launch more
+        return torch.zeros(1, dtype=torch.int32, device=device) if zero is None else zero
+    if zero is None:
+        _zeros[device.index] = iter(kept(_make_zeros, device).unbind())
+        zero = next(_zeros[device.index])
+    _counters[key] = zero
+    return zero
 
 
 def _make_zeros(device: torch.device) -> torch.Tensor:
