@@ -207,7 +207,8 @@ def quantize_rows(
     Args:
         x: `[B, H, S, D]`, any strides but for the last dimension, which is contiguous; nothing empty.
         rope_cos, rope_sin, rope_interleaved: rotate it first (`quantize`).
-        means: subtract each head's sampled mean (of K and V: it does not change attention but by `mean` added to the output, for V).
+        means: subtract each head's mean over the sequence (of K and V: it does not change attention but by `mean` added to the output,
+            for V). All of it, not a sample's: what is left of V's is what single-level sums lose (`accumulation`).
         heads_per_scale: neighbouring heads that share a scale (the queries of a KV head).
     Returns:
         `x_fp8 [B, H, S, D]` float8_e4m3fn, in the order of memory of `x`; `scale [B, H / heads_per_scale]` float32, powers of two;
