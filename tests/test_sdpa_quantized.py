@@ -56,6 +56,8 @@ def test_equals_float64_on_the_same_bytes(shape, is_causal):
     tensors, descales = operands(**shape)
     check(attend(*tensors, is_causal, None, *descales), exact(*tensors, is_causal, None, descales))
     check(attend(*tensors, is_causal, 0.3), exact(*tensors, is_causal, 0.3))
+    one = torch.full((), 0.7).expand(descales[0].shape)
+    check(attend(*tensors, is_causal, None, one, None, one), exact(*tensors, is_causal, None, [one, one / 0.7, one]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU; tests/gpu has the compiled kernels")

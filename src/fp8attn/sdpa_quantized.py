@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from .backends import attention_kernel, quantize_kernel, select_backend
 from .layout import FP8, HEAD_DIMS
-from .ops import _register, _unobserved
+from .ops import register, unobserved
 
 PER_HEAD = 0  # torch's DescaleType.PER_HEAD, an IntEnum's member
 
@@ -52,14 +52,14 @@ def scaled_dot_product_attention_quantized(
     Raises:
         ValueError: a shape, dtype, device or backend that does not fit, with what would.
     """
+    _check_operands(query, key, value)
     for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
         _check_descale(descale, kind, name, query, key)
-    _check_operands(query, key, value)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         warnings.warn("scaled_dot_product_attention_quantized has no backward pass: no gradient will reach its inputs", stacklevel=2)
         query, key, value = query.detach(), key.detach(), value.detach()
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    run = _run if _unobserved(query) else torch.ops.fp8attn.sdpa_quantized
+    run = _run if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
     return run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend)
 
 
@@ -126,7 +126,7 @@ def _over_pages(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, back
     batch, heads = k.shape[:2]
     for scales, descale in ((pages.k_scale, q_descale), (pages.k_scale, k_descale), (pages.v_scale, v_descale)):
         if descale is not None:
-            scales.view(batch, -1, heads).mul_(descale.view(batch, 1, heads))
+            scales.view(batch, -1, heads).mul_(descale[:, None])
     length, group = q.shape[2], q.shape[1] // heads
     if not (name == "hopper" and _takes_fp8_queries(length * group)):
         q = q.to(torch.bfloat16)
@@ -162,7 +162,7 @@ def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_) 
     return query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.bfloat16)
 
 
-_register(
+register(
     "sdpa_quantized(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, Tensor? q_descale, Tensor? k_descale, "
     "Tensor? v_descale, str backend) -> Tensor",
     _run,
