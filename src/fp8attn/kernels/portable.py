@@ -38,12 +38,6 @@ _NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: fini
 
 
 @triton.jit
-def _ratio(before, scale):
-    """`before / scale` of scales that differ by a power of two: a difference of exponents, exact."""
-    return (before.to(tl.int32, bitcast=True) - scale.to(tl.int32, bitcast=True) + 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _tiles(
     acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
     first, last,
@@ -80,7 +74,7 @@ def _tiles(
     page = tl.load(table_ptr + first // TILES, mask=some, other=0).to(tl.int64) * num_kv_heads
     k_scale = tl.load(k_scale_ptr + page, mask=some, other=1.0)
     v_scale = tl.load(v_scale_ptr + page, mask=some, other=1.0)
-    ratio = _ratio(unit, v_scale)
+    ratio = unit / v_scale
     for tile in range(first, last):
         in_page = tile * TILE - tile // TILES * _PAGE
         k_ptrs = k_ptr + (page * (_PAGE * D) + in_page * D) + k_offsets
@@ -116,7 +110,7 @@ def _tiles(
         # the compiler would hand it back to the tensor core.)
         acc = tl.fma(acc, rescale, tl.dot(p, v))
         m = new_m
-        ratio = _ratio(v_scale, next_v_scale)
+        ratio = v_scale / next_v_scale
         k_scale = next_k_scale
         v_scale = next_v_scale
     return acc, denom, m, tl.where(some, v_scale, unit)
