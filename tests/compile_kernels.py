@@ -26,7 +26,8 @@ from triton.compiler import ASTSource
 
 from fp8attn import KVPages
 from fp8attn.kernels import append, portable
-from fp8attn.layout import HEAD_DIMS
+from fp8attn.kernels import quantize_rows as rows
+from fp8attn.layout import FP8, HEAD_DIMS
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes one program may have
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
@@ -134,14 +135,27 @@ def quantize_case(name: str, head_dim: int, dtype, rotary=0, interleaved=False, 
     append.is_native, append.overlaps = lambda device: device_arch >= 89, lambda device: device_arch >= 90
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
-    append.quantize(x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, means=True)
+    append.quantize(x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, means=dtype != FP8)
     if rotary:
         append.rotate(x, angle, angle, interleaved)
     return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
 
 
+def rows_case(name: str, head_dim: int, dtype, rotary=0, interleaved=False, device_arch: int = 90):
+    """What `quantize_rows.quantize_rows` launches for dense K, without a mean if it is not rotated."""
+    recorders = [Recorder(kernel) for kernel in ROWS]
+    rows._statistics_kernel, rows._scales_kernel, rows._rows_kernel = recorders
+    rows.is_native = lambda device: device_arch >= 89
+    x = torch.zeros(2, 8, 300, head_dim, dtype=dtype)
+    angle = torch.zeros(2, 300, rotary // 2) if rotary else None
+    options = dict(rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, means=rotary > 0, heads_per_scale=4)
+    rows.quantize_rows(x, **options)
+    return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
+
+
 ATTENTION, COMBINE = portable._attention_kernel, portable._combine_kernel
 APPEND = append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel
+ROWS = rows._statistics_kernel, rows._scales_kernel, rows._rows_kernel
 
 
 def cases(arch: int) -> list[tuple]:
@@ -157,6 +171,8 @@ def cases(arch: int) -> list[tuple]:
         found += append_case(f"D{head_dim} step rope", head_dim, other, 1 + i, **rope)
         found += append_case(f"D{head_dim} prompt rope", head_dim, dtype, 300, **rope, interleaved=i % 2 == 1)
         found += quantize_case(f"D{head_dim} dense", head_dim, dtype, i % 2 * head_dim, device_arch=arch)
+        found += rows_case(f"D{head_dim} rows", head_dim, other, i % 2 * head_dim, interleaved=i % 4 == 3, device_arch=arch)
+    found += quantize_case("D128 dense fp8", 128, FP8, device_arch=arch)
     if arch == 90:
         leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
         found += attention_case("D128 rows4 window sinks", 128, bf16, 1, window=100, sinks=sinks)

@@ -18,13 +18,15 @@ ALLOWED = {
     "reference": {"layout", "numerics", "rope"},
     "backends": {"kernels", "reference"},
     "ops": {"backends", "layout", "numerics", "rope"},
-    "sdpa": {"backends", "layout", "ops", "rope"},
+    "sdpa": {"backends", "layout", "ops", "rope", "sdpa_quantized"},
+    "sdpa_quantized": {"backends", "kernels", "layout", "ops"},
+    "accumulation": {"kernels", "layout", "numerics", "sdpa_quantized"},
     "cache": {"layout", "numerics", "ops", "scales"},
     "kernels": {"layout", "numerics"},
     "calibrate": {"numerics", "scales", "cache", "layout"},
     "integrations": {"calibrate", "cache", "layout", "ops", "scales", "numerics"},
     "plan": {"layout"},
-    "doctor": {"backends"},
+    "doctor": {"accumulation", "backends", "kernels"},
 }
 
 

@@ -6,6 +6,7 @@ from .layout import PAGE_SIZE, KVPages
 from .ops import append, attention, quantize
 from .scales import KVScales, LayerScales
 from .sdpa import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
+from .sdpa_quantized import scaled_dot_product_attention_quantized
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "quantize",
     "rope_scaled_dot_product_attention",
     "scaled_dot_product_attention",
+    "scaled_dot_product_attention_quantized",
 ]

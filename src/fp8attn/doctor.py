@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from . import accumulation
 from .backends import BACKENDS, unsupported_reason
+from .kernels import fa3
 
 PACKAGES = {  # what each is for
     "triton": "the GPU kernels",
@@ -26,7 +28,7 @@ class Check:
 
     Attributes:
         name: what was looked at.
-        status: `"ok"`, `"no"` (cannot be used here) or `"info"`.
+        status: `"ok"`, `"warn"` (works, with what the detail says), `"no"` (cannot be used here) or `"info"`.
         detail: a version, a reason, a way out.
     """
 
@@ -35,8 +37,13 @@ class Check:
     detail: str
 
 
-def diagnose() -> list[Check]:
-    """Versions, devices, and for each device and backend whether it runs or why it does not. Starts no kernel."""
+def diagnose(measure: bool = True) -> list[Check]:
+    """Versions, devices, for each device and backend whether it runs or why it does not, and how its FP8 kernels sum.
+
+    Args:
+        measure: run the FP8 kernels that are there, FlashAttention-3's builds among them, on the first Hopper GPU (`accumulation`): a
+            moment, and what compiling and loading take. Nothing else starts a kernel.
+    """
     checks = [Check("python", "info", platform.python_version()), Check("torch", "info", torch.__version__)]
     for package, use in PACKAGES.items():
         try:
@@ -50,6 +57,13 @@ def diagnose() -> list[Check]:
             dtype = torch.float32 if device == "cpu" and backend == "reference" else torch.bfloat16
             reason = unsupported_reason(backend, device, dtype)
             checks.append(Check(f"backend {backend} on {device}", "no" if reason else "ok", reason or "runs"))
+        reason = fa3.unsupported_reason(device)
+        checks.append(Check(f"backend fa3 on {device}", "no" if reason else "ok", reason or f"runs {fa3.default().name}"))
+    hopper = next((device for device in devices if unsupported_reason("hopper", device) is None), None)
+    if measure and hopper is not None:
+        for name, attend in accumulation.kernels().items():
+            found = accumulation.measure(attend, hopper)
+            checks.append(Check(f"accumulation of {name}", "ok" if found.levels == 2 else "warn", str(found)))
     return checks
 
 

@@ -63,7 +63,7 @@ def append(
         q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
         rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
     )  # fmt: skip
-    if _unobserved(k):
+    if unobserved(k):
         append_kernel(name)(pages, k, v, **options)
     else:
         torch.ops.fp8attn.append(k, v, *pages.tensors, *options.values(), name)
@@ -187,7 +187,7 @@ def rotate(
     _check_dense(x, "x")
     cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
     name = resolve(backend, x)
-    if _unobserved(x):
+    if unobserved(x):
         return rotate_kernel(name)(x, cos, sin, rope_interleaved)
     return torch.ops.fp8attn.rotate(x, cos, sin, rope_interleaved, name)
 
@@ -207,7 +207,8 @@ def quantize_rows(
     Args:
         x: `[B, H, S, D]`, any strides but for the last dimension, which is contiguous; nothing empty.
         rope_cos, rope_sin, rope_interleaved: rotate it first (`quantize`).
-        means: subtract each head's sampled mean (of K and V: it does not change attention but by `mean` added to the output, for V).
+        means: subtract each head's mean over the sequence (of K and V: it does not change attention but by `mean` added to the output,
+            for V). All of it, not a sample's: what is left of V's is what single-level sums lose (`accumulation`).
         heads_per_scale: neighbouring heads that share a scale (the queries of a KV head).
     Returns:
         `x_fp8 [B, H, S, D]` float8_e4m3fn, in the order of memory of `x`; `scale [B, H / heads_per_scale]` float32, powers of two;
@@ -222,7 +223,7 @@ def quantize_rows(
     cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
     options = dict(rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, means=means, heads_per_scale=heads_per_scale)
     name = resolve(backend, x)
-    if _unobserved(x):
+    if unobserved(x):
         return quantize_rows_kernel(name)(x, **options)
     x_fp8, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), name)
     return x_fp8, scale, mean if means else None
@@ -233,14 +234,14 @@ def quantize_rows(
 
 def run_attention(name: str, q: torch.Tensor, pages: KVPages, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` by the backend `name`; its options in the order of the op's schema. Returns `(out, lse)`."""
-    if _unobserved(q):
+    if unobserved(q):
         return attention_kernel(name)(q, pages, **options)
     return torch.ops.fp8attn.attention(q, *pages.tensors, *options.values(), name)
 
 
 def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPages:
     """`quantize` likewise, with tables as `rope.dense_tables` gives them."""
-    if _unobserved(k):
+    if unobserved(k):
         return quantize_kernel(name)(k, v, **options)
     return KVPages(*torch.ops.fp8attn.quantize(k, v, *options.values(), name))
 
@@ -276,7 +277,7 @@ def resolve(backend: str, x: torch.Tensor) -> str:
     return backend if torch.compiler.is_compiling() else _selected(backend, x.device, x.dtype)
 
 
-def _unobserved(x: torch.Tensor) -> bool:
+def unobserved(x: torch.Tensor) -> bool:
     """Whether nothing traces or intercepts torch ops now: then the kernel is called as it is. A torch op in Python costs 12 us more."""
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
@@ -331,7 +332,8 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: s
 _LIBRARY = torch.library.Library("fp8attn", "DEF")
 
 
-def _register(schema: str, implementation: Callable, fake: Callable) -> None:
+def register(schema: str, implementation: Callable, fake: Callable) -> None:
+    """Make `torch.ops.fp8attn.NAME(...) -> ...` of a schema, what runs it on every device, and what makes its outputs' shapes."""
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -349,7 +351,7 @@ def _append(
     )  # fmt: skip
 
 
-_register(
+register(
     "append(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!) k_scale, Tensor(d!) v_scale, Tensor(e!) k_mean, "
     "Tensor(f!) v_mean, Tensor page_table, Tensor(g!) cache_seqlens, Tensor? q, Tensor(h!)? q_out, Tensor? cu_seqlens, SymInt max_seqlen, "
     "Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool static_scales, bool fix_means, str backend) -> ()",
@@ -369,7 +371,7 @@ def _attention(
     )  # fmt: skip
 
 
-_register(
+register(
     "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor k_scale, Tensor v_scale, Tensor k_mean, Tensor v_mean, Tensor page_table, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, float softcap, "
     "Tensor? sinks, Tensor? leftpad_k, str backend) -> (Tensor, Tensor)",
@@ -393,7 +395,7 @@ def _quantize_fake(k, v, *args) -> tuple[torch.Tensor, ...]:
     return (*floats, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32))
 
 
-_register(
+register(
     "quantize(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool means, str backend) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
@@ -405,7 +407,7 @@ def _rotate(x, rope_cos, rope_sin, rope_interleaved, backend) -> torch.Tensor:
     return rotate_kernel(_selected(backend, x.device, x.dtype))(x, rope_cos, rope_sin, rope_interleaved)
 
 
-_register(
+register(
     "rotate(Tensor x, Tensor rope_cos, Tensor rope_sin, bool rope_interleaved, str backend) -> Tensor",
     _rotate,
     lambda x, *args: torch.empty_like(x),
@@ -427,7 +429,7 @@ def _quantize_rows_fake(x, rope_cos, rope_sin, rope_interleaved, means, heads_pe
     return torch.empty_like(x, dtype=FP8), scale, x.new_empty((batch, heads, head_dim) if means else 0, dtype=torch.float32)
 
 
-_register(
+register(
     "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool means, SymInt heads_per_scale, str backend) "
     "-> (Tensor, Tensor, Tensor)",
     _quantize_rows,

@@ -83,13 +83,11 @@ def quantize_rows(
     heads_per_scale: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """A dense `[B, H, S, D]` in FP8 as it lies, one scale a sequence and group of heads; see `ops.quantize_rows`."""
-    batch, _, length, _ = x.shape
     y = x.float() if rope_cos is None else rotate(x.float(), rope_cos, rope_sin, rope_interleaved)
     mean = None
     if means:
-        lengths = torch.full((batch,), length, device=x.device)
-        [rows] = sample_rows(lengths[:1], torch.zeros_like(lengths[:1]))
-        mean = shrunk_mean((x if rope_cos is None else y)[:, :, rows].transpose(1, 2), lengths)
+        mean = y.mean(2)
+        mean = torch.where(torch.isfinite(mean), mean, 0.0)
         y = y - mean[:, :, None]
     scale = power_of_two_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)))
     codes = quantize_e4m3(y, scale.repeat_interleave(heads_per_scale, 1)[..., None, None])

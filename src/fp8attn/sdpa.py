@@ -8,6 +8,7 @@ no mask is ever dropped.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -15,8 +16,9 @@ import torch.nn.functional as F
 
 from . import ops
 from .backends import unsupported_reason
-from .layout import HEAD_DIMS, KVPages
+from .layout import HEAD_DIMS
 from .rope import dense_tables
+from .sdpa_quantized import scaled_dot_product_attention_quantized
 
 
 def fallback_reason(
@@ -94,7 +96,8 @@ def scaled_dot_product_attention(
         is_causal: query i sees keys 0 to i (aligned to the first key, as in torch, whatever the lengths).
         scale: default `1 / sqrt(E)`.
         enable_gqa: Hq may be a multiple of H.
-        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; one named outright is for what has no `fallback_reason`.
+        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`kernels/fa3.py`); one named
+            outright is for what has no `fallback_reason`.
     Returns:
         `[..., Hq, L, Ev]` in query's dtype, and in the order of memory of query.
     Raises:
@@ -150,7 +153,7 @@ def rope_scaled_dot_product_attention(
     if key_rope_cos is None:
         key_rope_cos, key_rope_sin = rope_cos, rope_sin
     q, k, v = _batched(query), _batched(key), _batched(value)
-    q = ops.rotate(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=backend)
+    q = ops.rotate(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend="auto" if backend == "fa3" else backend)
     batch, _, kv_len, head_dim = k.shape
     cos, sin = dense_tables(key_rope_cos, key_rope_sin, batch, kv_len, head_dim, rope_interleaved)
     return _attend(q, k, v, cos, sin, rope_interleaved, is_causal, scale, backend)
@@ -159,7 +162,6 @@ def rope_scaled_dot_product_attention(
 def _attend(q, k, v, rope_cos, rope_sin, rope_interleaved: bool, is_causal: bool, scale: float | None, backend: str) -> torch.Tensor:
     """`[B, H, S, D]` of one batch size, checked: cut, pad, quantise, attend."""
     q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    name = ops.resolve(backend, q)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if is_causal and q_len < kv_len:  # nobody sees the others
         kv_len = q_len
@@ -170,22 +172,47 @@ def _attend(q, k, v, rope_cos, rope_sin, rope_interleaved: bool, is_causal: bool
     if head_dim != v_dim or head_dim not in HEAD_DIMS:
         padded = next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
         q, k, v = _widened(q, padded), _widened(k, padded), _widened(v, padded)
-    pages = ops.run_quantize(name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=True)
+    if backend == "fa3":
+        attend = _over_rows(k, v, rope_cos, rope_sin, rope_interleaved, scale)
+    else:
+        attend = _over_pages(ops.resolve(backend, q), k, v, rope_cos, rope_sin, rope_interleaved, scale)
     if is_causal and q_len > kv_len:  # rows behind the last key see all of them
         out = torch.empty_like(q)
-        out[:, :, :kv_len] = _over_pages(name, q[:, :, :kv_len], pages, True, scale)
-        out[:, :, kv_len:] = _over_pages(name, q[:, :, kv_len:], pages, False, scale)
+        out[:, :, :kv_len] = attend(q[:, :, :kv_len], True)
+        out[:, :, kv_len:] = attend(q[:, :, kv_len:], False)
     else:
-        out = _over_pages(name, q, pages, is_causal, scale)
+        out = attend(q, is_causal)
     return out if v_dim == padded else out[..., :v_dim].clone()
 
 
-def _over_pages(name: str, q: torch.Tensor, pages: KVPages, causal: bool, scale: float) -> torch.Tensor:
-    out, _ = ops.run_attention(
-        name, q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=q.shape[2], causal=causal, softmax_scale=scale, window=0,
-        softcap=0.0, sinks=None, leftpad_k=None,
-    )  # fmt: skip
-    return out.transpose(1, 2)
+def _over_pages(name: str, k, v, rope_cos, rope_sin, rope_interleaved: bool, scale: float) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+    """What answers queries, causal or not, aligned to the last key: over pages."""
+    pages = ops.run_quantize(name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=True)
+
+    def attend(q: torch.Tensor, causal: bool) -> torch.Tensor:
+        out, _ = ops.run_attention(
+            name, q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=q.shape[2], causal=causal, softmax_scale=scale, window=0,
+            softcap=0.0, sinks=None, leftpad_k=None,
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _over_rows(k, v, rope_cos, rope_sin, rope_interleaved: bool, scale: float) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+    """The same over FP8 rows, by FlashAttention-3. Its sums lose what has a mean (`accumulation`): V's is taken off here and added to
+    the output; K's shifts all scores of a query alike."""
+    k, k_scale, _ = ops.quantize_rows(k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=True)
+    v, v_scale, v_mean = ops.quantize_rows(v, means=True)
+
+    def attend(q: torch.Tensor, causal: bool) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        q_fp8, q_scale, _ = ops.quantize_rows(q, heads_per_scale=group)
+        out = scaled_dot_product_attention_quantized(q_fp8, k, v, causal, scale, q_scale, k_scale, v_scale, backend="fa3")
+        out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
+        return out.to(q.dtype)
+
+    return attend
 
 
 def _widened(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -228,17 +228,21 @@ def plan(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
-    """What this machine can run, and why not the rest."""
+def doctor(
+    measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the FP8 kernels that are here and say how exactly they sum.")] = True,
+    as_json: Json = False,
+) -> None:
+    """What this machine can run, why not the rest, and how exactly its FP8 kernels sum."""
     from ..doctor import diagnose
 
-    checks = diagnose()
+    checks = diagnose(measure)
     if as_json:
         print_json(checks)
         return
     table = Table(box=None, show_header=False)
+    marks = {"ok": "[green]ok", "warn": "[yellow]!", "no": "[yellow]no", "info": ""}
     for check in checks:
-        table.add_row({"ok": "[green]ok", "no": "[yellow]no", "info": ""}[check.status], check.name, escape(check.detail))
+        table.add_row(marks[check.status], check.name, escape(check.detail))
     out.print(table)
 
 

@@ -68,12 +68,21 @@ def _channels(i, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _widen(x):
+    """FP32 of any input: 32 bits, 16, E4M3 (`quantize`), or bytes, which are E4M3 where that is not native."""
+    if x.dtype == tl.uint8:
+        return from_e4m3(x, False).to(tl.float32)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def _load(rows, at, i, LIMIT: tl.constexpr):
     """Elements `at [N]` of the rows at pointers `[..., 1]`, in FP32; zero where `i [N]` is not below LIMIT."""
     if i.shape[0] == LIMIT:
-        return tl.load(rows + at).to(tl.float32)
+        return _widen(tl.load(rows + at))
     else:
-        return tl.load(rows + at, mask=tl.zeros(rows.shape, tl.int32) + i < LIMIT, other=0.0).to(tl.float32)
+        return _widen(tl.load(rows + at, mask=tl.zeros(rows.shape, tl.int32) + i < LIMIT, other=0))
 
 
 @triton.jit
@@ -634,9 +643,10 @@ def append(
     _, heads, _, head_dim = pages.k.shape
     pairs = _power_of_two(head_dim // 2)
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
-    write = row | {"STATIC": static_scales, "NATIVE": is_native(device)}
+    native = is_native(device)
+    write = row | {"STATIC": static_scales, "NATIVE": native}
     means, lengths = (pages.k_mean, pages.v_mean), (pages.cache_seqlens, cu_seqlens)
-    pools = pages.k, pages.v, pages.k_scale, pages.v_scale
+    pools = _typed(pages.k, native), _typed(pages.v, native), pages.k_scale, pages.v_scale
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     queries, query_strides, query_shape, query_tile, query_programs = (None, None), (0, 0, 0, 0), (0, 0), (1, 1), 0
     if q is not None:
@@ -676,6 +686,7 @@ def quantize(
 ) -> KVPages:
     """`reference.quantize`, bit for bit, as `append` is `reference.append`."""
     device = k.device
+    native = is_native(device)
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     num_pages = batch * columns
@@ -700,13 +711,12 @@ def quantize(
         given = constants("means", device, **row, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8)
         launch(_means_kernel, (2 * heads, batch), args, given)
     args = (
-        k, v, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths, None, *angles, *strides, columns, batch, columns, length,
+        _typed(k, native), _typed(v, native), _typed(k_pages, native), _typed(v_pages, native), k_scale, v_scale, k_mean, v_mean, table,
+        lengths, None, *angles, *strides, columns, batch, columns, length,
         heads,
     )  # fmt: skip
     options = {"launch_pdl": True} if overlap else {}
-    given = constants(
-        "page", device, **row, STATIC=False, NATIVE=is_native(device), DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options
-    )
+    given = constants("page", device, **row, STATIC=False, NATIVE=native, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options)
     launch(_page_kernel, (2 * heads * num_pages,), args, given)
     return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
 
@@ -751,6 +761,11 @@ def _rotation(
         "enable_fp_fusion": False,
     }  # fmt: skip
     return row, (cos, sin), strides
+
+
+def _typed(x: torch.Tensor, native: bool) -> torch.Tensor:
+    """As a kernel's argument: where E4M3 is not native, no target knows its type, and bytes are bytes."""
+    return x if native or x.dtype != FP8 else x.view(torch.uint8)
 
 
 def _power_of_two(n: int) -> int:

@@ -522,7 +522,7 @@ def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t,
                 p = gl.exp2(s * c[:, None, :] - m_new[:, None, :])
                 mass = mass * shrink + gl.sum(p, 1)
                 m = m_new
-                # acc is in units of v_scale. Scales are powers of two, so their ratio is a difference of exponents: exact.
+                # acc is in units of v_scale. Scales differ by powers of two, so their ratio is a difference of exponents: exact.
                 ratio = last_v_scale.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
                 shrink = shrink * ratio.to(gl.float32, bitcast=True)
                 if not EARLY_V:

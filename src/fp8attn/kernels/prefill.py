@@ -733,8 +733,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
             mbarrier.wait(k_empty.index(stage), phase)
             # Beside the tile: its scale of K, and the V scale of the tile before in units of its own.
             scale_s.index(stage).store(k_scale)
-            inverse = (0x7F000000 - v_scale.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
-            scale_s.index(STAGES + stage).store(before * inverse)
+            # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
+            ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
+            scale_s.index(STAGES + stage).store(ratio.to(gl.float32, bitcast=True))
             last_s.index(slot).store(v_scale)
             before = v_scale
             sync()  # one lane's arrival announces what all lanes wrote

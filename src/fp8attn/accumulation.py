@@ -1,0 +1,108 @@
+"""How an FP8 attention kernel sums, measured.
+
+Hopper's FP8 tensor cores keep about 14 bits of a running sum: whatever a product has below that is cut off. A kernel that leaves a whole
+row's sum to them (single-level) loses more of every further product the larger the sum has grown, and where V has a mean it grows with the
+length. A kernel that adds short sums in FP32 (two-level) does not. Neither a version nor a name tells which a build is; this does.
+
+With K = 0 every key has the same weight, which FP8 holds exactly, and the exact output is the mean of V: all of the error is the sum's (and
+the output's own rounding to BF16, 0.1%).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .kernels import fa3
+from .layout import FP8
+from .numerics import relative_error
+from .sdpa_quantized import scaled_dot_product_attention_quantized
+
+LENGTHS = tuple(1 << e for e in range(10, 18))  # 1,024 to 131,072 tokens
+HURTS = 0.01
+QUERIES, HEADS, HEAD_DIM = 128, 128, 128  # blocks of queries enough for every SM: no kernel splits the keys, and so the sum
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """What was measured of one kernel.
+
+    Attributes:
+        errors: relative error of its output by length, V of mean 1 and deviation 1/2.
+    """
+
+    errors: dict[int, float]
+
+    @property
+    def levels(self) -> int:
+        """1: the tensor core's short accumulator holds a row's whole sum. 2: FP32 does."""
+        return 1 if max(self.errors.values()) > HURTS else 2
+
+    @property
+    def hurts_from(self) -> int | None:
+        """The shortest length measured whose error is above 1%."""
+        return min((length for length, error in self.errors.items() if error > HURTS), default=None)
+
+    def __str__(self) -> str:
+        longest = max(self.errors)
+        if self.levels == 2:
+            return f"two-level: {self.errors[longest]:.2%} off at {longest:,} tokens"
+        shown = [length for length in (self.hurts_from, 8192, longest) if length >= self.hurts_from and length in self.errors]
+        wrong = ", ".join(f"{self.errors[length]:.1%} at {length:,}" for length in dict.fromkeys(shown))
+        return f"single-level: hurts from {self.hurts_from:,} tokens where V has a mean ({wrong})"
+
+
+def measure(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    device: torch.device | str,
+    lengths: tuple[int, ...] = LENGTHS,
+) -> Accumulation:
+    """Run a kernel on equal weights and a V of mean 1, at some lengths. A few milliseconds on a GPU, beside what compiling takes.
+
+    Args:
+        attend: of `q [1, 128, 128, 128]`, `k [1, 1, S, 128]` and `v [1, 1, S, 128]`, all float8_e4m3fn and `[B, H, S, D]`, without a mask
+            and with scales of one, the output in q's shape.
+        lengths: the S.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    v = (1 + 0.5 * torch.randn(1, 1, max(lengths), HEAD_DIM, device=device, generator=generator)).to(FP8)
+    k = torch.zeros(v.shape, device=device).to(FP8)
+    q = torch.ones(1, HEADS, QUERIES, HEAD_DIM, device=device).to(FP8)
+    errors = {}
+    for length in lengths:
+        out = attend(q, k[:, :, :length], v[:, :, :length])
+        errors[length] = relative_error(out, v[:, :, :length].double().mean(2, keepdim=True).expand_as(out))
+    return Accumulation(errors)
+
+
+def kernels() -> dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """What can be measured on a Hopper GPU, as `measure` takes it: our kernel, the FlashAttention-3 that is installed, and PyTorch's op if
+    somebody has activated its FA3."""
+    found = {"fp8attn hopper": lambda q, k, v: scaled_dot_product_attention_quantized(q, k, v, backend="hopper")}
+    for name in fa3.BUILDS:
+        try:
+            found[f"FlashAttention-3 ({name})"] = _rows(fa3.find(name))
+        except LookupError:
+            continue
+    if torch.nn.attention.current_flash_attention_impl() == "FA3":
+        found["PyTorch's quantized SDPA"] = _pytorch
+    return found
+
+
+def _rows(build: fa3.Build) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.empty_like(q, dtype=torch.bfloat16)
+        fa3.attention(q, k, v, causal=False, softmax_scale=1.0, out=out, build=build)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    from torch.nn.attention.experimental import _scaled_dot_product_attention_quantized as experimental
+
+    one = torch.ones(k.shape[:2], device=k.device)
+    return experimental._scaled_dot_product_attention_quantized(q, k, v, q_descale=one, k_descale=one, v_descale=one)

@@ -1,0 +1,170 @@
+"""FlashAttention-3, as it is installed: FP8 operands in rows, one scale per sequence and KV head.
+
+    out = softmax(softmax_scale * q_scale k_scale * q_fp8 k_fp8^T) v_fp8 * v_scale
+
+Whoever has it has it as one of several builds of one kernel (arXiv:2407.08608), each of which registers a torch op of its own with a schema
+of its own. The op is found by its namespace and called by the names in its schema; nothing is registered or activated here. How a build
+sums is not in its version: `accumulation.py` measures it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+INSTALL = "pip install fa3-fwd, or build flash_attn_interface from flash-attention/hopper, or install vllm"
+
+# Where the op is, and what registers it: by the name that users import, in the order of choice.
+BUILDS = {
+    "flash_attn_interface": ("flash_attn_3", "flash_attn_3", "_C*.so"),  # also what PyTorch runs once its "FA3" is activated
+    "fa3_fwd_interface": ("fa3_fwd", "fa3_fwd", "_C*.so"),
+    "vllm": ("_vllm_fa3_C", "vllm", "vllm_flash_attn/_vllm_fa3_C*.so"),
+}
+
+GIVEN = ("q", "k", "v", "softmax_scale", "is_causal")
+# What asks for nothing, of the arguments for which a schema has no default.
+NEUTRAL = {
+    "window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0, "is_rotary_interleaved": False, "num_splits": 0,
+    "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Build:
+    """An installed FlashAttention-3.
+
+    Attributes:
+        name: what users import.
+        op: its torch op.
+        neutral: the op's arguments in order, all of them asking for nothing.
+        positions: where each argument stands, by name.
+    """
+
+    name: str
+    op: torch._ops.OpOverload
+    neutral: tuple
+    positions: Mapping[str, int]
+
+    def __call__(self, **given) -> None:
+        """Run the op on arguments given by the names in its schema."""
+        args = list(self.neutral)
+        for name, x in given.items():
+            args[self.positions[name]] = x
+        self.op(*args)
+
+
+@cache  # what is not found is looked for again
+def find(name: str) -> Build:
+    """A build of `BUILDS`, its library loaded.
+
+    Raises:
+        LookupError: it is not here, or not to be used; why.
+    """
+    namespace, package, pattern = BUILDS[name]
+    ops = getattr(torch.ops, namespace)
+    if not hasattr(ops, "fwd"):  # not imported yet
+        spec = importlib.util.find_spec(package)
+        folders = (spec.submodule_search_locations if spec else None) or ()
+        library = next((file for folder in folders for file in sorted(Path(folder).glob(pattern))), None)
+        if library is None:
+            raise LookupError("not installed")
+        try:
+            torch.ops.load_library(library)  # the library alone: importing vllm, say, sets more than that
+        except OSError as problem:
+            raise LookupError(f"{library} does not load with torch {torch.__version__}: {problem}") from problem
+        if not hasattr(ops, "fwd"):
+            raise LookupError(f"{library} registers no {namespace}::fwd")
+    op = ops.fwd.default
+    neutral = []
+    for argument in op._schema.arguments:
+        if argument.has_default_value():
+            neutral.append(argument.default_value)
+        elif argument.name in GIVEN or isinstance(argument.type, torch.OptionalType):
+            neutral.append(None)
+        elif argument.name in NEUTRAL:
+            neutral.append(NEUTRAL[argument.name])
+        else:
+            raise LookupError(f"{namespace}::fwd has an argument {argument.name!r} that this version of fp8attn does not know")
+    return Build(name, op, tuple(neutral), {argument.name: i for i, argument in enumerate(op._schema.arguments)})
+
+
+@cache
+def default() -> Build:
+    """The first build of `BUILDS` that is here.
+
+    Raises:
+        LookupError: there is none, and how to get one.
+    """
+    problems = {}
+    for name in BUILDS:
+        try:
+            return find(name)
+        except LookupError as problem:
+            problems[name] = str(problem)
+    broken = "; ".join(f"{name}: {problem}" for name, problem in problems.items() if problem != "not installed")
+    raise LookupError(broken or f"no FlashAttention-3 is installed ({INSTALL})")
+
+
+def unsupported_reason(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Why no FlashAttention-3 can serve `dtype` inputs on `device`; None if one can."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"FlashAttention-3 is for NVIDIA GPUs, not {'ROCm' if device.type == 'cuda' else device.type}"
+    if not torch.cuda.is_available():
+        return "PyTorch finds no GPU"
+    if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+        return f"FlashAttention-3 is for Hopper (compute capability 9.0), not {capability[0]}.{capability[1]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"inputs must be bfloat16 or float16, not {dtype}"
+    try:
+        default()
+    except LookupError as problem:
+        return str(problem)
+    return None
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    out: torch.Tensor,
+    build: Build | None = None,
+) -> None:
+    """FlashAttention-3's forward on FP8 rows.
+
+    Args:
+        q: `[B, S_q, num_q_heads, head_dim]` float8_e4m3fn.
+        k, v: `[B, S_kv, num_kv_heads, head_dim]` float8_e4m3fn.
+        q_scale, k_scale, v_scale: `[B, num_kv_heads]` float32: a group's query heads share one. None: ones.
+        causal: the last query stands at the last key.
+        out: as q, bfloat16, any strides but for the last dimension; zeros where a query sees no key.
+        build: which one; default: `default()`.
+    Raises:
+        LookupError: none is installed.
+    """
+    build = build or default()
+    given = dict(q_descale=q_scale, k_descale=k_scale, v_descale=v_scale, softmax_scale=softmax_scale, is_causal=causal)
+    if build.name != "vllm":
+        build(q=q, k=k, v=v, out=out, **given)
+        return
+    # vLLM's takes its queries one sequence after another, and nothing else.
+    batch, q_len, kv_len = *q.shape[:2], k.shape[1]
+    bounds = {
+        f"cu_seqlens_{name}": torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+        for name, length in (("q", q_len), ("k", kv_len))
+    }
+    q, k, v, flat = (x.flatten(0, 1) for x in (q, k, v, out))
+    build(q=q, k=k, v=v, out=flat, **bounds, max_seqlen_q=q_len, max_seqlen_k=kv_len, **given)
+    if flat.data_ptr() != out.data_ptr():  # a copy, because sequences do not lie one after another
+        out.copy_(flat.unflatten(0, (batch, q_len)))

@@ -1,0 +1,170 @@
+"""Attention on operands that are FP8 already: the signature of PyTorch's experimental op, and sums that keep what they add."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from .backends import attention_kernel, quantize_kernel, select_backend
+from .layout import FP8, HEAD_DIMS
+from .ops import register, unobserved
+
+PER_HEAD = 0  # torch's DescaleType.PER_HEAD, an IntEnum's member
+
+
+def scaled_dot_product_attention_quantized(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    q_descale_type: int = PER_HEAD,
+    k_descale_type: int = PER_HEAD,
+    v_descale_type: int = PER_HEAD,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """`softmax(scale * q_descale k_descale * query key^T) value * v_descale`, in place of
+    `torch.nn.attention.experimental._scaled_dot_product_attention_quantized`.
+
+    The bytes are taken as they are. Where PyTorch's op leaves a row's sum to the tensor core, which keeps 14 bits of it, `"hopper"` adds
+    every 128 products in FP32; up to 128 query rows a KV head it computes in 16 bits (docs/kernels.md).
+
+    Args:
+        query: `[B, Hq, L, E]` float8_e4m3fn, any strides.
+        key: `[B, H, S, E]`, value: `[B, H, S, Ev]`, likewise; E and Ev up to 256, Hq a multiple of H.
+        is_causal: query i sees keys 0 to i + S - L: aligned to the last key, as FlashAttention-3 and so PyTorch's op do
+            (`scaled_dot_product_attention` aligns to the first). Rows that see no key are zero.
+        scale: default `1 / sqrt(E)`.
+        q_descale, k_descale, v_descale: `[B, H]` float32, any values: a group's query heads share one. None: ones.
+        q_descale_type, k_descale_type, v_descale_type: `PER_HEAD`, which is all there is in PyTorch too.
+        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`: an installed FlashAttention-3, which is what PyTorch's op
+            runs, called without activating it.
+    Returns:
+        `[B, Hq, L, Ev]` bfloat16, in the order of memory of query if Ev = E.
+    Raises:
+        ValueError: a shape, dtype, device or backend that does not fit, with what would.
+    """
+    _check_operands(query, key, value)
+    for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
+        _check_descale(descale, kind, name, query, key)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        warnings.warn("scaled_dot_product_attention_quantized has no backward pass: no gradient will reach its inputs", stacklevel=2)
+        query, key, value = query.detach(), key.detach(), value.detach()
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    run = _run if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
+    return run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend)
+
+
+def _check_descale(descale: torch.Tensor | None, kind: int, name: str, query: torch.Tensor, key: torch.Tensor) -> None:
+    """PyTorch's own checks, in its words but for devices other than CUDA's."""
+    if kind != PER_HEAD:
+        raise ValueError(f"{name}_descale_type must be DescaleType.PER_HEAD ({PER_HEAD}), got {kind}")
+    if descale is None:
+        return
+    if descale.dtype != torch.float32:
+        raise ValueError(f"{name}_descale must have dtype float32, got {descale.dtype}")
+    if descale.device != query.device:
+        raise ValueError(f"{name}_descale must be a {query.device.type.upper()} tensor, as query is")
+    shape = query.shape[0], key.shape[1]
+    if descale.shape != shape:
+        raise ValueError(
+            f"{name}_descale must be a 2D tensor with shape (batch_size, num_kv_heads) = {tuple(shape)} for PER_HEAD descaling, "
+            f"got {tuple(descale.shape)}"
+        )
+
+
+def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    tensors = query, key, value
+    if any(x.dtype != FP8 for x in tensors):
+        raise ValueError(
+            f"query, key and value must be {FP8}, got {', '.join(str(x.dtype) for x in tensors)}; "
+            "fp8attn.scaled_dot_product_attention takes 16 bits and quantises"
+        )
+    fits = all(x.dim() == 4 for x in tensors) and key.shape[:3] == value.shape[:3] and query.shape[::3] == key.shape[::3]
+    if not fits or not key.shape[1] or query.shape[1] % key.shape[1] or max(query.shape[3], value.shape[3]) > HEAD_DIMS[-1]:
+        raise ValueError(
+            f"query, key and value must be [B, Hq, L, E], [B, H, S, E] and [B, H, S, Ev] with Hq a multiple of H, E and Ev up to "
+            f"{HEAD_DIMS[-1]}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if not query.device == key.device == value.device:
+        raise ValueError(f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}")
+
+
+_selected = cache(select_backend)  # a machine does not change
+
+
+def _run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend) -> torch.Tensor:
+    if not query.numel() or not value.numel():
+        return _empty_out(query, key, value).zero_()
+    padded = next(size for size in HEAD_DIMS if size >= max(query.shape[3], value.shape[3]))
+    q, k, v = (_padded(x, padded) for x in (query, key, value))
+    attend = _over_rows if backend == "fa3" else _over_pages
+    out = attend(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, backend)
+    return out if q is query and value.shape[3] == padded else _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x` with `size` channels, the last dimension contiguous."""
+    if x.shape[3] < size:
+        return F.pad(x.view(torch.uint8), (0, size - x.shape[3])).view(FP8)  # a byte 0 is a zero
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _over_pages(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, backend) -> torch.Tensor:
+    name = _selected(backend, q.device, torch.bfloat16)
+    # Quantising what is FP8 loses nothing: a page's scale is a power of two of at most one, so codes only shift to larger exponents.
+    pages = quantize_kernel(name)(k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, means=False)
+    # Then V's scales of a sequence and head differ by powers of two as ever, which is what the kernels ask for, and K's may be anything.
+    batch, heads = k.shape[:2]
+    for scales, descale in ((pages.k_scale, q_descale), (pages.k_scale, k_descale), (pages.v_scale, v_descale)):
+        if descale is not None:
+            scales.view(batch, -1, heads).mul_(descale[:, None])
+    length, group = q.shape[2], q.shape[1] // heads
+    if not (name == "hopper" and _takes_fp8_queries(length * group)):
+        q = q.to(torch.bfloat16)
+    out, _ = attention_kernel(name)(
+        q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=length, causal=is_causal, softmax_scale=scale, window=0, softcap=0.0,
+        sinks=None, leftpad_k=None,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _takes_fp8_queries(rows: int) -> bool:
+    """Whether the Hopper kernel for that many query rows a KV head is `prefill`; `decode` takes 16 bits."""
+    from .kernels.decode import MAX_ROWS
+
+    return rows > MAX_ROWS
+
+
+def _over_rows(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, backend) -> torch.Tensor:
+    from .kernels import fa3
+
+    reason = fa3.unsupported_reason(q.device)
+    if reason is not None:
+        raise ValueError(f"backend 'fa3' cannot run here: {reason}")
+    out = torch.empty_like(q, dtype=torch.bfloat16)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    fa3.attention(q, k, v, q_descale, k_descale, v_descale, causal=is_causal, softmax_scale=scale, out=out.transpose(1, 2))
+    return out
+
+
+def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_) -> torch.Tensor:
+    if query.shape[3] == value.shape[3]:
+        return torch.empty_like(query, dtype=torch.bfloat16)
+    return query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.bfloat16)
+
+
+register(
+    "sdpa_quantized(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, Tensor? q_descale, Tensor? k_descale, "
+    "Tensor? v_descale, str backend) -> Tensor",
+    _run,
+    _empty_out,
+)
