@@ -19,10 +19,11 @@ ALLOWED = {
     "backends": {"kernels", "reference"},
     "ops": {"backends", "layout", "numerics", "rope"},
     "sdpa": {"backends", "layout", "ops"},
+    "mode": {"sdpa"},
     "cache": {"layout", "numerics", "ops", "scales"},
     "kernels": {"layout", "numerics"},
     "calibrate": {"numerics", "scales", "cache", "layout"},
-    "integrations": {"calibrate", "cache", "layout", "ops", "scales", "numerics"},
+    "integrations": {"calibrate", "cache", "layout", "mode", "ops", "scales", "numerics"},
     "plan": {"layout"},
     "doctor": {"backends"},
 }

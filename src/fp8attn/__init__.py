@@ -3,6 +3,7 @@
 from .cache import OutOfPagesError, PagedKVCache
 from .calibrate import calibrate
 from .layout import PAGE_SIZE, KVPages
+from .mode import AttentionPolicy, fp8_attention
 from .ops import append, attention, quantize
 from .scales import KVScales, LayerScales
 from .sdpa import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
@@ -10,6 +11,7 @@ from .sdpa import fallback_reason, rope_scaled_dot_product_attention, scaled_dot
 __version__ = "0.1.0"
 __all__ = [
     "PAGE_SIZE",
+    "AttentionPolicy",
     "KVPages",
     "KVScales",
     "LayerScales",
@@ -19,6 +21,7 @@ __all__ = [
     "attention",
     "calibrate",
     "fallback_reason",
+    "fp8_attention",
     "quantize",
     "rope_scaled_dot_product_attention",
     "scaled_dot_product_attention",
