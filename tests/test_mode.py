@@ -116,6 +116,40 @@ def test_what_fp8_cannot_do_is_torchs_own():
     assert "a mask is given" in str(report) and "dropout" in str(report) and "float64" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_torchs_own(layout):
+    parts = [torch.randn(n, 2, 64) for n in (30, 50)] if layout == torch.jagged else [torch.randn(2, n, 64) for n in (30, 50)]
+    q = torch.nested.nested_tensor(parts, layout=layout)
+    q = q.transpose(1, 2) if layout == torch.jagged else q
+    expected = scaled_dot_product_attention(q, q, q)
+    with fp8_attention(AttentionPolicy()) as report:
+        out = scaled_dot_product_attention(q, q, q)
+    assert all(torch.equal(a, b) for a, b in zip(out.unbind(), expected.unbind(), strict=True))
+    assert report.calls == 1 and "nested" in report.rows[0].reason and report.rows[0].keys is None
+
+
+def test_multi_head_attention_modules(request):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 2, 64, batch_first=True), 3).eval()
+    x = torch.randn(2, 40, 128)
+    plain = model(x)
+    padding = torch.zeros(2, 40, dtype=torch.bool)
+    with fp8_attention(AttentionPolicy(min_length=1, skip_last=1), model) as report, fp8_attention(ANY, nn.Linear(1, 1)):
+        assert 0 < relative_error(model(x), plain) < FP8_ERROR
+    assert ran(report) == {"fp8": [0, 1], "torch": {2: "left out by skip_last"}} and report.rows[0].name == "layers.0.self_attn"
+    with fp8_attention(ANY) as report:
+        torch.testing.assert_close(model(x, src_key_padding_mask=padding), plain)
+    assert [(row.calls, row.reason) for row in report.rows] == [(3, "a mask is given; FP8 attention is causal or full")]
+    request.addfinalizer(lambda: torch.backends.mha.set_fastpath_enabled(True))
+    torch.backends.mha.set_fastpath_enabled(False)  # Dynamo takes it below a mode as well, eager code does not
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with fp8_attention(ANY) as report:
+        torch.testing.assert_close(compiled(x), model(x))
+    assert [(row.calls, row.compiled, row.reason) for row in report.rows] == [(3, 3, None)]
+    torch._dynamo.reset()
+
+
 def test_a_gradient_is_torchs_own():
     with torch.inference_mode(False), torch.enable_grad(), fp8_attention(ANY) as report:
         q, k, v = (x.clone().requires_grad_() for x in qkv())

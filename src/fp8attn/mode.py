@@ -6,7 +6,9 @@ the module it is made in.
 
 Under `torch.compile` (2.11 and 2.13): Dynamo traces through the mode, and guards on the modes that are active and on what the policy read.
 So a model may be compiled before or inside the context, whole or by its blocks: each decision is part of the graph, a graph is
-compiled anew where a decision is another one, and code compiled outside the context is what runs outside it.
+compiled anew where a decision is another one, and code compiled outside the context is what runs outside it. One thing escapes, in
+compiled code alone: the fast path that `torch.nn.TransformerEncoderLayer` and `MultiheadAttention` have for inference is no SDPA.
+`torch.backends.mha.set_fastpath_enabled(False)` turns it off.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -24,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from .sdpa import fallback_reason, scaled_dot_product_attention
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # and torch._C._nn's: they are one object
+MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 MIN_LENGTH = 2048  # tokens from which on FP8 is the faster one, quantisation included
 
 
@@ -106,7 +110,7 @@ class ReportRow:
         reason: why torch's own SDPA ran; None: FP8 did.
         calls: how often it was called, compiled code apart.
         compiled: how often it was compiled into a graph.
-        queries, keys: the fewest and the most of a call; None if nothing but a graph called it.
+        queries, keys: the fewest and the most of a call; None if there were none but in graphs, or of nested tensors.
         heads: of query and key, in the last call.
     """
 
@@ -121,6 +125,8 @@ class ReportRow:
 
     def count(self, query: torch.Tensor, key: torch.Tensor) -> None:
         self.calls += 1
+        if query.is_nested or key.is_nested:  # of many lengths
+            return
         self.queries = _widened(self.queries, query.shape[-2])
         self.keys = _widened(self.keys, key.shape[-2])
         self.heads = tuple(x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
@@ -242,19 +248,18 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = {} if kwargs is None else kwargs
         if func is SDPA:
-            return self._attend(args, kwargs, *args, **kwargs)
+            return self.attend(*args, **kwargs) if self is _concerned() else func(*args, **kwargs)
+        if func is MULTI_HEAD and self is _concerned():
+            return _multi_head(*args, **kwargs)
         if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
             return torch.unflatten(*args, **kwargs)  # Dynamo cannot trace the method below a mode: it calls super()
         return func(*args, **kwargs)
 
-    def _attend(
-        self, args, kwargs, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
-    ) -> torch.Tensor:
-        if self is not _concerned():
-            return SDPA(*args, **kwargs)  # by the next mode
-        reason = self._reason(query, key, is_causal)
+    def attend(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False) -> torch.Tensor:
+        """The call, which concerns this context, by FP8 or by the next mode or torch."""
+        reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason is None:
-            reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            reason = self._reason(query, key, is_causal)
         if torch.compiler.is_compiling():
             _compiled(self.level, reason)
             if reason is not None:  # a graph that runs as it stands, under this mode, would call SDPA: and be here again
@@ -264,7 +269,7 @@ class _Mode(TorchFunctionMode):
         else:
             self.report.row(self.site, reason).count(query, key)
             if reason is not None:
-                return SDPA(*args, **kwargs)
+                return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, backend=self.policy.backend
         )
@@ -293,6 +298,21 @@ def _concerned() -> _Mode | None:
     while mode is not None and mode.slot is not None and mode.site is None:
         mode = mode.outer
     return mode
+
+
+def _sdpa(*args, **kwargs) -> torch.Tensor:
+    return _concerned().attend(*args, **kwargs)
+
+
+# A mode is off while it handles a function, and would see nothing of what nn.MultiheadAttention's calls. So that one runs in a copy, in
+# which two names mean something else; and which names no module, in which Dynamo would look them up instead.
+_multi_head = FunctionType(
+    MULTI_HEAD.__code__,
+    {name: value for name, value in MULTI_HEAD.__globals__.items() if name != "__name__"}
+    | {"scaled_dot_product_attention": _sdpa, "has_torch_function": lambda tensors: False},
+    MULTI_HEAD.__name__,
+    MULTI_HEAD.__defaults__,
+)
 
 
 def _compiled(level: int, reason: str | None) -> None:
