@@ -29,7 +29,7 @@ from fp8attn.kernels import append, portable
 from fp8attn.layout import HEAD_DIMS
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes one program may have
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -127,6 +127,19 @@ def append_case(name: str, head_dim: int, dtype, tokens: int, rotary=0, interlea
     return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
 
 
+def quantize_case(name: str, head_dim: int, dtype, rotary=0, interleaved=False, device_arch: int = 90):
+    """What `append.quantize` and `append.rotate` launch for two sequences of dense K, V and Q, transposed."""
+    recorders = [Recorder(kernel) for kernel in APPEND]
+    append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel = recorders
+    append.is_native, append.overlaps = lambda device: device_arch >= 89, lambda device: device_arch >= 90
+    x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
+    angle = torch.zeros(2, 300, rotary // 2) if rotary else None
+    append.quantize(x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, means=True)
+    if rotary:
+        append.rotate(x, angle, angle, interleaved)
+    return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
+
+
 ATTENTION, COMBINE = portable._attention_kernel, portable._combine_kernel
 APPEND = append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel
 
@@ -143,6 +156,7 @@ def cases(arch: int) -> list[tuple]:
         rope = {"rotary": head_dim, "q_heads": 32, "device_arch": arch}
         found += append_case(f"D{head_dim} step rope", head_dim, other, 1 + i, **rope)
         found += append_case(f"D{head_dim} prompt rope", head_dim, dtype, 300, **rope, interleaved=i % 2 == 1)
+        found += quantize_case(f"D{head_dim} dense", head_dim, dtype, i % 2 * head_dim, device_arch=arch)
     if arch == 90:
         leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
         found += attention_case("D128 rows4 window sinks", 128, bf16, 1, window=100, sinks=sinks)
@@ -151,6 +165,7 @@ def cases(arch: int) -> list[tuple]:
         found += attention_case("D128 rows128 window sinks", 128, bf16, 512, window=100, sinks=sinks)
         found += attention_case("D128 rows128 full leftpad", 128, fp16, 512, causal=False, leftpad_k=leftpad)
         found += append_case("D128 prompt", 128, bf16, 300)
+        found += quantize_case("D128 dense rope", 128, bf16, 128)
         found += append_case("D128 prompt ragged", 128, bf16, 300, 128, ragged=True)
         found += append_case("D128 step ragged", 128, bf16, 5, 40, q_heads=40, ragged=True)
     return found

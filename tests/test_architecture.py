@@ -18,7 +18,7 @@ ALLOWED = {
     "reference": {"layout", "numerics", "rope"},
     "backends": {"kernels", "reference"},
     "ops": {"backends", "layout", "numerics", "rope"},
-    "sdpa": {"backends", "layout", "ops"},
+    "sdpa": {"backends", "layout", "ops", "rope"},
     "mode": {"sdpa"},
     "cache": {"layout", "numerics", "ops", "scales"},
     "kernels": {"layout", "numerics"},

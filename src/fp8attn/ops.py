@@ -134,15 +134,10 @@ def attention(
     if leftpad_k is not None and leftpad_k.shape != (pages.num_seqs,):
         raise ValueError(f"leftpad_k must be [{pages.num_seqs}], one count per sequence; got {tuple(leftpad_k.shape)}")
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    name = _resolve(backend, q)
-    options = dict(
-        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale, window=window or 0,
-        softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k,
+    out, lse = run_attention(
+        resolve(backend, q), q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale,
+        window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k,
     )  # fmt: skip
-    if _unobserved(q):
-        out, lse = attention_kernel(name)(q, pages, **options)
-    else:
-        out, lse = torch.ops.fp8attn.attention(q, *pages.tensors, *options.values(), name)
     return (out, lse) if return_lse else out
 
 
@@ -176,11 +171,8 @@ def quantize(
             f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty, head_dim one of {HEAD_DIMS}; "
             f"got {tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}"
         )
-    options = (*_tables(k, rope_cos, rope_sin, rope_interleaved), rope_interleaved, means)
-    name = _resolve(backend, k)
-    if _unobserved(k):
-        return quantize_kernel(name)(k, v, **dict(zip(_QUANTIZE, options, strict=True)))
-    return KVPages(*torch.ops.fp8attn.quantize(k, v, *options, name))
+    cos, sin = _tables(k, rope_cos, rope_sin, rope_interleaved)
+    return run_quantize(resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, means=means)
 
 
 def rotate(
@@ -194,7 +186,7 @@ def rotate(
     """
     _check_dense(x, "x")
     cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
-    name = _resolve(backend, x)
+    name = resolve(backend, x)
     if _unobserved(x):
         return rotate_kernel(name)(x, cos, sin, rope_interleaved)
     return torch.ops.fp8attn.rotate(x, cos, sin, rope_interleaved, name)
@@ -227,16 +219,30 @@ def quantize_rows(
     _check_dense(x, "x")
     if not x.numel() or heads_per_scale < 1 or x.shape[1] % heads_per_scale:
         raise ValueError(f"x must not be empty, nor heads_per_scale={heads_per_scale} but a divisor of its heads; got {tuple(x.shape)}")
-    options = (*_tables(x, rope_cos, rope_sin, rope_interleaved), rope_interleaved, means, heads_per_scale)
-    name = _resolve(backend, x)
+    cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
+    options = dict(rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, means=means, heads_per_scale=heads_per_scale)
+    name = resolve(backend, x)
     if _unobserved(x):
-        return quantize_rows_kernel(name)(x, **dict(zip(_QUANTIZE_ROWS, options, strict=True)))
-    x_fp8, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options, name)
+        return quantize_rows_kernel(name)(x, **options)
+    x_fp8, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), name)
     return x_fp8, scale, mean if means else None
 
 
-_QUANTIZE = ("rope_cos", "rope_sin", "rope_interleaved", "means")
-_QUANTIZE_ROWS = (*_QUANTIZE, "heads_per_scale")
+# What is left of the above when all has been checked: run the kernel, or the torch op where somebody watches.
+
+
+def run_attention(name: str, q: torch.Tensor, pages: KVPages, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` by the backend `name`; its options in the order of the op's schema. Returns `(out, lse)`."""
+    if _unobserved(q):
+        return attention_kernel(name)(q, pages, **options)
+    return torch.ops.fp8attn.attention(q, *pages.tensors, *options.values(), name)
+
+
+def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPages:
+    """`quantize` likewise, with tables as `rope.dense_tables` gives them."""
+    if _unobserved(k):
+        return quantize_kernel(name)(k, v, **options)
+    return KVPages(*torch.ops.fp8attn.quantize(k, v, *options.values(), name))
 
 
 def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> str:
@@ -259,13 +265,13 @@ def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> s
                 f"q is there to be rotated: it must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
                 f"got {tuple(q.shape)}, {'without' if rope_cos is None else 'with'} them"
             )
-    return _resolve(backend, k)
+    return resolve(backend, k)
 
 
 _selected = cache(select_backend)  # a machine does not change
 
 
-def _resolve(backend: str, x: torch.Tensor) -> str:
+def resolve(backend: str, x: torch.Tensor) -> str:
     """The backend's name, or `backend` itself while Dynamo traces, which cannot look at the machine: then the op resolves it."""
     return backend if torch.compiler.is_compiling() else _selected(backend, x.device, x.dtype)
 

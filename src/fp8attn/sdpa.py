@@ -8,6 +8,7 @@ no mask is ever dropped.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from . import ops
 from .backends import unsupported_reason
 from .layout import HEAD_DIMS, KVPages
+from .rope import dense_tables
 
 
 def fallback_reason(
@@ -31,33 +33,43 @@ def fallback_reason(
 
     It looks at shapes, dtypes and the device alone, never at values.
     """
-    tensors = query, key, value
     if attn_mask is not None:
         return "a mask is given; FP8 attention is causal or full"
     if dropout_p > 0.0:
         return "dropout is for training, FP8 attention for inference"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return "a gradient is wanted, and none flows through FP8; use torch.no_grad() or torch.inference_mode()"
-    if any(x.is_nested or x.layout != torch.strided for x in tensors):
-        return "nested and sparse tensors are not supported"
-    if not query.dtype == key.dtype == value.dtype or not query.device == key.device == value.device:
+    if query.is_nested or key.is_nested or value.is_nested:
+        return "nested tensors are not supported"
+    dtype, device = query.dtype, query.device
+    if key.dtype != dtype or value.dtype != dtype or key.device != device or value.device != device:
         return "query, key and value differ in dtype or device"
-    if not query.dim() == key.dim() == value.dim() or query.dim() < 2:
-        return "query, key and value differ in their number of dimensions"
     # What does not fit together torch broadcasts, or refuses in its own words.
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        return "the batch dimensions of query, key and value differ"
-    if key.shape[:-1] != value.shape[:-1] or key.shape[-1] != query.shape[-1]:
-        return "key and value differ in heads or length, or query and key in head_dim"
-    if any(0 in x.shape for x in tensors):
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    dims = len(q_shape)
+    if len(k_shape) != dims or len(v_shape) != dims or dims < 2:
+        return "query, key and value differ in their number of dimensions"
+    if q_shape[:-3] != k_shape[:-3] or k_shape[:-1] != v_shape[:-1] or q_shape[-1] != k_shape[-1]:
+        return "query, key and value differ in batch, key and value in heads or length, or query and key in head_dim"
+    if 0 in q_shape or 0 in k_shape or 0 in v_shape:
         return "a dimension is empty"
-    if query.dim() > 2 and query.shape[-3] != key.shape[-3] and (not enable_gqa or query.shape[-3] % key.shape[-3]):
-        return "there are more or less query heads than KV heads, and enable_gqa does not say how they go together"
-    if max(query.shape[-1], value.shape[-1]) > HEAD_DIMS[-1]:
+    if dims > 2 and q_shape[-3] != k_shape[-3] and (not enable_gqa or q_shape[-3] % k_shape[-3]):
+        return "there are more or fewer query heads than KV heads, and enable_gqa does not say how they go together"
+    if q_shape[-1] > HEAD_DIMS[-1] or v_shape[-1] > HEAD_DIMS[-1]:
         return f"a head_dim above {HEAD_DIMS[-1]} is not supported"
     if scale is not None and not scale > 0.0:
         return "the scale is not positive"
-    return _device_reason(query.device, query.dtype)
+    if device.type == "cpu":
+        return None if dtype in (torch.bfloat16, torch.float16, torch.float32) else f"{dtype} asks for more than FP8 gives"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels take bfloat16 and float16, not {dtype}"
+    # Dynamo cannot look at the machine. The op does, and refuses if it must.
+    return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
+
+
+@cache
+def _machine_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    return unsupported_reason("triton", device, dtype)
 
 
 def scaled_dot_product_attention(
@@ -96,7 +108,8 @@ def scaled_dot_product_attention(
     if fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) is not None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = _batched(query), _batched(key), _batched(value)
-    return _attend(q, k, v, None, None, False, is_causal, scale, backend).view(*query.shape[:-1], value.shape[-1])
+    out = _attend(q, k, v, None, None, False, is_causal, scale, backend)
+    return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
 
 def rope_scaled_dot_product_attention(
@@ -138,32 +151,41 @@ def rope_scaled_dot_product_attention(
         key_rope_cos, key_rope_sin = rope_cos, rope_sin
     q, k, v = _batched(query), _batched(key), _batched(value)
     q = ops.rotate(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=backend)
-    return _attend(q, k, v, key_rope_cos, key_rope_sin, rope_interleaved, is_causal, scale, backend)
+    batch, _, kv_len, head_dim = k.shape
+    cos, sin = dense_tables(key_rope_cos, key_rope_sin, batch, kv_len, head_dim, rope_interleaved)
+    return _attend(q, k, v, cos, sin, rope_interleaved, is_causal, scale, backend)
 
 
 def _attend(q, k, v, rope_cos, rope_sin, rope_interleaved: bool, is_causal: bool, scale: float | None, backend: str) -> torch.Tensor:
-    """`[B, H, S, D]` of one batch size: cut, pad, quantise, attend."""
-    q_len, head_dim, v_dim = q.shape[2], q.shape[3], v.shape[3]
+    """`[B, H, S, D]` of one batch size, checked: cut, pad, quantise, attend."""
+    q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    name = ops.resolve(backend, q)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    if is_causal and q_len < k.shape[2]:  # nobody sees the others
+    if is_causal and q_len < kv_len:  # nobody sees the others
+        kv_len = q_len
         k, v = k[:, :, :q_len], v[:, :, :q_len]
         if rope_cos is not None:
-            rope_cos, rope_sin = rope_cos[..., :q_len, :], rope_sin[..., :q_len, :]
-    padded = next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
-    q, k, v = (x if x.shape[3] == padded else F.pad(x, (0, padded - x.shape[3])) for x in (q, k, v))
-    pages = ops.quantize(k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, backend=backend)
-    kv_len = k.shape[2]
+            rope_cos, rope_sin = rope_cos[:, :q_len], rope_sin[:, :q_len]
+    padded = head_dim
+    if head_dim != v_dim or head_dim not in HEAD_DIMS:
+        padded = next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
+        q, k, v = (x if x.shape[3] == padded else F.pad(x, (0, padded - x.shape[3])) for x in (q, k, v))
+    pages = ops.run_quantize(name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=True)
     if is_causal and q_len > kv_len:  # rows behind the last key see all of them
         out = torch.empty_like(q)
-        out[:, :, :kv_len] = _over_pages(q[:, :, :kv_len], pages, True, scale, backend)
-        out[:, :, kv_len:] = _over_pages(q[:, :, kv_len:], pages, False, scale, backend)
+        out[:, :, :kv_len] = _over_pages(name, q[:, :, :kv_len], pages, True, scale)
+        out[:, :, kv_len:] = _over_pages(name, q[:, :, kv_len:], pages, False, scale)
     else:
-        out = _over_pages(q, pages, is_causal, scale, backend)
+        out = _over_pages(name, q, pages, is_causal, scale)
     return out if v_dim == padded else out[..., :v_dim].clone()
 
 
-def _over_pages(q: torch.Tensor, pages: KVPages, causal: bool, scale: float, backend: str) -> torch.Tensor:
-    return ops.attention(q.transpose(1, 2), pages, causal=causal, softmax_scale=scale, backend=backend).transpose(1, 2)
+def _over_pages(name: str, q: torch.Tensor, pages: KVPages, causal: bool, scale: float) -> torch.Tensor:
+    out, _ = ops.run_attention(
+        name, q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=q.shape[2], causal=causal, softmax_scale=scale, window=0,
+        softcap=0.0, sinks=None, leftpad_k=None,
+    )  # fmt: skip
+    return out.transpose(1, 2)
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
@@ -173,14 +195,3 @@ def _batched(x: torch.Tensor) -> torch.Tensor:
     while x.dim() < 4:
         x = x.unsqueeze(0)
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _device_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type == "cpu":
-        supported = dtype in (torch.bfloat16, torch.float16, torch.float32)
-        return None if supported else f"{dtype} asks for more than FP8 gives"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernels take bfloat16 and float16, not {dtype}"
-    if torch.compiler.is_compiling():  # Dynamo cannot look at the machine; the op does, and refuses if it must
-        return None
-    return unsupported_reason("triton", device, dtype)

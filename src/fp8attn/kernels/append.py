@@ -14,17 +14,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layout import FP8, PAGE_SIZE, KVPages
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
-from .launch import constants, launch
+from .launch import constants, launch, overlaps
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
 STEP_ELEMENTS = 256  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
 MAX_PROGRAMS = 64  # of a step, for one sequence
-SAMPLING_PROGRAMS = 512  # up to so many programs of `quantize` each sample the mean; beyond, a launch of its own is cheaper
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _SAMPLES = tl.constexpr(MEAN_SAMPLES)
@@ -32,6 +32,7 @@ _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
 _TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
+_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))  # pools are written as bytes, which every target and the interpreter can
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -264,6 +265,8 @@ def _step_kernel(
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
     NATIVE: tl.constexpr, T: tl.constexpr, HEADS: tl.constexpr, Q_T: tl.constexpr, Q_HEADS: tl.constexpr,
 ):  # fmt: skip
+    k_pool_ptr = k_pool_ptr.to(_BYTES)
+    v_pool_ptr = v_pool_ptr.to(_BYTES)
     programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
     seq = tl.program_id(0) // programs
     program = tl.program_id(0) % programs
@@ -394,7 +397,10 @@ def _means_kernel(
     k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, seqlens_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b,
     v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b, sin_stride, max_seqlen, num_kv_heads, num_tokens,
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, DENSE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     seq = tl.program_id(1).to(tl.int64)
     if DENSE:
         start = 0
@@ -439,9 +445,9 @@ def _page_scale(amax, scale_ptr, pool_ptr, old, D: tl.constexpr, IS_V: tl.conste
 
 @triton.jit
 def _k_page(
-    x_ptr, stride_t, mean_a, mean_b, pool_ptr, scale_ptr, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end,
+    x_ptr, stride_t, mean_ptr, pool_ptr, scale_ptr, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end,
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write tokens `[old, end)` of a head's K page; the pointers are token 0's (before the tensors begin, if old > 0)."""
     position = tl.arange(0, _PAGE)
@@ -450,6 +456,9 @@ def _k_page(
     if HALF > 0:
         cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, HP, HALF, STEP)
         a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+    if OVERLAP:
+        gdc_wait()  # for the means
+    mean_a, mean_b = _load_pairs(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP, HALF, INTERLEAVED)
     a -= mean_a
     b -= mean_b
     if STATIC:
@@ -468,17 +477,25 @@ def _k_page(
 
 @triton.jit
 def _v_page(
-    x_ptr, stride_t, mean, pool_ptr, scale_ptr, old, end, D: tl.constexpr, HP: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
+    x_ptr, stride_t, mean_ptr, pool_ptr, scale_ptr, old, end, D: tl.constexpr, HP: tl.constexpr, STATIC: tl.constexpr,
+    NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`_k_page` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
     d = tl.arange(0, 2 * HP)
     word = tl.arange(0, _PAGE // 4)
     first = _v_token(4 * word)  # and then 1, 8 and 9 behind it (layout.V_ORDER)
     last = end - 1
-    x0 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None], D, HP) - mean
-    x1 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None], D, HP) - mean
-    x2 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 8, old), last) * stride_t)[:, None], D, HP) - mean
-    x3 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 9, old), last) * stride_t)[:, None], D, HP) - mean
+    x0 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None], D, HP)
+    x1 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None], D, HP)
+    x2 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 8, old), last) * stride_t)[:, None], D, HP)
+    x3 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 9, old), last) * stride_t)[:, None], D, HP)
+    if OVERLAP:
+        gdc_wait()  # for the means
+    mean = _load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP)
+    x0 -= mean
+    x1 -= mean
+    x2 -= mean
+    x3 -= mean
     if STATIC:
         scale = tl.load(scale_ptr)
     else:
@@ -506,8 +523,12 @@ def _page_kernel(
     cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
     sin_stride, table_stride, num_seqs, columns, max_seqlen, num_kv_heads,
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
-    NATIVE: tl.constexpr, DENSE: tl.constexpr, SAMPLE: tl.constexpr,
+    NATIVE: tl.constexpr, DENSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+    k_pool_ptr = k_pool_ptr.to(_BYTES)
+    v_pool_ptr = v_pool_ptr.to(_BYTES)
     # Heads follow each other, so that programs that run together read memory that lies together.
     is_v = tl.program_id(0) % 2
     head = tl.program_id(0) // 2 % num_kv_heads
@@ -553,37 +574,18 @@ def _page_kernel(
     slot = page.to(tl.int64) * num_kv_heads + head
     mean = (wide * num_kv_heads + head) * D
     head = head.to(tl.int64)
-    sampled = _sampled_rows(0, new, new)
     if is_v == 0:
-        k_ptr += head * k_stride_h
-        k_mean_ptr += mean
-        if SAMPLE:
-            mean_a, mean_b = _k_mean(
-                k_ptr, k_stride_t, sampled, new, cos_ptr, sin_ptr, cos_stride, sin_stride, D, HP, HALF, INTERLEAVED, STEP
-            )
-            if column == 0:
-                _store_k_mean(k_mean_ptr, mean_a, mean_b, D, HP, HALF, INTERLEAVED)
-        else:
-            mean_a, mean_b = _load_pairs(k_mean_ptr + tl.zeros((1, 1), tl.int32), D, HP, HALF, INTERLEAVED)
         if HALF > 0:
             cos_ptr += row * cos_stride
             sin_ptr += row * sin_stride
         _k_page(
-            k_ptr + row * k_stride_t, k_stride_t, mean_a, mean_b, k_pool_ptr + slot * (D * _PAGE), k_scale_ptr + slot, cos_ptr, sin_ptr,
-            cos_stride, sin_stride, old, end, D, HP, HALF, INTERLEAVED, STEP, STATIC, NATIVE,
+            k_ptr + row * k_stride_t + head * k_stride_h, k_stride_t, k_mean_ptr + mean, k_pool_ptr + slot * (D * _PAGE),
+            k_scale_ptr + slot, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, HP, HALF, INTERLEAVED, STEP, STATIC, NATIVE, OVERLAP,
         )  # fmt: skip
     else:
-        v_ptr += head * v_stride_h
-        v_mean_ptr += mean
-        if SAMPLE:
-            v_mean = _v_mean(v_ptr, v_stride_t, sampled, new, D, HP)
-            if column == 0:
-                _store_v_mean(v_mean_ptr, v_mean, D, HP)
-        else:
-            v_mean = _load_rows(v_mean_ptr + tl.zeros((1, 1), tl.int32), D, HP)
         _v_page(
-            v_ptr + row * v_stride_t, v_stride_t, v_mean, v_pool_ptr + slot * (D * _PAGE), v_scale_ptr + slot, old, end,
-            D, HP, STATIC, NATIVE,
+            v_ptr + row * v_stride_t + head * v_stride_h, v_stride_t, v_mean_ptr + mean, v_pool_ptr + slot * (D * _PAGE),
+            v_scale_ptr + slot, old, end, D, HP, STATIC, NATIVE, OVERLAP,
         )  # fmt: skip
 
 
@@ -614,7 +616,7 @@ def append(
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
     write = row | {"STATIC": static_scales, "NATIVE": is_native(device)}
     means, lengths = (pages.k_mean, pages.v_mean), (pages.cache_seqlens, cu_seqlens)
-    pools = (pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale)
+    pools = pages.k, pages.v, pages.k_scale, pages.v_scale
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     queries, query_strides, query_shape, query_tile, query_programs = (None, None), (0, 0, 0, 0), (0, 0), (1, 1), 0
     if q is not None:
@@ -624,7 +626,8 @@ def append(
     strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
     if fix_means:
         args = k, v, *means, *lengths, *angles, *strides, max_seqlen, heads, num_tokens
-        launch(_means_kernel, (2 * heads, num_seqs), args, constants("means", device, **row, DENSE=False, num_warps=pairs // 8))
+        given = constants("means", device, **row, DENSE=False, OVERLAP=False, num_warps=pairs // 8)
+        launch(_means_kernel, (2 * heads, num_seqs), args, given)
     if max_seqlen <= MAX_TOKENS:
         tokens = _power_of_two(max_seqlen)
         block = min(_power_of_two(heads), max(1, STEP_ELEMENTS // (2 * pairs * tokens)))
@@ -642,7 +645,7 @@ def append(
         k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, pages.page_table.stride(0), num_seqs, columns, max_seqlen,
         heads,
     )  # fmt: skip
-    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, DENSE=False, SAMPLE=False, num_warps=pairs // 8))
+    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
     if q is not None:
         _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
     pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
@@ -658,29 +661,31 @@ def quantize(
     num_pages = batch * columns
     pairs = _power_of_two(head_dim // 2)
     row, angles, (cos_strides, sin_strides) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
-    k_pages = torch.empty(num_pages, heads, PAGE_SIZE, head_dim, dtype=torch.uint8, device=device)
-    v_pages = torch.empty(num_pages, heads, head_dim, PAGE_SIZE, dtype=torch.uint8, device=device)
-    k_scale, v_scale = (torch.empty(num_pages, heads, dtype=torch.float32, device=device) for _ in "kv")
-    make_mean = torch.empty if means else torch.zeros
-    k_mean, v_mean = (make_mean(batch, heads, head_dim, dtype=torch.float32, device=device) for _ in "kv")
+    k_pages = torch.empty(num_pages, heads, PAGE_SIZE, head_dim, dtype=FP8, device=device)
+    v_pages = torch.empty(num_pages, heads, head_dim, PAGE_SIZE, dtype=FP8, device=device)
+    k_scale, v_scale = torch.empty(2, num_pages, heads, dtype=torch.float32, device=device).unbind()
+    k_mean, v_mean = (torch.empty if means else torch.zeros)(2, batch, heads, head_dim, dtype=torch.float32, device=device).unbind()
     table = torch.empty(batch, columns, dtype=torch.int32, device=device)
     lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
     if batch == 1:  # a stride that leads nowhere can be anything
         k_b = v_b = 0
     strides = (k_b, k_t, k_h, v_b, v_t, v_h, *cos_strides, *sin_strides)
-    programs = 2 * heads * num_pages
-    sample = means and programs <= SAMPLING_PROGRAMS
-    if means and not sample:
+    overlap = means and overlaps(device)  # pages are read while their means are computed
+    if means:
         args = k, v, k_mean, v_mean, None, None, *angles, *strides, length, heads, length
-        launch(_means_kernel, (2 * heads, batch), args, constants("means", device, **row, DENSE=True, num_warps=pairs // 8))
+        given = constants("means", device, **row, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8)
+        launch(_means_kernel, (2 * heads, batch), args, given)
     args = (
         k, v, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths, None, *angles, *strides, columns, batch, columns, length,
         heads,
     )  # fmt: skip
-    given = constants("page", device, **row, STATIC=False, NATIVE=is_native(device), DENSE=True, SAMPLE=sample, num_warps=pairs // 8)
-    launch(_page_kernel, (programs,), args, given)
-    return KVPages(k_pages.view(FP8), v_pages.view(FP8), k_scale, v_scale, k_mean, v_mean, table, lengths)
+    options = {"launch_pdl": True} if overlap else {}
+    given = constants(
+        "page", device, **row, STATIC=False, NATIVE=is_native(device), DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options
+    )
+    launch(_page_kernel, (2 * heads * num_pages,), args, given)
+    return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
 
 
 def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:

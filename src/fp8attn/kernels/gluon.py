@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_wait
 
 from ..layout import FP8
 
@@ -33,6 +34,7 @@ __all__ = [
     "fence_async_shared",
     "fetch",
     "fetch_words",
+    "gdc_wait",
     "gl",
     "gluon",
     "mbarrier",

@@ -130,6 +130,12 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
         given.compiled = _learn(kernel, done, args)
 
 
+@lru_cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch with `launch_pdl=True` may begin while the one before it ends, and wait for it by `gdc_wait` (from Hopper on)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def current_stream(device: torch.device) -> int:
     """The handle of the stream on which `launch` launches."""
     return driver.active.get_current_stream(device.index)

@@ -12,6 +12,7 @@ feeds them by TMA. Registers, not shared memory, are what is short: comments say
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +23,7 @@ from .gluon import (
     advance,
     fence_async_shared,
     fetch,
+    gdc_wait,
     gl,
     gluon,
     mbarrier,
@@ -41,7 +43,7 @@ LN2 = gl.constexpr(math.log(2))
 LOG2E = gl.constexpr(math.log2(math.e))
 
 # What the producer tells the multiplying warps of an item, one int32 each.
-TILES, LAST, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT = (gl.constexpr(i) for i in range(9))
+TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT = (gl.constexpr(i) for i in range(10))
 FIELDS = gl.constexpr(16)
 
 
@@ -397,8 +399,9 @@ def _write(out_ptr, v_mean_ptr, acc, inverse, share, unseen, count, stride, firs
 
 @gluon.jit
 def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-              num_q_heads, causal, window, scale, cap, WG: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-              CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+              out_strides, max_q, num_q_heads, causal, window, scale, cap,
+              WG: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
+              LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
@@ -459,7 +462,8 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
         count = _field(info_s, slot, COUNT) - WG * ROWS
         head = _field(info_s, slot, HEAD)
         mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
-        token = (_field(info_s, slot, TOKEN) + WG * ROWS).to(gl.int64) * num_q_heads + head
+        batch = _field(info_s, slot, BATCH).to(gl.int64)
+        token = _field(info_s, slot, TOKEN).to(gl.int64) + WG * ROWS
         unseen = z < 1.0  # a largest weight is 2^8; masked ones are 0 or 2^-117, and a sum with a NaN in it is not small
         v_scale = last_s.index(slot).load(gl.SliceLayout(1, S))
         if CAP:
@@ -479,16 +483,18 @@ def _multiply(q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, 
             share = inverse
             lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
         here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        gl.store(lse_ptr + token + here * num_q_heads, lse, mask=here < count)
+        gl.store(lse_ptr + (batch * max_q + token) * num_q_heads + head + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
-        out = out_ptr + token * DH
+        # Strides come in units of 16 bytes: that they are multiples makes for wide stores.
+        out_stride_b, out_stride_t, out_stride_h = out_strides
+        out = out_ptr + (batch * out_stride_b + token * out_stride_t + head.to(gl.int64) * out_stride_h) * 8
         if D == 256:
-            _write(out, v_mean_ptr + mean, a0, inverse, share, unseen, count, num_q_heads * DH, 0, DH, D // 4, SHARE)
-            _write(out, v_mean_ptr + mean, a1, inverse, share, unseen, count, num_q_heads * DH, D // 4, DH, D // 4, SHARE)
-            _write(out, v_mean_ptr + mean, a2, inverse, share, unseen, count, num_q_heads * DH, D // 2, DH, D // 4, SHARE)
-            _write(out, v_mean_ptr + mean, a3, inverse, share, unseen, count, num_q_heads * DH, D // 4 * 3, DH, D // 4, SHARE)
+            _write(out, v_mean_ptr + mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, DH, D // 4, SHARE)
+            _write(out, v_mean_ptr + mean, a1, inverse, share, unseen, count, out_stride_t * 8, D // 4, DH, D // 4, SHARE)
+            _write(out, v_mean_ptr + mean, a2, inverse, share, unseen, count, out_stride_t * 8, D // 2, DH, D // 4, SHARE)
+            _write(out, v_mean_ptr + mean, a3, inverse, share, unseen, count, out_stride_t * 8, D // 4 * 3, DH, D // 4, SHARE)
         else:
-            _write(out, v_mean_ptr + mean, a0, inverse, share, unseen, count, num_q_heads * DH, 0, DH, D, SHARE)
+            _write(out, v_mean_ptr + mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, DH, D, SHARE)
         item += 1
         mbarrier.wait(q_full.index(WG), item & 1)
         tiles = _field(info_s, item & 1, TILES)
@@ -558,11 +564,12 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         head = lot * HEADS + rest % some
         block = blocks - 1 - rest // some
         owner = seq
+        batch = 0
         token = start + block * BLOCK
         if cu_ptr is None:
             owner = head // num_q_heads
             head -= owner * num_q_heads
-            token += owner * max_q
+            batch = owner
         held = gl.minimum(owner, num_seqs - 1)
         length = gl.load(lens_ptr + held)
         length = gl.where(owner < num_seqs, length, 0)
@@ -593,6 +600,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
             mbarrier.wait(q_empty.index(i), slot ^ 1)
         _put(info_s, slot, TILES, last - bottom + 1)
         _put(info_s, slot, LAST, last)
+        _put(info_s, slot, BATCH, batch)
         _put(info_s, slot, TOKEN, token)
         _put(info_s, slot, COUNT, count)
         _put(info_s, slot, POSITION, position)
@@ -603,7 +611,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         sync()
         for i in gl.static_range(WGS):
             mbarrier.expect(q_full.index(i), ROWS * D * (q_d.dtype.primitive_bitwidth // 8))
-            fetch(q_d, [token + i * ROWS, head, 0], q_full.index(i), q_s.index(i))
+            fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i))
         for j in range(last - bottom + 1):
             mbarrier.wait(k_empty.index(stage), phase)
             # Beside the tile: its scale of K, and the V scale of the tile before in units of its own.
@@ -645,17 +653,23 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         mbarrier.arrive(q_full.index(i), count=1)
 
 
-NUMBERS = ("num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width", "causal", "window", "scale", "cap")
+NUMBERS = (
+    "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width",
+    "causal", "window", "scale", "cap",
+)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
-             left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, scale, cap,
+             left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
+             table_width, causal, window, scale, cap,
              DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, HEADS: gl.constexpr,
              LO: gl.constexpr, CAP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+    gdc_wait()  # launched while the kernel before ends: everything else is after it
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
+    out_strides = (out_stride_b, out_stride_t, out_stride_h)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
-    q_in = gl.allocate_shared_memory(q_d.dtype, [WGS, ROWS, 1, D], q_d.layout)
+    q_in = gl.allocate_shared_memory(q_d.dtype, [WGS, 1, ROWS, 1, D], q_d.layout)
     q16_s = reinterpret(q_in, q_d.dtype, [WGS, ROWS, D], FLAT)
     if Q16:
         q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv))
@@ -688,9 +702,9 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     if WGS == 2:
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
                         left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
                         WGS, DH, D, STAGES, HEADS, LO)),
@@ -698,11 +712,11 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     else:
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 0, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 1, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_multiply, (q_s, q16_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                         num_q_heads, causal, window, scale, cap, 2, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         out_strides, max_q, num_q_heads, causal, window, scale, cap, 2, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
                         left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
                         WGS, DH, D, STAGES, HEADS, LO)),
@@ -727,6 +741,7 @@ SHAPES = {64: Shape(3, 3, 2, 160, 24), 128: Shape(2, 3, 1, 240, 24), 256: Shape(
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
 NO_WINDOW = 1 << 30
+COUNTERS = 1 << 13  # of a device: streams and captured launches
 
 
 def attention(
@@ -748,48 +763,63 @@ def attention(
     equal bits.
 
     Args:
-        q: `[T, num_q_heads, head_dim]` bfloat16 or float16, scaled per row and rounded to FP8 here; or float8_e4m3fn, taken as it is.
+        q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, scaled per row and rounded to FP8
+            here; or float8_e4m3fn, taken as it is.
     Returns:
-        `out [T, num_q_heads, head_dim]` in q's dtype (bfloat16 for FP8 queries) and `lse [T, num_q_heads]` float32.
+        `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says how they lie.
     """
     device = q.device
-    tokens, num_q_heads, head_dim = q.shape
     num_pages, num_kv_heads, _, _ = pages.k.shape
     table = pages.page_table
     num_seqs, table_width = table.shape
-    out = torch.empty(tokens, num_q_heads, head_dim, dtype=torch.bfloat16 if q.dtype == FP8 else q.dtype, device=device)
-    lse = torch.empty(tokens, num_q_heads, dtype=torch.float32, device=device)
-    if not tokens or not num_q_heads:
+    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
+    out = torch.empty_like(q, dtype=dtype) if q.dim() == 4 else torch.empty(q.shape, dtype=dtype, device=device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device)
+    if not q.numel():
         return out, lse
     if not num_pages or not table_width:  # no keys anywhere
         return out.zero_(), lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
-    width = q.element_size()
-    stride_t, stride_h, stride_d = q.stride()
-    if stride_d != 1 or q.data_ptr() % 16 or stride_t * width % 16 or stride_h * width % 16:
-        q = q.contiguous()  # TMA counts in 16 bytes
-        stride_t, stride_h, _ = q.stride()
+    q_strides, out_strides = _strides(q), _strides(out)
+    bits = q.data_ptr()  # TMA counts in 16 bytes
+    for stride in q_strides:
+        bits |= stride * q.itemsize
+    if bits & 15 or 0 in q_strides or q.stride(-1) != 1:
+        q = q.clone(memory_format=torch.contiguous_format)
+        q_strides = _strides(q)
+    *_, num_q_heads, head_dim = q.shape
+    if q.dim() == 4:
+        batch, tokens = q.shape[:2]
+    else:  # a batch of sequences of one length, or of one that `cu_seqlens_q` takes apart
+        batch, tokens = (num_seqs, max_seqlen_q) if cu_seqlens_q is None else (1, q.shape[0])
+        q_strides, out_strides = [(tokens * strides[0], *strides) for strides in (q_strides, out_strides)]
     padded = PADDED[head_dim]
     shape = SHAPES[padded]
     rows = shape.warpgroups * ROWS.value
     if cu_seqlens_q is None:
-        items = num_seqs * num_q_heads * -(-max_seqlen_q // rows)
+        items = num_seqs * num_q_heads * -(-tokens // rows)
     else:  # at most: every sequence, and the rows behind the last, end in a block that is not full
         items = num_q_heads * (tokens // rows + num_seqs + 1)
     args = (
-        Tiles(q, (tokens, num_q_heads, head_dim), (stride_t, stride_h, 1), (ROWS.value, 1, padded)),
+        Tiles(q, (batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, padded)),
         Tiles(pages.k, (num_pages * num_kv_heads * TILE.value, head_dim), (head_dim, 1), (TILE.value, padded)),
         Tiles(pages.v, (num_pages * num_kv_heads * head_dim, TILE.value), (TILE.value, 1), (padded, TILE.value)),
         out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(device),
-        tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0), int(causal), window or NO_WINDOW,
-        softmax_scale * LOG2E.value, softcap * LOG2E.value,
+        *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
+        int(causal), window or NO_WINDOW, softmax_scale * LOG2E.value, softcap * LOG2E.value,
     )  # fmt: skip
     given = constants(
         "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS,
-        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, REGS=shape.regs, FEED=shape.feed, num_warps=4,
+        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, REGS=shape.regs, FEED=shape.feed, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     launch(_prefill, (min(items, _num_sms(device)),), args, given)
     return out, lse
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Of all dimensions but the last; of those of one element, whose own may be anything, one that TMA takes."""
+    *sizes, last = x.shape
+    return tuple([stride if size > 1 else last for size, stride in zip(sizes, x.stride(), strict=False)])
 
 
 @lru_cache
@@ -797,21 +827,26 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_zeros: dict[int, Iterator[torch.Tensor]] = {}  # by device, those that nobody has yet
 _counters: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
 def _counter(device: torch.device) -> torch.Tensor:
     """A zero that the kernel counts items with and leaves zero: one a stream, whose launches follow one another.
 
-    A captured graph gets its own, zeroed in the graph: it may run beside anything.
+    Every captured launch gets its own, for good: its graph may run beside anything.
     """
     if torch.cuda.is_current_stream_capturing():
-        return _zero(device)
+        # A graph without a warm-up, or one too many, sets its zero itself: one launch more.
+        zero = next(_zeros.get(device.index, iter(())), None)
+        return torch.zeros(1, dtype=torch.int32, device=device) if zero is None else zero
     key = device.index, current_stream(device)
     if key not in _counters:
-        _counters[key] = kept(_zero, device)
+        if device.index not in _zeros:
+            _zeros[device.index] = iter(kept(_make_zeros, device).unbind())
+        _counters[key] = next(_zeros[device.index])
     return _counters[key]
 
 
-def _zero(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def _make_zeros(device: torch.device) -> torch.Tensor:
+    return torch.zeros(COUNTERS, 4, dtype=torch.int32, device=device)  # each at 16 bytes, as `launch` likes addresses
