@@ -335,6 +335,7 @@ def test_llama_prefill_runs_one_model_with_each_attention(float64_fa3, monkeypat
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).bfloat16().eval().to(DEVICE)
+    llama_prefill.unmasked(model)
     monkeypatch.setattr(llama_prefill, "LAYER_TOKENS", 2 * 150)
     with torch.inference_mode():
         rows = llama_prefill.measure(model, 150)

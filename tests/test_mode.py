@@ -530,3 +530,38 @@ def test_causal_model_without_a_cache():
         assert torch.equal(model(ids, attention_mask=left_padded, use_cache=False).logits, exact)
     assert report.fp8_calls == 3 and report.calls == 6
     assert [row.layer for row in report.rows[:3]] == [0, 1, 2]
+
+
+def test_a_transformers_model_is_compiled_by_its_layers():
+    """Traced as a whole it makes a mask, which stays exact; its layers are given none."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch._dynamo.reset()
+    config = LlamaConfig(
+        vocab_size=89,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+    )
+    model, ids = sdpa_model(LlamaForCausalLM, config), tokens(2, 90)
+    policy = AttentionPolicy(min_length=1, skip_first=1)
+    plain = model(ids, use_cache=False).logits
+    with fp8_attention(policy, model):
+        expected = model(ids, use_cache=False).logits
+    whole = torch.compile(model, backend="eager")
+    with fp8_attention(policy, model) as report:
+        out = whole(ids, use_cache=False).logits
+    if report.rows[-1].reason is not None:
+        assert "a mask is given" in report.rows[-1].reason
+        torch.testing.assert_close(out, plain, atol=1e-4, rtol=1e-4)
+    else:
+        torch.testing.assert_close(out, expected)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="eager")
+    with fp8_attention(policy, model) as report:
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
+    assert [(row.reason, row.compiled) for row in report.rows] == [("left out by skip_first", 1), (None, 1)]
+    torch._dynamo.reset()

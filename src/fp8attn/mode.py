@@ -8,7 +8,8 @@ Under `torch.compile` (2.11 and 2.13): Dynamo traces through the mode, and guard
 So a model may be compiled before or inside the context, whole or by its blocks: each decision is part of the graph, a graph is
 compiled anew where a decision is another one, and code compiled outside the context is what runs outside it. One thing escapes, in
 compiled code alone: the fast path that `torch.nn.TransformerEncoderLayer` and `MultiheadAttention` have for inference is no SDPA.
-`torch.backends.mha.set_fastpath_enabled(False)` turns it off.
+`torch.backends.mha.set_fastpath_enabled(False)` turns it off. And transformers' models make masks of causality alone while they are
+traced (before torch 2.14, and while a CUDA graph is captured), and a call with a mask is torch's: compile their layers, not the whole.
 """
 
 from __future__ import annotations
