@@ -111,8 +111,10 @@ def rotate_kernel(name: str) -> Callable:
 @cache
 def quantize_rows_kernel(name: str) -> Callable:
     """The `quantize_rows` of a resolved backend: the signature of `reference.quantize_rows`."""
-    from .reference import quantize_rows
-
+    if name in ("hopper", "triton"):
+        from .kernels.quantize_rows import quantize_rows
+    else:
+        from .reference import quantize_rows
     return quantize_rows
 
 

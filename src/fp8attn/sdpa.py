@@ -169,7 +169,7 @@ def _attend(q, k, v, rope_cos, rope_sin, rope_interleaved: bool, is_causal: bool
     padded = head_dim
     if head_dim != v_dim or head_dim not in HEAD_DIMS:
         padded = next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
-        q, k, v = (x if x.shape[3] == padded else F.pad(x, (0, padded - x.shape[3])) for x in (q, k, v))
+        q, k, v = _widened(q, padded), _widened(k, padded), _widened(v, padded)
     pages = ops.run_quantize(name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=True)
     if is_causal and q_len > kv_len:  # rows behind the last key see all of them
         out = torch.empty_like(q)
@@ -186,6 +186,13 @@ def _over_pages(name: str, q: torch.Tensor, pages: KVPages, causal: bool, scale:
         softcap=0.0, sinks=None, leftpad_k=None,
     )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def _widened(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x [B, H, S, D]` with zeros behind its channels, in the same order of memory."""
+    if x.stride(1) < x.stride(2):
+        return F.pad(x.transpose(1, 2), (0, size - x.shape[3])).transpose(1, 2)
+    return F.pad(x, (0, size - x.shape[3]))
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

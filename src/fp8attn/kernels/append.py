@@ -663,8 +663,11 @@ def quantize(
     row, angles, (cos_strides, sin_strides) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
     k_pages = torch.empty(num_pages, heads, PAGE_SIZE, head_dim, dtype=FP8, device=device)
     v_pages = torch.empty(num_pages, heads, head_dim, PAGE_SIZE, dtype=FP8, device=device)
-    k_scale, v_scale = torch.empty(2, num_pages, heads, dtype=torch.float32, device=device).unbind()
-    k_mean, v_mean = (torch.empty if means else torch.zeros)(2, batch, heads, head_dim, dtype=torch.float32, device=device).unbind()
+    k_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
+    v_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
+    make_mean = torch.empty if means else torch.zeros
+    k_mean = make_mean(batch, heads, head_dim, dtype=torch.float32, device=device)
+    v_mean = make_mean(batch, heads, head_dim, dtype=torch.float32, device=device)
     table = torch.empty(batch, columns, dtype=torch.int32, device=device)
     lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()

@@ -1,0 +1,385 @@
+"""scaled_dot_product_attention in FP8: torch's semantics, what goes to torch instead, the two errors, the dense kernels interpreted.
+
+The kernel error is against float64 attention over the same bytes. The quantisation error is an SQNR against attention on the unrounded
+inputs, beside that of attention whose inputs alone are rounded to FP8, by the largest value of each head: no more than 1.2 dB below it.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_cases import assert_kernel_error, random_tokens
+
+import fp8attn
+from fp8attn import fallback_reason, ops, reference, rope_scaled_dot_product_attention, scaled_dot_product_attention
+from fp8attn.layout import unpack_k, unpack_v
+from fp8attn.numerics import E4M3, power_of_two_scale, quantize, sqnr_db
+from fp8attn.rope import apply_rope, dense_tables
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu"))]
+DECIBELS = 1.2
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def bhsd(batch: int, heads: int, length: int, head_dim: int, transposed: bool = False, dtype=torch.float32) -> torch.Tensor:
+    """Normal values; `transposed` lies in memory as `[B, S, H, D]`."""
+    if transposed:
+        return torch.randn(batch, length, heads, head_dim).to(dtype).transpose(1, 2)
+    return torch.randn(batch, heads, length, head_dim).to(dtype)
+
+
+def floor_db(query, key, value, **options) -> float:
+    """SQNR of exact attention over inputs rounded to FP8, one scale a head."""
+
+    def rounded(x):
+        scale = x.abs().amax((2, 3), keepdim=True).double() / E4M3.max
+        return quantize(x, scale).double() * scale
+
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
+    return sqnr_db(F.scaled_dot_product_attention(rounded(query), rounded(key), rounded(value), **options), exact)
+
+
+# Semantics
+
+SHAPES = {  # batch, query heads, KV heads, queries, keys, E, Ev
+    "square": (2, 2, 2, 200, 200, 64, 64),
+    "GQA": (1, 6, 2, 130, 130, 64, 64),
+    "few queries": (2, 2, 2, 3, 140, 64, 64),
+    "cross-attention": (2, 2, 1, 150, 77, 64, 64),
+    "odd head_dim": (1, 2, 2, 70, 70, 72, 72),
+    "narrow values": (1, 2, 2, 65, 131, 128, 40),
+    "wide values": (1, 1, 1, 33, 129, 64, 96),
+    "one of each": (1, 1, 1, 1, 1, 64, 64),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_torchs_attention(shape, is_causal, transposed, backend):
+    batch, q_heads, heads, q_len, kv_len, head_dim, v_dim = shape
+    dtype = torch.float32 if backend == "reference" else torch.float16
+    query = bhsd(batch, q_heads, q_len, head_dim, transposed, dtype)
+    key, value = (bhsd(batch, heads, kv_len, dim, transposed, dtype) for dim in (head_dim, v_dim))
+    options = {"is_causal": is_causal, "enable_gqa": q_heads != heads}
+    assert fallback_reason(query, key, value, **options) is None
+    out = scaled_dot_product_attention(query, key, value, **options, backend=backend)
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
+    assert out.shape == exact.shape
+    assert out.dtype == dtype
+    assert transposed == (out.stride(1) < out.stride(2)) or 1 in out.shape[1:3]
+    assert (out.transpose(1, 2) if transposed else out).is_contiguous()
+    assert sqnr_db(out, exact) > 25.0
+    # K and V are all that is rounded here: better than rounding the queries too.
+    if is_causal and q_len > kv_len == 1:
+        return
+    assert sqnr_db(out, exact) > floor_db(query, key, value, **options) - DECIBELS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernel_error_against_float64_on_the_same_bytes(backend):
+    query, key, value = bhsd(2, 4, 131, 64, True, torch.float16), *(bhsd(2, 2, 131, 64, True, torch.float16) for _ in "kv")
+    pages = ops.quantize(key, value, backend=backend)
+    out = ops.attention(query.transpose(1, 2), pages, causal=False, backend=backend)
+    bits = {
+        "cu_seqlens_q": None, "max_seqlen_q": 131, "causal": False, "softmax_scale": 0.125, "window": 0, "softcap": 0.0, "sinks": None,
+        "leftpad_k": None,
+    }  # fmt: skip
+    flat = query.transpose(1, 2).flatten(0, 1)
+    ref, _ = reference.attention(flat, pages, **bits, compute_dtype=torch.float64, out_dtype=torch.float64)
+    assert_kernel_error(out.flatten(0, 1), ref)
+    assert torch.equal(scaled_dot_product_attention(query, key, value, enable_gqa=True, backend=backend), out.transpose(1, 2))
+
+
+@pytest.mark.parametrize("dims", [2, 3, 5])
+def test_any_number_of_leading_dimensions(dims):
+    shape = (2, 3, 2, 40, 64)[-dims:]
+    query, key, value = (torch.randn(shape) for _ in "qkv")
+    out = scaled_dot_product_attention(query, key, value, is_causal=True)
+    exact = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert out.shape == exact.shape
+    assert sqnr_db(out, exact) > 25.0
+
+
+def test_scale_and_strides():
+    fused = torch.randn(2, 70, 3, 2, 64)  # as a projection to Q, K and V leaves them
+    query, key, value = fused.permute(2, 0, 3, 1, 4)
+    exact = F.scaled_dot_product_attention(query, key, value, scale=0.4)
+    assert sqnr_db(scaled_dot_product_attention(query, key, value, scale=0.4), exact) > 22.0  # sharper: scores are 3.2 times larger
+    last = torch.randn(1, 2, 64, 70).transpose(2, 3)  # not contiguous in its last dimension
+    exact = F.scaled_dot_product_attention(last, last, last)
+    assert sqnr_db(scaled_dot_product_attention(last, last, last), exact) > 25.0
+
+
+def test_outliers_and_offsets():
+    """Channels 20 times larger than the others, and offsets of five standard deviations."""
+    query, key, value = (bhsd(1, 2, 500, 64) for _ in "qkv")
+    for x in (key, value):
+        x += 5 * torch.randn(1, 2, 1, 64)
+    outlying = torch.randperm(64)[:3]
+    key[..., outlying] *= 20
+    query[..., outlying] /= 20  # or softmax would see these channels alone
+    value[..., torch.randperm(64)[:3]] *= 20
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double())
+    assert sqnr_db(scaled_dot_product_attention(query, key, value), exact) > 25.0
+
+
+# What torch answers
+
+X = torch.zeros(1, 2, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"attn_mask": torch.ones(8, 8, dtype=torch.bool).tril()}, "a mask is given"),
+        ({"attn_mask": torch.zeros(8, 8)}, "a mask is given"),
+        ({"dropout_p": 0.1}, "dropout is for training"),
+        ({"query": X.clone().requires_grad_()}, "a gradient is wanted"),
+        ({"query": X.double(), "key": X.double(), "value": X.double()}, "float64 asks for more than FP8 gives"),
+        ({"key": X.half()}, "differ in dtype"),
+        ({"query": X[0]}, "number of dimensions"),
+        ({"query": X.expand(3, -1, -1, -1)}, "differ in batch"),
+        ({"value": X[:, :, :5]}, "differ in batch"),
+        ({"key": X[:, :, :0], "value": X[:, :, :0]}, "a dimension is empty"),
+        ({"key": X[:, :1], "value": X[:, :1]}, "enable_gqa"),
+        ({"query": X[:, :1], "enable_gqa": True}, "enable_gqa"),
+        ({"query": X.repeat(1, 1, 1, 5), "key": X.repeat(1, 1, 1, 5)}, "a head_dim above 256"),
+        ({"scale": 0.0}, "the scale is not positive"),
+        ({"scale": -0.5}, "the scale is not positive"),
+        ({name: X.to("meta") for name in ("query", "key", "value")}, "the kernels take bfloat16"),
+    ],
+)
+def test_fallbacks_have_a_reason(arguments, reason):
+    assert reason in fallback_reason(**({"query": X, "key": X, "value": X} | arguments))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_mask": torch.rand(9, 13) > 0.3},
+        {"attn_mask": torch.randn(2, 1, 9, 13)},
+        {"scale": -0.3},
+        {"enable_gqa": True, "attn_mask": torch.rand(2, 1, 1, 13) > 0.3},
+    ],
+)
+def test_what_falls_back_is_exact(options):
+    query, key, value = bhsd(2, 4, 9, 64), *(bhsd(2, 2 if "enable_gqa" in options else 4, 13, 64) for _ in "kv")
+    expected = F.scaled_dot_product_attention(query, key, value, **options)
+    assert torch.equal(scaled_dot_product_attention(query, key, value, **options), expected)
+
+
+def test_gradients_flow_through_the_fallback():
+    query = bhsd(1, 2, 9, 64).requires_grad_()
+    scaled_dot_product_attention(query, query, query).sum().backward()
+    assert query.grad is not None
+    with torch.no_grad():
+        assert not torch.equal(scaled_dot_product_attention(query, query, query), F.scaled_dot_product_attention(query, query, query))
+
+
+def test_empty_dimensions_and_errors_are_torchs():
+    assert scaled_dot_product_attention(X[:, :, :0], X, X).shape == (1, 2, 0, 64)
+    with pytest.raises(RuntimeError):
+        scaled_dot_product_attention(X, X[..., :32], X)
+
+
+def test_dropout_and_impossible_backends_are_refused():
+    with pytest.raises(ValueError, match="has no dropout"):
+        scaled_dot_product_attention(X, X, X, dropout_p=0.1)
+    with pytest.raises(ValueError, match="unknown backend 'fastest'"):
+        scaled_dot_product_attention(X, X, X, backend="fastest")
+    with pytest.raises(ValueError, match="are for NVIDIA GPUs, not cpu"):
+        scaled_dot_product_attention(X, X, X, backend="hopper")
+
+
+# RoPE
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """`apply_rope` on `[B, H, S, D]` with tables `[S, R / 2]`."""
+    return torch.stack([apply_rope(y.transpose(0, 1), cos, sin, interleaved).transpose(0, 1) for y in x])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary", [64, 24])
+def test_rope_inside_is_rope_before(rotary, interleaved, backend):
+    query, key, value = bhsd(2, 4, 40, 64, True, torch.float16), *(bhsd(2, 2, 40, 64, True, torch.float16) for _ in "kv")
+    angle = torch.randn(50, rotary // 2) * 3
+    cos, sin = angle.cos()[10:], angle.sin()[10:]  # positions from 10 on
+    out = rope_scaled_dot_product_attention(
+        query, key, value, cos, sin, rope_interleaved=interleaved, is_causal=True, enable_gqa=True, backend=backend
+    )
+    q, k = (turned(x, cos, sin, interleaved) for x in (query, key))
+    exact = F.scaled_dot_product_attention(q, k, value.float(), is_causal=True, enable_gqa=True)
+    assert out.stride() == query.stride()
+    assert sqnr_db(out, exact) > 25.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tables_of_every_form(interleaved, backend):
+    key, value = (bhsd(2, 2, 128, 64, False, torch.float16) for _ in "kv")  # whole pages: no bytes that may be anything
+    angle = torch.randn(2, 128, 32)
+    cos, sin = angle.cos(), angle.sin()
+    twice = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (lambda x: torch.cat([x, x], -1))
+    given = {"rope_interleaved": interleaved, "backend": backend}
+    expected = ops.quantize(key, value, rope_cos=cos, rope_sin=sin, **given)
+    for form in (twice, lambda x: x[:, None], lambda x: twice(x)[:, None]):
+        pages = ops.quantize(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pages.tensors, expected.tensors, strict=True))
+    shared = ops.quantize(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
+    alone = ops.quantize(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(shared.tensors, alone.tensors, strict=True))
+    x = bhsd(2, 3, 128, 64, True)
+    rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
+    assert torch.equal(ops.rotate(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
+
+
+def test_keys_may_have_tables_of_their_own():
+    query, key, value = bhsd(1, 2, 30, 64), bhsd(1, 2, 50, 64), bhsd(1, 2, 50, 64)
+    a, b = torch.randn(30, 32), torch.randn(50, 16)
+    for is_causal in (False, True):
+        out = rope_scaled_dot_product_attention(
+            query, key, value, a.cos(), a.sin(), key_rope_cos=b.cos(), key_rope_sin=b.sin(), is_causal=is_causal
+        )
+        q, k = turned(query, a.cos(), a.sin(), False), turned(key, b.cos(), b.sin(), False)
+        assert sqnr_db(out, F.scaled_dot_product_attention(q, k, value, is_causal=is_causal)) > 25.0
+
+
+def test_what_rope_refuses():
+    table = torch.zeros(8, 32)
+    for cos, sin in ((table[:5], table[:5]), (table, table[:, :16]), (torch.zeros(8, 65),) * 2, (torch.zeros(3, 8, 32),) * 2):
+        with pytest.raises(ValueError, match="rotary tables must both be"):
+            dense_tables(cos, sin, 1, 8, 64)
+    with pytest.raises(ValueError, match="key_rope_cos and key_rope_sin together"):
+        rope_scaled_dot_product_attention(X, X, X, table, table, key_rope_cos=table)
+    with pytest.raises(ValueError, match="cannot answer this call: query, key and value must have four dimensions"):
+        rope_scaled_dot_product_attention(X[0], X[0], X[0], table, table)
+    with pytest.raises(ValueError, match="a gradient is wanted"):
+        rope_scaled_dot_product_attention(X.clone().requires_grad_(), X, X, table, table)
+
+
+# The dense ops
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
+@pytest.mark.parametrize(
+    ("shape", "transposed", "rotary", "interleaved"),
+    [
+        ((2, 2, 200, 64), True, 0, False),
+        ((1, 3, 130, 80), False, 40, True),
+        ((2, 1, 300, 128), True, 128, False),
+        ((1, 2, 5, 96), False, 96, True),
+    ],
+)
+def test_quantize_writes_the_references_bytes(shape, transposed, rotary, interleaved):
+    batch, heads, length, head_dim = shape
+    k, v = (random_tokens(batch * length, heads, head_dim, torch.bfloat16).unflatten(0, (batch, length)).transpose(1, 2) for _ in "kv")
+    k[0, 0, 1, 3], v[0, -1, 2, 2], v[-1, 0, 3, 1] = torch.nan, torch.inf, torch.nan
+    if not transposed:
+        k, v = k.contiguous(), v.contiguous()
+    angle = torch.randn(batch, length, rotary // 2)
+    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
+    ours, theirs = (ops.quantize(k, v, **rope, means=False, backend=backend) for backend in ("triton", "reference"))
+    columns = -(-length // 128)
+    assert ours.page_table.tolist() == torch.arange(batch * columns).view(batch, columns).tolist()
+    assert ours.cache_seqlens.tolist() == [length] * batch
+    assert torch.equal(ours.k_scale, theirs.k_scale)
+    assert torch.equal(ours.v_scale, theirs.v_scale)
+    for name, unpack in (("k", unpack_k), ("v", unpack_v)):
+        a, b = (unpack(getattr(pages, name).view(torch.uint8)).unflatten(0, (batch, -1)) for pages in (ours, theirs))
+        a, b = (torch.where(x == 0xFF, 0x7F, x) for x in (a, b))  # a NaN may lose its sign
+        assert torch.equal(a[:, :length], b[:, :length])
+        assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
+    means = [ops.quantize(k, v, **rope, backend=backend) for backend in ("triton", "reference")]
+    for name in ("k_mean", "v_mean"):  # the tolerance of kernel_cases.check_means
+        a, b = (getattr(pages, name) for pages in means)
+        largest = max(float(x.float().nan_to_num(0, 0, 0).abs().max()) for x in (k, v)) * 2**0.5
+        torch.testing.assert_close(a, b, rtol=0, atol=1.2e-5 * largest)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads_per_scale", "means", "rotary"), [(1, True, 0), (2, False, 32), (4, True, 64)])
+def test_quantize_rows(heads_per_scale, means, rotary, backend):
+    x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
+    angle = torch.randn(150, rotary // 2)
+    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin()} if rotary else {}
+    x_fp8, scale, mean = ops.quantize_rows(x, **rope, means=means, heads_per_scale=heads_per_scale, backend=backend)
+    y = turned(x, angle.cos(), angle.sin(), False) if rotary else x.float()
+    assert x_fp8.dtype == torch.float8_e4m3fn
+    assert x_fp8.stride() == x.stride()
+    assert (mean is not None) == means
+    centred = y - mean[:, :, None] if means else y
+    assert torch.equal(scale, power_of_two_scale(centred.unflatten(1, (-1, heads_per_scale)).abs().amax((2, 3, 4))))
+    each = scale.repeat_interleave(heads_per_scale, 1)[..., None, None]
+    assert torch.equal(x_fp8.float(), quantize(centred, each).float())
+
+
+def test_refusals_of_the_dense_ops():
+    for call in (lambda x: ops.quantize(x, x), lambda x: ops.quantize_rows(x), lambda x: ops.rotate(x, X, X)):
+        with pytest.raises(ValueError, match="last dimension contiguous"):
+            call(X.transpose(2, 3))
+        with pytest.raises(RuntimeError, match="no gradient flows"):
+            call(X.clone().requires_grad_())
+    with pytest.raises(ValueError, match="head_dim one of"):
+        ops.quantize(X[..., :48], X[..., :48])
+    with pytest.raises(ValueError, match="not empty"):
+        ops.quantize(X[:, :, :0], X[:, :, :0])
+    with pytest.raises(ValueError, match="together, or neither"):
+        ops.quantize(X, X, rope_cos=torch.zeros(8, 32))
+    with pytest.raises(ValueError, match="a divisor of its heads"):
+        ops.quantize_rows(X, heads_per_scale=3)
+    pages = ops.quantize(X, X)
+    with pytest.raises(ValueError, match=r"\[1, S, num_q_heads, head_dim\]"):
+        ops.attention(X.transpose(1, 2).expand(2, -1, -1, -1), pages)
+
+
+# Registration
+
+
+def test_ops_pass_torch_opcheck():
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # test_schema: see test_ops.py
+    x, angle = bhsd(2, 2, 130, 64, True), torch.randn(2, 130, 32)
+    for backend in ("reference", "triton") if INTERPRETED else ("reference",):
+        y = x if backend == "reference" else x.half()
+        torch.library.opcheck(torch.ops.fp8attn.quantize, (y, y, angle, angle, False, True, backend), test_utils=checks[:2])
+        torch.library.opcheck(torch.ops.fp8attn.rotate, (y, angle, angle, False, backend), test_utils=checks)
+        torch.library.opcheck(torch.ops.fp8attn.quantize_rows, (y, None, None, False, True, 1, backend), test_utils=checks[:2])
+        pages = ops.quantize(y, y, backend=backend)
+        q = y.transpose(1, 2)
+        torch.library.opcheck(
+            torch.ops.fp8attn.attention, (q, *pages.tensors, None, 130, True, 0.1, 0, 0.0, None, None, backend), test_utils=checks
+        )
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_it_compiles_whole(compiler):
+    if compiler == "inductor" and os.system("c++ --version > /dev/null 2>&1"):
+        pytest.skip("inductor needs a C++ compiler")
+    angle = torch.randn(140, 32)
+    tables = angle.cos(), angle.sin()
+
+    def layer(query, key, value, mask):
+        plain = scaled_dot_product_attention(query * 2, key, value, is_causal=True, enable_gqa=True)
+        masked = scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+        return plain + rope_scaled_dot_product_attention(query, key, value, *tables, enable_gqa=True), masked
+
+    arguments = bhsd(2, 4, 140, 64, True), *(bhsd(2, 2, 140, 64, True) for _ in "kv"), torch.rand(140, 140) > 0.2
+    expected = layer(*arguments)
+    actual = torch.compile(layer, fullgraph=True, backend=compiler)(*arguments)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_the_package_exports_it():
+    for name in ("scaled_dot_product_attention", "rope_scaled_dot_product_attention", "fallback_reason", "quantize"):
+        assert name in fp8attn.__all__
