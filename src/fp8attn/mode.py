@@ -29,7 +29,7 @@ from .sdpa import fallback_reason, scaled_dot_product_attention
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # and torch._C._nn's: they are one object
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
-MIN_LENGTH = 2048  # tokens from which on FP8 is the faster one, quantisation included
+MIN_LENGTH = 2048  # tokens; with fewer, quantising may cost more than FP8 saves
 
 
 # The policy
