@@ -20,11 +20,12 @@ ALLOWED = {
     "ops": {"backends", "layout", "numerics", "rope"},
     "sdpa": {"backends", "layout", "ops", "rope", "sdpa_quantized"},
     "sdpa_quantized": {"backends", "kernels", "layout", "ops"},
+    "mode": {"sdpa"},
     "accumulation": {"kernels", "layout", "numerics", "sdpa_quantized"},
     "cache": {"layout", "numerics", "ops", "scales"},
     "kernels": {"layout", "numerics"},
     "calibrate": {"numerics", "scales", "cache", "layout"},
-    "integrations": {"calibrate", "cache", "layout", "ops", "scales", "numerics"},
+    "integrations": {"calibrate", "cache", "layout", "mode", "ops", "scales", "numerics"},
     "plan": {"layout"},
     "doctor": {"accumulation", "backends", "kernels"},
 }

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from benchmarks import accuracy, llama_decode, measure, peers, prefill, problem, sanitize, sdpa
+from benchmarks import accuracy, llama_decode, llama_prefill, measure, peers, prefill, problem, sanitize, sdpa, swap, wan
 from benchmarks.problem import DEVICE, Shape
-from fp8attn import reference
+from fp8attn import AttentionPolicy, fp8_attention, reference
 
 ROOT = Path(__file__).parent.parent
 RAGGED = Shape((300, 5, 0, 129), (7, 5, 0, 129), 4, 2, 64, True)
@@ -310,3 +311,93 @@ def test_llama_systems_agree(monkeypatch):
             llama_decode.fill(cache, model.config, 3, 300)
             assert llama_decode.step_of(model, system, cache, torch.zeros(3, 1, dtype=torch.long))().isfinite().all()
             assert int(cache.get_seq_length()) == 301
+
+
+@pytest.fixture
+def float64_fa3(monkeypatch):
+    """Peers are here: FA3 is float64, cuDNN is what torch picks; a call that is timed takes a millisecond."""
+
+    def fa3(shape, q, k, v):
+        out = [
+            measure.exact(q[rows], *(x.unflatten(0, (len(shape.keys), -1))[seq] for x in (k, v)), shape.softmax_scale, last_key)
+            for seq in range(len(shape.keys))
+            for rows, last_key in [(shape.rows(seq), shape.last_key(seq, torch.arange(shape.queries[seq], device=DEVICE)))]
+        ]
+        return lambda: torch.cat(out).to(q.dtype)
+
+    def timed(calls, rounds, **options):
+        return {name: float(call() is not None) for name, call in calls.items()}
+
+    monkeypatch.setattr(peers, "available", lambda: {"fa3"})
+    monkeypatch.setattr(peers, "fa3", fa3)
+    monkeypatch.setattr(swap, "sdpa_kernel", lambda backend: nullcontext())
+    for module in (llama_prefill, wan):
+        monkeypatch.setattr(module, "interleaved", timed)
+    monkeypatch.setattr(llama_prefill, "graph_of", lambda call: (call, call()))
+
+
+def test_attention_is_swapped_for_fa3_and_inside_a_context_of_ours(float64_fa3):
+    q, k, v = (torch.randn(2, heads, 20, 64, device=DEVICE).bfloat16() for heads in (4, 2, 2))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(q, k, v, is_causal=True, enable_gqa=True)
+    with swap.bf16_systems()["fa3-bf16"]():
+        torch.testing.assert_close(attend(q, k, v, is_causal=True, enable_gqa=True), expected, atol=0.02, rtol=0.02)
+        ours = attend(q, k, v, enable_gqa=True)
+        with fp8_attention(AttentionPolicy(min_length=100)) as report:
+            assert torch.equal(attend(q, k, v, enable_gqa=True), ours)
+    assert report.calls == 1 and report.fp8_calls == 0
+
+
+def test_llama_prefill_runs_one_model_with_each_attention(float64_fa3, monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=100,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).bfloat16().eval().to(DEVICE)
+    llama_prefill.unmasked(model)
+    monkeypatch.setattr(llama_prefill, "LAYER_TOKENS", 2 * 150)
+    with torch.inference_mode():
+        rows = llama_prefill.measure(model, 150)
+    assert {row["impl"]: row["layers"] for row in rows} == dict.fromkeys(("cudnn-bf16", "fa3-bf16", "fp8attn"), 2)
+    assert rows[0]["rel_err"] == 0 < rows[2]["rel_err"] and rows[2]["speedup"] == 1 and model.config.num_hidden_layers == 3
+
+
+def test_the_best_bf16_system_is_what_ours_stands_beside():
+    rows = [{"impl": impl, "ms": ms} for impl, ms in (("fa3-bf16", 2.0), ("cudnn-bf16", 1.5), ("fp8attn", 1.2))]
+    assert swap.beside_best(rows)[2] == {"impl": "fp8attn", "ms": 1.2, "beside": "cudnn-bf16", "speedup": 1.25}
+
+
+def test_wan_blocks_and_stack(float64_fa3):
+    sizes, case = wan.Sizes(heads=2, head_dim=64, ffn=96, text=20), wan.Case((3, 4, 10), 4, 1, 1, 1)
+    block = wan.build(sizes, torch.float32)
+    with torch.inference_mode():
+        rows = wan.measure("tiny", case, sizes, block)  # asserts that self-attention agrees, and where the stack's calls ran
+        blocks = wan.Stack(block, 3).blocks
+    assert [(row["case"], row["impl"]) for row in rows] == [
+        ("block-tiny", "cudnn-bf16"), ("block-tiny", "fa3-bf16"), ("block-tiny", "fp8attn"),
+        ("stack-tiny", "cudnn-bf16"), ("stack-tiny", "fp8attn"),
+    ]  # fmt: skip
+    assert 0 < rows[2]["rel_err"] < 0.1 and rows[4]["bf16_layers"] == 2
+    assert len({id(part) for b in blocks for part in b.modules()}) == 3 * len(list(block.modules()))
+    assert {id(p) for b in blocks for p in b.parameters()} == {id(p) for p in block.parameters()}
+    assert {name: case.tokens for name, case in wan.CASES.items()} == {"720p": 75600, "1080p": 171360}
+
+
+def test_wan_positions_turn_channels_by_frame_row_and_column():
+    cos, sin = wan.rope_tables((2, 3, 4), 128, torch.float64)
+    assert cos.shape == sin.shape == (24, 1, 64)
+    angle = torch.atan2(sin, cos)[:, 0]
+    assert (
+        angle[23, 0] == pytest.approx(1) and angle[23, 22] == pytest.approx(2) and angle[23, 43] == pytest.approx(3)
+    )  # 44, 42, 42 channels
+    x = torch.randn(1, 24, 2, 128, dtype=torch.float64, device=DEVICE)
+    turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.complex(cos, sin)).flatten(-2)
+    torch.testing.assert_close(wan.rotate(x, cos, sin), turned)

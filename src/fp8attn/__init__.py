@@ -3,6 +3,7 @@
 from .cache import OutOfPagesError, PagedKVCache
 from .calibrate import calibrate
 from .layout import PAGE_SIZE, KVPages
+from .mode import AttentionPolicy, fp8_attention
 from .ops import append, attention, quantize
 from .scales import KVScales, LayerScales
 from .sdpa import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
@@ -11,6 +12,7 @@ from .sdpa_quantized import scaled_dot_product_attention_quantized
 __version__ = "0.1.0"
 __all__ = [
     "PAGE_SIZE",
+    "AttentionPolicy",
     "KVPages",
     "KVScales",
     "LayerScales",
@@ -20,6 +22,7 @@ __all__ = [
     "attention",
     "calibrate",
     "fallback_reason",
+    "fp8_attention",
     "quantize",
     "rope_scaled_dot_product_attention",
     "scaled_dot_product_attention",

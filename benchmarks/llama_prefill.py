@@ -1,0 +1,110 @@
+"""Prefill of a Llama-3.1-8B-shaped model (random weights): FP8 attention, quantisation included, beside BF16 attention.
+
+    PYTHONPATH=src python -m benchmarks.llama_prefill [--length N ...] [--out FILE]
+
+One sequence through all layers without a cache, up to the last hidden states: the same model for all, only its attention swapped
+(`swap`). Up to 8192 tokens each system is a CUDA graph, beyond that the GPU is the slower one anyway. From 32768 tokens on, fewer of the
+32 layers run, `layers` in the rows: their time is measured, and none is extrapolated. Before it is timed, each system's hidden states must
+be near those of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import fp8attn
+from fp8attn.numerics import relative_error
+
+from . import peers
+from .measure import graph_of, interleaved
+from .problem import DEVICE
+from .results import ROOT, write
+from .slice_model import build
+from .swap import beside_best, bf16_systems
+
+SOURCES = (
+    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py",
+    "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/mode.py", "src/fp8attn/layout.py", "benchmarks/llama_prefill.py",
+    "benchmarks/swap.py", "benchmarks/slice_model.py", "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
+)  # fmt: skip
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+GRAPHED = 8192
+LAYER_TOKENS = 32 * 16384  # the most layers times tokens that one call runs
+ROUNDS = {1024: 15, 2048: 15, 4096: 10, 8192: 7}
+FEW_ROUNDS = 3
+CHECKED = 1024  # of the last tokens, whose hidden states are compared
+POLICY = fp8attn.AttentionPolicy(min_length=1)  # all lengths, to see from where on it pays
+
+
+def unmasked(model) -> None:
+    """Let the model call SDPA with `is_causal` and no mask, as it does by itself unless something is traced or captured."""
+    AttentionInterface.register("unmasked", sdpa_attention_forward)
+    AttentionMaskInterface.register("unmasked", lambda *args, **kwargs: None)
+    model.set_attn_implementation("unmasked")
+
+
+def calls_of(model, ids: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    """Each system's forward to the hidden states `[1, S, hidden]`."""
+
+    def within(context: Callable) -> Callable[[], torch.Tensor]:
+        def call() -> torch.Tensor:
+            with context():
+                return model.model(ids, use_cache=False).last_hidden_state
+
+        return call
+
+    return {name: within(context) for name, context in (bf16_systems() | {"fp8attn": lambda: fp8attn.fp8_attention(POLICY)}).items()}
+
+
+def measure(model, length: int) -> list[dict]:
+    most = len(model.model.layers)
+    layers = min(most, max(1, LAYER_TOKENS // length))
+    ids = torch.randint(0, model.config.vocab_size, (1, length), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(length))
+    model.config.num_hidden_layers = layers
+    calls, runs, errors, expected = calls_of(model, ids), {}, {}, None
+    for name, call in calls.items():
+        try:
+            hidden = call()[:, -CHECKED:].float()
+            expected = hidden if expected is None else expected
+            errors[name] = relative_error(hidden, expected)
+            runs[name] = graph_of(call)[0] if length <= GRAPHED else call
+        except RuntimeError as problem:
+            peers.left_out(f"S{length} {name}", problem)
+            continue
+        assert errors[name] < (0.1 if name == "fp8attn" else 0.05), f"{name} at {length} tokens: hidden states differ by {errors[name]:.3f}"
+    times = interleaved(runs, ROUNDS.get(length, FEW_ROUNDS))
+    model.config.num_hidden_layers = most
+    rows = [
+        {"case": f"S{length}", "impl": name, "ms": round(ms, 4), "layers": layers, "rel_err": round(errors[name], 5)}
+        for name, ms in times.items()
+    ]
+    return beside_best(rows)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--length", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/llama_prefill.json")
+    args = parser.parse_args()
+    start = time.time()
+    model = build()
+    unmasked(model)
+    print(f"ready after {time.time() - start:.0f} s", flush=True)
+    rows = []
+    for length in args.length:
+        torch.cuda.empty_cache()
+        rows += (found := measure(model, length))
+        print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
+    write(args.out, rows, SOURCES)
+
+
+if __name__ == "__main__":
+    main()

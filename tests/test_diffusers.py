@@ -1,0 +1,184 @@
+"""FP8 attention in diffusers' transformers: which blocks and steps, how close, and that nothing stays behind."""
+
+import pytest
+import torch
+
+from fp8attn import AttentionPolicy
+from fp8attn.numerics import relative_error
+
+pytest.importorskip("diffusers")
+
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel, WanTransformer3DModel
+from diffusers.models import attention_dispatch
+
+from fp8attn.integrations.diffusers import fp8_transformer, on_step_end
+
+ERROR = 0.02  # of a transformer's output, whose residual stream carries most of it
+
+
+def seeded(model):
+    """Random weights that attention can be seen through: the default ones leave it near zero."""
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.data.normal_(std=1 / p.shape[1] ** 0.5, generator=generator)
+    return model.eval()
+
+
+def wan(blocks=5):
+    torch.manual_seed(0)
+    return seeded(
+        WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=64, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64,
+            num_layers=blocks, rope_max_seq_len=64,
+        )
+    )  # fmt: skip
+
+
+def wan_inputs():
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(1, 4, 3, 12, 10, generator=generator),  # 3 * 6 * 5 = 90 tokens
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 33, 32, generator=generator),
+        "return_dict": False,
+    }
+
+
+def flux():
+    torch.manual_seed(0)
+    return seeded(
+        FluxTransformer2DModel(
+            in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=64, num_attention_heads=2, joint_attention_dim=32,
+            pooled_projection_dim=32, axes_dims_rope=(16, 24, 24),
+        )
+    )  # fmt: skip
+
+
+def flux_inputs():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.zeros(64, 3)
+    ids[:, 1], ids[:, 2] = torch.arange(64) // 8, torch.arange(64) % 8
+    return {
+        "hidden_states": torch.randn(1, 64, 16, generator=generator),
+        "encoder_hidden_states": torch.randn(1, 21, 32, generator=generator),
+        "pooled_projections": torch.randn(1, 32, generator=generator),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": ids,
+        "txt_ids": torch.zeros(21, 3),
+        "return_dict": False,
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def by_layer(report):
+    """{layer: {module: why it is torch's, or None}}"""
+    found = {}
+    for row in report.rows:
+        found.setdefault(row.layer, {})[row.name.rpartition(".")[2]] = row.reason
+    return found
+
+
+def test_wan_self_attention_by_block():
+    model, inputs = wan(), wan_inputs()
+    plain = model(**inputs)[0]
+    keys = model.state_dict().keys()
+    with fp8_transformer(model, AttentionPolicy(min_length=1, skip_first=1, skip_last=2)) as report:
+        ours = model(**inputs)[0]
+        assert model.state_dict().keys() == keys
+    assert 0 < relative_error(ours, plain) < ERROR
+    cross = "left out by name (*.attn2)"
+    assert by_layer(report) == {
+        0: {"attn1": "left out by skip_first", "attn2": cross},
+        1: {"attn1": None, "attn2": cross},
+        2: {"attn1": None, "attn2": cross},
+        3: {"attn1": "left out by skip_last", "attn2": cross},
+        4: {"attn1": "left out by skip_last", "attn2": cross},
+    }
+    assert {(row.queries, row.keys) for row in report.rows} == {((90, 90), (90, 90)), ((90, 90), (33, 33))}
+    assert torch.equal(model(**inputs)[0], plain)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_wan_cross_attention_if_asked():
+    model, inputs = wan(2), wan_inputs()
+    plain = model(**inputs)[0]
+    with fp8_transformer(model, AttentionPolicy(min_length=1), cross_attention=True) as report:
+        assert 0 < relative_error(model(**inputs)[0], plain) < ERROR
+    assert report.fp8_calls == report.calls == 4
+
+
+def test_flux_joint_attention_by_block():
+    model, inputs = flux(), flux_inputs()
+    plain = model(**inputs)[0]
+    with fp8_transformer(model, AttentionPolicy(min_length=1, skip_first=1, skip_last=1)) as report:
+        assert 0 < relative_error(model(**inputs)[0], plain) < ERROR
+    skipped = {0: "left out by skip_first", 4: "left out by skip_last"}
+    assert by_layer(report) == {layer: {"attn": skipped.get(layer)} for layer in range(5)}
+    assert report.rows[1].name == "transformer_blocks.1.attn" and report.rows[2].name == "single_transformer_blocks.0.attn"
+    assert report.rows[0].keys == (85, 85)  # image and text
+    assert torch.equal(model(**inputs)[0], plain)
+
+
+def test_blocks_compiled_one_by_one_as_diffusers_does():
+    torch._dynamo.reset()
+    model, inputs = wan(10), wan_inputs()
+    policy = AttentionPolicy(min_length=1, skip_first=2, skip_last=2)
+    plain = model(**inputs)[0]
+    with fp8_transformer(model, policy):
+        expected = model(**inputs)[0]
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    assert torch.equal(model(**inputs)[0], plain)
+    with fp8_transformer(model, policy) as report:
+        assert torch.equal(model(**inputs)[0], expected)
+    assert {row.reason: row.compiled for row in report.rows if row.reason is None or "skip" in row.reason} == {
+        "left out by skip_first": 1, None: 1, "left out by skip_last": 1,
+    }  # fmt: skip
+    assert torch.equal(model(**inputs)[0], plain)
+    torch._dynamo.reset()
+
+
+def test_a_pipeline_follows_the_schedule():
+    """Flux's pipeline from prompt embeddings to latents, without text encoders or an autoencoder, twice in one context."""
+    pipe = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None,
+        transformer=flux(),
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    inputs = flux_inputs()
+
+    def run(**options):
+        return pipe(
+            prompt_embeds=inputs["encoder_hidden_states"], pooled_prompt_embeds=inputs["pooled_projections"], height=128, width=128,
+            num_inference_steps=4, output_type="latent", generator=torch.Generator().manual_seed(3), **options,
+        ).images  # fmt: skip
+
+    plain = run()
+    with fp8_transformer(pipe.transformer, AttentionPolicy(min_length=1, steps=range(1, 3))) as report:
+        first = run(callback_on_step_end=on_step_end(report))
+        assert report.current_step == 0
+        second = run(callback_on_step_end=on_step_end(report))
+    assert 0 < relative_error(first, plain) < ERROR and torch.equal(first, second)
+    assert [(row.reason, row.calls) for row in report.rows[:1] + report.rows[-1:]] == [("left out by steps", 4), (None, 4)]
+    assert report.calls == 40 and report.fp8_calls == 20
+
+
+def test_what_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"fp8_attention\(policy, transformer, layers="), fp8_transformer(torch.nn.Linear(2, 2)):
+        pass
+    model = wan(1)
+    monkeypatch.setattr(model.blocks[0].attn1.processor, "_attention_backend", attention_dispatch.AttentionBackendName.FLASH)
+    with pytest.raises(ValueError, match="backend 'flash' does not call"), fp8_transformer(model):
+        pass
+    monkeypatch.undo()
+    with attention_dispatch.attention_backend("native"), fp8_transformer(model):
+        pass
+    config = type("ParallelConfig", (), {"context_parallel_config": object(), "tensor_parallel_config": None})()
+    monkeypatch.setattr(model, "_parallel_config", config)
+    with pytest.raises(ValueError, match="context-parallel"), fp8_transformer(model):
+        pass
