@@ -102,6 +102,21 @@ def test_report(tiny_model, tmp_path):
     assert len((tmp_path / "out" / "outcomes.jsonl").read_text().splitlines()) == len(found["needle"]) == 2 * 5
 
 
+def test_evaluate_drift(tiny_model):
+    options = ("evaluate", "drift", "--model", tiny_model, "--prompt", 50, "--decode", 9, "--segment", 4)
+    found = run_json(*options)
+    assert [(row["start"], row["stop"]) for row in found["rows"]] == [(50, 54), (54, 58), (58, 59)]
+    text = run(*options, "--stress", 3)
+    assert "copied" in text and "50 to 54" in text
+
+
+def test_stress_changes_the_values_and_not_the_answers(tiny_model):
+    options = ("evaluate", "perplexity", "--model", tiny_model, "--context", 200, "--windows", 1, "--cache", "bf16,fp8,fp8-no-means")
+    plain, stressed = (run_json(*options, "--stress", strength)["rows"] for strength in (0, 3))
+    assert stressed[0]["nll"] == pytest.approx(plain[0]["nll"], rel=0.01)  # what bfloat16 loses of large values
+    assert stressed[2]["kl"] > 2 * stressed[1]["kl"]
+
+
 def test_plan():
     options = ("--layers", 32, "--kv-heads", 8, "--head-dim", 128, "--memory", "80GB", "--weights", "16GB")
     found = run_json("plan", *options, "--context", 131072)
@@ -176,6 +191,7 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("evaluate", "needle", *model, "--task", "hay"): "no task is called 'hay'; choose from recall, niah_single_1",
         ("evaluate",): "say --report FOLDER, or which evaluation",
         ("evaluate", "perplexity", *model, "--context", 10**6): "and the text has 16384",
+        ("evaluate", "drift", *model, "--cache", "both"): "drift judges one cache at a time; got 'both'",
         ("calibrate", *model, "--method", "mse"): "method must be one of",
     }
     for arguments, message in cases.items():

@@ -28,6 +28,9 @@ Scales = Annotated[Path | None, typer.Option(help="Calibrated scales for the FP8
 Text = Annotated[Path | None, typer.Option(help="A text file, plain or .xz. Default: the held-out text of the committed model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a prefill's forward.", min=1)]
+Stress = Annotated[
+    int, typer.Option(help="Plant offsets and outlier channels that cancel (evaluation/stress.py), this hard.", min=0, max=3)
+]
 TASKS = "recall, niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt"
 Tasks = Annotated[str, typer.Option("--task", help=f"Some of {TASKS}, joined by commas; all but the first need fp8attn[ruler].")]
 
@@ -88,6 +91,7 @@ def evaluate_all(
     lengths: Annotated[str, typer.Option(help="Tokens of the questions' prompts.")] = "512,1024,2048,4096",
     samples: Annotated[int, typer.Option(help="Questions of each length (recall: and of each of five depths).", min=1)] = 2,
     chunk: Chunk = 512,
+    stress: Stress = 0,
     device: Device = None,
 ) -> None:
     if context_.invoked_subcommand is not None:
@@ -97,7 +101,7 @@ def evaluate_all(
     from .report import run
 
     sizes = numbers(lengths, int, "--lengths")
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, stress)
     caches = makers(cache, loaded, scales)
     amounts = {"context": context, "windows": windows, "decode": decode, "lengths": sizes, "samples": samples, "chunk": chunk}
     run(report, loaded, tokenizer, caches, name=model, text=text, tasks=task, **amounts)
@@ -113,6 +117,7 @@ def perplexity(
     windows: Annotated[int, typer.Option(help="Windows, from the start of the text.", min=1)] = 8,
     decode: Annotated[int, typer.Option(help="Predict only the last so many tokens, one at a time. 0: all, in chunks.", min=0)] = 0,
     chunk: Chunk = 512,
+    stress: Stress = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -122,7 +127,7 @@ def perplexity(
     from ..evaluation.perplexity import perplexity
     from ..evaluation.report import meta, perplexity_table
 
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, stress)
     caches = makers(cache, loaded, scales)
     tokens = cut(tokenize(tokenizer, read_text(text, model)), context + 1, windows)
     with progress("windows") as tick:
@@ -148,6 +153,7 @@ def needle(
     plot: Annotated[Path | None, typer.Option(help="Write heat maps here (.png, .svg, .pdf).")] = None,
     save: Annotated[Path | None, typer.Option(help="Write every answer here, as JSON lines.")] = None,
     chunk: Chunk = 512,
+    stress: Stress = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -158,7 +164,7 @@ def needle(
     from ..evaluation.report import accuracy_tables, discordant, meta, needle_table, title
 
     grid = {"lengths": numbers(lengths, int, "--lengths"), "depths": numbers(depths, float, "--depths")}
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, stress)
     caches = makers(cache, loaded, scales)
     questions, total = needle_samples(task, tokenizer, model, text, **grid, samples=samples, distractors=distractors, seed=seed)
     with progress("answers") as tick:
@@ -180,6 +186,41 @@ def needle(
     for mine, theirs in discordant(outcomes):
         where = f"{mine.task} {mine.length} #{mine.index}, {', '.join(mine.answers)}"
         out.print(f"{where}: {title(first)} said {mine.text!r}, {title(theirs.cache)} {theirs.text!r}", markup=False, highlight=False)
+
+
+@evaluate.command()
+def drift(
+    model: Model = None,
+    cache: Annotated[str, typer.Option(help=f"The cache to judge beside bf16: one of {CACHES}.")] = "fp8",
+    scales: Scales = None,
+    text: Text = None,
+    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1)] = 1024,
+    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2)] = 512,
+    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2)] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences side by side.", min=1)] = 2,
+    chunk: Chunk = 512,
+    stress: Stress = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Decode at length while the cache is copied, reordered and truncated: does it drift away from BF16?"""
+    from ..evaluation.drift import drift
+    from ..evaluation.models import read_text, tokenize
+    from ..evaluation.models import windows as cut
+    from ..evaluation.report import drift_table, meta
+
+    loaded, tokenizer = load(model, device, stress)
+    if "," in cache or cache == "both":
+        raise ValueError(f"drift judges one cache at a time; got {cache!r}")
+    ((_, make),) = makers(cache, loaded, scales).items()
+    baseline = makers("bf16", loaded, None)["bf16"]
+    tokens = cut(tokenize(tokenizer, read_text(text, model)), prompt + decode + 1, batch)
+    with progress("tokens") as tick:
+        rows = drift(loaded, tokens, make, baseline, prompt=prompt, segment=segment, chunk=chunk, progress=tick)
+    if as_json:
+        print_json({"meta": meta(loaded), "cache": cache, "rows": rows})
+    else:
+        out.print(drift_table(rows))
 
 
 @app.command()

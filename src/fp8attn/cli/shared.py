@@ -16,10 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 out = Console()
 
 
-def load(model: str | None, device: str | None) -> tuple[Any, Any]:
+def load(model: str | None, device: str | None, stress: int = 0) -> tuple[Any, Any]:
     from ..evaluation.models import load
+    from ..evaluation.stress import STRENGTHS, plant
 
-    return load(model, device=device)
+    loaded, tokenizer = load(model, device=device)
+    if stress:
+        plant(loaded, STRENGTHS[stress])
+    return loaded, tokenizer
 
 
 def makers(choice: str, model: Any, scales: Path | None) -> dict[str, Callable]:

@@ -20,6 +20,7 @@ from rich.table import Table
 from .. import __version__
 from ..numerics import E4M3
 from ..scales import KVScales
+from .drift import Segment
 from .needle import Outcome, cells
 from .paired import compare, wilson
 from .perplexity import Perplexity
@@ -126,6 +127,19 @@ def discordant(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
     """The samples that the first cache and another did not both have right or wrong: (the first's outcome, the other's)."""
     first, *others = dict.fromkeys(outcome.cache for outcome in outcomes)
     return [pair for other in others for pair in compare(outcomes, first, other).discordant]
+
+
+def drift_table(rows: Sequence[Segment], most: int = 24) -> Table:
+    """A row a segment; where there are more than `most`, evenly chosen ones, the first and the last among them."""
+    table = _table(f"Decoding after a prompt of {rows[0].start} tokens")
+    for column in ("tokens", "before, the cache was", "loss", "change", "KL,\nnats", "same\ntop-1", "scales\ngrown"):
+        table.add_column(column, justify="left" if column.startswith("before") else "right")
+    count = min(most, len(rows))
+    for row in (rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)):
+        change = f"{row.nll - row.baseline_nll:+.4f}"
+        span = f"{row.start} to {row.stop}"
+        table.add_row(span, row.operation, f"{row.nll:.4f}", change, f"{row.kl:.1e}", f"{row.top1_agreement:.1%}", str(row.growths))
+    return table
 
 
 def meta(model: Any = None) -> dict[str, Any]:
