@@ -168,10 +168,14 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(tiny_model, tokenizer,
         assert torch.equal(with_prefix, without)  # bit for bit
 
 
-def test_outcomes_to_a_file_and_back(tmp_path):
-    made = [Outcome("fp8", "recall", 512, 3, 0.25, ("1", "é"), "\n1", 0.5)]
-    needle.save_outcomes(tmp_path / "a" / "o.jsonl", made)
-    assert needle.load_outcomes(tmp_path / "a" / "o.jsonl") == made
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.xz"])
+def test_to_a_file_and_back(tmp_path, tokenizer, ending):
+    outcomes = [Outcome("fp8", "recall", 512, 3, 0.25, ("1", "é"), "\n1", 0.5)]
+    needle.save_outcomes(tmp_path / "a" / f"o.{ending}", outcomes)
+    assert needle.load_outcomes(tmp_path / "a" / f"o.{ending}") == outcomes
+    samples = [sample("abc", tokenizer, "é", "2", index=n) for n in range(3)]
+    needle.save_samples(tmp_path / f"s.{ending}", samples)
+    assert list(needle.load_samples(tmp_path / f"s.{ending}")) == samples
 
 
 def test_many_depths_go_by_tenths():

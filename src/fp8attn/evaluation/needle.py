@@ -7,6 +7,7 @@ A task makes `Sample`s (`ruler` the field's own, `recall` the committed model's)
 from __future__ import annotations
 
 import json
+import lzma
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -218,14 +219,37 @@ def cells(outcomes: Sequence[Outcome], most_depths: int = 11) -> list[Cell]:
 
 
 def save_outcomes(path: str | Path, outcomes: Iterable[Outcome]) -> None:
-    """Write outcomes as JSON lines, and the folders above."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        for outcome in outcomes:
-            file.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
+    """Write outcomes as JSON lines (packed, if the path ends in `.xz`), and the folders above."""
+    _write_lines(path, (asdict(outcome) for outcome in outcomes))
 
 
 def load_outcomes(path: str | Path) -> list[Outcome]:
     """What `save_outcomes` wrote."""
-    rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
-    return [Outcome(**{**row, "answers": tuple(row["answers"])}) for row in rows]
+    return [Outcome(**{**row, "answers": tuple(row["answers"])}) for row in _read_lines(path)]
+
+
+def save_samples(path: str | Path, samples: Iterable[Sample]) -> None:
+    """Write samples as JSON lines, packed if the path ends in `.xz`: made where lm-eval is, asked where the GPU is."""
+    _write_lines(path, ({**vars(sample), "tokens": sample.tokens.tolist()} for sample in samples))
+
+
+def load_samples(path: str | Path) -> Iterator[Sample]:
+    """What `save_samples` wrote, one after another."""
+    for row in _read_lines(path):
+        yield Sample(**{**row, "tokens": array("i", row["tokens"]), "answers": tuple(row["answers"])})
+
+
+def _open(path: str | Path, mode: str):
+    return (lzma.open if Path(path).suffix == ".xz" else open)(path, mode, encoding="utf-8")
+
+
+def _write_lines(path: str | Path, rows: Iterable[dict]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with _open(path, "wt") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _read_lines(path: str | Path) -> Iterator[dict]:
+    with _open(path, "rt") as file:
+        yield from map(json.loads, file)
