@@ -40,7 +40,7 @@ KERNELS = {"fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
 SOURCES = (
     *("benchmarks/needle.py", "benchmarks/peers.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/layout.py"),
     *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "needle", "ruler", "stress", "paired")),
-    "models/stdlib-llama/config.json",
+    "models/stdlib-llama/model.safetensors",
 )
 FOREIGN = "foreign_fp8"  # what transformers calls them
 
