@@ -113,8 +113,8 @@ def _environment(meta: dict[str, Any]) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns whose cells all begin like a number are set to the right."""
-    numbers = [all(not row[i] or row[i].lstrip("+-")[:1].isdigit() for row in rows) for i in range(len(columns))]
+    """Columns whose cells all are short and begin like a number are set to the right."""
+    numbers = [all(not row[i] or (row[i].lstrip("+-")[:1].isdigit() and len(row[i]) < 26) for row in rows) for i in range(len(columns))]
     sides = [" class=number" if number else "" for number in numbers]
     head = "".join(f"<th{side}>{escape(column)}" for side, column in zip(sides, columns, strict=True))
     body = ("".join(f"<td{side}>{escape(cell)}" for side, cell in zip(sides, row, strict=True)) for row in rows)
