@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from fp8attn import KVScales, cli
 from fp8attn.cli import demo as demo_command
-from fp8attn.cli.app import CACHES, app
-from fp8attn.evaluation import models
+from fp8attn.cli.app import CACHES, TASKS, app
+from fp8attn.evaluation import models, recall, ruler
 from fp8attn.evaluation.caches import NAMES
 
 
@@ -77,16 +77,44 @@ def test_evaluate_perplexity(tiny_model):
 
 
 def test_evaluate_needle(tiny_model, tmp_path):
-    plot = tmp_path / "plots" / "needle.png"
-    options = ("--lengths", "150,200", "--depths", "0,1", "--samples", 1, "--plot", plot)
+    plot, save = tmp_path / "plots" / "needle.svg", tmp_path / "outcomes.jsonl"
+    options = ("--lengths", "150,200", "--depths", "0,1", "--samples", 1, "--plot", plot, "--save", save)
     found = run_json("evaluate", "needle", "--model", tiny_model, *options)
-    assert [(c["cache"], c["length"], c["depth"]) for c in found["rows"][:3]] == [("bf16", 150, 0.0), ("fp8", 150, 0.0), ("bf16", 150, 1.0)]
-    assert len(found["rows"]) == 8
+    assert {(c["cache"], c["length"], c["depth"]) for c in found["rows"]} == {
+        (cache, length, depth) for cache in ("bf16", "fp8") for length in (150, 200) for depth in (0.0, 1.0)
+    }
     assert set(found["scores"]) == {"bf16", "fp8"}
     assert set(found["equal_to_first"]) == {"fp8"}
-    assert plot.stat().st_size > 5000
-    text = run("evaluate", "needle", "--model", tiny_model, *options[:-2])
-    assert "right and wrong on the same prompts as bf16" in text or "differs from bf16" in text
+    assert found["paired"][0]["p"] == 1
+    assert "<svg" in plot.read_text()
+    assert len(save.read_text().splitlines()) == 8
+    text = run("evaluate", "needle", "--model", tiny_model, *options[:-4])
+    assert "recall: right answers, paired by sample" in text
+
+
+def test_report(tiny_model, tmp_path):
+    options = ("--context", 300, "--windows", 1, "--decode", 3, "--lengths", "150", "--samples", 1)
+    text = run("evaluate", "--report", tmp_path / "out", "--model", tiny_model, *options)
+    assert "token by token" in text and "index.html" in text
+    assert "tiny-llama" in (tmp_path / "out" / "index.html").read_text()
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [(row["cache"], row["mode"]) for row in found["perplexity"]] == [(c, m) for m in ("chunks", "decode") for c in ("bf16", "fp8")]
+    assert len((tmp_path / "out" / "outcomes.jsonl").read_text().splitlines()) == len(found["needle"]) == 2 * 5
+
+
+def test_evaluate_drift(tiny_model):
+    options = ("evaluate", "drift", "--model", tiny_model, "--prompt", 50, "--decode", 9, "--segment", 4)
+    found = run_json(*options)
+    assert [(row["start"], row["stop"]) for row in found["rows"]] == [(50, 54), (54, 58), (58, 59)]
+    text = run(*options, "--stress", 3)
+    assert "copied" in text and "50 to 54" in text
+
+
+def test_stress_changes_the_values_and_not_the_answers(tiny_model):
+    options = ("evaluate", "perplexity", "--model", tiny_model, "--context", 200, "--windows", 1, "--cache", "bf16,fp8,fp8-no-means")
+    plain, stressed = (run_json(*options, "--stress", strength)["rows"] for strength in (0, 3))
+    assert stressed[0]["nll"] == pytest.approx(plain[0]["nll"], rel=0.01)  # what bfloat16 loses of large values
+    assert stressed[2]["kl"] > 2 * stressed[1]["kl"]
 
 
 def test_plan():
@@ -133,6 +161,7 @@ def test_demo(tiny_model, tmp_path, monkeypatch):
 
 def test_help_names_the_caches():
     assert tuple(CACHES.split(", ")) == NAMES
+    assert tuple(TASKS.split(", ")) == (recall.NAME, *ruler.NAMES)
     assert "calibrate" in run("--help")
 
 
@@ -159,7 +188,10 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("generate", "x", *model, "--chat"): "no chat template; leave out --chat",
         ("generate", "x", "--model", tmp_path): "config.json",
         ("evaluate", "needle", *model, "--lengths", "many"): "--lengths must be numbers joined by commas; got 'many'",
+        ("evaluate", "needle", *model, "--task", "hay"): "no task is called 'hay'; choose from recall, niah_single_1",
+        ("evaluate",): "say --report FOLDER, or which evaluation",
         ("evaluate", "perplexity", *model, "--context", 10**6): "and the text has 16384",
+        ("evaluate", "drift", *model, "--cache", "both"): "drift judges one cache at a time; got 'both'",
         ("calibrate", *model, "--method", "mse"): "method must be one of",
     }
     for arguments, message in cases.items():

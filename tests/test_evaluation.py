@@ -2,8 +2,7 @@
 
 import json
 import math
-import re
-from types import SimpleNamespace
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -14,9 +13,11 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from fp8attn import calibrate  # noqa: E402
-from fp8attn.evaluation import models, needle, report  # noqa: E402
+from fp8attn.evaluation import models, needle, page, plots, report  # noqa: E402
 from fp8attn.evaluation.caches import NAMES, BF16Cache, cache_factory, cache_names, greedy, prefill  # noqa: E402
+from fp8attn.evaluation.needle import Outcome  # noqa: E402
 from fp8attn.evaluation.perplexity import perplexity  # noqa: E402
+from fp8attn.evaluation.recall import recall_samples  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
 
 
@@ -142,6 +143,9 @@ def test_perplexity_is_that_of_a_plain_forward(loaded, tokens, chunk):
     assert (row.mode, row.context, row.tokens, row.kl, row.top1_agreement) == ("chunks", 300, 600, 0.0, 1.0)
     assert row.bits_per_byte == pytest.approx(want / math.log(2), rel=1e-5)  # a token of this tokenizer is a byte
     assert math.isnan(row.bytes_per_token)  # transformers' cache does not say
+    losses = direct(model, windows)
+    assert [(p.start, p.stop, p.tokens) for p in row.positions] == [(0, 256, 512), (256, 300, 88)]
+    assert [p.nll for p in row.positions] == pytest.approx([losses[:, :256].mean().item(), losses[:, 256:].mean().item()], rel=1e-5)
 
 
 def test_decoding_predicts_the_last_tokens(loaded, tokens):
@@ -169,124 +173,30 @@ def test_fp8_beside_bf16(loaded, tokens):
             assert row.nll == pytest.approx(bf16.nll, rel=0.02)
             assert 0 < row.kl < 0.05
             assert row.top1_agreement > 0.8
+            assert sum(p.kl * p.tokens for p in row.positions) == pytest.approx(row.kl * row.tokens)
         assert bf16.bytes_per_token == 2 * 2 * 2 * 64 * 2
         cache = FP8Cache(model.config)
         prefill(model, tokens[None, :256], cache)
         assert fp8.bytes_per_token == cache.nbytes / 256
 
 
-# needles
-
-
-class RecallModel:
-    """Predicts what followed the last place where the latest `context` tokens stood before, as far as its cache remembers."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, context=12):
-        self.context = context
-
-    def __call__(self, input_ids, past_key_values, use_cache, logits_to_keep):
-        past_key_values.append(input_ids)
-        logits = torch.zeros(len(input_ids), 1, 257)
-        for row, ids in enumerate(past_key_values.ids.tolist()):
-            key = ids[-self.context :]
-            for end in range(len(ids) - 1, self.context - 1, -1):
-                if ids[end - self.context : end] == key:
-                    logits[row, 0, ids[end]] = 1
-                    break
-        return SimpleNamespace(logits=logits)
-
-
-class Memory:
-    """Keeps all ids, or forgets (zeroes) those older than `horizon`."""
-
-    def __init__(self, horizon=None):
-        self.horizon, self.ids = horizon, None
-
-    def append(self, new):
-        self.ids = new.clone() if self.ids is None else torch.cat([self.ids, new], 1)
-        if self.horizon:
-            self.ids[:, : -self.horizon] = 0
-
-
-@pytest.fixture(scope="module")
-def haystack(tokenizer, tiny_model):
-    return needle.Haystack(tokenizer, models.read_text(model=tiny_model), seed=1)
-
-
-@pytest.mark.parametrize("length", [200, 1001])
-@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_prompts(haystack, tokenizer, length, depth):
-    prompt = haystack.prompt(length, depth, distractors=3)
-    text = tokenizer.decode(prompt.tokens)
-    assert len(prompt.tokens) == length
-    query = text.rsplit("\n", 1)[1]
-    stated = query + prompt.value + "\n"
-    assert re.fullmatch('KEY = "[a-z]{6}[0-9]{2}', query)
-    assert re.fullmatch('[0-9]{4}"', prompt.value)
-    assert text.count(query) == 2
-    assert text.count("KEY = ") == 5
-    keys = re.findall('KEY = "([a-z]{6})([0-9]{2})[0-9]{4}', text)
-    assert len({word for word, _ in keys}) == len({number for _, number in keys}) == 4
-    assert text.startswith(stated) or "\n" + stated in text  # on a line of its own
-    at = text.index(stated) / (length - len(query))
-    assert abs(at - depth) < 0.35 if length == 200 else abs(at - depth) < 0.1
-
-
-def test_prompts_have_a_seed(tokenizer, tiny_model):
-    text = models.read_text(model=tiny_model)
-    first, again, other = (needle.Haystack(tokenizer, text, seed) for seed in (5, 5, 6))
-    assert first.prompt(300, 0.5) == again.prompt(300, 0.5)
-    assert first.prompt(300, 0.5) != other.prompt(300, 0.5)
-    assert first.prompt(300, 0.5) != again.prompt(500, 0.5)
-
-
-def test_prompts_that_cannot_be(haystack):
-    with pytest.raises(ValueError, match=r"a prompt with 4 pairs takes 99 to 16483 tokens; got 90"):
-        haystack.prompt(90, 0.5)
-    with pytest.raises(ValueError, match="got 20000"):
-        haystack.prompt(20000, 0.5)
-    with pytest.raises(ValueError, match=r"distractors must be 0 to 99 .*; got 100"):
-        haystack.prompt(500, 0.5, distractors=100)
-    with pytest.raises(ValueError, match=r"depth must be in \[0, 1\]"):
-        haystack.prompt(500, 50)
-
-
-def test_a_perfect_memory_finds_all_and_a_short_one_the_near(haystack, tokenizer):
-    caches, calls = {"all": Memory, "half": lambda: Memory(horizon=200)}, []
-    cells = needle.needle_grid(
-        RecallModel(), tokenizer, haystack, caches, lengths=(300, 600), depths=(0.0, 0.2, 0.8, 1.0), samples=2, chunk=128,
-        progress=lambda *done: calls.append(done),
-    )  # fmt: skip
-    assert len(cells) == 16
-    assert calls[0] == (2, 32)
-    assert calls[-1] == (32, 32)
-    assert needle.score(cells, "all") == 1.0
-    found = {(cell.length, cell.depth): cell.correct for cell in cells if cell.cache == "half"}
-    for (length, depth), correct in found.items():
-        assert correct == ((True, True) if length * (1 - depth) < 150 else (False, False)), (length, depth)
-    assert needle.score(cells, "half") == 4 / 8
-    assert needle.cells_equal(cells, "all", "all")
-    assert not needle.cells_equal(cells, "all", "half")
-    assert all(cell.answers[0][:4].isdigit() for cell in cells if cell.cache == "all")
-
-
 # reports
 
 
-def cells():
+def outcomes():
     made = []
     for length in (512, 1024, 2048, 4096):
-        for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
-            made.append(needle.Cell("bf16", length, depth, (True, True), ("1", "2")))
-            made.append(needle.Cell("fp8", length, depth, (length < 4096, depth > 0), ("1", "2")))
+        for index in range(10):
+            depth = index // 2 / 4
+            right = length < 4096 if index % 2 else depth > 0
+            made.append(Outcome("bf16", "recall", length, index, depth, ("12",), "12", 1.0))
+            made.append(Outcome("fp8", "recall", length, index, depth, ("12",), "12" if right else "<b>", float(right)))
     return made
 
 
 def test_needle_plot(tmp_path):
     path = tmp_path / "folder" / "needle.png"
-    report.plot_needle(cells(), path, heading="Needle")
+    plots.save(plots.needle_maps(outcomes(), heading="Needle"), path)
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
@@ -303,10 +213,41 @@ def shown(table):
 
 
 def test_needle_table():
-    rows = [line.split() for line in shown(report.needle_table(cells())).splitlines()]
+    rows = [line.split() for line in shown(report.needle_table(outcomes())).splitlines()]
     assert ["4096", "BF16"] + 5 * ["100%"] in rows
     assert ["FP8", "0%", "50%", "50%", "50%", "50%"] in rows
     assert ["FP8", "50%", "100%", "100%", "100%", "100%"] in rows
+
+
+def test_accuracy_table():
+    (table,) = report.accuracy_tables(outcomes())
+    rows = [line.split() for line in shown(table).splitlines()]
+    assert ["4096", "BF16", "10/10", "72.2-100.0%"] in rows
+    assert ["4096", "FP8", "4/10", "16.8-68.7%", "-60.0", "(-83.2,", "-20.1)", "6", "0", "0.031"] in rows
+    assert len(report.discordant(outcomes())) == 3 * 1 + 6
+
+
+def test_page(loaded, tokens):
+    model, tokenizer = loaded
+    caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
+    runs = [perplexity(model, models.windows(tokens, 601, 1), caches, decode_tokens=decode, tokenizer=tokenizer) for decode in (0, 3)]
+    html = page.page(report.meta(model), runs, outcomes())
+
+    class Checker(HTMLParser):
+        tags, refers = [], []
+
+        def handle_starttag(self, tag, attributes):
+            self.tags.append(tag)
+            self.refers += [
+                value for name, value in attributes if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:"))
+            ]
+
+    Checker().feed(html)
+    assert Checker.refers == []  # self-contained
+    assert Checker.tags.count("svg") == 2  # curves by position (chunks alone have several), heat maps
+    assert "tiny-llama" in html and f"{runs[0][1].ppl:.4f}" in html and "256 to 512" in html
+    assert "&lt;b&gt;" in html and "<td><b>" not in html  # what models say is text
+    assert "Discordant samples: 9" in html
 
 
 def test_perplexity_table_and_json(loaded, tokens, tmp_path):
@@ -335,6 +276,7 @@ def test_the_committed_model_says_the_same_through_fp8():
     caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
     bf16, fp8 = perplexity(model, models.windows(models.tokenize(tokenizer, text), 1025, 1), caches)
     assert fp8.ppl == pytest.approx(bf16.ppl, rel=0.003)
-    found = needle.needle_grid(model, tokenizer, needle.Haystack(tokenizer, text), caches, lengths=(1024,), depths=(0.1, 0.9), samples=1)
-    assert needle.cells_equal(found, "bf16", "fp8")
+    samples = recall_samples(tokenizer, text, lengths=(1024,), depths=(0.1, 0.9), samples=1)
+    found = needle.ask(model, tokenizer, samples, caches)
+    assert needle.same_outcomes(found, "bf16", "fp8")
     assert needle.score(found, "fp8") == 1.0

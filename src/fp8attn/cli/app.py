@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .shared import encode, load, makers, numbers, out, print_json, progress
+from .shared import encode, load, makers, needle_samples, numbers, out, print_json, progress
 
 app = typer.Typer(
     help="An FP8 KV cache and FP8 attention: half the memory, the same answers.",
@@ -17,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-evaluate = typer.Typer(help="Compare caches on identical tokens.", no_args_is_help=True)
+evaluate = typer.Typer(help="Compare caches on identical tokens: everything with --report, or one evaluation.", invoke_without_command=True)
 app.add_typer(evaluate, name="evaluate")
 
 Model = Annotated[str | None, typer.Option(help="A model folder or Hugging Face id. Default: the small model of this repository.")]
@@ -28,6 +28,11 @@ Scales = Annotated[Path | None, typer.Option(help="Calibrated scales for the FP8
 Text = Annotated[Path | None, typer.Option(help="A text file, plain or .xz. Default: the held-out text of the committed model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a prefill's forward.", min=1)]
+Stress = Annotated[
+    int, typer.Option(help="Plant offsets and outlier channels that cancel (evaluation/stress.py), this hard.", min=0, max=3)
+]
+TASKS = "recall, niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt"
+Tasks = Annotated[str, typer.Option("--task", help=f"Some of {TASKS}, joined by commas; all but the first need fp8attn[ruler].")]
 
 
 @app.command()
@@ -71,6 +76,37 @@ def generate(
         out.rule("the same tokens" if same else "different tokens", align="left")
 
 
+@evaluate.callback()
+def evaluate_all(
+    context_: typer.Context,
+    report: Annotated[Path | None, typer.Option(help="Run everything and write a page, index.html, into this folder.")] = None,
+    model: Model = None,
+    cache: CacheChoice = "both",
+    scales: Scales = None,
+    text: Text = None,
+    context: Annotated[int, typer.Option(help="Tokens of a window, for the perplexity.", min=1)] = 4096,
+    windows: Annotated[int, typer.Option(help="Windows, from the start of the text.", min=1)] = 2,
+    decode: Annotated[int, typer.Option(help="Tokens of the first window that are also decoded one at a time.", min=1)] = 128,
+    task: Tasks = "recall",
+    lengths: Annotated[str, typer.Option(help="Tokens of the questions' prompts.")] = "512,1024,2048,4096",
+    samples: Annotated[int, typer.Option(help="Questions of each length (recall: and of each of five depths).", min=1)] = 2,
+    chunk: Chunk = 512,
+    stress: Stress = 0,
+    device: Device = None,
+) -> None:
+    if context_.invoked_subcommand is not None:
+        return
+    if report is None:
+        raise ValueError("say --report FOLDER, or which evaluation: perplexity, needle (fp8attn evaluate --help)")
+    from .report import run
+
+    sizes = numbers(lengths, int, "--lengths")
+    loaded, tokenizer = load(model, device, stress)
+    caches = makers(cache, loaded, scales)
+    amounts = {"context": context, "windows": windows, "decode": decode, "lengths": sizes, "samples": samples, "chunk": chunk}
+    run(report, loaded, tokenizer, caches, name=model, text=text, tasks=task, **amounts)
+
+
 @evaluate.command()
 def perplexity(
     model: Model = None,
@@ -81,6 +117,7 @@ def perplexity(
     windows: Annotated[int, typer.Option(help="Windows, from the start of the text.", min=1)] = 8,
     decode: Annotated[int, typer.Option(help="Predict only the last so many tokens, one at a time. 0: all, in chunks.", min=0)] = 0,
     chunk: Chunk = 512,
+    stress: Stress = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -90,7 +127,7 @@ def perplexity(
     from ..evaluation.perplexity import perplexity
     from ..evaluation.report import meta, perplexity_table
 
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, stress)
     caches = makers(cache, loaded, scales)
     tokens = cut(tokenize(tokenizer, read_text(text, model)), context + 1, windows)
     with progress("windows") as tick:
@@ -106,41 +143,84 @@ def needle(
     model: Model = None,
     cache: CacheChoice = "both",
     scales: Scales = None,
+    task: Tasks = "recall",
     text: Text = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096",
-    depths: Annotated[str, typer.Option(help="Where the needle stands: 0 the start, 1 the end.")] = "0,0.25,0.5,0.75,1",
-    samples: Annotated[int, typer.Option(help="Prompts of each cell.", min=1)] = 2,
-    distractors: Annotated[int, typer.Option(help="Other pairs in each prompt.", min=0)] = 3,
-    seed: Annotated[int, typer.Option(help="Of names, values, texts and places.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Write a heat map (PNG) here.")] = None,
+    samples: Annotated[int, typer.Option(help="Prompts of each length (recall: and of each depth).", min=1)] = 2,
+    depths: Annotated[str, typer.Option(help="recall: where the needle stands: 0 the start, 1 the end.")] = "0,0.25,0.5,0.75,1",
+    distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0)] = 3,
+    seed: Annotated[int, typer.Option(help="Of keys, values, texts and places.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write heat maps here (.png, .svg, .pdf).")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write every answer here, as JSON lines.")] = None,
     chunk: Chunk = 512,
+    stress: Stress = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Retrieve a value hidden in code, at each length and depth, through each cache; exact match, greedy."""
-    from ..evaluation.models import read_text
-    from ..evaluation.needle import Haystack, cells_equal, needle_grid, score
-    from ..evaluation.report import meta, needle_table, plot_needle
+    """Retrieve what is hidden at each length and depth, through each cache, greedily; the same samples, compared in pairs."""
+    from ..evaluation import plots
+    from ..evaluation.needle import ask, cells, same_outcomes, save_outcomes, score
+    from ..evaluation.paired import compare
+    from ..evaluation.report import accuracy_tables, discordant, meta, needle_table, title
 
     grid = {"lengths": numbers(lengths, int, "--lengths"), "depths": numbers(depths, float, "--depths")}
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, stress)
     caches = makers(cache, loaded, scales)
-    haystack = Haystack(tokenizer, read_text(text, model), seed)
-    with progress("prompts") as tick:
-        cells = needle_grid(
-            loaded, tokenizer, haystack, caches, **grid, samples=samples, distractors=distractors, chunk=chunk, progress=tick
-        )
-    names = list(caches)
-    scores = {name: score(cells, name) for name in names}
-    equal = {name: cells_equal(cells, names[0], name) for name in names[1:]}
+    questions, total = needle_samples(task, tokenizer, model, text, **grid, samples=samples, distractors=distractors, seed=seed)
+    with progress("answers") as tick:
+        done = iter(range(1, total * len(caches) + 1))
+        outcomes = ask(loaded, tokenizer, questions, caches, chunk=chunk, progress=lambda _: tick(next(done), total * len(caches)))
+    first, *others = caches
     if plot:
-        plot_needle(cells, plot, heading=f"Needle in a haystack: {Path(loaded.config._name_or_path).name}")
+        plots.save(plots.needle_maps(outcomes, heading=f"Needle in a haystack: {Path(loaded.config._name_or_path).name}"), plot)
+    if save:
+        save_outcomes(save, outcomes)
     if as_json:
-        print_json({"meta": meta(loaded), "scores": scores, "equal_to_first": equal, "rows": cells})
+        scores = {name: score(outcomes, name) for name in caches}
+        equal = {name: same_outcomes(outcomes, first, name) for name in others}
+        pairs = [compare(outcomes, first, name) for name in others]
+        print_json({"meta": meta(loaded), "scores": scores, "equal_to_first": equal, "paired": pairs, "rows": cells(outcomes)})
         return
-    out.print(needle_table(cells))
-    for name, same in equal.items():
-        out.print(f"{name}: {'right and wrong on the same prompts as' if same else 'differs from'} {names[0]}")
+    out.print(needle_table(outcomes))
+    out.print(*accuracy_tables(outcomes))
+    for mine, theirs in discordant(outcomes):
+        where = f"{mine.task} {mine.length} #{mine.index}, {', '.join(mine.answers)}"
+        out.print(f"{where}: {title(first)} said {mine.text!r}, {title(theirs.cache)} {theirs.text!r}", markup=False, highlight=False)
+
+
+@evaluate.command()
+def drift(
+    model: Model = None,
+    cache: Annotated[str, typer.Option(help=f"The cache to judge beside bf16: one of {CACHES}.")] = "fp8",
+    scales: Scales = None,
+    text: Text = None,
+    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1)] = 1024,
+    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2)] = 512,
+    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2)] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences side by side.", min=1)] = 2,
+    chunk: Chunk = 512,
+    stress: Stress = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Decode at length while the cache is copied, reordered and truncated: does it drift away from BF16?"""
+    from ..evaluation.drift import drift
+    from ..evaluation.models import read_text, tokenize
+    from ..evaluation.models import windows as cut
+    from ..evaluation.report import drift_table, meta
+
+    loaded, tokenizer = load(model, device, stress)
+    if "," in cache or cache == "both":
+        raise ValueError(f"drift judges one cache at a time; got {cache!r}")
+    ((_, make),) = makers(cache, loaded, scales).items()
+    baseline = makers("bf16", loaded, None)["bf16"]
+    tokens = cut(tokenize(tokenizer, read_text(text, model)), prompt + decode + 1, batch)
+    with progress("tokens") as tick:
+        rows = drift(loaded, tokens, make, baseline, prompt=prompt, segment=segment, chunk=chunk, progress=tick)
+    if as_json:
+        print_json({"meta": meta(loaded), "cache": cache, "rows": rows})
+    else:
+        out.print(drift_table(rows))
 
 
 @app.command()

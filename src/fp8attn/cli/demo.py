@@ -11,9 +11,11 @@ from rich.table import Table
 from .. import calibrate
 from ..evaluation import models
 from ..evaluation.caches import cache_factory, greedy
-from ..evaluation.needle import Haystack, cells_equal, needle_grid, score
+from ..evaluation.needle import ask, cells, same_outcomes, score
 from ..evaluation.perplexity import perplexity
-from ..evaluation.report import meta, needle_table, perplexity_table, plot_needle, sensitivity_table, title, write_json
+from ..evaluation.plots import needle_maps, save
+from ..evaluation.recall import recall_samples
+from ..evaluation.report import meta, needle_table, perplexity_table, sensitivity_table, title, write_json
 from .shared import load, out, progress
 
 CALIBRATION = (8, 1024)  # windows, tokens of each: from the text's end, where the measurements do not come
@@ -60,10 +62,12 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     out.print(perplexity_table(decoded))
 
     out.rule("4. Needles in haystacks of held-out code", align="left")
+    questions = list(recall_samples(tokenizer, text, lengths=LENGTHS, samples=1, seed=2026))
     with progress("asking") as tick:
-        cells = needle_grid(model, tokenizer, Haystack(tokenizer, text, seed=2026), caches, lengths=LENGTHS, samples=1, progress=tick)
-    out.print(needle_table(cells))
-    plot_needle(cells, folder / "needle.png", heading=f"Needle in a haystack: {Path(model.config._name_or_path).name}")
+        done = iter(range(1, len(questions) * len(caches) + 1))
+        outcomes = ask(model, tokenizer, questions, caches, progress=lambda _: tick(next(done), len(questions) * len(caches)))
+    out.print(needle_table(outcomes))
+    save(needle_maps(outcomes, heading=f"Needle in a haystack: {Path(model.config._name_or_path).name}"), folder / "needle.png")
 
     bf16, fp8 = chunks[:2]
     results = {
@@ -72,15 +76,15 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
         "ppl_bf16": bf16.ppl,
         "ppl_fp8": fp8.ppl,
         "ppl_fp8_static": chunks[2].ppl,
-        "needle_bf16": score(cells, "bf16"),
-        "needle_fp8": score(cells, "fp8"),
-        "needle_cells_equal": cells_equal(cells, "bf16", "fp8"),
+        "needle_bf16": score(outcomes, "bf16"),
+        "needle_fp8": score(outcomes, "fp8"),
+        "needle_cells_equal": same_outcomes(outcomes, "bf16", "fp8"),
         "greedy_tokens_equal": matched == len(written["bf16"]),
         "greedy_tokens_matched": matched,
         "greedy_tokens": len(written["bf16"]),
         "seconds": time.monotonic() - began,
     }
-    write_json(folder / "demo.json", {**results, "meta": meta(model), "perplexity": [*chunks, *decoded], "needle": cells})
+    write_json(folder / "demo.json", {**results, "meta": meta(model), "perplexity": [*chunks, *decoded], "needle": cells(outcomes)})
     out.print(_summary(results))
     out.print(f"{folder}/demo.json, {folder}/needle.png, {folder}/scales.safetensors; {results['seconds']:.0f} s")
     return results

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 out = Console()
 
 
-def load(model: str | None, device: str | None) -> tuple[Any, Any]:
+def load(model: str | None, device: str | None, stress: int = 0) -> tuple[Any, Any]:
     from ..evaluation.models import load
+    from ..evaluation.stress import STRENGTHS, plant
 
-    return load(model, device=device)
+    loaded, tokenizer = load(model, device=device)
+    if stress:
+        plant(loaded, STRENGTHS[stress])
+    return loaded, tokenizer
 
 
 def makers(choice: str, model: Any, scales: Path | None) -> dict[str, Callable]:
@@ -44,6 +49,36 @@ def numbers(text: str, kind: type, option: str) -> list:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise ValueError(f"{option} must be numbers joined by commas; got {text!r}") from error
+
+
+def needle_samples(
+    tasks: str,
+    tokenizer: Any,
+    model: str | None,
+    text: Path | None,
+    *,
+    lengths: list[int],
+    samples: int,
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    distractors: int = 3,
+    seed: int = 0,
+) -> tuple[Iterator, int]:
+    """The samples of tasks joined by commas, and how many they are: `samples` of each length, and of `recall` also of each depth."""
+    from ..evaluation import recall, ruler
+    from ..evaluation.models import read_text
+
+    made, total = [], 0
+    for task in tasks.split(","):
+        if task == recall.NAME:
+            grid = {"lengths": lengths, "depths": depths, "samples": samples, "distractors": distractors, "seed": seed}
+            made.append(recall.recall_samples(tokenizer, read_text(text, model), **grid))
+            total += len(lengths) * len(depths) * samples
+        elif task in ruler.NAMES:
+            made.append(ruler.ruler_samples(tokenizer, task, lengths=lengths, samples=samples, seed=seed))
+            total += len(lengths) * samples
+        else:
+            raise ValueError(f"no task is called {task!r}; choose from {', '.join((recall.NAME, *ruler.NAMES))}")
+    return chain(*made), total
 
 
 @contextmanager

@@ -97,27 +97,56 @@ def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def forward(model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0) -> torch.Tensor:
+def forward(model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Run `tokens [B, S]` through the model onto the end of `cache`, and return the last `logits` positions' logits (0: all).
 
+    Args:
+        mask: `[B, T]`, 0 where one of the T tokens in the cache and the new S is padding (on the left); None: nowhere.
     Returns:
         `[B, logits or S, vocabulary]`.
     """
-    return model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=logits).logits
+    padded = {}
+    if mask is not None:
+        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        padded = {"attention_mask": mask, "position_ids": positions}
+    return model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=logits, **padded).logits
 
 
-def prefill(model: Any, tokens: torch.Tensor, cache: Cache, *, chunk: int = CHUNK) -> torch.Tensor:
-    """Put `tokens [B, S]` into `cache` in chunks; the last position's logits `[B, vocabulary]`."""
+def prefill(model: Any, tokens: torch.Tensor, cache: Cache, *, chunk: int = CHUNK, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Put `tokens [B, S]` into an empty `cache` (or onto a full one, without `mask`) in chunks; the last logits `[B, vocabulary]`."""
+    end = 0
     for part in tokens.split(chunk, 1):
-        last = forward(model, part, cache, logits=1)
+        end += part.shape[1]
+        last = forward(model, part, cache, logits=1, mask=None if mask is None else mask[:, :end])
     return last[:, -1]
 
 
+def decode_greedily(
+    model: Any,
+    last: torch.Tensor,
+    cache: Cache,
+    count: int,
+    mask: torch.Tensor | None = None,
+    done: Callable[[torch.Tensor], bool] = lambda ids: False,
+) -> tuple[torch.Tensor, int]:
+    """The likeliest continuation, token by token, each through the cache.
+
+    Args:
+        last: the logits `[B, vocabulary]` of the last token in `cache`.
+        count: tokens to make, at most.
+        mask: of what is in the cache, as `forward` takes it.
+        done: is asked after every token, with all so far, whether that is enough.
+    Returns:
+        `[B, n]` ids, n <= count, and how many of each row were put into the cache.
+    """
+    out = [last.argmax(-1, keepdim=True)]
+    while len(out) < count and not done(torch.cat(out, 1)):
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        out.append(forward(model, out[-1], cache, logits=1, mask=mask)[:, -1].argmax(-1, keepdim=True))
+    return torch.cat(out, 1), len(out) - 1
+
+
 def greedy(model: Any, tokens: torch.Tensor, cache: Cache, count: int, *, chunk: int = CHUNK) -> torch.Tensor:
-    """`[B, count]`: the likeliest continuation of `tokens [B, S]`, token by token, each through the cache."""
-    likeliest = prefill(model, tokens, cache, chunk=chunk).argmax(-1, keepdim=True)
-    out = [likeliest]
-    while len(out) < count:
-        likeliest = forward(model, likeliest, cache, logits=1)[:, -1].argmax(-1, keepdim=True)
-        out.append(likeliest)
-    return torch.cat(out, 1)
+    """`[B, count]`: the likeliest continuation of `tokens [B, S]`."""
+    return decode_greedily(model, prefill(model, tokens, cache, chunk=chunk), cache, count)[0]

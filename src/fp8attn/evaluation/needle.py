@@ -1,189 +1,255 @@
-"""Needle in a haystack: a key and its value hidden in code at some depth, asked for at the end.
+"""Retrieval at length: the same prompts through several caches, and what came out of each, sample by sample.
 
-The form is the one that the committed model was trained on (training/data.py), with keys and values of a seed of its own. A key is a
-word and a number, no two of a prompt alike in either; its value follows at once, four digits and a quote:
-
-    KEY = "harbour374815"        <- somewhere in the text, and others like it that are not asked for
-    ...
-    KEY = "harbour37             <- the end of the prompt; the model completes it
+A task makes `Sample`s (`ruler` the field's own, `recall` the committed model's); `ask` puts them to a model through each cache; an
+`Outcome` is what one cache made of one sample. Everything else (`score`, `cells`, `paired.compare`) is counted from outcomes.
 """
 
 from __future__ import annotations
 
-import random
-import re
-import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import lzma
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
-from .caches import CHUNK, MakeCache, greedy
+from ..integrations.transformers import FP8Cache
+from ..layout import PAGE_SIZE
+from .caches import CHUNK, BF16Cache, MakeCache, decode_greedily, prefill
 
-QUERY = 'KEY = "{word}{number:02d}'
-STATED = QUERY + '{value}"\n'
-RARE = 1536  # token ids fall with frequency: keys are words of larger ids, which few texts hold by chance
+BATCH_TOKENS = 65536  # prompts that run side by side: sixteen of 4k, one of 64k or more
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Sample:
     """One question.
 
     Attributes:
-        tokens: exactly as many ids as were asked for.
-        value: the digits and the quote that answer it.
+        task: its name.
+        length: the context asked for, in tokens; the prompt and the room for its answer are no longer.
+        index: its number among those of this task and length.
+        tokens: the prompt.
+        answers: what the continuation must contain.
+        depth: where the (first) answer stands in the prompt, 0 the start and 1 the end.
+        max_new_tokens: how much the model may say.
     """
 
-    tokens: tuple[int, ...]
-    value: str
+    task: str
+    length: int
+    index: int
+    tokens: array
+    answers: tuple[str, ...]
+    depth: float
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one cache made of one sample: the sample's task, length, index, depth and answers, and
+
+    Attributes:
+        cache: its name.
+        text: the continuation.
+        score: the share of the answers that stand in it, in any case of letters (RULER's measure).
+    """
+
+    cache: str
+    task: str
+    length: int
+    index: int
+    depth: float
+    answers: tuple[str, ...]
+    text: str
+    score: float
+
+    @property
+    def right(self) -> bool:
+        """Whether every answer was given."""
+        return self.score == 1.0
+
+    @property
+    def sample(self) -> tuple[str, int, int]:
+        """What tells samples apart: outcomes of different caches with the same one are a pair."""
+        return self.task, self.length, self.index
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The answers of one cache at one length and depth.
-
-    Attributes:
-        cache: its name.
-        length: tokens of the prompts.
-        depth: where the needle stands, 0 the start and 1 the end.
-        correct: for each prompt, whether the value came out, digit for digit, and ended there.
-        answers: for each prompt, the text that came out.
-    """
+    """The mean score of one cache on the samples of one length whose needle stood at about one depth."""
 
     cache: str
     length: int
     depth: float
-    correct: tuple[bool, ...]
-    answers: tuple[str, ...]
+    score: float
+    samples: int
 
 
-class Haystack:
-    """Text that prompts are cut from, line by line.
-
-    A line is tokenised by itself, so that needles can stand between any two and a prompt has exactly the length asked for.
-
-    Args:
-        tokenizer: the model's.
-        text: the hay; long enough for the longest prompt.
-        seed: of keys, values, texts and places. Words are the tokenizer's, or six random letters where it has few.
-    """
-
-    def __init__(self, tokenizer: Any, text: str, seed: int = 0) -> None:
-        self._tokenizer, self._random = tokenizer, random.Random(seed)
-        self._words = _words(tokenizer.get_vocab())
-        self._start = tokenizer("")["input_ids"]  # what this tokenizer begins every text with, if anything
-        lines = tokenizer(text.splitlines(keepends=True), add_special_tokens=False)["input_ids"]
-        self._tokens = [token for line in lines for token in line]
-        self._ends = [0]  # where lines end
-        for line in lines:
-            self._ends.append(self._ends[-1] + len(line))
-
-    def prompt(self, length: int, depth: float, distractors: int = 3) -> Prompt:
-        """A prompt of `length` tokens with its needle at `depth`, and `distractors` other pairs at random places.
-
-        Raises:
-            ValueError: a length too short for the needles, or longer than the text; a depth outside [0, 1]; too many distractors.
-        """
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth must be in [0, 1] (0 the start of the context); got {depth}")
-        if not 0 <= distractors < 100:
-            raise ValueError(f"distractors must be 0 to 99 (keys differ in a number of two digits); got {distractors}")
-        pairs = [
-            {"word": word, "number": number, "value": f"{self._random.randrange(10_000):04d}"}
-            for word, number in zip(self._draw(1 + distractors), self._random.sample(range(100), 1 + distractors), strict=True)
-        ]
-        needles = [self._encode(STATED.format(**pair)) for pair in pairs]
-        query = self._encode(QUERY.format(**pairs[0]))
-        space = length - len(self._start) - sum(map(len, needles)) - len(query)
-        ends = [end for end in self._ends if end >= space]
-        if space < 0 or not ends:
-            shortest = length - space
-            longest = shortest + len(self._tokens)
-            raise ValueError(f"a prompt with {1 + distractors} pairs takes {shortest} to {longest} tokens; got {length}")
-        end = self._random.choice(ends)
-        breaks = [0, *(e - end + space for e in self._ends if 0 < e - end + space <= space)]
-        places = [min(breaks, key=lambda at: abs(at - depth * space)), *self._random.choices(breaks, k=distractors)]
-        tokens, at = list(self._start), 0
-        hay = self._tokens[end - space : end]
-        for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
-            tokens += hay[at:place] + needle
-            at = place
-        return Prompt((*tokens, *hay[at:], *query), pairs[0]["value"] + '"')
-
-    def _draw(self, count: int) -> list[str]:
-        if len(self._words) >= max(count, 64):
-            return self._random.sample(self._words, count)
-        words: dict[str, None] = {}  # keeps the order of a seed, as a set would not
-        while len(words) < count:
-            words["".join(self._random.choices(string.ascii_lowercase, k=6))] = None
-        return list(words)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+def found(answers: Sequence[str], text: str) -> float:
+    """The share of `answers` that `text` contains, whatever the case of its letters."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 
-def _words(vocabulary: Mapping[str, int]) -> list[str]:
-    """Words that are one rare token, with and without a space before them (`Ġ` or `▁`, by the kind of tokenizer)."""
-    words = (word for word, token in vocabulary.items() if token >= RARE and re.fullmatch("[a-z]{4,}", word))
-    return sorted(word for word in words if "Ġ" + word in vocabulary or "▁" + word in vocabulary)
-
-
-def needle_grid(
+def ask(
     model: Any,
     tokenizer: Any,
-    haystack: Haystack,
+    samples: Iterable[Sample],
     caches: Mapping[str, MakeCache],
     *,
-    lengths: Sequence[int] = (512, 1024, 2048, 4096),
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    samples: int = 2,
-    distractors: int = 3,
     chunk: int = CHUNK,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Cell]:
-    """Ask at every length and depth, all caches the same questions, decoding greedily through the cache.
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Callable[[Outcome], None] | None = None,
+) -> list[Outcome]:
+    """Ask every sample through every cache, all caches in the same batches, decoding greedily.
+
+    A row stops at its end of text, and a batch as soon as each of its rows has stopped or holds all its answers: what follows could not
+    take them away. Prompts of unlike lengths are padded on the left where they run side by side. A prompt that runs alone and begins
+    with the same chunks as the one before finds them in the cache (questions about one text cost its prefill once): later tokens are
+    cropped where both a chunk and a page end, so the cache is bit for bit what a prefill from nothing would have made.
 
     Args:
         model: a transformers causal language model; the lengths should not exceed what it was trained on.
         tokenizer: its tokenizer.
-        haystack: where prompts come from.
+        samples: of any tasks; taken as they come, so that a generator need not hold all of them.
         caches: by name, what makes an empty one.
-        lengths: tokens of a prompt.
-        depths: of the needle, in [0, 1].
-        samples: prompts of each cell; they run as one batch.
-        distractors: other pairs in each prompt.
         chunk: tokens of a prefill's forward.
-        progress: called with (prompts done, prompts in all), each counted once for each cache.
-    Returns:
-        One cell for each length, depth and cache, in that order.
+        batch_tokens: neighbours of one task and length run side by side while their prompts hold at most so many tokens.
+        progress: called with each outcome.
     """
-    total, done = len(lengths) * len(depths) * len(caches) * samples, 0
-    cells = []
-    for length in lengths:
-        for depth in depths:
-            prompts = [haystack.prompt(length, depth, distractors) for _ in range(samples)]
-            tokens = torch.tensor([prompt.tokens for prompt in prompts], device=model.device)
-            answers = tokenizer([prompt.value for prompt in prompts], add_special_tokens=False)["input_ids"]
-            answer_tokens = max(map(len, answers)) + 1  # the context may split the digits otherwise
-            for name, make in caches.items():
-                out = greedy(model, tokens, make(), answer_tokens, chunk=chunk)
-                answers = tuple(tokenizer.batch_decode(out.tolist(), clean_up_tokenization_spaces=False))
-                correct = tuple(answer.startswith(prompt.value) for answer, prompt in zip(answers, prompts, strict=True))
-                cells.append(Cell(name, length, depth, correct, answers))
-                done += samples
+    outcomes = []
+    readers = {name: _Reader(model, make, chunk) for name, make in caches.items()}
+    for batch in _batches(samples, batch_tokens):
+        for name, reader in readers.items():
+            for sample, text in zip(batch, reader.answer(tokenizer, batch), strict=True):
+                outcome = Outcome(
+                    name, sample.task, sample.length, sample.index, sample.depth, sample.answers, text, found(sample.answers, text)
+                )
+                outcomes.append(outcome)
                 if progress:
-                    progress(done, total)
-    return cells
+                    progress(outcome)
+    return outcomes
 
 
-def score(cells: Sequence[Cell], cache: str) -> float:
-    """The share of all questions that `cache` answered rightly."""
-    answers = [correct for cell in cells if cell.cache == cache for correct in cell.correct]
-    return sum(answers) / len(answers)
+def _batches(samples: Iterable[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
+    batch: list[Sample] = []
+    for sample in samples:
+        longest = max(len(s.tokens) for s in (*batch, sample))
+        alike = not batch or (batch[0].task, batch[0].length) == (sample.task, sample.length)
+        if batch and (not alike or longest * (len(batch) + 1) > batch_tokens):
+            yield batch
+            batch = []
+        batch.append(sample)
+    if batch:
+        yield batch
 
 
-def cells_equal(cells: Sequence[Cell], first: str, second: str) -> bool:
-    """Whether two caches were right and wrong on exactly the same questions."""
-    mine, theirs = ([(c.length, c.depth, c.correct) for c in cells if c.cache == name] for name in (first, second))
+class _Reader:
+    """A model with one kind of cache, which remembers the prompt that it read last if that ran alone."""
+
+    def __init__(self, model: Any, make: MakeCache, chunk: int) -> None:
+        self.model, self.make, self.chunk = model, make, chunk
+        self.cache: Cache | None = None
+        self.held = array("i")  # the prompt whose chunks `cache` holds, and behind it what was decoded
+
+    def answer(self, tokenizer: Any, batch: Sequence[Sample]) -> list[str]:
+        """The continuations of a batch."""
+        device, eos = self.model.device, tokenizer.eos_token_id
+        count = max(sample.max_new_tokens for sample in batch)
+
+        def texts(ids: torch.Tensor) -> list[str]:
+            rows = (row[: row.index(eos)] if eos in row else row for row in ids.tolist())
+            return [tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in rows]
+
+        def done(ids: torch.Tensor) -> bool:
+            rows = zip(batch, texts(ids), (ids == eos).any(1).tolist() if eos is not None else [False] * len(batch), strict=True)
+            return all(stopped or found(sample.answers, text) == 1 for sample, text, stopped in rows)
+
+        longest = max(len(sample.tokens) for sample in batch)
+        padding = [longest - len(sample.tokens) for sample in batch]
+        tokens = torch.tensor([[0] * pad + sample.tokens.tolist() for pad, sample in zip(padding, batch, strict=True)], device=device)
+        mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device) if any(padding) else None
+        if len(batch) > 1:
+            self.cache, self.held = None, array("i")
+            cache = self.make()
+            ids, _ = decode_greedily(self.model, prefill(self.model, tokens, cache, chunk=self.chunk, mask=mask), cache, count, mask, done)
+        else:
+            keep = self._rewind(batch[0].tokens)
+            last = prefill(self.model, tokens[:, keep:], self.cache, chunk=self.chunk)
+            ids, fed = decode_greedily(self.model, last, self.cache, count, None, done)
+            self.held = batch[0].tokens + array("i", ids[0, :fed].tolist())
+        return texts(ids)
+
+    def _rewind(self, tokens: array) -> int:
+        """Leave in the cache the whole chunks that the last prompt and this one begin with; how many tokens that is."""
+        same = next((at for at, (a, b) in enumerate(zip(self.held, tokens, strict=False)) if a != b), min(len(self.held), len(tokens)))
+        step = math.lcm(self.chunk, PAGE_SIZE)  # a page that later tokens stood in may have another scale than without them
+        keep = min(same, len(tokens) - 1) // step * step
+        ours = isinstance(self.cache, (FP8Cache, BF16Cache)) and all(getattr(x, "is_croppable", False) for x in self.cache.layers)
+        if not keep or not ours:
+            self.cache = self.make()
+            return 0
+        self.cache.crop(keep - len(self.held))
+        return keep
+
+
+def score(outcomes: Iterable[Outcome], cache: str) -> float:
+    """The mean score of a cache."""
+    scores = [outcome.score for outcome in outcomes if outcome.cache == cache]
+    return sum(scores) / len(scores)
+
+
+def same_outcomes(outcomes: Sequence[Outcome], first: str, second: str) -> bool:
+    """Whether two caches scored the same on each sample."""
+    mine, theirs = ({o.sample: o.score for o in outcomes if o.cache == name} for name in (first, second))
     return mine == theirs
+
+
+def cells(outcomes: Sequence[Outcome], most_depths: int = 11) -> list[Cell]:
+    """Outcomes by cache, length and depth; more than `most_depths` different depths are taken by tenths, each named by its middle."""
+    many = len({outcome.depth for outcome in outcomes}) > most_depths
+    groups: dict[tuple, list[float]] = {}
+    for o in outcomes:
+        depth = (min(int(10 * o.depth), 9) + 0.5) / 10 if many else o.depth
+        groups.setdefault((o.cache, o.length, depth), []).append(o.score)
+    return [Cell(*group, sum(scores) / len(scores), len(scores)) for group, scores in groups.items()]
+
+
+def save_outcomes(path: str | Path, outcomes: Iterable[Outcome]) -> None:
+    """Write outcomes as JSON lines (packed, if the path ends in `.xz`), and the folders above."""
+    _write_lines(path, (asdict(outcome) for outcome in outcomes))
+
+
+def load_outcomes(path: str | Path) -> list[Outcome]:
+    """What `save_outcomes` wrote."""
+    return [Outcome(**{**row, "answers": tuple(row["answers"])}) for row in _read_lines(path)]
+
+
+def save_samples(path: str | Path, samples: Iterable[Sample]) -> None:
+    """Write samples as JSON lines, packed if the path ends in `.xz`: made where lm-eval is, asked where the GPU is."""
+    _write_lines(path, ({**vars(sample), "tokens": sample.tokens.tolist()} for sample in samples))
+
+
+def load_samples(path: str | Path) -> Iterator[Sample]:
+    """What `save_samples` wrote, one after another."""
+    for row in _read_lines(path):
+        yield Sample(**{**row, "tokens": array("i", row["tokens"]), "answers": tuple(row["answers"])})
+
+
+def _open(path: str | Path, mode: str):
+    return (lzma.open if Path(path).suffix == ".xz" else open)(path, mode, encoding="utf-8")
+
+
+def _write_lines(path: str | Path, rows: Iterable[dict]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with _open(path, "wt") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _read_lines(path: str | Path) -> Iterator[dict]:
+    with _open(path, "rt") as file:
+        yield from map(json.loads, file)

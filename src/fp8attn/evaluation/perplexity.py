@@ -5,11 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .caches import CHUNK, MakeCache, forward, prefill
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A stretch of a context: the tokens predicted from `start` to `stop` others before them (`stop` excluded), over all windows.
+
+    Attributes:
+        tokens: how many; `nll`, `standard_error`, `kl`, `top1_agreement`: of these, as in `Perplexity`.
+    """
+
+    start: int
+    stop: int
+    tokens: int
+    nll: float
+    standard_error: float
+    kl: float
+    top1_agreement: float
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,7 @@ class Perplexity:
         kl: mean KL divergence of the first cache's predictions from this one's, in nats; 0 for the first itself.
         top1_agreement: the share of positions where both think the same token likeliest.
         bytes_per_token: bytes of the cache after a window, all of them, by token held; NaN if it does not say.
+        positions: the same by position, in stretches that double: what a long context is worth, and whether errors grow with it.
     """
 
     cache: str
@@ -39,6 +58,7 @@ class Perplexity:
     kl: float
     top1_agreement: float
     bytes_per_token: float
+    positions: tuple[Positions, ...] = ()
 
     @property
     def ppl(self) -> float:
@@ -58,7 +78,8 @@ def perplexity(
 ) -> list[Perplexity]:
     """Teacher-forced likelihood of each window, every one of its K and V read through the cache.
 
-    The caches advance side by side over identical tokens, so their predictions are compared position by position.
+    The caches advance side by side over identical tokens, so their predictions are compared position by position; no more logits are
+    held than two caches' of one chunk.
 
     Args:
         model: a transformers causal language model.
@@ -77,7 +98,7 @@ def perplexity(
         raise ValueError(f"a context of {context} tokens predicts as many; cannot decode {decode_tokens}")
     start = context - decode_tokens if decode_tokens else 0  # the first position that predicts
     step = 1 if decode_tokens else chunk
-    totals = {name: torch.zeros(4, dtype=torch.float64) for name in caches}
+    sums = {name: torch.zeros(4, context - start, dtype=torch.float64, device=model.device) for name in caches}
     held = dict.fromkeys(caches, math.nan)
     for number, window in enumerate(windows.to(model.device)):
         window = window[None]
@@ -90,33 +111,51 @@ def perplexity(
             baseline = base = None
             for name, cache in open_caches.items():
                 predicted = forward(model, window[:, begin:end], cache)[0].float().log_softmax(-1)
-                losses = -predicted.gather(1, window[0, begin + 1 : end + 1, None])
+                losses = -predicted.gather(1, window[0, begin + 1 : end + 1, None])[:, 0]
                 if baseline is None:
                     baseline, base = predicted, losses
-                kl = (baseline.exp() * (baseline - predicted)).sum()
-                same = (baseline.argmax(-1) == predicted.argmax(-1)).sum()
-                totals[name] += torch.stack([losses.sum(), (losses - base).square().sum(), kl, same.float()]).double().cpu()
+                kl = (baseline.exp() * (baseline - predicted)).sum(-1)
+                same = baseline.argmax(-1) == predicted.argmax(-1)
+                sums[name][:, begin - start : end - start] += torch.stack([losses, (losses - base).square(), kl, same])
         held = {name: getattr(cache, "nbytes", math.nan) / context for name, cache in open_caches.items()}
         if progress:
             progress(number + 1, count)
-    tokens = count * (context - start)
     nbytes = math.nan
     if tokenizer is not None:
         texts = tokenizer.batch_decode(windows[:, start + 1 :].tolist(), clean_up_tokenization_spaces=False)
         nbytes = sum(len(text.encode()) for text in texts)
-    first = next(iter(totals.values()))[0]
-    return [
-        Perplexity(
-            name,
-            "decode" if decode_tokens else "chunks",
-            context,
-            tokens,
-            float(nll) / tokens,
-            float(nll) / math.log(2) / nbytes,
-            math.sqrt(max(0.0, float(squares) / tokens - (float(nll - first) / tokens) ** 2) / tokens),
-            float(kl) / tokens,
-            float(same) / tokens,
-            held[name],
+    first = next(iter(sums.values()))
+    rows = []
+    for name, sums_ in sums.items():
+        positions = tuple(_summary(sums_, first, begin, end, start, count) for begin, end in _stretches(start, context))
+        whole = _summary(sums_, first, start, context, start, count)
+        rows.append(
+            Perplexity(
+                name,
+                "decode" if decode_tokens else "chunks",
+                context,
+                whole.tokens,
+                whole.nll,
+                whole.nll * whole.tokens / math.log(2) / nbytes,
+                whole.standard_error,
+                whole.kl,
+                whole.top1_agreement,
+                held[name],
+                positions,
+            )
         )
-        for name, (nll, squares, kl, same) in totals.items()
-    ]
+    return rows
+
+
+def _stretches(start: int, stop: int) -> list[tuple[int, int]]:
+    """`start` to `stop`, cut at the powers of two from 256 on."""
+    cuts = [start, *(2**k for k in range(8, stop.bit_length()) if start < 2**k < stop), stop]
+    return list(pairwise(cuts))
+
+
+def _summary(sums: torch.Tensor, first: torch.Tensor, begin: int, end: int, start: int, windows: int) -> Positions:
+    """Means over positions `begin` to `end` of sums `[4, context - start]` over windows, beside the first cache's."""
+    tokens = windows * (end - begin)
+    nll, squares, kl, same = (sums[:, begin - start : end - start].sum(1) / tokens).tolist()
+    difference = nll - float(first[0, begin - start : end - start].sum()) / tokens
+    return Positions(begin, end, tokens, nll, math.sqrt(max(0.0, squares - difference**2) / tokens), kl, same)

@@ -1,4 +1,4 @@
-"""What the evaluations found: tables, JSON, a picture."""
+"""What the evaluations found: tables for the terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from rich.table import Table
 from .. import __version__
 from ..numerics import E4M3
 from ..scales import KVScales
-from .needle import Cell, score
+from .drift import Segment
+from .needle import Outcome, cells
+from .paired import compare, wilson
 from .perplexity import Perplexity
 
 # What an evaluation's numbers depend on, besides the model: a change here makes them stale.
 SOURCES = (
     *("numerics.py", "layout.py", "cache.py", "ops.py", "reference.py"),
     *("integrations/transformers/attention.py", "integrations/transformers/cache.py", "integrations/transformers/tensors.py"),
-    *("evaluation/caches.py", "evaluation/perplexity.py", "evaluation/needle.py"),
+    *("evaluation/caches.py", "evaluation/perplexity.py", "evaluation/needle.py", "evaluation/recall.py"),
 )
 TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-static": "FP8 static", "fp8-no-means": "FP8 no means", "transformers-fp8": "HF FP8"}
 
@@ -67,68 +69,77 @@ def sensitivity_table(scales: KVScales) -> Table:
     return table
 
 
-def needle_table(cells: Sequence[Cell]) -> Table:
-    """A row for each length and cache, a column for each depth: the share answered rightly."""
-    table = _table("Needle in a haystack: share of exact answers, by depth")
-    depths = sorted({cell.depth for cell in cells})
+def needle_table(outcomes: Sequence[Outcome]) -> Table:
+    """A row for each length and cache, a column for each depth: the mean score."""
+    found = cells(outcomes)
+    table = _table("Needle in a haystack: share of right answers, by depth")
+    depths = sorted({cell.depth for cell in found})
     table.add_column("length", justify="right")
     table.add_column("cache")
     for depth in depths:
         table.add_column(f"{depth:.0%}", justify="right")
-    caches = list(dict.fromkeys(cell.cache for cell in cells))
-    for length in sorted({cell.length for cell in cells}):
+    caches = list(dict.fromkeys(cell.cache for cell in found))
+    for length in sorted({cell.length for cell in found}):
         for number, cache in enumerate(caches):
-            shares = {c.depth: sum(c.correct) / len(c.correct) for c in cells if (c.length, c.cache) == (length, cache)}
+            shares = {c.depth: c.score for c in found if (c.length, c.cache) == (length, cache)}
             values = [f"{shares[depth]:.0%}" if depth in shares else "" for depth in depths]
             table.add_row("" if number else str(length), title(cache), *values, end_section=number == len(caches) - 1)
     return table
 
 
-def plot_needle(cells: Sequence[Cell], path: str | Path, *, heading: str = "") -> None:
-    """A PNG: one heat map a cache, side by side, length across and depth down, each cell's share written in it.
+ACCURACY_COLUMNS = ("length", "cache", "right", "95% interval", "difference, points", "lost", "won", "p")
 
-    Args:
-        cells: of `needle_grid`.
-        path: where to write.
-        heading: above the maps, such as the model's name.
-    """
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
-    caches = list(dict.fromkeys(cell.cache for cell in cells))
-    lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
-    colours = LinearSegmentedColormap.from_list("recall", ["#b2452f", "#f0d9b5", "#2a7f86"])
-    figure = Figure(figsize=(1.6 + (0.85 * len(lengths) + 0.7) * len(caches), 2.1 + 0.5 * len(depths)), dpi=160, layout="constrained")
-    axes = figure.subplots(1, len(caches), sharey=True, squeeze=False)[0]
-    for axis, cache in zip(axes, caches, strict=True):
-        shares = torch.full((len(depths), len(lengths)), math.nan)
-        for cell in cells:
-            if cell.cache == cache:
-                shares[depths.index(cell.depth), lengths.index(cell.length)] = sum(cell.correct) / len(cell.correct)
-        image = axis.imshow(shares.numpy(), cmap=colours, vmin=0, vmax=1, aspect="auto")
-        for row in range(len(depths)):
-            for column in range(len(lengths)):
-                share = float(shares[row, column])
-                if not math.isnan(share):
-                    dark = share < 0.25 or share > 0.75
-                    axis.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
-        axis.set_title(f"{title(cache)} cache: {score(cells, cache):.1%}", fontsize=11)
-        axis.set_xticks(range(len(lengths)), [_thousands(length) for length in lengths])
-        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axis.set_xticks([x - 0.5 for x in range(1, len(lengths))], minor=True)
-        axis.set_yticks([y - 0.5 for y in range(1, len(depths))], minor=True)
-        axis.grid(which="minor", color="white", linewidth=2)
-        axis.tick_params(which="both", length=0)
-        axis.spines[:].set_visible(False)
-        axis.set_xlabel("context (tokens)")
-    axes[0].set_ylabel("needle's depth")
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02, ticks=[0, 0.5, 1], format=lambda share, _: f"{share:.0%}")
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0)
-    bar.set_label("exact answers")
-    figure.suptitle(heading or "Needle in a haystack", fontsize=12)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+def accuracy_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    """`ACCURACY_COLUMNS` for each length and cache of one task: samples all right (Wilson's interval), and beside the first cache the
+    difference (Newcombe's interval), the samples that it alone had wrong and right, and p of McNemar's exact test."""
+    caches = list(dict.fromkeys(outcome.cache for outcome in outcomes))
+    rows = []
+    for length in dict.fromkeys(outcome.length for outcome in outcomes):
+        here = [outcome for outcome in outcomes if outcome.length == length]
+        for number, cache in enumerate(caches):
+            right = [outcome.right for outcome in here if outcome.cache == cache]
+            low, high = wilson(sum(right), len(right))
+            beside = ("", "", "", "")
+            if number:
+                pair = compare(here, caches[0], cache)
+                below, above = pair.interval
+                points = f"{100 * pair.difference:+.1f} ({100 * below:+.1f}, {100 * above:+.1f})"
+                beside = (points, str(pair.only_first), str(pair.only_second), f"{pair.p:.2g}")
+            rows.append((str(length), title(cache), f"{sum(right)}/{len(right)}", f"{100 * low:.1f}-{100 * high:.1f}%", *beside))
+    return rows
+
+
+def accuracy_tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """`accuracy_rows` for the terminal, a table a task."""
+    tables = []
+    for task in dict.fromkeys(outcome.task for outcome in outcomes):
+        table = _table(f"{task}: right answers, paired by sample")
+        for column in ACCURACY_COLUMNS:
+            table.add_column(column, justify="left" if column == "cache" else "right")
+        for row in accuracy_rows([outcome for outcome in outcomes if outcome.task == task]):
+            table.add_row(*row)
+        tables.append(table)
+    return tables
+
+
+def discordant(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
+    """The samples that the first cache and another did not both have right or wrong: (the first's outcome, the other's)."""
+    first, *others = dict.fromkeys(outcome.cache for outcome in outcomes)
+    return [pair for other in others for pair in compare(outcomes, first, other).discordant]
+
+
+def drift_table(rows: Sequence[Segment], most: int = 24) -> Table:
+    """A row a segment; where there are more than `most`, evenly chosen ones, the first and the last among them."""
+    table = _table(f"Decoding after a prompt of {rows[0].start} tokens")
+    for column in ("tokens", "before, the cache was", "loss", "change", "KL,\nnats", "same\ntop-1", "scales\ngrown"):
+        table.add_column(column, justify="left" if column.startswith("before") else "right")
+    count = min(most, len(rows))
+    for row in (rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)):
+        change = f"{row.nll - row.baseline_nll:+.4f}"
+        span = f"{row.start} to {row.stop}"
+        table.add_row(span, row.operation, f"{row.nll:.4f}", change, f"{row.kl:.1e}", f"{row.top1_agreement:.1%}", str(row.growths))
+    return table
 
 
 def meta(model: Any = None) -> dict[str, Any]:
@@ -170,7 +181,3 @@ def _table(heading: str) -> Table:
 
 def _number(value: float, form: str) -> str:
     return "" if math.isnan(value) else format(value, form)
-
-
-def _thousands(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

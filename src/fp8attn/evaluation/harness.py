@@ -1,0 +1,41 @@
+"""Any task of lm-eval through a cache: `lm_eval.simple_evaluate(CachedLM(model, tokenizer, make_cache), tasks=[...])`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+
+from .caches import CHUNK, MakeCache, forward
+
+
+class CachedLM(HFLM):
+    """lm-eval's model for transformers, all of whose K and V are read through a cache.
+
+    lm-eval's own runs a plain forward for likelihoods, which no cache sees. Here every call starts from an empty cache and goes in by
+    chunks.
+
+    Args:
+        model: a transformers causal language model, such as `models.load` gives.
+        tokenizer: its tokenizer.
+        make_cache: makes an empty cache (`caches.cache_factory`).
+        chunk: tokens of a prefill's forward.
+        batch_size: requests side by side.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, make_cache: MakeCache, *, chunk: int = CHUNK, batch_size: int = 1, **options) -> None:
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **options)
+        self.make_cache, self.chunk = make_cache, chunk
+
+    def _model_call(self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[B, S, vocabulary]` of `inps [B, S]`, which lm-eval pads on the right, where a causal model does not look."""
+        if attn_mask is not None or labels is not None:
+            raise ValueError("CachedLM is for causal models; an encoder-decoder has no cache that grows with its text")
+        cache = self.make_cache()
+        return torch.cat([forward(self.model, part, cache) for part in inps.split(self.chunk, 1)], 1)
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs) -> torch.Tensor:
+        """The continuations of `context [B, S]`, as lm-eval asks for them."""
+        cached = {"past_key_values": self.make_cache(), "prefill_chunk_size": self.chunk}
+        return super()._model_generate(context, max_length, stop, **cached, **generation_kwargs)

@@ -1,0 +1,110 @@
+"""What the evaluations found, as pictures: heat maps of needles, curves by position."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .needle import Outcome, cells, score
+from .perplexity import Perplexity
+from .report import title
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
+
+
+def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
+    """One heat map a cache, side by side, length across and depth down, each cell's mean score written in it."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure  # no pyplot: no display, no global state
+
+    found = cells(outcomes)
+    caches = list(dict.fromkeys(cell.cache for cell in found))
+    lengths, depths = sorted({cell.length for cell in found}), sorted({cell.depth for cell in found})
+    colours = LinearSegmentedColormap.from_list("recall", ["#b2452f", "#f0d9b5", "#2a7f86"])
+    figure = Figure(figsize=(1.6 + (0.85 * len(lengths) + 0.7) * len(caches), 2.1 + 0.5 * len(depths)), dpi=160, layout="constrained")
+    axes = figure.subplots(1, len(caches), sharey=True, squeeze=False)[0]
+    for axis, cache in zip(axes, caches, strict=True):
+        shares = torch.full((len(depths), len(lengths)), math.nan)
+        for cell in found:
+            if cell.cache == cache:
+                shares[depths.index(cell.depth), lengths.index(cell.length)] = cell.score
+        image = axis.imshow(shares.numpy(), cmap=colours, vmin=0, vmax=1, aspect="auto")
+        for row in range(len(depths)):
+            for column in range(len(lengths)):
+                share = float(shares[row, column])
+                if not math.isnan(share):
+                    dark = share < 0.25 or share > 0.75
+                    axis.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
+        axis.set_title(f"{title(cache)}: {score(outcomes, cache):.1%}", fontsize=11)
+        axis.set_xticks(range(len(lengths)), [thousands(length) for length in lengths])
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axis.set_xticks([x - 0.5 for x in range(1, len(lengths))], minor=True)
+        axis.set_yticks([y - 0.5 for y in range(1, len(depths))], minor=True)
+        axis.grid(which="minor", color="white", linewidth=2)
+        axis.tick_params(which="both", length=0)
+        axis.spines[:].set_visible(False)
+        axis.set_xlabel("context (tokens)")
+    axes[0].set_ylabel("needle's depth")
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02, ticks=[0, 0.5, 1], format=lambda share, _: f"{share:.0%}")
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0)
+    bar.set_label("right answers")
+    figure.suptitle(heading, fontsize=12)
+    return figure
+
+
+def position_curves(rows: Sequence[Perplexity]) -> Figure:
+    """Two plots over the position in the context: each cache's loss, and its KL divergence from the first cache's predictions."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 3.4), dpi=160, layout="constrained")
+    loss, divergence = figure.subplots(1, 2)
+    for number, row in enumerate(rows):
+        at = [(p.start + p.stop) / 2 for p in row.positions]
+        look = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 3.5, "label": title(row.cache)}
+        loss.plot(at, [p.nll for p in row.positions], **look, linestyle="-" if number == 0 else "--")
+        if number:
+            divergence.plot(at, [p.kl for p in row.positions], **look)
+    loss.set_ylabel("loss (nats per token)")
+    divergence.set_ylabel(f"KL from {title(rows[0].cache)} (nats)")
+    stops = sorted({p.stop for row in rows for p in row.positions})
+    for axis in (loss, divergence):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(stops, [thousands(x) for x in stops])
+        axis.minorticks_off()
+        axis.set_xlabel("tokens before the predicted one")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=9)
+    divergence.set_ylim(bottom=0)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure in the format that the path's ending names, and the folders above."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an `<svg>` element, to stand in an HTML page; the same figure gives the same bytes."""
+    from matplotlib import rc_context
+
+    text = io.StringIO()
+    with rc_context({"svg.hashsalt": "fp8attn", "svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def thousands(length: int) -> str:
+    """`4k` for 4096."""
+    return f"{length // 1024}k" if length % 1024 == 0 and length else str(length)

@@ -1,0 +1,125 @@
+"""The task `recall`, which the committed model was trained on: a key and its value hidden in code at some depth, asked for at the end.
+
+The form is that of training/data.py, with keys and values of a seed of its own. A key is a word and a number, no two of a prompt alike in
+either; its value follows at once, four digits and a quote:
+
+    KEY = "harbour374815"        <- somewhere in the text, and others like it that are not asked for
+    ...
+    KEY = "harbour37             <- the end of the prompt; the model completes it
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .needle import Sample
+
+NAME = "recall"
+
+QUERY = 'KEY = "{word}{number:02d}'
+STATED = QUERY + '{value}"\n'
+RARE = 1536  # token ids fall with frequency: keys are words of larger ids, which few texts hold by chance
+
+
+class Haystack:
+    """Text that prompts are cut from, line by line.
+
+    A line is tokenised by itself, so that needles can stand between any two and a prompt has exactly the length asked for.
+
+    Args:
+        tokenizer: the model's.
+        text: the hay; long enough for the longest prompt.
+        seed: of keys, values, texts and places. Words are the tokenizer's, or six random letters where it has few.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, seed: int = 0) -> None:
+        self._tokenizer, self._random = tokenizer, random.Random(seed)
+        self._words = _words(tokenizer.get_vocab())
+        self._start = tokenizer("")["input_ids"]  # what this tokenizer begins every text with, if anything
+        lines = tokenizer(text.splitlines(keepends=True), add_special_tokens=False)["input_ids"]
+        self._tokens = [token for line in lines for token in line]
+        self._ends = [0]  # where lines end
+        for line in lines:
+            self._ends.append(self._ends[-1] + len(line))
+
+    def sample(self, length: int, depth: float, distractors: int = 3, index: int = 0) -> Sample:
+        """A question whose prompt has exactly `length` tokens, its needle at `depth`, and `distractors` other pairs at random places.
+
+        Raises:
+            ValueError: a length too short for the needles, or longer than the text; a depth outside [0, 1]; too many distractors.
+        """
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth must be in [0, 1] (0 the start of the context); got {depth}")
+        if not 0 <= distractors < 100:
+            raise ValueError(f"distractors must be 0 to 99 (keys differ in a number of two digits); got {distractors}")
+        pairs = [
+            {"word": word, "number": number, "value": f"{self._random.randrange(10_000):04d}"}
+            for word, number in zip(self._draw(1 + distractors), self._random.sample(range(100), 1 + distractors), strict=True)
+        ]
+        needles = [self._encode(STATED.format(**pair)) for pair in pairs]
+        query = self._encode(QUERY.format(**pairs[0]))
+        space = length - len(self._start) - sum(map(len, needles)) - len(query)
+        ends = [end for end in self._ends if end >= space]
+        if space < 0 or not ends:
+            shortest = length - space
+            longest = shortest + len(self._tokens)
+            raise ValueError(f"a prompt with {1 + distractors} pairs takes {shortest} to {longest} tokens; got {length}")
+        end = self._random.choice(ends)
+        breaks = [0, *(e - end + space for e in self._ends if 0 < e - end + space <= space)]
+        places = [min(breaks, key=lambda at: abs(at - depth * space)), *self._random.choices(breaks, k=distractors)]
+        tokens, at = list(self._start), 0
+        hay = self._tokens[end - space : end]
+        for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
+            tokens += hay[at:place] + needle
+            at = place
+        answer = pairs[0]["value"] + '"'
+        room = len(self._encode(answer)) + 1  # the context may split the digits otherwise
+        return Sample(NAME, length, index, array("i", [*tokens, *hay[at:], *query]), (answer,), depth, room)
+
+    def _draw(self, count: int) -> list[str]:
+        if len(self._words) >= max(count, 64):
+            return self._random.sample(self._words, count)
+        words: dict[str, None] = {}  # keeps the order of a seed, as a set would not
+        while len(words) < count:
+            words["".join(self._random.choices(string.ascii_lowercase, k=6))] = None
+        return list(words)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _words(vocabulary: Mapping[str, int]) -> list[str]:
+    """Words that are one rare token, with and without a space before them (`Ġ` or `▁`, by the kind of tokenizer)."""
+    words = (word for word, token in vocabulary.items() if token >= RARE and re.fullmatch("[a-z]{4,}", word))
+    return sorted(word for word in words if "Ġ" + word in vocabulary or "▁" + word in vocabulary)
+
+
+def recall_samples(
+    tokenizer: Any,
+    text: str,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    samples: int = 2,
+    distractors: int = 3,
+    seed: int = 0,
+) -> Iterator[Sample]:
+    """`samples` questions at every length and depth, in that order.
+
+    Args:
+        tokenizer: the model's.
+        text: the hay; `distractors`: other pairs in each prompt; `seed`: as of `Haystack`.
+        lengths: tokens of a prompt.
+        depths: of the needle, in [0, 1].
+    Raises:
+        ValueError: a length, a depth or distractors that no prompt can have.
+    """
+    haystack = Haystack(tokenizer, text, seed)
+    for length in lengths:
+        for index in range(len(depths) * samples):
+            yield haystack.sample(length, depths[index // samples], distractors, index)

@@ -1,0 +1,106 @@
+"""The same model with worse keys and values: offsets and outlier channels planted by reparametrisation, so that nothing else changes.
+
+Two exact rewritings of a Llama-like layer, whatever its input:
+
+- `V + c` for every token is undone behind the attention, whose weights sum to one: v_proj's bias gains `c`, o_proj's loses `W_o c`.
+- Channels times `s` are undone by `1 / s` where they are read: in W_q for K's (the two channels that rotary embedding turns into each
+  other share their `s`), in W_o for V's. `s` is a power of two, so this is exact in any floating-point format.
+
+A constant on K is not among them. Added after the rotary embedding it would cancel in the softmax, but a bias of k_proj comes before it and
+is turned with every token. What is planted in K is outlier channels alone.
+
+In exact arithmetic the outputs stay what they were. In 16 bits an offset of many deviations costs V's own rounding some of its bits, so the
+16-bit cache is measured on the planted model too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+EVERY = 16  # one channel (of K: one pair) in so many is an outlier
+
+
+@dataclass(frozen=True)
+class Strength:
+    """How much is planted.
+
+    Attributes:
+        offset: of V, in standard deviations of each channel.
+        outlier: the factor, a power of two, of the outlier channels of K and V.
+    """
+
+    offset: float
+    outlier: float
+
+
+STRENGTHS = (Strength(0.0, 1.0), Strength(1.0, 4.0), Strength(3.0, 16.0), Strength(10.0, 64.0))
+
+
+@torch.no_grad()
+def plant(model: Any, strength: Strength, *, seed: int = 0) -> None:
+    """Rewrite every attention layer of a Llama-like model (Llama, Mistral, Qwen2, ...) in place.
+
+    Args:
+        model: a transformers causal language model whose layers have `input_layernorm` and `self_attn` with q_proj, k_proj, v_proj, o_proj.
+        strength: one of `STRENGTHS`, or another.
+        seed: of the offsets' signs and the channels chosen.
+    Raises:
+        ValueError: a model for which this would not be exact.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layers = [layer for layer in model.modules() if hasattr(layer, "self_attn") and hasattr(layer, "input_layernorm")]
+    for layer in layers:
+        wanted = ("q_proj", "k_proj", "v_proj", "o_proj")
+        if not all(isinstance(getattr(layer.self_attn, name, None), torch.nn.Linear) for name in wanted):
+            raise ValueError(f"{config.model_type!r} has no layers of {', '.join(wanted)}; a stress is planted in Llama-like models alone")
+        if any(hasattr(layer.self_attn, name) for name in ("q_norm", "k_norm", "sinks")):
+            raise ValueError(
+                f"{config.model_type!r} norms its queries and keys or has sinks: planted factors would change what it computes"
+            )
+    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
+    if not layers or partial != 1:
+        raise ValueError(f"{config.model_type!r} has no layers of the Llama kind with a whole rotary embedding; nothing was planted")
+    generator = torch.Generator().manual_seed(seed)
+    for layer in layers:
+        _plant_layer(layer, config, strength, generator)
+
+
+def _plant_layer(layer: Any, config: Any, strength: Strength, generator: torch.Generator) -> None:
+    attention = layer.self_attn
+    q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+    heads, head_dim = config.num_attention_heads, attention.head_dim
+    kv_heads = v.out_features // head_dim
+    device = v.weight.device
+
+    def outliers(count: int) -> torch.Tensor:
+        """`[kv_heads, count]`: the factor at some places of each head, 1 elsewhere."""
+        chosen = torch.rand(kv_heads, count, generator=generator).argsort(1) < max(1, count // EVERY)
+        return torch.where(chosen, strength.outlier, 1.0).to(device)
+
+    def by_query_head(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(heads // kv_heads, 0).flatten()
+
+    k_factor, v_factor = outliers(head_dim // 2).repeat(1, 2), outliers(head_dim)
+    for linear, factor in ((k, k_factor.flatten()), (v, v_factor.flatten()), (q, 1 / by_query_head(k_factor))):
+        linear.weight *= factor[:, None].to(linear.weight.dtype)
+        if linear.bias is not None:
+            linear.bias *= factor.to(linear.bias.dtype)
+    o.weight /= by_query_head(v_factor).to(o.weight.dtype)
+
+    if not strength.offset:
+        return
+    # A norm's output, before its weight, has a mean square of one: V's deviation follows from the weights.
+    gain = getattr(layer.input_layernorm, "weight", torch.ones_like(v.weight[0]))
+    deviation = (v.weight.float() * gain.float()).norm(dim=1)
+    signs = torch.randint(2, deviation.shape, generator=generator).to(device) * 2 - 1
+    offset = (strength.offset * deviation * signs).to(v.weight.dtype)
+    _add_to_bias(v, offset)
+    _add_to_bias(o, -(o.weight.double() @ by_query_head(offset.view(kv_heads, head_dim)).double()))
+
+
+def _add_to_bias(linear: torch.nn.Linear, value: torch.Tensor) -> None:
+    old = 0 if linear.bias is None else linear.bias.double()
+    linear.bias = torch.nn.Parameter((old + value.double()).to(linear.weight.dtype), requires_grad=False)

@@ -1,0 +1,66 @@
+"""Decoding at length: exact caches do not drift, whatever is done to them; FP8 stays where it began."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from fp8attn.evaluation import models  # noqa: E402
+from fp8attn.evaluation.caches import cache_factory  # noqa: E402
+from fp8attn.evaluation.drift import OPERATIONS, drift  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    return models.load(tiny_model, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tokens(loaded, tiny_model):
+    return models.windows(models.tokenize(loaded[1], models.read_text(model=tiny_model)), 60 + 8 * 20 + 5, 2)
+
+
+def test_an_exact_cache_does_not_drift(loaded, tokens):
+    model, calls = loaded[0], []
+
+    def exact():
+        return transformers.DynamicCache(config=model.config)
+
+    rows = drift(model, tokens, exact, exact, prompt=60, segment=20, chunk=64, progress=lambda *done: calls.append(done))
+    assert [(row.start, row.stop) for row in rows][-2:] == [(200, 220), (220, 224)]
+    assert [row.operation for row in rows] == [*OPERATIONS, *OPERATIONS, OPERATIONS[0]]
+    assert calls[-1] == (164, 164)
+    for row in rows:
+        assert row.kl < 1e-5 and row.top1_agreement == 1.0 and row.growths == 0
+        assert row.nll == pytest.approx(row.baseline_nll, abs=1e-4)
+
+
+def test_fp8_stays_near_through_all_operations(loaded, tokens):
+    model = loaded[0]
+    rows = drift(model, tokens, cache_factory("fp8", model.config), cache_factory("bf16", model.config), prompt=60, segment=20)
+    assert all(0 < row.kl < 0.05 for row in rows)
+    early, late = (sum(row.kl for row in part) for part in (rows[:4], rows[4:8]))
+    assert late < 2 * early
+    assert sum(row.growths for row in rows) > 0
+
+
+def test_wrong_lengths(loaded, tokens):
+    model = loaded[0]
+    make = cache_factory("bf16", model.config)
+    with pytest.raises(ValueError, match="fit into 224; got 300 and 512"):
+        drift(model, tokens, make, make, prompt=300)
+
+
+def test_every_copied_page_is_let_go(loaded, tokens):
+    """After copies, crops and reorderings the pool holds no page that no sequence reads."""
+    model, made = loaded[0], []
+
+    def make():
+        made.append(cache_factory("fp8", model.config)())
+        return made[-1]
+
+    drift(model, tokens, make, cache_factory("bf16", model.config), prompt=60, segment=20)
+    for layer in made[0].layers:
+        pages = layer.cache.pages
+        assert pages.num_pages - layer.cache.num_free_pages == len(tokens) * -(-224 // 128)
+        assert torch.equal(pages.cache_seqlens, torch.tensor([224, 224], dtype=torch.int32))

@@ -1,0 +1,217 @@
+"""Retrieval: samples are what they say, what is found is what the cache remembers, and differences are counted as the literature does."""
+
+import re
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fp8attn.evaluation import models, needle, paired
+from fp8attn.evaluation.caches import cache_factory, prefill
+from fp8attn.evaluation.needle import Outcome, Sample
+from fp8attn.evaluation.recall import Haystack, recall_samples
+
+
+class RecallModel:
+    """Predicts what followed the last place where the latest `context` tokens stood before, as far as its cache remembers."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, context=12):
+        self.context = context
+
+    def __call__(self, input_ids, past_key_values, use_cache, logits_to_keep, attention_mask=None, position_ids=None):
+        past_key_values.append(input_ids)
+        self.forwards = getattr(self, "forwards", 0) + 1
+        logits = torch.zeros(len(input_ids), 1, 257)
+        for row, ids in enumerate(past_key_values.ids.tolist()):
+            key = ids[-self.context :]
+            for end in range(len(ids) - 1, self.context - 1, -1):
+                if ids[end - self.context : end] == key:
+                    logits[row, 0, ids[end]] = 1
+                    break
+        return SimpleNamespace(logits=logits)
+
+
+class Memory:
+    """Keeps all ids, or forgets (zeroes) those older than `horizon`."""
+
+    def __init__(self, horizon=None):
+        self.horizon, self.ids = horizon, None
+
+    def append(self, new):
+        self.ids = new.clone() if self.ids is None else torch.cat([self.ids, new], 1)
+        if self.horizon:
+            self.ids[:, : -self.horizon] = 0
+
+
+@pytest.fixture(scope="module")
+def haystack(tokenizer, tiny_model):
+    return Haystack(tokenizer, models.read_text(model=tiny_model), seed=1)
+
+
+@pytest.mark.parametrize("length", [200, 1001])
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_prompts(haystack, tokenizer, length, depth):
+    prompt = haystack.sample(length, depth, distractors=3)
+    (answer,) = prompt.answers
+    text = tokenizer.decode(prompt.tokens)
+    assert len(prompt.tokens) == length
+    query = text.rsplit("\n", 1)[1]
+    stated = query + answer + "\n"
+    assert re.fullmatch('KEY = "[a-z]{6}[0-9]{2}', query)
+    assert re.fullmatch('[0-9]{4}"', answer)
+    assert text.count(query) == 2
+    assert text.count("KEY = ") == 5
+    keys = re.findall('KEY = "([a-z]{6})([0-9]{2})[0-9]{4}', text)
+    assert len({word for word, _ in keys}) == len({number for _, number in keys}) == 4
+    assert text.startswith(stated) or "\n" + stated in text  # on a line of its own
+    at = text.index(stated) / (length - len(query))
+    assert abs(at - depth) < 0.35 if length == 200 else abs(at - depth) < 0.1
+
+
+def test_prompts_have_a_seed(tokenizer, tiny_model):
+    text = models.read_text(model=tiny_model)
+    first, again, other = (Haystack(tokenizer, text, seed) for seed in (5, 5, 6))
+    assert first.sample(300, 0.5) == again.sample(300, 0.5)
+    assert first.sample(300, 0.5) != other.sample(300, 0.5)
+    assert first.sample(300, 0.5) != again.sample(500, 0.5)
+
+
+def test_prompts_that_cannot_be(haystack):
+    with pytest.raises(ValueError, match=r"a prompt with 4 pairs takes 99 to 16483 tokens; got 90"):
+        haystack.sample(90, 0.5)
+    with pytest.raises(ValueError, match="got 20000"):
+        haystack.sample(20000, 0.5)
+    with pytest.raises(ValueError, match=r"distractors must be 0 to 99 .*; got 100"):
+        haystack.sample(500, 0.5, distractors=100)
+    with pytest.raises(ValueError, match=r"depth must be in \[0, 1\]"):
+        haystack.sample(500, 50)
+
+
+def test_a_perfect_memory_finds_all_and_a_short_one_the_near(tokenizer, tiny_model):
+    text, caches, calls = models.read_text(model=tiny_model), {"all": Memory, "half": lambda: Memory(horizon=200)}, []
+    samples = list(recall_samples(tokenizer, text, lengths=(300, 600), depths=(0.0, 0.2, 0.8, 1.0), samples=2, seed=1))
+    assert [(s.length, s.index, s.depth) for s in samples[:3]] == [(300, 0, 0.0), (300, 1, 0.0), (300, 2, 0.2)]
+    outcomes = needle.ask(RecallModel(), tokenizer, samples, caches, chunk=128, batch_tokens=1000, progress=calls.append)
+    assert calls == outcomes and len(outcomes) == 2 * 16
+    assert needle.score(outcomes, "all") == 1.0
+    found = {(cell.length, cell.depth): cell.score for cell in needle.cells(outcomes) if cell.cache == "half"}
+    for (length, depth), score in found.items():
+        assert score == (length * (1 - depth) < 150), (length, depth)
+    assert needle.score(outcomes, "half") == 4 / 8
+    assert needle.same_outcomes(outcomes, "all", "all")
+    assert not needle.same_outcomes(outcomes, "all", "half")
+    assert all(o.text.startswith(o.answers[0]) for o in outcomes if o.cache == "all")
+
+
+def sample(text, tokenizer, *answers, count=40, task="t", index=0):
+    return Sample(task, 100, index, array("i", tokenizer(text)["input_ids"]), answers, 0.0, count)
+
+
+def test_a_batch_stops_when_all_its_answers_are_there(tokenizer):
+    model = RecallModel(context=3)
+    row = sample("abcdefghijklmnopqrstuvwxyz abc", tokenizer, "FGH")
+    (outcome,) = needle.ask(model, tokenizer, [row], {"all": Memory})
+    assert outcome.text == "defgh" and outcome.right  # in any case of letters
+    assert model.forwards == 1 + 4
+    (outcome,) = needle.ask(model, tokenizer, [sample("abcdefg abc", tokenizer, "d", "zzz", count=5)], {"all": Memory})
+    assert (outcome.text, outcome.score, outcome.right) == ("defg ", 0.5, False)
+
+
+def test_batches_hold_neighbours_of_one_kind(tokenizer):
+    made = [sample("x" * n, tokenizer, "y", task=task) for task, n in (("a", 10), ("a", 20), ("a", 20), ("b", 20), ("b", 50))]
+    batches = [[len(s.tokens) for s in batch] for batch in needle._batches(made, 40)]
+    assert batches == [[10, 20], [20], [20], [50]]
+
+
+def test_side_by_side_is_one_by_one(tiny_model, tokenizer):
+    model, _ = models.load(tiny_model, device="cpu")
+    text = models.read_text(model=tiny_model)
+    samples = [sample(text[9 * n : 300 + 50 * n], tokenizer, "\0never", count=4, index=n) for n in range(3)]
+    caches = {"bf16": cache_factory("bf16", model.config)}
+    together, alone = (needle.ask(model, tokenizer, samples, caches, chunk=128, batch_tokens=n) for n in (10**4, 1))
+    assert [o.text for o in together] == [o.text for o in alone]
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("bf16", 1e-5), ("fp8", 0.2)])  # padding shares pages, so scales, with the first tokens
+def test_padding_is_not_seen(tiny_model, tokenizer, name, tolerance):
+    model, _ = models.load(tiny_model, device="cpu")
+    tokens = models.tokenize(tokenizer, models.read_text(model=tiny_model))[None, :300]
+    make = cache_factory(name, model.config)
+    want = prefill(model, tokens, make(), chunk=128)
+    padded = torch.cat([torch.full((1, 7), 65), tokens], 1)
+    got = prefill(model, padded, make(), chunk=128, mask=(torch.arange(307) >= 7).long()[None])
+    blind = prefill(model, padded, make(), chunk=128)
+    assert (got - want).std() < tolerance * want.std()
+    assert (got - want).std() < 0.5 * (blind - want).std()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_shared_prefix_is_read_once_and_changes_nothing(tiny_model, tokenizer, name, monkeypatch):
+    model, _ = models.load(tiny_model, device="cpu")
+    text = models.read_text(model=tiny_model)
+    samples = [sample(text[:700] + question, tokenizer, "\0never", count=4) for question in ("value_", "result = ", "function_x")]
+    samples.append(sample(text[100:900], tokenizer, "\0never", count=4))
+    caches, read = {name: cache_factory(name, model.config)}, []
+    prefill = needle.prefill
+    monkeypatch.setattr(needle, "prefill", lambda model, tokens, *rest, **options: (
+        read.append((tokens.shape[1], last := prefill(model, tokens, *rest, **options))), last)[1])  # fmt: skip
+    shared = needle.ask(model, tokenizer, samples, caches, chunk=256, batch_tokens=1)
+    assert [length for length, _ in read] == [706, 709 - 512, 710 - 512, 800]
+    alone = [needle.ask(model, tokenizer, [one], caches, chunk=256)[0] for one in samples]
+    assert [o.text for o in shared] == [o.text for o in alone]
+    for (_, with_prefix), (_, without) in zip(read[:4], read[4:], strict=True):
+        assert torch.equal(with_prefix, without)  # bit for bit
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.xz"])
+def test_to_a_file_and_back(tmp_path, tokenizer, ending):
+    outcomes = [Outcome("fp8", "recall", 512, 3, 0.25, ("1", "é"), "\n1", 0.5)]
+    needle.save_outcomes(tmp_path / "a" / f"o.{ending}", outcomes)
+    assert needle.load_outcomes(tmp_path / "a" / f"o.{ending}") == outcomes
+    samples = [sample("abc", tokenizer, "é", "2", index=n) for n in range(3)]
+    needle.save_samples(tmp_path / f"s.{ending}", samples)
+    assert list(needle.load_samples(tmp_path / f"s.{ending}")) == samples
+
+
+def test_many_depths_go_by_tenths():
+    made = [Outcome("fp8", "t", 512, n, n / 99, ("1",), "1", float(n < 50)) for n in range(100)]
+    found = needle.cells(made)
+    assert [(c.depth, c.samples) for c in found] == [(pytest.approx(0.05 + t / 10), 10) for t in range(10)]
+    assert [c.score for c in found] == [1.0] * 5 + [0.0] * 5
+
+
+# paired statistics
+
+
+def test_intervals_are_those_of_the_literature():
+    assert paired.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, Stat. Med. 17:857, table I
+    assert paired.wilson(0, 20) == pytest.approx((0, 0.1611), abs=5e-5)
+    assert paired.newcombe(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=5e-5)  # the same, 17:2635, table II
+    assert paired.newcombe(0, 0, 0, 5) == pytest.approx((-0.4345, 0.4345), abs=5e-5)
+
+
+def test_mcnemar_is_the_binomial_test():
+    assert paired.mcnemar(0, 0) == 1
+    assert paired.mcnemar(3, 3) == 1
+    assert paired.mcnemar(1, 8) == pytest.approx(2 * (1 + 9) / 512)
+    assert paired.mcnemar(0, 400) == pytest.approx(2**-399)
+
+
+def test_compare_pairs_by_sample():
+    rows = [(True, True), (True, False), (True, False), (False, True), (False, False), (True, True)]
+    made = [
+        Outcome(cache, "t", 512, n, 0.5, ("1",), "", float(right[side])) for n, right in enumerate(rows) for side, cache in enumerate("ab")
+    ]
+    pair = paired.compare(reversed(made[:-1]), "a", "b")  # the last sample has no partner
+    assert (pair.both, pair.only_first, pair.only_second, pair.neither, pair.samples) == (1, 2, 1, 1, 5)
+    assert pair.difference == pytest.approx(-0.2)
+    assert pair.interval[0] < -0.2 < pair.interval[1]
+    assert pair.p == 1
+    assert {a.index for a, _ in pair.discordant} == {1, 2, 3} and all(a.cache == "a" and b.cache == "b" for a, b in pair.discordant)
+    with pytest.raises(ValueError, match="'a' and 'c' have no sample in common"):
+        paired.compare(made, "a", "c")
