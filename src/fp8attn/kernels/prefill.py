@@ -216,13 +216,103 @@ def _scores(q, q_rest, k, REST: gl.constexpr):
     return warpgroup_mma(q, k.permute([1, 0]), s, use_acc=REST, is_async=True)
 
 
-# One tile: head_dim up to 128
+# One tile: two warpgroups, head_dim up to 128
 
 
 @gluon.jit
-def _tile(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, acc, stage, phase,
+def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
           WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
           CAP: gl.constexpr):  # fmt: skip
+    """Softmax and P V of the tile whose scores are `s`, while the next tile's Q K (masked as `tile`) is multiplied."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    k_s, v_s, scale_s, ones_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+    p8 = _to_fp8(_as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
+    none, _ = _nothing()
+    mbarrier.wait(v_full.index(vst), vph)
+    total = _add_up(p8, ones_s, none, False)
+    t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
+    mbarrier.wait(k_full.index(kst), kph)
+    s_next = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
+    k_scale = _number(scale_s.index(kst))
+    ratio = _number(scale_s.index(STAGES + kst))
+    t, total = warpgroup_mma_wait(1, deps=[t, total])
+    mbarrier.arrive(v_empty.index(vst))
+    z = _grow(z, alpha, total)
+    acc = acc * shrink[:, None] + t
+    factor = q_factor * k_scale
+    s = warpgroup_mma_wait(0, deps=[s_next])
+    mbarrier.arrive(k_empty.index(kst))
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
+    kst, kph = advance(kst, kph, STAGES)
+    vst, vph = advance(vst, vph, STAGES)
+    return s, factor, ratio, m, z, acc, kst, kph, vst, vph
+
+
+@gluon.jit
+def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+            WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
+            CAP: gl.constexpr):  # fmt: skip
+    """Tiles `top`, `top - 1`, ...: first those that end
+    beyond some row's last key, then whole ones, then those with keys left of a window."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
+    k_s, v_s, scale_s, ones_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    kst = stage
+    kph = phase
+    vst = stage
+    vph = phase
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
+    none, z = _nothing()
+    mbarrier.wait(k_full.index(kst), kph)
+    s = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    factor = q_factor * _number(scale_s.index(kst))
+    ratio = _number(scale_s.index(STAGES + kst))
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(kst))
+    s = _visible(s, factor, shift, cap, edge, top, S, WG, True, LO, CAP)
+    kst, kph = advance(kst, kph, STAGES)
+    tile = top - 1
+    for _ in range(n_hi):
+        s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
+            WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+        tile -= 1
+    for _ in range(n_free):
+        s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+            q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
+            WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
+    if LO:
+        tile -= n_free
+        for _ in range(n_lo):
+            s, factor, ratio, m, z, acc, kst, kph, vst, vph = _step(
+                q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
+                WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            tile -= 1
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+    p8 = _to_fp8(_as_operand(p, P))
+    mbarrier.wait(v_full.index(vst), vph)
+    total = _add_up(p8, ones_s, none, False)
+    t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
+    t, total = warpgroup_mma_wait(0, deps=[t, total])
+    mbarrier.arrive(v_empty.index(vst))
+    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+    return acc, m, _row_sums(_grow(z, alpha, total), S), kst, kph
+
+
+# One tile: three warpgroups
+
+
+@gluon.jit
+def _tile(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, stage, phase,
+          WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, Q16: gl.constexpr,
+          LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """A whole tile, one thing after the other: the other two warpgroups fill the pipes meanwhile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
@@ -230,6 +320,8 @@ def _tile(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, acc, stage, pha
     k_full, k_empty, v_full, v_empty = bars
     mbarrier.wait(k_full.index(stage), phase)
     s = _scores(q, q, k_s.index(stage), False)
+    if Q16:
+        q_factor = factor_s.load(gl.SliceLayout(1, S))  # no registers for it between tiles
     factor = q_factor * _number(scale_s.index(stage))
     ratio = _number(scale_s.index(STAGES + stage))
     s = warpgroup_mma_wait(0, deps=[s])
@@ -252,28 +344,30 @@ def _tile(q, ring, bars, q_factor, shift, cap, edge, tile, m, z, acc, stage, pha
 
 
 @gluon.jit
-def _attend(q, ring, bars, q_factor, shift, cap, edge, tile, n_hi, n_free, n_lo, stage, phase,
-            WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
-            CAP: gl.constexpr):  # fmt: skip
-    """Tiles `tile`, `tile - 1`, ...: first those that end beyond some row's last key, then whole ones, then those with keys left of a
-    window."""
+def _attend_in_turn(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, n_hi, n_free, n_lo, stage, phase,
+                    WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
+                    CAP: gl.constexpr):  # fmt: skip
+    """As `_attend`."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
     _, z = _nothing()
-    for _ in range(n_hi + 1):  # the first one always: which costs a mask, and spares a copy of the loop
+    for _ in range(gl.maximum(n_hi + 1, 1)):  # `maximum` says that it is entered: ptxas computes in it what is read behind it
         m, z, acc, stage, phase = _tile(
-            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, acc, stage, phase, WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+            q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, stage, phase,
+            WG, D, STAGES, CUBICS, True, Q16, LO, CAP)  # fmt: skip
         tile -= 1
     for _ in range(n_free):
         m, z, acc, stage, phase = _tile(
-            q, ring, bars, q_factor, shift, cap, edge, tile, m, z, acc, stage, phase, WG, D, STAGES, CUBICS, False, LO, CAP)  # fmt: skip
+            q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, stage, phase,
+            WG, D, STAGES, CUBICS, False, Q16, LO, CAP)  # fmt: skip
     if LO:
         tile -= n_free
         for _ in range(n_lo):
             m, z, acc, stage, phase = _tile(
-                q, ring, bars, q_factor, shift, cap, edge, tile, m, z, acc, stage, phase, WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
+                q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, stage, phase,
+            WG, D, STAGES, CUBICS, True, Q16, LO, CAP)  # fmt: skip
             tile -= 1
     return acc, m, _row_sums(z, S), stage, phase
 
@@ -489,11 +583,6 @@ def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: g
     """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key."""
     if first < DH:
         OUT: gl.constexpr = acc.type.layout
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-        channel = first + gl.arange(0, N, gl.SliceLayout(0, OUT))
-        mask = (row < count)[:, None]
-        if first + N > DH:
-            mask = mask & (channel < DH)[None, :]
         v_mean = _mean(v_mean, first, N, DH, D, gl.SliceLayout(0, OUT))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         unseen = gl.convert_layout(unseen, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
@@ -503,11 +592,18 @@ def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: g
         else:
             y = acc * inverse + v_mean[None, :]
         y = gl.where(unseen, 0.0, y).to(out_ptr.dtype.element_ty)
+        if D < 256:  # exchanged through shared memory, of which head_dim 256 has none left: whole rows, 16 bytes a thread
+            y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
+        channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
+        mask = (row < count)[:, None]
+        if first + N > DH:
+            mask = mask & (channel < DH)[None, :]
         gl.store(out_ptr + (row * stride)[:, None] + channel[None, :], y, mask=mask)
 
 
 @gluon.jit
-def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
               sinks_ptr, num_q_heads, causal, window, scale, cap, WG: gl.constexpr, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr,
               STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
@@ -573,6 +669,12 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, q_bars
         elif few:
             a0, m, z, stage, phase = _attend_few(
                 q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
+                WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
+        elif WGS == 3:
+            if Q16:
+                factor_s.index(WG).store(q_factor)
+            a0, m, z, stage, phase = _attend_in_turn(
+                q, ring, bars, q_factor, factor_s.index(WG), shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                 WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
         else:
             a0, m, z, stage, phase = _attend(
@@ -814,6 +916,7 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     info_s = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     last_s = gl.allocate_shared_memory(gl.float32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shift_s = gl.allocate_shared_memory(gl.float32, [WGS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    factor_s = gl.allocate_shared_memory(gl.float32, [WGS, 64] if WGS == 3 else [WGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -832,22 +935,22 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     bars = (k_full, k_empty, v_full, v_empty)
     if WGS == 2:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, num_q_heads, causal, window, scale, cap, 0, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, num_q_heads, causal, window, scale, cap, 1, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 0, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 1, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
                         table_width, causal, window, WGS, DH, D, STAGES, HEADS, Q16, LO)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, num_q_heads, causal, window, scale, cap, 0, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, num_q_heads, causal, window, scale, cap, 1, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, num_q_heads, causal, window, scale, cap, 2, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 0, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 1, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 2, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
                         table_width, causal, window, WGS, DH, D, STAGES, HEADS, Q16, LO)),
