@@ -35,7 +35,7 @@ SOURCES = (
 )  # fmt: skip
 HEADS = 2
 SAMPLED = 64  # queries from each end that are compared
-LENGTHS = (1, 2, 17, 127, 129, 1000, 4096, 8191, 16384, 32768, 65536, 131072)
+LENGTHS = (1, 2, 17, 127, 129, 256, 320, 512, 1000, 4096, 8191, 16384, 32768, 65536, 131072)
 MILLION = 1 << 20
 GRID = (  # (queries, keys): FlashAttention-3's tests
     (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211), (108, 256), (256, 512),
@@ -63,9 +63,9 @@ class Case:
 
 
 CASES = (
-    *(Case(phase, mean, n) for mean in ("mean0", "mean1", "mean5") for phase in ("causal", "decode") for n in LENGTHS),
+    *(Case(phase, mean, n) for mean in ("mean0", "mean1", "mean5") for phase in ("causal", "full", "decode") for n in LENGTHS),
     *(Case(phase, mean, MILLION) for mean in ("mean0", "mean1", "mean5") for phase in ("full", "decode")),
-    *(Case("causal", "mean1", n, dim) for dim in (64, 256) for n in (8191, 131072)),
+    *(Case(phase, "mean1", n, dim) for dim in (64, 256) for phase in ("causal", "full") for n in (17, 320, 8191, 131072)),
     *(
         Case(phase, data, n)
         for data in ("k-offset", "outliers", "page-gains", "needle", "flat", "flat-mean1", "constant")
@@ -213,9 +213,10 @@ def compile_kernel(kernel: Callable, shape: Shape, dtype: torch.dtype) -> None:
 
 def specialisations() -> list[tuple]:
     short = {dim: Shape((64,), (64,), HEADS, HEADS, dim, True) for dim in GRID_DIMS}
+    long = {dim: Shape((4096,), (64,), HEADS, HEADS, dim, True) for dim in GRID_DIMS}  # in parts
     ragged = (1,) * len(RAGGED)
     return [
-        *((prefill.attention, short[dim], dtype) for dim in GRID_DIMS for dtype in (torch.bfloat16, FP8)),
+        *((prefill.attention, shapes[dim], dtype) for shapes in (short, long) for dim in GRID_DIMS for dtype in (torch.bfloat16, FP8)),
         (decode.attention, Shape((64,), (1,), HEADS, HEADS, 128, True), torch.float16),
         *((decode.attention, Shape(ragged, (n,) * len(ragged), 4, 2, dim, True), torch.float16) for dim in GRID_DIMS for n in (1, 3, 8)),
     ]

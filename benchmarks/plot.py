@@ -101,13 +101,14 @@ def plot_accuracy() -> None:
     rows = read("accuracy")
     systems = ("fp8attn", "fp8attn-q8", "fp8attn-q8-no-means", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
     phases = {
-        "causal": ("last queries of a prompt (1M: a chunk)", systems),
+        "causal": ("last 64 queries of a prompt", systems),
+        "full": ("128 queries of all keys", systems),
         "decode": ("one query", ("fp8attn", "fp8attn-no-means", *systems[3:])),
     }
-    figure, grid = plt.subplots(2, 3, figsize=(12, 7), sharex=True, sharey=True, layout="constrained")
+    figure, grid = plt.subplots(3, 3, figsize=(12, 10), sharex=True, sharey=True, layout="constrained")
     for line, (phase, (what, impls)) in zip(grid, phases.items(), strict=True):
         for axes, mean in zip(line, (0, 1, 5), strict=True):
-            case = rf"{phase if phase == 'decode' else '(?:causal|full)'}-mean{mean}-D128-S(\d+)"
+            case = rf"{phase}-mean{mean}-D128-S(\d+)"
             for impl in impls:
                 points = series(rows, case, impl, lambda row: row.get("last", row["rel_err"]))
                 axes.loglog(points.keys(), points.values(), "o-", ms=3, lw=1.4, label=impl, color=COLOURS[impl])
@@ -116,7 +117,7 @@ def plot_accuracy() -> None:
             axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel("relative error")
-    for axes in grid[1]:
+    for axes in grid[-1]:
         axes.set_xlabel("keys")
     figure.suptitle("Error against float64 on the same bytes, H100, head_dim 128", x=0.01, ha="left", fontsize=11)
     handles = {label: handle for axes in grid[:, 0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}

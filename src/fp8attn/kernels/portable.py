@@ -428,11 +428,26 @@ def attention(
     )  # fmt: skip
     launch(_attention_kernel, (blocks * splits, pages.num_kv_heads, pages.num_seqs), args, given)
     if splits > 1:
-        parts = 1 << (splits - 1).bit_length()
-        args = target, target_lse, sinks, out, lse, splits, num_rows, num_q_heads
-        given = constants(
-            "combine", device, D=head_dim, DP=padded, SPLITS=parts, CHUNK=min(parts, 4096 // padded), NATIVE=native, num_warps=4,
-            enable_fp_fusion=True,
-        )  # fmt: skip
-        launch(_combine_kernel, (num_rows,), args, given)
+        combine(target, target_lse, sinks, out, lse)
     return out, lse
+
+
+def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Attention over all keys from attention over parts of them, in the parts' order.
+
+    Args:
+        parts: `[splits, T * num_q_heads, head_dim]` float32; unspecified in rows that see no key of a part.
+        parts_lse: `[2, splits, T * num_q_heads]` float32, to base 2: the LSE without `k_mean` (-inf in such rows), and the score of
+            `k_mean`, the same in every part.
+        sinks: `[num_q_heads]`; the parts know nothing of them.
+        out, lse: `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32, written.
+    """
+    splits, num_rows, head_dim = parts.shape
+    padded = 1 << (head_dim - 1).bit_length()
+    capacity = 1 << (splits - 1).bit_length()
+    args = parts, parts_lse, sinks, out, lse, splits, num_rows, lse.shape[1]
+    given = constants(
+        "combine", out.device, D=head_dim, DP=padded, SPLITS=capacity, CHUNK=min(capacity, 4096 // padded), NATIVE=is_native(out.device),
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    launch(_combine_kernel, (num_rows,), args, given)

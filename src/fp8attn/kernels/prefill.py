@@ -33,11 +33,15 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .launch import Tiles, constants, current_stream, kept, launch
+from .portable import combine, num_splits
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
 P_SHIFT = gl.constexpr(8.0)  # weights are held as 2^8 p: E4M3 keeps 17 binades below them
-FEW = gl.constexpr(256)  # rows that see fewer keys are multiplied twice: roundings of Q and P are not averaged away
+# Rows that see fewer keys are multiplied twice, for roundings of Q and P do not average away: prompts, whose other rows see more, and
+# queries that all see the same keys.
+FEW = gl.constexpr(256)
+FEW_IN_ALL = gl.constexpr(640)
 UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = gl.constexpr(float("-inf"))  # a masked score
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))  # the rows' sums: eight equal columns
@@ -544,11 +548,8 @@ def _mean(mean, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def _load_q(q_s, q16_s, rest_s, k_mean, scale, few, q_empty, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
-    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two).
-
-    What rounding cuts off goes, if `few`, to `rest_s`, where the 16-bit rows stood; else that memory is free again.
-    """
+def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
+    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
     k_mean = _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))
@@ -561,20 +562,24 @@ def _load_q(q_s, q16_s, rest_s, k_mean, scale, few, q_empty, DH: gl.constexpr, D
         up = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
         q_factor = ((127 + exponent) << 23).to(gl.float32, bitcast=True) * scale
         q_s.store(_to_fp8(x * up[:, None]))
+        fence_async_shared()
     else:
         x = q_s.load(A).to(gl.float32)
         q_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
     shift = gl.sum(x * k_mean[None, :], 1) * scale
-    if Q16:
-        if few:  # read again, for want of registers
-            rest_s.store(_rest_to_fp8(q16_s.load(A).to(gl.float32) * up[:, None]))
-        fence_async_shared()
-        if not few:
-            mbarrier.arrive(q_empty)
-    else:
-        mbarrier.arrive(q_empty)  # the next item's rows have memory of their own
     row: gl.constexpr = gl.SliceLayout(1, S)
     return gl.convert_layout(q_factor, row, assert_trivial=True), gl.convert_layout(shift, row, assert_trivial=True)
+
+
+@gluon.jit
+def _keep_rest(rest_s, q16_s, q_factor, scale):
+    """What rounding cut off Q, in FP8, where its 16 bits stood."""
+    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]), 4)
+    # scale / q_factor, a power of two
+    up = scale.to(gl.int32, bitcast=True) - q_factor.to(gl.int32, bitcast=True) + 0x3F800000
+    up = gl.convert_layout(up.to(gl.float32, bitcast=True), gl.SliceLayout(1, A), assert_trivial=True)
+    rest_s.store(_rest_to_fp8(q16_s.load(A).to(gl.float32) * up[:, None]))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -592,7 +597,7 @@ def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: g
         else:
             y = acc * inverse + v_mean[None, :]
         y = gl.where(unseen, 0.0, y).to(out_ptr.dtype.element_ty)
-        if D < 256:  # exchanged through shared memory, of which head_dim 256 has none left: whole rows, 16 bytes a thread
+        if D < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
             y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
         row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
         channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
@@ -604,8 +609,9 @@ def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: g
 
 @gluon.jit
 def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-              sinks_ptr, num_q_heads, causal, window, scale, cap, WG: gl.constexpr, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr,
-              STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+              sinks_ptr, num_q_heads, causal, window, plane, scale, cap, WG: gl.constexpr, WGS: gl.constexpr, DH: gl.constexpr,
+              D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr,
+              SPLIT: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
@@ -628,13 +634,13 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
         hi_min = position + WG * ROWS + ((1 - causal) << 30)
         hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
-        few = hi_min < FEW
+        few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
         if D < 256:
             k_mean = means_s.index(slot)
         else:
             k_mean = k_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
         q = q_s.index(WG if Q16 else slot * WGS + WG)
-        q_factor, shift = _load_q(q, q16_s.index(WG), q_rest, k_mean, scale, few, q_empty.index(WG), DH, D, Q16)
+        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16)
         if not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
 
@@ -657,31 +663,37 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-        if D == 256:
-            if few:
+        if few:
+            if Q16:
+                _keep_rest(q_rest, q16_s.index(WG), q_factor, scale)
+            else:
+                mbarrier.arrive(q_empty.index(WG))  # the next item's FP8 rows have memory of their own
+            if D == 256:
                 a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP, True, Q16)  # fmt: skip
             else:
+                a0, m, z, stage, phase = _attend_few(
+                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
+                    WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
+            if Q16:
+                mbarrier.arrive(q_empty.index(WG))
+        else:
+            mbarrier.arrive(q_empty.index(WG))
+            if D == 256:
                 a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP, False, False)  # fmt: skip
-        elif few:
-            a0, m, z, stage, phase = _attend_few(
-                q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
-                WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
-        elif WGS == 3:
-            if Q16:
-                factor_s.index(WG).store(q_factor)
-            a0, m, z, stage, phase = _attend_in_turn(
-                q, ring, bars, q_factor, factor_s.index(WG), shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
-                WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
-        else:
-            a0, m, z, stage, phase = _attend(
-                q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
-                WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
-        if Q16 and few:
-            mbarrier.arrive(q_empty.index(WG))
+            elif WGS == 3:
+                if Q16:
+                    factor_s.index(WG).store(q_factor)
+                a0, m, z, stage, phase = _attend_in_turn(
+                    q, ring, bars, q_factor, factor_s.index(WG), shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
+            else:
+                a0, m, z, stage, phase = _attend(
+                    q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
 
         count = _field(info_s, slot, COUNT) - WG * ROWS
         head = _field(info_s, slot, HEAD)
@@ -705,6 +717,9 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             share = inverse
             lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
         here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        if SPLIT:  # as `portable.combine` takes it
+            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + gl.log2(z))
+            gl.store(lse_ptr + plane.to(gl.int64) + token + here * num_q_heads, shift, mask=here < count)
         gl.store(lse_ptr + token + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
         out = out_ptr + token * DH
@@ -742,9 +757,12 @@ def _claim(counter_ptr, ORDER: gl.constexpr):
 @gluon.jit
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
-             window, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr, Q16: gl.constexpr,
-             LO: gl.constexpr):  # fmt: skip
-    """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full."""
+             window, parts, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
+             Q16: gl.constexpr, LO: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full.
+
+    With SPLIT an item is one of `parts` parts of its tiles, and its output one of as many.
+    """
     BLOCK: gl.constexpr = WGS * ROWS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     k_s, v_s, scale_s, _ = ring
@@ -758,6 +776,10 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
     # Items in order: sequence by sequence; in one, HEADS heads at a time (they share K and V in L2), of these the last block of queries
     # first, which sees most keys.
     claim = gl.program_id(0)
+    part = 0
+    if SPLIT:
+        part = claim % parts
+        claim = claim // parts
     seq = 0
     base = 0  # items before this sequence
     start = 0
@@ -807,6 +829,14 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             if left_ptr is not None:
                 left = gl.load(left_ptr + held)
             bottom = gl.minimum(gl.maximum(gl.maximum(position - window + 1, left), 0) // TILE, last)
+        row = token
+        if SPLIT:
+            tiles = (last - bottom + parts) // parts
+            bottom += part * tiles
+            length = gl.where(bottom > last, 0, length)  # nothing is left for this part
+            bottom = gl.minimum(bottom, last)
+            last = gl.minimum(bottom + tiles - 1, last)
+            row += part * num_tokens
         # The first tile's page, scales, and the next one's page.
         table = table_ptr + held.to(gl.int64) * table_width
         page = gl.load(table + last)
@@ -822,7 +852,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             mbarrier.wait(q_empty.index(i), slot ^ 1)
         _put(info_s, slot, TILES, last - bottom + 1)
         _put(info_s, slot, LAST, last)
-        _put(info_s, slot, TOKEN, token)
+        _put(info_s, slot, TOKEN, row)
         _put(info_s, slot, COUNT, count)
         _put(info_s, slot, POSITION, position)
         _put(info_s, slot, LENGTH, length)
@@ -863,6 +893,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         item += 1
         lane = gl.arange(0, 32, LANES)
         claim = gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+        if SPLIT:
+            part = claim % parts
+            claim = claim // parts
         while (seq < seqs) & (claim >= base + blocks * heads):
             base += blocks * heads
             seq += 1
@@ -870,6 +903,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
                 start = gl.load(cu_ptr + gl.minimum(seq, num_seqs))
                 q_len = gl.where(seq < num_seqs, gl.load(cu_ptr + gl.minimum(seq + 1, num_seqs)), num_tokens) - start
                 blocks = (q_len + BLOCK - 1) // BLOCK
+    if SPLIT:
+        claim = claim * parts + part
+        base = base * parts
     if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: leave the counter as it was found
         gl.store(counter_ptr, 0)
     slot = item & 1
@@ -881,14 +917,28 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         mbarrier.arrive(q_full.index(i), count=1)
 
 
-NUMBERS = ("num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width", "causal", "window", "scale", "cap")
+NUMBERS = (
+    "num_tokens",
+    "max_q",
+    "num_seqs",
+    "num_q_heads",
+    "num_kv_heads",
+    "table_width",
+    "causal",
+    "window",
+    "parts",
+    "plane",
+    "scale",
+    "cap",
+)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
-             left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, scale, cap,
-             DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, HEADS: gl.constexpr,
-             LO: gl.constexpr, CAP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+             left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, parts, plane,
+             scale, cap, DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr,
+             HEADS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, REGS: gl.constexpr,
+             FEED: gl.constexpr):  # fmt: skip
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
     TURNS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
@@ -936,24 +986,29 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     if WGS == 2:
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 0, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 0, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP,
+                         SPLIT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 1, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 1, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP,
+                         SPLIT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, WGS, DH, D, STAGES, HEADS, Q16, LO)),
+                        table_width, causal, window, parts, WGS, DH, D, STAGES, HEADS, Q16, LO, SPLIT)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 0, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 0, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP,
+                         SPLIT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 1, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 1, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP,
+                         SPLIT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, scale, cap, 2, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP)),
+                         v_mean_ptr, sinks_ptr, num_q_heads, causal, window, plane, scale, cap, 2, WGS, DH, D, STAGES, CUBICS, Q16, LO, CAP,
+                         SPLIT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, WGS, DH, D, STAGES, HEADS, Q16, LO)),
+                        table_width, causal, window, parts, WGS, DH, D, STAGES, HEADS, Q16, LO, SPLIT)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
 
@@ -971,10 +1026,14 @@ class Shape:
     feed: int
 
 
-SHAPES = {64: Shape(3, 3, 2, 160, 24), 128: Shape(3, 3, 0, 160, 24), 256: Shape(2, 2, 0, 240, 24)}
+SHAPES = {64: Shape(3, 3, 0, 160, 24), 128: Shape(3, 3, 0, 160, 24), 256: Shape(2, 2, 0, 240, 24)}
+# Prompts up to SHORT queries spend more on an item's beginning and end than a third warpgroup saves.
+SHORT = 4096
+SHORT_SHAPES = SHAPES | {128: Shape(2, 3, 1, 240, 24)}
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
 NO_WINDOW = 1 << 30
+PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
 
 
 def attention(
@@ -1017,26 +1076,39 @@ def attention(
         q = q.contiguous()  # TMA counts in 16 bytes
         stride_t, stride_h, _ = q.stride()
     padded = PADDED[head_dim]
-    shape = SHAPES[padded]
+    shape = (SHORT_SHAPES if max_seqlen_q <= SHORT else SHAPES)[padded]
     rows = shape.warpgroups * ROWS.value
     if cu_seqlens_q is None:
         items = num_seqs * num_q_heads * -(-max_seqlen_q // rows)
     else:  # at most: every sequence, and the rows behind the last, end in a block that is not full
         items = num_q_heads * (tokens // rows + num_seqs + 1)
+    sms = _num_sms(device)
+    splits = 1
+    if items < sms:
+        tiles = min(table_width, (window + rows) // TILE.value + 2) if window else table_width
+        splits = num_splits(items, max(1, tiles // PART), sms)
+    if splits > 1:
+        target = torch.empty(splits, tokens * num_q_heads, head_dim, dtype=torch.float32, device=device)
+        target_lse = torch.empty(2, splits, tokens * num_q_heads, dtype=torch.float32, device=device)
+    else:
+        target, target_lse = out, lse
+    sinks = None if sinks is None else sinks.float()
     args = (
         Tiles(q, (tokens, num_q_heads, head_dim), (stride_t, stride_h, 1), (ROWS.value, 1, padded)),
         Tiles(pages.k, (num_pages * num_kv_heads * TILE.value, head_dim), (head_dim, 1), (TILE.value, padded)),
         Tiles(pages.v, (num_pages * num_kv_heads * head_dim, TILE.value), (TILE.value, 1), (padded, TILE.value)),
-        out, lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
-        None if sinks is None else sinks.float(), None if leftpad_k is None else leftpad_k.int(), _counter(device),
+        target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), _counter(device),
         tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0), int(causal), window or NO_WINDOW,
-        softmax_scale * LOG2E.value, softcap * LOG2E.value,
+        splits, splits * tokens * num_q_heads, softmax_scale * LOG2E.value, softcap * LOG2E.value,
     )  # fmt: skip
     given = constants(
         "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS,
-        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, REGS=shape.regs, FEED=shape.feed, num_warps=4,
+        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, SPLIT=splits > 1, REGS=shape.regs, FEED=shape.feed, num_warps=4,
     )  # fmt: skip
-    launch(_prefill, (min(items, _num_sms(device)),), args, given)
+    launch(_prefill, (min(items * splits, sms),), args, given)
+    if splits > 1:
+        combine(target, target_lse, sinks, out, lse)
     return out, lse
 
 
