@@ -4,8 +4,8 @@
     acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     the partial starts from zero: the tensor core's short accumulator
     out = acc * v_scale / L + v_mean * l / L                         never holds more than 128 products
 
-A CTA is two (three at head_dim 64) warpgroups that multiply, 64 query rows each, and one warp that claims work, reads the page table and
-feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as it does because of them.
+A CTA is three (two at head_dim 256 and for short prompts) warpgroups that multiply, 64 query rows each, and one warp that claims work,
+reads the page table and feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as it does because of them.
 """
 
 # ruff: noqa: SIM108 - an `if` on a constexpr is no choice between values
@@ -773,7 +773,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
     stage = 0
     phase = 1
     item = 0
-    # Items in order: sequence by sequence; in one, HEADS heads at a time (they share K and V in L2), of these the last block of queries
+    # Items in order: sequence by sequence; in one, HEADS heads at a time (which share K and V in L2), of these the last block of queries
     # first, which sees most keys.
     claim = gl.program_id(0)
     part = 0
@@ -1031,7 +1031,7 @@ SHAPES = {64: Shape(3, 3, 0, 160, 24), 128: Shape(3, 3, 0, 160, 24), 256: Shape(
 SHORT = 4096
 SHORT_SHAPES = SHAPES | {128: Shape(2, 3, 1, 240, 24)}
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
-HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
+HEADS = 8  # query heads whose items stand in one order, longest first: more balance better, fewer find each other's K and V in L2
 NO_WINDOW = 1 << 30
 PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
 
