@@ -5,7 +5,8 @@
     out = acc * v_scale / L + v_mean * l / L                         never holds more than 128 products
 
 A CTA is three (two at head_dim 256 and for short prompts) warpgroups that multiply, 64 query rows each, and one warp that claims work,
-reads the page table and feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as it does because of them.
+reads the page table and feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as
+it does because of them.
 """
 
 # ruff: noqa: SIM108 - an `if` on a constexpr is no choice between values
@@ -476,9 +477,9 @@ def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0
     else:
         total = _add_up(p8, ones_s, none, False)
         t0 = warpgroup_mma(p8, v.slice(0, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+        z = _pin(_grow(z, alpha, warpgroup_mma_wait(1, deps=[total])))
         t1 = warpgroup_mma(p8, v.slice(Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
-        t0, total = warpgroup_mma_wait(1, deps=[t0, total])
-        z = _pin(_grow(z, alpha, total))
+        t0 = warpgroup_mma_wait(1, deps=[t0])
         a0 = _pin(a0 * shrink + t0)
         mbarrier.wait(v_full.index(stage), phase)
         t2 = warpgroup_mma(p8, v.slice(2 * Q, Q, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
