@@ -111,6 +111,7 @@ def plot_accuracy() -> None:
             case = rf"{phase}-mean{mean}-D128-S(\d+)"
             for impl in impls:
                 points = series(rows, case, impl, lambda row: row.get("last", row["rel_err"]))
+                points = {n: error for n, error in points.items() if error > 0}  # of one key nothing is wrong
                 axes.loglog(points.keys(), points.values(), "o-", ms=3, lw=1.4, label=impl, color=COLOURS[impl])
             axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
             axes.grid(alpha=0.25)
