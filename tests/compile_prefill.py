@@ -32,12 +32,15 @@ EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, 
 CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
     "d128-fp16": {"head_dim": 128, "dtype": torch.float16},
     "d128-q8": {"head_dim": 128, "dtype": torch.float8_e4m3fn},
+    "d128-long": {"head_dim": 128, "queries": prefill.SHORT + 1},
+    "d128-q8-long": {"head_dim": 128, "queries": prefill.SHORT + 1, "dtype": torch.float8_e4m3fn},
     "d128-split": {"head_dim": 128, "splits": 2},
     "d64-window": {"head_dim": 64, "window": 300},
     "d128-window": {"head_dim": 128, "window": 300},
     "d256-window": {"head_dim": 256, "window": 300},
     "d64-all": dict(head_dim=64, **EVERYTHING),
     "d128-all": dict(head_dim=128, **EVERYTHING),
+    "d128-long-all": dict(head_dim=128, queries=prefill.SHORT + 1, **EVERYTHING),
     "d256-all": dict(head_dim=256, **EVERYTHING),
 }
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -57,7 +60,8 @@ class Compiled:
     unset: str = ""  # the first MMA or uniform instruction that reads a uniform register which not every path to it has written
 
 
-def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1):
+def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
+           queries=32):  # fmt: skip
     """The arguments of one launch, by name."""
     recorded = []
 
@@ -73,7 +77,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
     pages = KVPages.empty(8, 2, head_dim, 2, 4)
     prefill.attention(
         torch.zeros(64, 4, head_dim).to(dtype), pages, cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
-        max_seqlen_q=32, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
+        max_seqlen_q=queries, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
         sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
     )  # fmt: skip
     prefill._prefill = kernel

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 ROOT = Path(__file__).parent.parent
 # Hot loop's instructions, spills in it, and spilled bytes outside: what Triton 3.6 and 3.9 give, and a little.
-BOUNDS = {"d64": (510, 8, 400), "d128": (500, 0, 80), "d256": (640, 0, 240)}
+BOUNDS = {"d64": (360, 0, 40), "d128": (430, 0, 100), "d128-long": (415, 8, 500), "d256": (560, 4, 400)}
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,6 @@ def test_hot_loop(compiled, case):
     row = compiled[case]
     loop, loop_spills, spills = BOUNDS[case]
     assert row["serialized"] == "" and row["unset"] == "", row
-    assert 400 < row["loop"] <= loop and row["loop_spills"] <= loop_spills, row
+    assert 300 < row["loop"] <= loop and row["loop_spills"] <= loop_spills, row
     assert row["spill_bytes"] <= spills, row
     assert row["shared_bytes"] <= 232448, row

@@ -4,8 +4,9 @@
     acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     the partial starts from zero: the tensor core's short accumulator
     out = acc * v_scale / L + v_mean * l / L                         never holds more than 128 products
 
-A CTA is two (three at head_dim 64) warpgroups that multiply, 64 query rows each, and one warp that claims work, reads the page table and
-feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as it does because of them.
+A CTA is three (two at head_dim 256 and for short prompts) warpgroups that multiply, 64 query rows each, and one warp that claims work,
+reads the page table and feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as
+it does because of them.
 """
 
 # ruff: noqa: SIM108 - an `if` on a constexpr is no choice between values
@@ -21,8 +22,10 @@ import torch
 from ..layout import FP8, KVPages
 from .gluon import (
     advance,
+    arrive_with_words,
     fence_async_shared,
     fetch,
+    fetch_words,
     gdc_wait,
     gl,
     gluon,
@@ -45,6 +48,7 @@ FEW = gl.constexpr(256)
 FEW_IN_ALL = gl.constexpr(640)
 UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = gl.constexpr(float("-inf"))  # a masked score
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))  # the rows' sums: eight equal columns
 LN2 = gl.constexpr(math.log(2))
 LOG2E = gl.constexpr(math.log2(math.e))
 
@@ -128,17 +132,47 @@ def _rest_to_fp8(x):
 
 
 @gluon.jit
-def _weights(s, factor, m, z, CUBICS: gl.constexpr, CAP: gl.constexpr):
-    """One tile of online softmax: weights 2^8 p, the row's new maximum and sum, and what the old ones shrink by."""
+def _weights(s, factor, m, CUBICS: gl.constexpr, CAP: gl.constexpr):
+    """One tile of online softmax: weights 2^8 p, the row's new maximum, and what sums under the old one shrink by."""
     if CAP:
         m_new = gl.maximum(m, gl.max(s, 1))
         x = s - (m_new - P_SHIFT)[:, None]
     else:
         m_new = gl.maximum(m, gl.max(s, 1) * factor)
         x = s * factor[:, None] - (m_new - P_SHIFT)[:, None]
-    alpha = gl.exp2(m - m_new)  # maxima ignore NaN (heeding it costs 7% of the kernel); weights and their sum keep it
-    p = _exp2(x, CUBICS)
-    return p, alpha, m_new, z * alpha + gl.sum(p, 1)
+    alpha = gl.exp2(m - m_new)  # maxima ignore NaN (heeding it costs 7% of the kernel); weights keep it
+    return _exp2(x, CUBICS), alpha, m_new
+
+
+@gluon.jit
+def _add_up(p8, ones_s, total, ACC: gl.constexpr):
+    """Begin `total` (+)= row sums of FP8 weights, eight times each: a product with ones costs less than 64 additions.
+
+    They are the weights that P V multiplies, so what rounding does to all of them alike cancels.
+    """
+    p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, SUMS, 4), assert_trivial=True)
+    return warpgroup_mma(p8, ones_s.permute([1, 0]), total, use_acc=ACC, is_async=True)
+
+
+@gluon.jit
+def _grow(z, alpha, total):
+    """The rows' sums with another tile's; a thread keeps one of its two equal columns."""
+    total, _ = total.reshape([ROWS, 4, 2]).split()
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, z.type.layout), assert_trivial=True)
+    return z * alpha[:, None] + gl.convert_layout(total, z.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _nothing():
+    """What `_add_up` and `_grow` start from."""
+    total = gl.zeros([ROWS, 8], gl.float32, SUMS)
+    z, _ = total.reshape([ROWS, 4, 2]).split()
+    return total, z
+
+
+@gluon.jit
+def _row_sums(z, S: gl.constexpr):
+    return gl.convert_layout(gl.max(z, 1), gl.SliceLayout(1, S), assert_trivial=True)
 
 
 @gluon.jit
@@ -163,9 +197,15 @@ def _visible(s, factor, shift, cap, edge, tile, S: gl.constexpr, WG: gl.constexp
 
 
 @gluon.jit
+def _number(memory):
+    """The one number in `memory`, read by all threads."""
+    return gl.max(memory.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def _field(info_s, slot, i: gl.constexpr):
     """One of the integers that the producer announced an item with."""
-    return gl.max(info_s.index(slot * FIELDS + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return _number(info_s.index(slot * FIELDS + i))
 
 
 @gluon.jit
@@ -184,7 +224,7 @@ def _scores(q, q_rest, k, REST: gl.constexpr):
     return warpgroup_mma(q, k.permute([1, 0]), s, use_acc=REST, is_async=True)
 
 
-# One tile: head_dim up to 128
+# One tile: two warpgroups, head_dim up to 128
 
 
 @gluon.jit
@@ -194,19 +234,22 @@ def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, 
     """Softmax and P V of the tile whose scores are `s`, while the next tile's Q K (masked as `tile`) is multiplied."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
-    k_s, v_s, scale_s = ring
+    k_s, v_s, scale_s, ones_s = ring
     k_full, k_empty, v_full, v_empty = bars
-    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
     p8 = _to_fp8(_as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
+    none, _ = _nothing()
     mbarrier.wait(v_full.index(vst), vph)
+    total = _add_up(p8, ones_s, none, False)
     t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
     mbarrier.wait(k_full.index(kst), kph)
     s_next = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
     shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
-    k_scale = scale_s.index(kst).load(gl.SliceLayout(1, S))
-    ratio = scale_s.index(STAGES + kst).load(gl.SliceLayout(1, S))
-    t = warpgroup_mma_wait(1, deps=[t])
+    k_scale = _number(scale_s.index(kst))
+    ratio = _number(scale_s.index(STAGES + kst))
+    t, total = warpgroup_mma_wait(1, deps=[t, total])
     mbarrier.arrive(v_empty.index(vst))
+    z = _grow(z, alpha, total)
     acc = acc * shrink[:, None] + t
     factor = q_factor * k_scale
     s = warpgroup_mma_wait(0, deps=[s_next])
@@ -226,7 +269,7 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
-    k_s, v_s, scale_s = ring
+    k_s, v_s, scale_s, ones_s = ring
     k_full, k_empty, v_full, v_empty = bars
     kst = stage
     kph = phase
@@ -234,11 +277,11 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
     vph = phase
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
-    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    none, z = _nothing()
     mbarrier.wait(k_full.index(kst), kph)
     s = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
-    factor = q_factor * scale_s.index(kst).load(gl.SliceLayout(1, S))
-    ratio = scale_s.index(STAGES + kst).load(gl.SliceLayout(1, S))
+    factor = q_factor * _number(scale_s.index(kst))
+    ratio = _number(scale_s.index(STAGES + kst))
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(kst))
     s = _visible(s, factor, shift, cap, edge, top, S, WG, True, LO, CAP)
@@ -260,52 +303,97 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
                 q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
                 WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
             tile -= 1
-    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
     p8 = _to_fp8(_as_operand(p, P))
     mbarrier.wait(v_full.index(vst), vph)
+    total = _add_up(p8, ones_s, none, False)
     t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
-    t = warpgroup_mma_wait(0, deps=[t])
+    t, total = warpgroup_mma_wait(0, deps=[t, total])
     mbarrier.arrive(v_empty.index(vst))
     acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
-    return acc, m, z, kst, kph
+    return acc, m, _row_sums(_grow(z, alpha, total), S), kst, kph
+
+
+# One tile: three warpgroups
 
 
 @gluon.jit
-def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stage, phase,
-                WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
-                CAP: gl.constexpr):  # fmt: skip
-    """`_attend` where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as well."""
+def _tile(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, stage, phase,
+          WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, Q16: gl.constexpr,
+          LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+    """A whole tile, one thing after the other: the other two warpgroups fill the pipes meanwhile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
-    k_s, v_s, scale_s = ring
+    k_s, v_s, scale_s, ones_s = ring
     k_full, k_empty, v_full, v_empty = bars
+    mbarrier.wait(k_full.index(stage), phase)
+    s = _scores(q, q, k_s.index(stage), False)
+    if Q16:
+        q_factor = factor_s.load(gl.SliceLayout(1, S))  # no registers for it between tiles
+    factor = q_factor * _number(scale_s.index(stage))
+    ratio = _number(scale_s.index(STAGES + stage))
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(stage))
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+    # Volatile: it stays before the next wait, and the FP32 weights end there.
+    p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
+    p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    mbarrier.wait(v_full.index(stage), phase)
+    total, _ = _nothing()
+    total = _add_up(p8, ones_s, total, False)
+    if D == 128:  # in halves, as `_attend_few` wants them
+        HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 32])
+        zero = gl.zeros([ROWS, D // 2], gl.float32, HALF)
+        p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
+        t0 = warpgroup_mma(p8, v_s.index(2 * stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t1 = warpgroup_mma(p8, v_s.index(2 * stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+        z = _grow(z, alpha, warpgroup_mma_wait(2, deps=[total]))
+        t0, t1 = warpgroup_mma_wait(0, deps=[t0, t1])
+        t = _whole(t0, t1, OUT)
+    else:
+        t = warpgroup_mma(p8, v_s.index(stage).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
+        z = _grow(z, alpha, warpgroup_mma_wait(1, deps=[total]))
+        t = warpgroup_mma_wait(0, deps=[t])
+    mbarrier.arrive(v_empty.index(stage))
+    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+    stage, phase = advance(stage, phase, STAGES)
+    return m, z, acc, stage, phase
+
+
+@gluon.jit
+def _attend_in_turn(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, n_hi, n_free, n_lo, stage, phase,
+                    WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
+                    CAP: gl.constexpr):  # fmt: skip
+    """As `_attend`."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
-    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
-    for _ in range(n):
-        mbarrier.wait(k_full.index(stage), phase)
-        s = _scores(q, q_rest, k_s.index(stage), Q16)
-        factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
-        ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(stage))
-        s = _visible(s, factor, shift, cap, edge, tile, S, WG, True, LO, CAP)
-        p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
-        p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
-        p8 = _to_fp8(p)
-        rest = _rest_to_fp8(p)
-        mbarrier.wait(v_full.index(stage), phase)
-        v = v_s.index(stage).permute([1, 0])
-        t = warpgroup_mma(rest, v, gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
-        t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v, t, use_acc=True, is_async=True)])
-        mbarrier.arrive(v_empty.index(stage))
-        acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
-        stage, phase = advance(stage, phase, STAGES)
+    _, z = _nothing()
+    for _ in range(gl.maximum(n_hi + 1, 1)):  # `maximum` says that it is entered: ptxas computes in it what is read behind it
+        m, z, acc, stage, phase = _tile(
+            q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, stage, phase,
+            WG, D, STAGES, CUBICS, True, Q16, LO, CAP)  # fmt: skip
         tile -= 1
-    return acc, m, z, stage, phase
+    for _ in range(n_free):
+        m, z, acc, stage, phase = _tile(
+            q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, stage, phase,
+            WG, D, STAGES, CUBICS, False, Q16, LO, CAP)  # fmt: skip
+    if LO:
+        tile -= n_free
+        for _ in range(n_lo):
+            m, z, acc, stage, phase = _tile(
+                q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, stage, phase,
+            WG, D, STAGES, CUBICS, True, Q16, LO, CAP)  # fmt: skip
+            tile -= 1
+    return acc, m, _row_sums(z, S), stage, phase
 
 
-# One tile: head_dim 256
+@gluon.jit
+def _whole(a, b, LAYOUT: gl.constexpr):
+    """Two halves of the channels as one tile: the same registers."""
+    return gl.convert_layout(gl.join(a, b).permute([0, 2, 1]).reshape([ROWS, 2 * a.shape[1]]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -314,6 +402,56 @@ def _add_both(acc, shrink, zero, rest, p8, v):
     t = warpgroup_mma(rest, v.permute([1, 0]), zero, use_acc=False, is_async=True)
     t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v.permute([1, 0]), t, use_acc=True, is_async=True)])
     return _pin(acc * shrink + t)
+
+
+@gluon.jit
+def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stage, phase,
+                WG: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
+                LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+    """`_attend` where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as well."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    k_s, v_s, scale_s, ones_s = ring
+    k_full, k_empty, v_full, v_empty = bars
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
+    none, z = _nothing()
+    for _ in range(n):
+        mbarrier.wait(k_full.index(stage), phase)
+        s = _scores(q, q_rest, k_s.index(stage), Q16)
+        factor = q_factor * _number(scale_s.index(stage))
+        ratio = _number(scale_s.index(STAGES + stage))
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage))
+        s = _visible(s, factor, shift, cap, edge, tile, S, WG, True, LO, CAP)
+        p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+        p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
+        p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+        rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+        mbarrier.wait(v_full.index(stage), phase)
+        total = _add_up(p8, ones_s, _add_up(rest, ones_s, none, False), True)
+        z = _grow(z, alpha, warpgroup_mma_wait(0, deps=[total]))
+        shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
+        if HALVES:  # for want of registers; see `_tile_wide`
+            HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 32])
+            zero = gl.zeros([ROWS, D // 2], gl.float32, HALF)
+            shrink = gl.convert_layout(shrink, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
+            p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
+            rest = gl.convert_layout(rest, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
+            a0, a1 = acc.reshape([ROWS, 2, D // 2]).permute([0, 2, 1]).split()
+            a0 = _add_both(gl.convert_layout(a0, HALF, assert_trivial=True), shrink, zero, rest, p8, v_s.index(2 * stage))
+            mbarrier.wait(v_full.index(stage), phase)
+            a1 = _add_both(gl.convert_layout(a1, HALF, assert_trivial=True), shrink, zero, rest, p8, v_s.index(2 * stage + 1))
+            acc = _whole(a0, a1, OUT)
+        else:
+            acc = _add_both(acc, shrink[:, None], gl.zeros([ROWS, D], gl.float32, OUT), rest, p8, v_s.index(stage))
+        mbarrier.arrive(v_empty.index(stage))
+        stage, phase = advance(stage, phase, STAGES)
+        tile -= 1
+    return acc, m, _row_sums(z, S), stage, phase
+
+
+# One tile: head_dim 256
 
 
 @gluon.jit
@@ -328,26 +466,28 @@ def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0
     Q: gl.constexpr = D // 4
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
-    k_s, v_s, scale_s = ring
+    k_s, v_s, scale_s, ones_s = ring
     k_full, k_empty, v_full, v_empty = bars
     mbarrier.wait(k_full.index(stage), phase)
     s = _scores(q, q_rest, k_s.index(stage), REST)
-    factor = q_factor * scale_s.index(stage).load(gl.SliceLayout(1, S))
-    ratio = scale_s.index(STAGES + stage).load(gl.SliceLayout(1, S))
+    factor = q_factor * _number(scale_s.index(stage))
+    ratio = _number(scale_s.index(STAGES + stage))
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage))
     s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
-    p, alpha, m, z = _weights(s, factor, m, z, CUBICS, CAP)
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
     # Volatile: it stays before the next wait, and the FP32 weights end there.
     p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
     p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
     if FEW:
         rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
-    z = _pin(z)
     shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     zero = gl.zeros([ROWS, Q], gl.float32, OUT)
     mbarrier.wait(v_full.index(stage), phase)
+    none, _ = _nothing()
     if FEW:
+        total = _add_up(p8, ones_s, _add_up(rest, ones_s, none, False), True)
+        z = _grow(z, alpha, warpgroup_mma_wait(0, deps=[total]))
         a0 = _add_both(a0, shrink, zero, rest, p8, v_s.index(4 * stage))
         mbarrier.wait(v_full.index(stage), phase)
         a1 = _add_both(a1, shrink, zero, rest, p8, v_s.index(4 * stage + 1))
@@ -356,8 +496,11 @@ def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0
         mbarrier.wait(v_full.index(stage), phase)
         a3 = _add_both(a3, shrink, zero, rest, p8, v_s.index(4 * stage + 3))
     else:
+        total = _add_up(p8, ones_s, none, False)
         t0 = warpgroup_mma(p8, v_s.index(4 * stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        z = _pin(_grow(z, alpha, warpgroup_mma_wait(1, deps=[total])))
         t1 = warpgroup_mma(p8, v_s.index(4 * stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t0 = warpgroup_mma_wait(1, deps=[t0])
         t0 = warpgroup_mma_wait(1, deps=[t0])
         a0 = _pin(a0 * shrink + t0)
         mbarrier.wait(v_full.index(stage), phase)
@@ -387,7 +530,7 @@ def _attend_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n
     a2 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
     a3 = gl.zeros([ROWS, D // 4], gl.float32, OUT)
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
-    z = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    _, z = _nothing()
     tile = top
     if FEW:
         n_hi += n_free + n_lo
@@ -408,22 +551,31 @@ def _attend_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
                     WG, D, STAGES, CUBICS, True, LO, CAP, False, False)  # fmt: skip
                 tile -= 1
-    return a0, a1, a2, a3, m, z, stage, phase
+    return a0, a1, a2, a3, m, _row_sums(z, S), stage, phase
 
 
 # Queries in, output out
 
 
 @gluon.jit
-def _load_q(q_s, q16_s, k_mean_ptr, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
+def _mean(mean, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Channels of a mean: of its copy in shared memory (head_dim 256 has no room for one: of itself); zeros behind the last."""
+    if D < 256:
+        x = mean.slice(first, N).load(LAYOUT)
+    elif first + N <= DH:
+        x = gl.load(mean + first + gl.arange(0, N, LAYOUT))
+    else:
+        channel = first + gl.arange(0, N, LAYOUT)
+        x = gl.load(mean + channel, mask=channel < DH, other=0.0)
+    return x
+
+
+@gluon.jit
+def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
     """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
-    channel = gl.arange(0, D, gl.SliceLayout(0, A))
-    if DH == D:
-        k_mean = gl.load(k_mean_ptr + channel)
-    else:
-        k_mean = gl.load(k_mean_ptr + channel, mask=channel < DH, other=0.0)
+    k_mean = _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))
     if Q16:
         x = q16_s.load(A).to(gl.float32)
         bits = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
@@ -454,19 +606,12 @@ def _keep_rest(rest_s, q16_s, q_factor, scale):
 
 
 @gluon.jit
-def _write(out_ptr, v_mean_ptr, acc, inverse, share, unseen, count, stride, first: gl.constexpr, DH: gl.constexpr, N: gl.constexpr,
-           SHARE: gl.constexpr):  # fmt: skip
+def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr,
+           D: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
     """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key."""
     if first < DH:
         OUT: gl.constexpr = acc.type.layout
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-        channel = first + gl.arange(0, N, gl.SliceLayout(0, OUT))
-        mask = (row < count)[:, None]
-        if first + N <= DH:
-            v_mean = gl.load(v_mean_ptr + channel)
-        else:
-            v_mean = gl.load(v_mean_ptr + channel, mask=channel < DH, other=0.0)
-            mask = mask & (channel < DH)[None, :]
+        v_mean = _mean(v_mean, first, N, DH, D, gl.SliceLayout(0, OUT))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         unseen = gl.convert_layout(unseen, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         if SHARE:
@@ -475,19 +620,25 @@ def _write(out_ptr, v_mean_ptr, acc, inverse, share, unseen, count, stride, firs
         else:
             y = acc * inverse + v_mean[None, :]
         y = gl.where(unseen, 0.0, y).to(out_ptr.dtype.element_ty)
+        if D < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
+            y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
+        channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
+        mask = (row < count)[:, None]
+        if first + N > DH:
+            mask = mask & (channel < DH)[None, :]
         gl.store(out_ptr + (row * stride)[:, None] + channel[None, :], y, mask=mask)
 
 
 @gluon.jit
-def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr, sinks_ptr,
-              out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
-              WG: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
-              LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
+              sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, WG: gl.constexpr, WGS: gl.constexpr,
+              DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
+              CAP: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
     q_full, q_empty = q_bars
-    q = q_s.index(WG)
     q_rest = rest_s.index(2 * WG if Q16 else WG)
     item = 0
     stage = 0
@@ -500,7 +651,6 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
         count = _field(info_s, slot, COUNT) - WG * ROWS
         position = _field(info_s, slot, POSITION)
         length = _field(info_s, slot, LENGTH)
-        mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
         # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
         bottom = last - tiles + 1
         edge = (info_s, slot, causal, window)
@@ -508,7 +658,12 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
         hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
         few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
-        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean_ptr + mean, scale, DH, D, Q16)
+        if D < 256:
+            k_mean = means_s.index(slot)
+        else:
+            k_mean = k_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
+        q = q_s.index(WG if Q16 else slot * WGS + WG)
+        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16)
         if not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
 
@@ -534,6 +689,8 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
         if few:
             if Q16:
                 _keep_rest(q_rest, q16_s.index(WG), q_factor, scale)
+            else:
+                mbarrier.arrive(q_empty.index(WG))  # the next item's FP8 rows have memory of their own
             if D == 256:
                 a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
@@ -541,29 +698,32 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
             else:
                 a0, m, z, stage, phase = _attend_few(
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
-                    WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
-            mbarrier.arrive(q_empty.index(WG))
-        else:
+                    WG, D, WGS == 3 and D == 128, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
             if Q16:
                 mbarrier.arrive(q_empty.index(WG))
+        else:
+            mbarrier.arrive(q_empty.index(WG))
             if D == 256:
                 a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP, False, False)  # fmt: skip
+            elif WGS == 3:
+                if Q16:
+                    factor_s.index(WG).store(q_factor)
+                a0, m, z, stage, phase = _attend_in_turn(
+                    q, ring, bars, q_factor, factor_s.index(WG), shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
             else:
                 a0, m, z, stage, phase = _attend(
                     q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
-            if not Q16:
-                mbarrier.arrive(q_empty.index(WG))
 
         count = _field(info_s, slot, COUNT) - WG * ROWS
         head = _field(info_s, slot, HEAD)
-        mean = _field(info_s, slot, MEAN).to(gl.int64) * DH
         batch = _field(info_s, slot, BATCH).to(gl.int64)
         token = _field(info_s, slot, TOKEN).to(gl.int64) + WG * ROWS
         unseen = z < 1.0  # a largest weight is 2^8; masked ones are 0 or 2^-117, and a sum with a NaN in it is not small
-        v_scale = last_s.index(slot).load(gl.SliceLayout(1, S))
+        v_scale = _number(last_s.index(slot))
         if CAP:
             shift = shift * 0.0  # already in the scores
         else:
@@ -590,13 +750,17 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, o
         # Strides come in units of 16 bytes: that they are multiples makes for wide stores.
         out_stride_b, out_stride_t, out_stride_h = out_strides
         out = out_ptr + (batch * out_stride_b + token * out_stride_t + head.to(gl.int64) * out_stride_h) * 8
-        if D == 256:
-            _write(out, v_mean_ptr + mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, DH, D // 4, SHARE)
-            _write(out, v_mean_ptr + mean, a1, inverse, share, unseen, count, out_stride_t * 8, D // 4, DH, D // 4, SHARE)
-            _write(out, v_mean_ptr + mean, a2, inverse, share, unseen, count, out_stride_t * 8, D // 2, DH, D // 4, SHARE)
-            _write(out, v_mean_ptr + mean, a3, inverse, share, unseen, count, out_stride_t * 8, D // 4 * 3, DH, D // 4, SHARE)
+        if D < 256:
+            v_mean = means_s.index(2 + slot)
         else:
-            _write(out, v_mean_ptr + mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, DH, D, SHARE)
+            v_mean = v_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
+        if D == 256:
+            _write(out, v_mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, D // 4, DH, D, SHARE)
+            _write(out, v_mean, a1, inverse, share, unseen, count, out_stride_t * 8, D // 4, D // 4, DH, D, SHARE)
+            _write(out, v_mean, a2, inverse, share, unseen, count, out_stride_t * 8, D // 2, D // 4, DH, D, SHARE)
+            _write(out, v_mean, a3, inverse, share, unseen, count, out_stride_t * 8, D // 4 * 3, D // 4, DH, D, SHARE)
+        else:
+            _write(out, v_mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, D, DH, D, SHARE)
         item += 1
         mbarrier.wait(q_full.index(WG), item & 1)
         tiles = _field(info_s, item & 1, TILES)
@@ -618,26 +782,25 @@ def _claim(counter_ptr, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr, left_ptr,
-             counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window, parts,
-             WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
-             LO: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
+             lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
+             window, parts, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
+             Q16: gl.constexpr, LO: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full.
 
     With SPLIT an item is one of `parts` parts of its tiles, and its output one of as many.
     """
     BLOCK: gl.constexpr = WGS * ROWS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    k_s, v_s, scale_s = ring
+    k_s, v_s, scale_s, _ = ring
     k_full, k_empty, v_full, v_empty = bars
     q_full, q_empty = q_bars
     group = num_q_heads // num_kv_heads
-    none = gl.full([64], 0, gl.int32, PAIRS)
+    none = gl.full([1], 0, gl.int32, LANES)
     stage = 0
     phase = 1
     item = 0
-    # Items in order: sequence by sequence; in one, HEADS heads at a time (they share K and V in L2), of these the last block of queries
+    # Items in order: sequence by sequence; in one, HEADS heads at a time (which share K and V in L2), of these the last block of queries
     # first, which sees most keys.
     claim = gl.program_id(0)
     part = 0
@@ -726,9 +889,16 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, q_bars, bars, k_scale_ptr
         _put(info_s, slot, MEAN, held * num_kv_heads + kv_head)
         _put(info_s, slot, LEFT, left)
         sync()
+        if D < 256:
+            channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
+            mean = (held * num_kv_heads + kv_head) * DH + channel
+            fetch_words(means_s.index(slot), k_mean_ptr + mean, mask=channel < DH)  # zeros where the mask is not
+            fetch_words(means_s.index(2 + slot), v_mean_ptr + mean, mask=channel < DH)
+            for i in gl.static_range(WGS):
+                arrive_with_words(q_full.index(i))
         for i in gl.static_range(WGS):
             mbarrier.expect(q_full.index(i), ROWS * D * (q_d.dtype.primitive_bitwidth // 8))
-            fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i))
+            fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i if Q16 else slot * WGS + i))
         for j in range(last - bottom + 1):
             mbarrier.wait(k_empty.index(stage), phase)
             # Beside the tile: its scale of K, and the V scale of the tile before in units of its own.
@@ -793,8 +963,9 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
     out_strides = (out_stride_b, out_stride_t, out_stride_h)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
-    q_in = gl.allocate_shared_memory(q_d.dtype, [WGS, 1, ROWS, 1, D], q_d.layout)
-    q16_s = reinterpret(q_in, q_d.dtype, [WGS, ROWS, D], FLAT)
+    TURNS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
+    q_in = gl.allocate_shared_memory(q_d.dtype, [TURNS * WGS, 1, ROWS, 1, D], q_d.layout)
+    q16_s = reinterpret(q_in, q_d.dtype, [TURNS * WGS, ROWS, D], FLAT)
     if Q16:
         FP8: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv)
         q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], FP8)
@@ -806,11 +977,19 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     ring = (
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, D], k_d.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, D // PARTS, TILE], v_layout(D // PARTS)),
-        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float8e4nv, [8, TILE], gl.NVMMASharedLayout.get_default_for([8, TILE], gl.float8e4nv)),
     )
+    ones = gl.full([8, TILE], 0x38, gl.uint8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+    ring[3].store(ones.to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
+    means_s = gl.allocate_shared_memory(
+        gl.float32, [4, D if D < 256 else 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )  # K's, V's of two items
     info_s = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    last_s = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    last_s = gl.allocate_shared_memory(gl.float32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shift_s = gl.allocate_shared_memory(gl.float32, [WGS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    factor_s = gl.allocate_shared_memory(gl.float32, [WGS, 64] if WGS == 3 else [WGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -829,30 +1008,30 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     bars = (k_full, k_empty, v_full, v_empty)
     if WGS == 2:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
-                         0, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
-                         1, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
-            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
-                        left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
-                        parts, WGS, DH, D, STAGES, HEADS, LO, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 0, WGS, DH, D,
+                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 1, WGS, DH, D,
+                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
+                        table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
+                        table_width, causal, window, parts, WGS, DH, D, STAGES, HEADS, Q16, LO, SPLIT)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
-                         0, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
-                         1, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, shift_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-                         sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap,
-                         2, DH, D, STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
-            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, q_bars, bars, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, cu_ptr,
-                        left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
-                        parts, WGS, DH, D, STAGES, HEADS, LO, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 0, WGS, DH, D,
+                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 1, WGS, DH, D,
+                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 2, WGS, DH, D,
+                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
+                        table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
+                        table_width, causal, window, parts, WGS, DH, D, STAGES, HEADS, Q16, LO, SPLIT)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
 
@@ -864,15 +1043,19 @@ class Shape:
     """How the kernel is cut for one (padded) head_dim; measured, see docs/kernels.md."""
 
     warpgroups: int
+    parts: int  # of V's channels, each of them one product: one to a half or a quarter where registers are short
     stages: int
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     regs: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
     feed: int
 
 
-SHAPES = {64: Shape(3, 3, 2, 160, 24), 128: Shape(2, 3, 1, 240, 24), 256: Shape(2, 2, 0, 240, 24)}
+SHAPES = {64: Shape(3, 1, 3, 0, 160, 24), 128: Shape(3, 2, 3, 0, 160, 24), 256: Shape(2, 4, 2, 0, 240, 24)}
+# Prompts up to SHORT queries spend more on an item's beginning and end than a third warpgroup saves.
+SHORT = 4096
+SHORT_SHAPES = SHAPES | {128: Shape(2, 1, 3, 1, 240, 24)}
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
-HEADS = 4  # query heads whose items follow one another: they find each other's K and V in L2
+HEADS = 8  # query heads whose items stand in one order, longest first: more balance better, fewer find each other's K and V in L2
 NO_WINDOW = 1 << 30
 COUNTERS = 1 << 13  # of a device: streams and captured launches
 PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
@@ -927,7 +1110,7 @@ def attention(
         batch, tokens = (num_seqs, max_seqlen_q) if cu_seqlens_q is None else (1, q.shape[0])
         q_strides, out_strides = [(tokens * strides[0], *strides) for strides in (q_strides, out_strides)]
     padded = PADDED[head_dim]
-    shape = SHAPES[padded]
+    shape = (SHORT_SHAPES if max_seqlen_q <= SHORT else SHAPES)[padded]
     rows = shape.warpgroups * ROWS.value
     if cu_seqlens_q is None:
         items = num_seqs * num_q_heads * -(-tokens // rows)
@@ -947,7 +1130,7 @@ def attention(
     sinks = None if sinks is None else sinks.float()
     args = (
         Tiles(q, (batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, padded)),
-        *tiles(pages, padded, padded // (4 if padded == 256 else 1)),
+        *tiles(pages, padded, padded // shape.parts),
         target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), _counter(device),
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
