@@ -197,6 +197,8 @@ def test_dropout_and_impossible_backends_are_refused():
         scaled_dot_product_attention(X, X, X, backend="fastest")
     with pytest.raises(ValueError, match="are for NVIDIA GPUs, not cpu"):
         scaled_dot_product_attention(X, X, X, backend="hopper")
+    with pytest.raises(ValueError, match="'reference' cannot answer this call: a mask is given"):
+        scaled_dot_product_attention(X, X, X, attn_mask=torch.ones(X.shape[-2], X.shape[-2], dtype=torch.bool), backend="reference")
 
 
 # RoPE

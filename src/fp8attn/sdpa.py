@@ -97,18 +97,21 @@ def scaled_dot_product_attention(
         scale: default `1 / sqrt(E)`.
         enable_gqa: Hq may be a multiple of H.
         backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`kernels/fa3.py`); one named
-            outright is for what has no `fallback_reason`.
+            outright refuses what has a `fallback_reason`.
     Returns:
         `[..., Hq, L, Ev]` in query's dtype, and in the order of memory of query.
     Raises:
-        ValueError: `dropout_p` is not zero; a backend that cannot run here, and why.
+        ValueError: `dropout_p` is not zero; a named backend that cannot run here, or not answer this call, and why.
     """
     if dropout_p:
         raise ValueError(
             f"FP8 attention has no dropout: it is for inference, and dropout_p is {dropout_p}; "
             "call model.eval(), or torch.nn.functional.scaled_dot_product_attention for training"
         )
-    if fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) is not None:
+    reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if reason is not None:
+        if backend != "auto":
+            raise ValueError(f"backend {backend!r} cannot answer this call: {reason}; with backend='auto' torch's own SDPA does, exactly")
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = _batched(query), _batched(key), _batched(value)
     out = _attend(q, k, v, None, None, False, is_causal, scale, backend)
