@@ -26,7 +26,7 @@ class Outcomes:
 
 def main() -> int:
     outcomes, start = Outcomes(), time.time()
-    code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", "4", "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
+    code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", "8", "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
     rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
     rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})
     write("results/h100/tests.json", rows, SOURCES)

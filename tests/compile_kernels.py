@@ -173,6 +173,7 @@ def cases(arch: int) -> list[tuple]:
         found += quantize_case(f"D{head_dim} dense", head_dim, dtype, i % 2 * head_dim, device_arch=arch)
         found += rows_case(f"D{head_dim} rows", head_dim, other, i % 2 * head_dim, interleaved=i % 4 == 3, device_arch=arch)
     found += quantize_case("D128 dense fp8", 128, FP8, device_arch=arch)
+    found += quantize_case("D96 dense fp8", 96, FP8, device_arch=arch)  # a masked load of FP8
     if arch == 90:
         leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
         found += attention_case("D128 rows4 window sinks", 128, bf16, 1, window=100, sinks=sinks)

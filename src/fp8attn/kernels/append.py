@@ -82,7 +82,7 @@ def _load(rows, at, i, LIMIT: tl.constexpr):
     if i.shape[0] == LIMIT:
         return _widen(tl.load(rows + at))
     else:
-        return _widen(tl.load(rows + at, mask=tl.zeros(rows.shape, tl.int32) + i < LIMIT, other=0))
+        return _widen(tl.load(rows + at, mask=tl.zeros(rows.shape, tl.int32) + i < LIMIT, other=0.0))
 
 
 @triton.jit
