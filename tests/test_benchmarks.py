@@ -237,6 +237,11 @@ def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
     planted = {"case": "memcheck-planted", "finished": False}
     assert sanitize.as_it_should(planted | {"errors": 2}) and not sanitize.as_it_should(planted | {"errors": 0})
     assert not sanitize.as_it_should(planted)
+    races = [row | {"case": f"racecheck-{name}", "errors": 3} for row in [clean] for name in ("ordered", "prefill", "append")]
+    assert [row["case"] for row in sanitize.faults(races)] == ["racecheck-append"]  # no mbarriers there: a race is a race
+    races[0]["errors"] = 0  # the tool follows mbarriers
+    assert [row["case"] for row in sanitize.faults(races)] == ["racecheck-prefill", "racecheck-append"]
+    assert sanitize.faults([clean | {"case": "memcheck-prefill", "errors": 1}])
 
 
 def test_a_call_that_hangs_or_fails_is_left_behind():
