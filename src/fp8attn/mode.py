@@ -29,7 +29,7 @@ from .sdpa import fallback_reason, scaled_dot_product_attention
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # and torch._C._nn's: they are one object
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
-MIN_LENGTH = 2048  # tokens; with fewer, quantising may cost more than FP8 saves
+MIN_LENGTH = 8192  # tokens; with 4096, causal attention is still faster in BF16 than with quantising (results/h100/sdpa.json)
 
 
 # The policy
