@@ -1,17 +1,16 @@
 """The retrieval contexts of training: as long as asked for, answerable, in RULER's form, and never what RULER asks."""
 
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("tokenizers")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "training" / "long_context"))
 
-import data
-from retrieval import RetrievalTask
+from training.long_context.retrieval import RetrievalTask
+from training.long_context.words import key_words
+
+import data  # isort: skip - of the folder above, which the package makes importable
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +56,7 @@ def test_no_value_or_variable_is_one_that_ruler_draws(task):
 
 def test_key_words_are_not_rulers():
     pytest.importorskip("wonderwords")
-    training, validation = data.key_words(
-        ["def harbour(special): return quux, zyzzyva, plugh  # a cat"] + [f"abcx{c}" for c in "defghijklmnop"]
-    )
+    training, validation = key_words(["def harbour(special): return quux, zyzzyva, plugh  # a cat"] + [f"abcx{c}" for c in "defghijklmnop"])
     assert not {"harbour", "cat"} & {*training, *validation}
     assert {"quux", "plugh"} <= {*training, *validation} and not set(training) & set(validation)
 

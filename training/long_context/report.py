@@ -1,6 +1,6 @@
 """Measure the trained model: bits per byte against general compressors, and RULER's retrieval tasks by length and depth.
 
-    PYTHONPATH=src python training/long_context/report.py --model models/stdlib-llama --out results/h100/model.json
+    PYTHONPATH=src python -m training.long_context.report --model models/stdlib-llama --out results/h100/model.json
 
 Everything is measured through transformers with the BF16 weights that are committed; text on the held-out modules only. The retrieval
 tasks are lm-eval's (`fp8attn[ruler]`), put through `fp8attn.evaluation` with its BF16 cache.
@@ -8,20 +8,13 @@ tasks are lm-eval's (`fp8attn[ruler]`), put through `fp8attn.evaluation` with it
 
 import argparse
 import datetime
-import gzip
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
-import lzma
-import math
 import platform
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
-from data import MODEL, ROOT, is_test, load_tokenizer, read_held_out, tokenise
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8attn.evaluation.caches import cache_factory
@@ -29,47 +22,15 @@ from fp8attn.evaluation.needle import ask, cells
 from fp8attn.evaluation.paired import wilson
 from fp8attn.evaluation.ruler import NAMES, ruler_samples
 
-WINDOW, STRIDE = 4096, 2048
+from . import FOLDER  # and makes the folder above importable
+
+from data import MODEL, ROOT, load_tokenizer, read_held_out  # isort: skip
+from report import compression_rows, triton_version  # isort: skip
+
+SHARED = ("data.py", "model.py", "report.py", "train.py", "config.json")  # of the folder above
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 DEPTHS = [tenth / 10 + 0.05 for tenth in range(10)]
 CHUNK = 8192
-
-
-@torch.inference_mode()
-def document_bits(model, tokens):
-    """Bits the model needs for `tokens` (an end-of-text token first, which is free), at least STRIDE tokens of
-    context for each but the first ones."""
-    nats, scored, start = 0.0, 1, 0
-    while scored < len(tokens):
-        ids = torch.as_tensor(tokens[start : start + WINDOW].astype(np.int64), device=model.device)[None]
-        logits = model(ids).logits[0, :-1].float()
-        losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-        nats += losses[scored - start - 1 :].double().sum().item()
-        scored = start + ids.shape[1]
-        start += STRIDE
-    return nats / math.log(2)
-
-
-def compression_rows(model, tokenizer, documents):
-    """Bits per byte of the model, gzip -9 and xz -9e for each held-out set, the set as one stream for the latter."""
-    rows = []
-    for name, kind in (("modules", [False]), ("tests", [True]), ("all", [False, True])):
-        texts = [text for path, text in documents if is_test(path) in kind]
-        raw = "".join(texts).encode()
-        tokens = [tokenise(tokenizer, [text]) for text in texts]
-        rows.append(
-            {
-                "case": "bits_per_byte",
-                "set": name,
-                "documents": len(texts),
-                "bytes": len(raw),
-                "tokens": sum(map(len, tokens)) - len(texts),
-                "model": sum(document_bits(model, t) for t in tokens) / len(raw),
-                "xz_9e": 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw),
-                "gzip_9": 8 * len(gzip.compress(raw, 9)) / len(raw),
-            }
-        )
-    return rows
 
 
 def retrieval_rows(model, tokenizer, samples, longest):
@@ -96,15 +57,10 @@ def retrieval_rows(model, tokenizer, samples, longest):
 
 def source_hashes(model_folder):
     """SHA-256 of each file that the numbers depend on, by its path in the repository."""
-    files = [*sorted((ROOT / "training").glob("*.py")), ROOT / "training" / "config.json"]
+    files = [*(FOLDER.parent / name for name in SHARED), *sorted(FOLDER.glob("*.py")), FOLDER / "config.json"]
     hashes = {f.relative_to(ROOT).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
     weights = hashlib.sha256((model_folder / "model.safetensors").read_bytes()).hexdigest()
     return {**hashes, (MODEL / "model.safetensors").relative_to(ROOT).as_posix(): weights}
-
-
-def triton_version():
-    """Triton's version, or None where it is not installed."""
-    return importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None
 
 
 def print_tables(rows):

@@ -1,7 +1,7 @@
 """Contexts that teach retrieval in the form of RULER's tasks, of any length, none of whose keys or values RULER can draw.
 
 RULER's `niah_*` keys are pairs of an adjective and a noun of the `wonderwords` lists, or UUIDs; its values are numbers of seven digits, or
-UUIDs. Here keys are pairs of other words (`data.key_words`), strings of letters, and UUIDs; values are numbers of six, eight, or seven
+UUIDs. Here keys are pairs of other words (`words.key_words`), strings of letters, and UUIDs; values are numbers of six, eight, or seven
 digits that lead with a zero, which RULER's never do, and UUIDs. (Two random UUIDs are never the same.) Its chains have variables of five
 letters; here they have four or six.
 """

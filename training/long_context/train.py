@@ -1,6 +1,6 @@
 """Train the small model on one GPU for a given time, in one run or several.
 
-    python training/long_context/train.py --minutes 45 --out .train/run [--stop-after 540]
+    python -m training.long_context.train --minutes 45 --out .train/run [--stop-after 540]
 
 The schedules of the learning rate and of the context length follow the share of `--minutes` that has passed. The state is kept in
 `<out>/state.pt`, under 64 MiB: started again with the same --out and --minutes, on whatever machine, the run goes on from there. The
@@ -12,14 +12,25 @@ import json
 import math
 import multiprocessing
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
-from data import CONFIG, SCRATCH, load_tokenizer, read_held_out, read_words, tokenise
-from model import Llama, save_hf
-from retrieval import RetrievalTask
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, IterableDataset
+
+from . import CONFIG  # and makes the folder above importable
+from .retrieval import RetrievalTask
+from .words import read_words
+
+from data import SCRATCH, load_tokenizer, read_held_out, tokenise  # isort: skip
+from model import Llama, save_hf  # isort: skip
+from train import learning_rate, make_optimizers  # isort: skip
+
+# In order of choice. cuDNN's is the faster on Hopper, where attention is most of a long step; none but these two is an option there, since
+# the others hold scores of [length, length].
+FAST_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def due(settings, progress):
@@ -85,24 +96,6 @@ def stage_begins(settings, stage):
     return max((other["until"] for other in settings["curriculum"] if other["until"] < stage["until"]), default=0.0)
 
 
-def make_optimizers(model, settings):
-    """Muon for the matrices of the layers, AdamW for the embeddings and the norms."""
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim < 2 or p is model.embed]
-    return [
-        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings["muon"]),
-        torch.optim.AdamW(others, fused=others[0].is_cuda, **settings["adamw"]),
-    ]
-
-
-def learning_rate(progress, settings):
-    """The factor on the learning rates: a linear warm-up, then a cosine."""
-    if progress < settings["warmup"]:
-        return max(progress / settings["warmup"], 1e-2)
-    done = (progress - settings["warmup"]) / (1 - settings["warmup"])
-    return settings["final_lr"] + (1 - settings["final_lr"]) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
-
-
 def compact(optimizer):
     """An optimizer's state with its moments in bfloat16: half the bytes of a state that may have to travel."""
     state = optimizer.state_dict()
@@ -121,6 +114,12 @@ def main():
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the log, the state and the weights")
     args = parser.parse_args()
+    with sdpa_kernel(FAST_ATTENTION, set_priority=True) if torch.cuda.is_available() else nullcontext():
+        train(args)
+
+
+def train(args):
+    """One run: from the last state to the end of the budget, or of this run's time."""
     began = time.monotonic()
     settings = CONFIG["train"]
     args.out.mkdir(parents=True, exist_ok=True)
