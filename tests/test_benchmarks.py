@@ -26,6 +26,22 @@ def attend(*args, **options):
 # Counting
 
 
+def small_llama(layers):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=100,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).bfloat16().eval().to(DEVICE)
+
+
 def test_flops_count_what_is_seen():
     assert Shape((16,), (16,), 3, 1, 64, False).flops == 4 * 3 * 64 * 16 * 16
     assert Shape((16,), (16,), 3, 1, 64, True).flops == 4 * 3 * 64 * 16 * 16 / 2
@@ -282,7 +298,6 @@ def test_the_streaming_ceiling_follows_the_decode_kernel():
 
 def test_llama_systems_agree(monkeypatch):
     """All four on a tiny model, the peers' kernels replaced by float64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     def exact_cache(q, k, v, used):
         last_key = [int(n) - q.shape[1] + torch.arange(q.shape[1], device=DEVICE) for n in used]
@@ -297,17 +312,7 @@ def test_llama_systems_agree(monkeypatch):
     monkeypatch.setattr(peers, "vllm_cache", paged_cache)
     monkeypatch.setattr(llama_decode, "CHECKED", 50)
     monkeypatch.setattr(llama_decode, "graph_of", lambda step: (lambda: None, step()))
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=100,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).bfloat16().eval().to(DEVICE)
+    model = small_llama(2)
     with torch.inference_mode():
         rows = llama_decode.agree(model, llama_decode.available())  # asserts that logits agree
         assert [row["impl"] for row in rows] == ["bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"] and rows[0]["rel_err"] == 0
@@ -354,19 +359,7 @@ def test_attention_is_swapped_for_fa3_and_inside_a_context_of_ours(float64_fa3):
 
 
 def test_llama_prefill_runs_one_model_with_each_attention(float64_fa3, monkeypatch):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=100,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).bfloat16().eval().to(DEVICE)
+    model = small_llama(3)
     llama_prefill.unmasked(model)
     monkeypatch.setattr(llama_prefill, "LAYER_TOKENS", 2 * 150)
     with torch.inference_mode():
