@@ -27,12 +27,12 @@ def test_all_implementations_on_the_same_samples(tiny_model, tmp_path, monkeypat
     monkeypatch.setattr(bench, "KERNELS", {"fa3-fp8": rows_attention})
     model, tokenizer = models.load(tiny_model, device="cpu")
     text = models.read_text(model=tiny_model)
-    file = tmp_path / "recall-200.jsonl.xz"
-    needle.save_samples(file, recall_samples(tokenizer, text, lengths=(200,), depths=(0.5,), samples=2))
+    file = tmp_path / "recall-600.jsonl.xz"
+    needle.save_samples(file, recall_samples(tokenizer, text, lengths=(600,), depths=(0.5,), samples=2))
     names = ["bf16", "fp8attn", "fp8attn-static", "fa3-fp8:calibrated", "fa3-fp8:calibrated+means"]
     outcomes = bench.run(model, tokenizer, [file], names, models.windows(models.tokenize(tokenizer, text), 256, 2, from_end=True), 1 << 20)
     rows = bench.rows(outcomes, 2)
-    assert [(row["case"], row["impl"], row["samples"]) for row in rows] == [("recall-S200-stress2", name, 2) for name in names]
+    assert [(row["case"], row["impl"], row["samples"]) for row in rows] == [("recall-S600-stress2", name, 2) for name in names]
     assert "p" not in rows[0] and all(row["p"] == 1 and row["lost"] == row["won"] == 0 for row in rows[1:])
     with pytest.raises(ValueError, match="no implementation is called 'fa4'"):
         bench.run(model, tokenizer, [file], ["fa4"], models.windows(models.tokenize(tokenizer, text), 256, 1), 512)

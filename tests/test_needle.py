@@ -28,12 +28,26 @@ class RecallModel:
         self.forwards = getattr(self, "forwards", 0) + 1
         logits = torch.zeros(len(input_ids), 1, 257)
         for row, ids in enumerate(past_key_values.ids.tolist()):
-            key = ids[-self.context :]
-            for end in range(len(ids) - 1, self.context - 1, -1):
-                if ids[end - self.context : end] == key:
-                    logits[row, 0, ids[end]] = 1
-                    break
+            if (following := self.following(ids)) is not None:
+                logits[row, 0, following] = 1
         return SimpleNamespace(logits=logits)
+
+    def following(self, ids):
+        key = ids[-self.context :]
+        return next((ids[end] for end in range(len(ids) - 1, self.context - 1, -1) if ids[end - self.context : end] == key), None)
+
+
+class Reader(RecallModel):
+    """Answers RULER's question from the statement about its key, as far as its cache remembers."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def following(self, ids):
+        text = self.tokenizer.decode(ids)
+        asked = re.search(r"for (\S+) mentioned in the provided text is( \d*|)$", text)
+        stated = asked and re.search(f"numbers for {asked[1]} is:( [0-9]+)", text)
+        return self.tokenizer(stated[1])["input_ids"][len(asked[2])] if stated else None
 
 
 class Memory:
@@ -53,59 +67,57 @@ def haystack(tokenizer, tiny_model):
     return Haystack(tokenizer, models.read_text(model=tiny_model), seed=1)
 
 
-@pytest.mark.parametrize("length", [200, 1001])
+@pytest.mark.parametrize("length", [700, 2001])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_prompts(haystack, tokenizer, length, depth):
     prompt = haystack.sample(length, depth, distractors=3)
     (answer,) = prompt.answers
     text = tokenizer.decode(prompt.tokens)
     assert len(prompt.tokens) == length
-    query = text.rsplit("\n", 1)[1]
-    stated = query + answer + "\n"
-    assert re.fullmatch('KEY = "[a-z]{6}[0-9]{2}', query)
-    assert re.fullmatch('[0-9]{4}"', answer)
-    assert text.count(query) == 2
-    assert text.count("KEY = ") == 5
-    keys = re.findall('KEY = "([a-z]{6})([0-9]{2})[0-9]{4}', text)
-    assert len({word for word, _ in keys}) == len({number for _, number in keys}) == 4
-    assert text.startswith(stated) or "\n" + stated in text  # on a line of its own
-    at = text.index(stated) / (length - len(query))
-    assert abs(at - depth) < 0.35 if length == 200 else abs(at - depth) < 0.1
+    assert text.startswith("A special magic number is hidden")
+    key = re.search(r"\nWhat is the special magic number for ([a-z]{6}-[a-z]{6}) mentioned", text).group(1)
+    assert text.endswith(f"? The special magic number for {key} mentioned in the provided text is")
+    stated = f"\nOne of the special magic numbers for {key} is: {answer}.\n"
+    assert text.count(stated) == 1  # on a line of its own
+    keys, values = zip(*re.findall(r"numbers for (\S+) is: ([1-9][0-9]{6})\.", text), strict=True)
+    assert len(set(values)) == 4 and len({word for key in keys for word in key.split("-")}) == 8
+    needles = 4 * len(stated)
+    assert abs(text.index(stated) - depth * (length - needles)) < needles  # distractors stand before it or behind it
 
 
 def test_prompts_have_a_seed(tokenizer, tiny_model):
     text = models.read_text(model=tiny_model)
     first, again, other = (Haystack(tokenizer, text, seed) for seed in (5, 5, 6))
-    assert first.sample(300, 0.5) == again.sample(300, 0.5)
-    assert first.sample(300, 0.5) != other.sample(300, 0.5)
-    assert first.sample(300, 0.5) != again.sample(500, 0.5)
+    assert first.sample(700, 0.5) == again.sample(700, 0.5)
+    assert first.sample(700, 0.5) != other.sample(700, 0.5)
+    assert first.sample(700, 0.5) != again.sample(800, 0.5)
 
 
 def test_prompts_that_cannot_be(haystack):
-    with pytest.raises(ValueError, match=r"a prompt with 4 pairs takes 99 to 16483 tokens; got 90"):
+    with pytest.raises(ValueError, match=r"a prompt with 4 pairs takes 547 to 16931 tokens; got 90"):
         haystack.sample(90, 0.5)
     with pytest.raises(ValueError, match="got 20000"):
         haystack.sample(20000, 0.5)
-    with pytest.raises(ValueError, match=r"distractors must be 0 to 99 .*; got 100"):
-        haystack.sample(500, 0.5, distractors=100)
+    with pytest.raises(ValueError, match="distractors must be 0 or more; got -1"):
+        haystack.sample(500, 0.5, distractors=-1)
     with pytest.raises(ValueError, match=r"depth must be in \[0, 1\]"):
         haystack.sample(500, 50)
 
 
 def test_a_perfect_memory_finds_all_and_a_short_one_the_near(tokenizer, tiny_model):
-    text, caches, calls = models.read_text(model=tiny_model), {"all": Memory, "half": lambda: Memory(horizon=200)}, []
-    samples = list(recall_samples(tokenizer, text, lengths=(300, 600), depths=(0.0, 0.2, 0.8, 1.0), samples=2, seed=1))
-    assert [(s.length, s.index, s.depth) for s in samples[:3]] == [(300, 0, 0.0), (300, 1, 0.0), (300, 2, 0.2)]
-    outcomes = needle.ask(RecallModel(), tokenizer, samples, caches, chunk=128, batch_tokens=1000, progress=calls.append)
+    text, caches, calls = models.read_text(model=tiny_model), {"all": Memory, "half": lambda: Memory(horizon=500)}, []
+    samples = list(recall_samples(tokenizer, text, lengths=(900, 1400), depths=(0.0, 0.2, 0.9, 1.0), samples=2, seed=1))
+    assert [(s.length, s.index, s.depth) for s in samples[:3]] == [(900, 0, 0.0), (900, 1, 0.0), (900, 2, 0.2)]
+    outcomes = needle.ask(Reader(tokenizer), tokenizer, samples, caches, chunk=128, batch_tokens=3000, progress=calls.append)
     assert calls == outcomes and len(outcomes) == 2 * 16
     assert needle.score(outcomes, "all") == 1.0
     found = {(cell.length, cell.depth): cell.score for cell in needle.cells(outcomes) if cell.cache == "half"}
     for (length, depth), score in found.items():
-        assert score == (length * (1 - depth) < 150), (length, depth)
+        assert score == (depth > 0.5), (length, depth)
     assert needle.score(outcomes, "half") == 4 / 8
     assert needle.same_outcomes(outcomes, "all", "all")
     assert not needle.same_outcomes(outcomes, "all", "half")
-    assert all(o.text.startswith(o.answers[0]) for o in outcomes if o.cache == "all")
+    assert all(o.text.startswith(" " + o.answers[0]) for o in outcomes if o.cache == "all")
 
 
 def sample(text, tokenizer, *answers, count=40, task="t", index=0):

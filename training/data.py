@@ -1,7 +1,7 @@
-"""The text and the recall task that the small model is trained on.
+"""The text that the small model is trained on, its tokenizer, and the words that the retrieval tasks (`retrieval.py`) make keys of.
 
-The text is the Python source of the standard library of the interpreter that runs this file. Run it once to
-train the tokenizer, write the held-out modules next to the model, and tokenise the rest:
+The text is the Python source of the standard library of the interpreter that runs this file. Run it once, where `fp8attn[ruler]` is
+installed, to train the tokenizer, write the held-out modules next to the model, tokenise the rest and write `.train/words.json`:
 
     python training/data.py
 """
@@ -26,15 +26,8 @@ END = "<|endoftext|>"
 HEADER = "# === Lib/{} ===\n"
 
 # A newline and every digit are tokens of their own. So the tokens of a text are those of its lines put end to end
-# (a line can be inserted without tokenising the rest again), and a value of six digits is always six tokens.
+# (a line can be inserted without tokenising the rest again), and a value of seven digits is always seven tokens.
 PIECES = r"\n|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
-
-RARE = 1536  # words of the recall task have at least this token id
-
-# What follows the word of a needle, in tokens: number (2), value (4), closing quote, newline.
-NUMBER_TOKENS = 2
-ANSWER_TOKENS = 4 + 1  # the quote is asked for too: it ends the answer
-LEARNED_TOKENS = NUMBER_TOKENS + ANSWER_TOKENS
 
 
 # ---------------------------------------------------------------- text
@@ -113,100 +106,28 @@ def tokenise(tokenizer, texts):
     return np.fromiter(ids, dtype=np.uint16)
 
 
-# ---------------------------------------------------------------- recall
+# ---------------------------------------------------------------- words
 
 
-def needle(word, number, value):
-    """The line that states a pair of key (word and number) and value; up to the number it is also the query.
+def key_words(texts):
+    """Words of the texts that retrieval keys are made of, in training and in the validation while training: two lists, by a hash.
 
-    The value follows its key at once. With `KEY_name = "value"`, where three tokens lie between, a model of this
-    size had not begun to look the name up after 350 million tokens, and gave one of the values at random.
+    None of them is, or is part of, an entry of the `wonderwords` lists that RULER's keys come from.
     """
-    return f'KEY = "{word}{number:02d}{value:04d}"\n'
+    import wonderwords
+
+    lists = wonderwords.RandomWord()._categories.values()
+    evaluated = {part for words in lists for word in words for part in re.findall("[a-z]+", word.lower())}
+    found = {word for text in texts for word in re.findall("[a-z]{3,12}", text)}
+    split = [[], []]
+    for word in sorted(found - evaluated):
+        split[hashlib.sha256(word.encode()).digest()[0] % 16 == 0].append(word)
+    return split
 
 
-def needle_words(vocabulary):
-    """The words of keys: words of four letters or more that are one token with and without a space before them.
-
-    Args:
-        vocabulary: the tokenizer's `get_vocab()`. Its ids fall with frequency: only the rarer words are taken, which
-            are in few of the contexts themselves. "Ġ" stands for a space.
-    """
-    return sorted(word for word, i in vocabulary.items() if i >= RARE and re.fullmatch("[a-z]{4,}", word) and "Ġ" + word in vocabulary)
-
-
-class RecallTask:
-    """Contexts of library text with pairs hidden in it and queries at the end.
-
-    Args:
-        tokenizer: the model's tokenizer (of the `tokenizers` library).
-        tokens: an array of token ids to cut the surrounding text from.
-        seed: keys, values, texts and places are all drawn anew for each context, from this seed.
-        distinct: whether no two pairs of a context share their number. Training leaves numbers to chance, so that
-            the word counts too; evaluation asks for keys that differ.
-    """
-
-    def __init__(self, tokenizer, tokens, seed, distinct):
-        self.tokenizer = tokenizer
-        self.tokens = tokens
-        self.words = needle_words(tokenizer.get_vocab())
-        self.newline = tokenizer.token_to_id("Ċ")
-        self.line_ends = np.flatnonzero(tokens == self.newline) + 1
-        self.rng = np.random.default_rng(seed)
-        self.distinct = distinct
-
-    def pairs(self, count):
-        """`count` needle lines as lists of tokens, no word twice."""
-        words = self.rng.choice(self.words, count, replace=False)
-        numbers = self.rng.choice(100, count, replace=not self.distinct)
-        values = self.rng.integers(10_000, size=count)
-        lines = [needle(*pair) for pair in zip(words, numbers, values, strict=True)]
-        return [e.ids for e in self.tokenizer.encode_batch(lines, add_special_tokens=False)]
-
-    def row(self, length, pairs, queries, depth=None):
-        """One context of exactly `length` tokens.
-
-        Args:
-            length: number of tokens, needles and queries included.
-            pairs: how many pairs are stated, each between two lines of the text.
-            queries: how many of them are asked for again at the end.
-            depth: where the first pair asked for stands, 0 at the start and 1 at the end; random if None.
-
-        Returns:
-            (tokens, learned): token ids, and a mask of what training teaches: numbers, values and quotes of the
-            queries. Evaluation gives the number and asks for the last ANSWER_TOKENS of them.
-        """
-        lines = self.pairs(pairs)
-        asked = lines[:queries]
-        space = length - sum(map(len, lines)) - sum(map(len, asked))
-        end = self.rng.choice(self.line_ends[np.searchsorted(self.line_ends, space) :])
-        text = self.tokens[end - space : end]
-        breaks = np.append(0, np.flatnonzero(text == self.newline) + 1)
-        places = self.rng.choice(breaks, pairs)
-        if depth is not None:
-            places[0] = breaks[np.abs(breaks - depth * space).argmin()]
-
-        parts, at = [], 0
-        for i in np.argsort(places, kind="stable"):
-            parts += [text[at : places[i]], lines[i]]
-            at = places[i]
-        parts += [text[at:], *asked]
-        learned = np.zeros(length, dtype=bool)
-        stop = length
-        for line in reversed(asked):
-            learned[stop - 1 - LEARNED_TOKENS : stop - 1] = True
-            stop -= len(line)
-        return np.concatenate(parts).astype(np.int32), learned
-
-    def batch(self, rows, length):
-        """`rows` contexts for training: as many pairs as the length has room for, or fewer, and half of them asked."""
-        recall = CONFIG["recall"]
-        most = max(1, min(recall["max_pairs"], length // recall["tokens_per_pair"]))
-        made = []
-        for _ in range(rows):
-            pairs = int(self.rng.integers(1, most + 1))
-            made.append(self.row(length, pairs, (pairs + 1) // 2))
-        return tuple(np.stack(part) for part in zip(*made, strict=True))
+def read_words():
+    """What `main` wrote: the words of training, and those of validation."""
+    return json.loads((SCRATCH / "words.json").read_text())
 
 
 def main():
@@ -233,6 +154,9 @@ def main():
     tokens.tofile(SCRATCH / "train.bin")
     size = sum(len(text.encode()) for text in kept)
     print(f"training: {len(kept)} modules, {size} bytes, {len(tokens)} tokens ({size / len(tokens):.2f} bytes each)")
+    words = key_words(kept)
+    (SCRATCH / "words.json").write_text(json.dumps(words))
+    print(f"key words: {len(words[0])} of training, {len(words[1])} of validation")
     for name, wanted in (("modules", False), ("tests", True)):
         texts = [text for path, text in read_held_out() if is_test(path) == wanted]
         print(f"held-out {name}: {len(texts)}, {sum(len(text.encode()) for text in texts)} bytes")

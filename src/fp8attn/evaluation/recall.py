@@ -1,11 +1,7 @@
-"""The task `recall`, which the committed model was trained on: a key and its value hidden in code at some depth, asked for at the end.
+"""The task `recall`: RULER's sentence hidden in a text of the user's at some depth, and others like it that are not asked for.
 
-The form is that of training/data.py, with keys and values of a seed of its own. A key is a word and a number, no two of a prompt alike in
-either; its value follows at once, four digits and a quote:
-
-    KEY = "harbour374815"        <- somewhere in the text, and others like it that are not asked for
-    ...
-    KEY = "harbour37             <- the end of the prompt; the model completes it
+It is `niah_multikey_1` of RULER (Hsieh et al. 2024, arXiv:2404.06654) with prompts of exactly the length asked for, needles at the depth
+asked for, hay of the user's choice, and nothing to install or download.
 """
 
 from __future__ import annotations
@@ -23,6 +19,14 @@ NAME = "recall"
 
 QUERY = 'KEY = "{word}{number:02d}'
 STATED = QUERY + '{value}"\n'
+INTRO = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n"
+)
+STATED = "One of the special magic numbers for {key} is: {value}.\n"
+QUERY = (
+    "\nWhat is the special magic number for {key} mentioned in the provided text? "
+    "The special magic number for {key} mentioned in the provided text is"
+)
 RARE = 1536  # token ids fall with frequency: keys are words of larger ids, which few texts hold by chance
 
 
@@ -34,7 +38,7 @@ class Haystack:
     Args:
         tokenizer: the model's.
         text: the hay; long enough for the longest prompt.
-        seed: of keys, values, texts and places. Words are the tokenizer's, or six random letters where it has few.
+        seed: of keys, values, texts and places. Keys are pairs of words, the tokenizer's, or six random letters where it has few.
     """
 
     def __init__(self, tokenizer: Any, text: str, seed: int = 0) -> None:
@@ -51,19 +55,18 @@ class Haystack:
         """A question whose prompt has exactly `length` tokens, its needle at `depth`, and `distractors` other pairs at random places.
 
         Raises:
-            ValueError: a length too short for the needles, or longer than the text; a depth outside [0, 1]; too many distractors.
+            ValueError: a length too short for the needles, or longer than the text; a depth outside [0, 1]; distractors below 0.
         """
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must be in [0, 1] (0 the start of the context); got {depth}")
-        if not 0 <= distractors < 100:
-            raise ValueError(f"distractors must be 0 to 99 (keys differ in a number of two digits); got {distractors}")
-        pairs = [
-            {"word": word, "number": number, "value": f"{self._random.randrange(10_000):04d}"}
-            for word, number in zip(self._draw(1 + distractors), self._random.sample(range(100), 1 + distractors), strict=True)
-        ]
+        if distractors < 0:
+            raise ValueError(f"distractors must be 0 or more; got {distractors}")
+        words = self._draw(2 * (1 + distractors))
+        values = self._random.sample(range(10**6, 10**7), 1 + distractors)
+        pairs = [{"key": f"{words.pop()}-{words.pop()}", "value": value} for value in values]
         needles = [self._encode(STATED.format(**pair)) for pair in pairs]
-        query = self._encode(QUERY.format(**pairs[0]))
-        space = length - len(self._start) - sum(map(len, needles)) - len(query)
+        start, query = [*self._start, *self._encode(INTRO)], self._encode(QUERY.format(**pairs[0]))
+        space = length - len(start) - sum(map(len, needles)) - len(query)
         ends = [end for end in self._ends if end >= space]
         if space < 0 or not ends:
             shortest = length - space
@@ -72,13 +75,13 @@ class Haystack:
         end = self._random.choice(ends)
         breaks = [0, *(e - end + space for e in self._ends if 0 < e - end + space <= space)]
         places = [min(breaks, key=lambda at: abs(at - depth * space)), *self._random.choices(breaks, k=distractors)]
-        tokens, at = list(self._start), 0
+        tokens, at = start, 0
         hay = self._tokens[end - space : end]
         for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
             tokens += hay[at:place] + needle
             at = place
-        answer = pairs[0]["value"] + '"'
-        room = len(self._encode(answer)) + 1  # the context may split the digits otherwise
+        answer = str(pairs[0]["value"])
+        room = len(self._encode(" " + answer)) + 1  # the context may split the digits otherwise
         return Sample(NAME, length, index, array("i", [*tokens, *hay[at:], *query]), (answer,), depth, room)
 
     def _draw(self, count: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Contexts that teach retrieval in the form of RULER's tasks, of any length, none of whose keys or values RULER can draw.
 
 RULER's `niah_*` keys are pairs of an adjective and a noun of the `wonderwords` lists, or UUIDs; its values are numbers of seven digits, or
-UUIDs. Here keys are pairs of other words (`words.key_words`), strings of letters, and UUIDs; values are numbers of six, eight, or seven
+UUIDs. Here keys are pairs of other words (`data.key_words`), strings of letters, and UUIDs; values are numbers of six, eight, or seven
 digits that lead with a zero, which RULER's never do, and UUIDs. (Two random UUIDs are never the same.) Its chains have variables of five
 letters; here they have four or six.
 """
@@ -17,19 +17,20 @@ INTRO = (
 )
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
-# A statement, and a question about it with its answer. RULER's, and steps towards it with less between key and value: with three tokens
-# between them, and no steps, a model of this size had not begun to look keys up after 350 million tokens.
-RULER = (
-    "One of the special magic {kind}s for {key} is: {value}.\n",
-    "What is the special magic {kind} for {key} mentioned in the provided text? "
-    "The special magic {kind} for {key} mentioned in the provided text is {value}\n",
-)
-STEPS = (
+# A statement, and a question about it with its answer: steps towards RULER's, with less between key and value, and RULER's. With three
+# tokens between them, and no steps, a model of this size had not begun to look keys up after 350 million tokens.
+FORMS = (
     ("{key} {value}\n", "{key} {value}\n"),
     ("{key}: {value}\n", "{key}: {value}\n"),
     ("{key} is: {value}.\n", "{key} is: {value}.\n"),
     ("The magic {kind} for {key} is: {value}.\n", "The magic {kind} for {key} mentioned in the text is {value}\n"),
+    (
+        "One of the special magic {kind}s for {key} is: {value}.\n",
+        "What is the special magic {kind} for {key} mentioned in the provided text? "
+        "The special magic {kind} for {key} mentioned in the provided text is {value}\n",
+    ),
 )
+RULER = (0.0,) * (len(FORMS) - 1) + (1.0,)
 
 CHAIN = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
@@ -49,28 +50,28 @@ class RetrievalTask:
     """
 
     def __init__(self, tokenizer, words, text, seed):
-        self.tokenizer, self.words, self.text = tokenizer, words, text
+        self.tokenizer, self.words, self.text = tokenizer, np.array(words, object), text
         self.rng = np.random.default_rng(seed)
         self.noise, self.newline = self._encode([NOISE])[0], tokenizer.token_to_id("Ċ")
 
-    def row(self, length, steps=0.0, questions=64, ruler_only=False):
+    def row(self, length, forms=RULER, questions=64, ruler_only=False):
         """One context of exactly `length` tokens.
 
         Args:
             length: number of tokens, statements and questions included.
-            steps: the chance that it is in one of the simpler forms.
+            forms: how likely it is in each of `FORMS`.
             questions: at most so many are asked.
             ruler_only: whether it is of the kind that is evaluated, `niah_multikey_2` with one question, and no other.
 
         Returns:
-            (tokens, learned): token ids, and a mask of what training teaches: the values in the answers.
+            (tokens, learned): token ids, and a mask of what training teaches: the answers, with what ends them.
         """
-        if not ruler_only and length >= 512 and self.rng.random() < 0.1:
+        if not ruler_only and length >= 512 and self.rng.random() < 0.1 * forms[-1]:
             return self._chains(length)
         kind = "number" if ruler_only or length < 512 or self.rng.random() < 0.75 else "uuid"
-        stated, asked = RULER if ruler_only or self.rng.random() >= steps else STEPS[self.rng.integers(len(STEPS))]
+        stated, asked = FORMS[self.rng.choice(len(FORMS), p=forms)]
         haystack = "statements" if ruler_only else self.rng.choice(["statements", "text", "noise"], p=[0.7, 0.2, 0.1])
-        intro = self._encode([INTRO.format(kind=kind)])[0] if stated is RULER[0] else []
+        intro = self._encode([INTRO.format(kind=kind)])[0] if stated == FORMS[-1][0] else []
         # As many as would fill the context; in text and noise few. Short contexts of few pairs are where looking up begins.
         most = max(2, length // 24)
         pairs = most if haystack == "statements" else int(self.rng.integers(1, min(most, 9)))
@@ -167,7 +168,7 @@ class RetrievalTask:
         tokens, learned = list(hay), [False] * len(hay)
         for prompt, answer, end in asks:
             tokens += [*prompt, *answer, *end]
-            learned += [False] * len(prompt) + [True] * len(answer) + [False] * len(end)
+            learned += [False] * len(prompt) + [True] * (len(answer) + len(end))
         fill = max(0, length - len(tokens))
         start = int(self.rng.integers(len(self.text) - fill))
         filler = [*self.text[start : start + fill - 1].tolist(), 0] if fill else []
