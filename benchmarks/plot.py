@@ -243,7 +243,7 @@ def plot_drift() -> None:
         axes.set_xlabel("tokens before the predicted one")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False)
+    legend(figure, panels[1])
     for axes in panels[:2]:
         axes.set_xscale("log", base=2)
     for axes in panels[1:]:

@@ -21,7 +21,7 @@ COLOURS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
 
 
 def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
-    """One heat map a cache, up to four side by side, length across and depth down, each cell's mean score written in it."""
+    """One heat map a cache, as many side by side as can be read on a page, length across and depth down, each cell's mean score written in it."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
@@ -29,7 +29,7 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
     caches = list(dict.fromkeys(cell.cache for cell in found))
     lengths, depths = sorted({cell.length for cell in found}), sorted({cell.depth for cell in found})
     colours = LinearSegmentedColormap.from_list("recall", ["#b2452f", "#f0d9b5", "#2a7f86"])
-    columns = min(len(caches), 4)
+    columns = min(len(caches), max(1, 20 // len(lengths)))
     lines = -(-len(caches) // columns)
     size = (1.6 + (0.85 * len(lengths) + 0.7) * columns, 1.1 + (1 + 0.5 * len(depths)) * lines)
     figure = Figure(figsize=size, dpi=160, layout="constrained")
