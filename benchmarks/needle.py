@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from multiprocessing import get_context
@@ -269,14 +270,13 @@ class Work:
     deadline: float = float("inf")  # of `time.time`; then what is begun is ended, and no more
     done: frozenset[tuple] = frozenset()  # `key`s of what is not asked again
 
-    def run(self, number: int, processes: int, device: str) -> None:
-        """One process's part: sample `number` and every `processes`-th after it."""
-        if device != "cpu":
-            torch.cuda.set_device(device)
+    def run(self, number: int = 0, processes: int = 1) -> None:
+        """One process's part, on the GPU that it sees: sample `number` and every `processes`-th after it."""
+        peers.available()  # which loads them
         OUTCOMES.mkdir(parents=True, exist_ok=True)
         with open(OUTCOMES / f"{time.time_ns()}-{number}.jsonl", "w", encoding="utf-8") as file:
             for strength in self.strengths:
-                model, tokenizer = models.load(self.model, device=device)
+                model, tokenizer = models.load(self.model)
                 plant(model, STRENGTHS[strength])
                 text = models.tokenize(tokenizer, models.read_text(None, self.model))
                 systems = Systems(model, models.windows(text, *CALIBRATION, from_end=True))
@@ -309,6 +309,24 @@ class Work:
         share = sum(o.right for o in heard) / max(1, len(heard))
         print(f"{samples[0].task} {samples[0].length} {name}: {share:.1%} of {len(heard)}, {time.time() - began:.1f} s", flush=True)
         return heard
+
+
+def run_everywhere(work: Work) -> int:
+    """Run in a process a GPU, which sees no other; how many of them failed. Where there is one GPU at most, here."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        work.run()
+        return 0
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    processes = []
+    for number, device in enumerate(seen.split(",")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = device  # inherited, and read when the process imports torch
+        processes.append(get_context("spawn").Process(target=work.run, args=(number, count)))
+        processes[-1].start()
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen
+    for process in processes:
+        process.join()
+    return sum(process.exitcode != 0 for process in processes)
 
 
 def stressed(strength: int) -> str:
@@ -381,20 +399,14 @@ def main() -> None:
     done = frozenset(map(key, load()))
     deadline = time.time() + args.seconds
     work = Work(args.model, files, names, args.stress, args.samples, args.chunk, args.batch_tokens, deadline, done)
-    devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
-    parts = []
-    if len(devices) == 1:
-        work.run(0, 1, devices[0])
-    else:
-        with ProcessPoolExecutor(len(devices), mp_context=get_context("spawn")) as pool:
-            parts = [pool.submit(work.run, n, len(devices), device) for n, device in enumerate(devices)]
+    failed = run_everywhere(work)
     outcomes = load()
     needle.save_outcomes(KEPT, outcomes)
     write(RESULTS, rows(outcomes), SOURCES)
     for file in OUTCOMES.glob("*.jsonl"):
         file.unlink()
-    for part in parts:
-        part.result()  # or what it failed with
+    if failed:
+        sys.exit(f"{failed} processes failed; what the others answered is kept")
 
 
 if __name__ == "__main__":

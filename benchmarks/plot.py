@@ -258,7 +258,7 @@ PLOTS = {
 
 
 def main() -> None:
-    for name in sys.argv[1:] or PLOTS:
+    for name in sys.argv[1:] or [name for name in PLOTS if (FOLDER / f"{name}.json").exists()]:
         PLOTS[name]()
 
 

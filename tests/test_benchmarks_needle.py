@@ -34,6 +34,7 @@ def rows_attention(shape, q, k, v):
 @pytest.fixture(autouse=True)
 def cpu_kernels(monkeypatch):
     monkeypatch.setattr(bench, "KERNELS", dict.fromkeys(bench.KERNELS, rows_attention))
+    monkeypatch.setattr(bench.peers, "available", lambda: {"fa3", "vllm-fa3"})
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def work(folder, tiny_model, names, **options):
 
 def test_every_implementation_answers_every_sample_once(folder, tiny_model):
     for number in range(2):
-        work(folder, tiny_model, bench.IMPLS).run(number, 2, "cpu")
+        work(folder, tiny_model, bench.IMPLS).run(number, 2)
     outcomes = bench.load()
     assert len(outcomes) == len(bench.IMPLS) * 2 * 4 == len({bench.key(o) for o in outcomes})
     rows = bench.rows(outcomes)
@@ -62,18 +63,17 @@ def test_every_implementation_answers_every_sample_once(folder, tiny_model):
     assert [(row["case"], row["impl"], row["samples"]) for row in rows] == [(case, name, 4) for case in cases for name in bench.IMPLS]
     assert all(row["paired"] == 4 and row["p"] == 1 for row in rows if row["impl"] != "bf16")
     again = work(folder, tiny_model, bench.IMPLS, done=frozenset(map(bench.key, outcomes)))
-    again.run(0, 2, "cpu")
+    again.run(0, 2)
     assert len(bench.load()) == len(outcomes)
 
 
 def test_time_is_kept(folder, tiny_model):
-    work(folder, tiny_model, ("bf16",), deadline=0.0).run(0, 1, "cpu")
+    work(folder, tiny_model, ("bf16",), deadline=0.0).run()
     assert bench.load() == []
 
 
 def test_results_are_merged_while_the_sources_are_the_same(folder, tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "SOURCES", ("benchmarks/needle.py",))
-    monkeypatch.setattr(bench.peers, "available", lambda: {"fa3"})
     monkeypatch.setattr(sys, "argv", f"needle run --task recall --lengths 200 --impl fp8attn --model {tiny_model} --samples 3".split())
     bench.main()
     assert [(row["impl"], row["samples"]) for row in bench.json.loads(bench.RESULTS.read_text())["rows"]] == [("fp8attn", 3)]

@@ -21,7 +21,7 @@ COLOURS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
 
 
 def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
-    """One heat map a cache, as many side by side as can be read on a page, length across and depth down, each cell's mean score written in it."""
+    """One heat map a cache, as many side by side as a page is wide, length across and depth down, each cell's mean score written in it."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
