@@ -1,48 +1,67 @@
 """RULER's retrieval through BF16, through our caches, and through the FP8 kernels of others, on the same samples of one model.
 
-    python -m benchmarks.needle samples --task niah_multikey_2 --lengths 4096,131072      # needs fp8attn[ruler], and no GPU
-    python -m benchmarks.needle run --task niah_multikey_2 --lengths 4096,131072 [--stress 3] [--impl bf16,fp8attn]
+    python -m benchmarks.needle samples --task niah_multikey_2 --lengths 4096,131072  # needs fp8attn[ruler], and no GPU
+    python -m benchmarks.needle run --task niah_multikey_2 --lengths 4096,131072 [--stress 0,3] [--impl bf16,fp8attn] [--seconds 500]
 
-`samples` writes `.needle/`, which git ignores; `run` reads it and writes `results/h100/needle.json`, and every answer beside it.
+`samples` writes `.needle/`, which git ignores. `run` asks every implementation for an answer to each of them, a process a GPU, each with
+every n-th sample, and writes `results/h100/needle.json` and all answers beside it. Answers that an earlier run of the same sources left
+there are kept and not asked for again. Meanwhile they go to `.needle/outcomes/`, line by line: what a run that was killed leaves there
+counts too.
+
+What is measured is RULER's, but that an answer ends with its first line, for everybody: the model writes a value and a line end.
 
 Others' kernels take K and V in rows with one scale for a whole tensor, as engines do: one (the default where a checkpoint has none), or
-`:calibrated`. `:means` removes the means of K and V first. They stand behind transformers' attention interface: K and V come from a BF16
-cache and are rounded to FP8 with their scale before every call, so the kernel sees what an FP8 cache of that scale would hold.
+`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` removes the means of K and V, as our caches do. cuDNN's FP8
+takes no prompts of unlike lengths side by side and plans anew for each length; it is not among them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicLayer
 
 from fp8attn import KVScales, calibrate
 from fp8attn.evaluation import models, needle, ruler
-from fp8attn.evaluation.caches import BF16Cache, cache_factory, prefill
-from fp8attn.evaluation.needle import Outcome
+from fp8attn.evaluation.caches import BF16Cache, MakeCache, cache_factory, prefill
+from fp8attn.evaluation.needle import Outcome, Sample
 from fp8attn.evaluation.paired import compare, wilson
 from fp8attn.evaluation.stress import STRENGTHS, plant
 from fp8attn.numerics import E4M3, quantize
 
 from . import peers
 from .problem import Shape
-from .results import ROOT, write
+from .results import ROOT, hashes, write
 
 SAMPLES = ROOT / ".needle"
-OURS = {"bf16": "bf16", "fp8attn": "fp8", "fp8attn-static": "fp8-static", "fp8attn-no-means": "fp8-no-means"}
-KERNELS = {"fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
+OUTCOMES = SAMPLES / "outcomes"  # of a run that has not ended
+RESULTS, KEPT = (ROOT / f"results/h100/needle.{ending}" for ending in ("json", "jsonl.xz"))
+OURS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static", "fp8attn-no-means": "fp8-no-means"}
+KERNELS = {"bf16": peers.fa3, "fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
+NEEDS = {"bf16": "fa3", "fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}
+OPTIONS = ("", ":calibrated", ":means", ":calibrated+means")
+IMPLS = ("bf16", *OURS, *(f"{kernel}{options}" for kernel in KERNELS if kernel != "bf16" for options in OPTIONS))
+BATCH_TOKENS = 1 << 21  # 16 prompts of 131,072: 13 GB of K and V in BF16, and twice that for one layer's activations
+CALIBRATION = (8192, 4)  # tokens of a window, windows
 SOURCES = (
     *("benchmarks/needle.py", "benchmarks/peers.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/layout.py"),
     *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "needle", "ruler", "stress", "paired")),
     "models/stdlib-llama/model.safetensors",
 )
-FOREIGN = "foreign_fp8"  # what transformers calls them
+ATTENTION = "kernel_over_rows"  # what transformers calls the kernels that are not ours
+Scales = tuple[float, float, float]  # of Q, K and V
 
 
 @dataclass(frozen=True)
@@ -56,107 +75,299 @@ class ScaledShape(Shape):
         return super().softmax_scale * self.scales
 
 
-class Foreign:
-    """Somebody else's FP8 kernel as an attention function of transformers.
+class Padding:
+    """Which tokens are real, by a mask `[B, T]` of all in the cache, the last `length` of them new.
+
+    Attributes:
+        keys, queries: how many of each row are, in the cache and among the new ones.
+        there, here: their places in the cache and among the new ones, rows one after another.
+    """
+
+    def __init__(self, mask: torch.Tensor | None, length: int) -> None:
+        self.mask = mask
+        if mask is not None:
+            self.keys = tuple(mask.sum(1).tolist())
+            self.queries = tuple(min(length, n) for n in self.keys)
+            self.there, self.here = (x.flatten().nonzero()[:, 0] for x in (mask, mask[:, -length:]))
+
+
+class Rows:
+    """A kernel over rows of tokens, as an attention function of transformers. Padding is left out, so that lengths may be unlike.
 
     Args:
         kernel: of `peers`: `kernel(shape, q, k, v)` gives a call.
-        largest: the magnitudes of each layer's K and V to make scales of, and of Q its own, call by call. None: scales of one.
-        means: remove the means of K and V first, and restore V's.
     """
 
-    def __init__(self, kernel: Callable, largest: list[tuple[float, float]] | None, means: bool) -> None:
-        self.kernel, self.largest, self.means = kernel, largest, means
+    def __init__(self, kernel: Callable) -> None:
+        self.kernel = kernel
+        self.padding = Padding(None, 0)
 
-    def __call__(self, module, query, key, value, attention_mask, scaling=None, **_) -> tuple[torch.Tensor, None]:
-        if len(query) != 1 or attention_mask is not None:
-            raise ValueError("other systems' kernels are asked one prompt at a time, without padding")
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        v_mean = 0
+    def __call__(self, module, query, key, value, attention_mask, scaling, **_) -> tuple[torch.Tensor, None]:
+        """`query [B, num_q_heads, S, D]`; `key`, `value [B, num_kv_heads, T, D]`; `attention_mask [B, T]`, False for padding, or None."""
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        batch, length, heads, dim = query.shape
+        total, kv_heads = key.shape[1:3]
+        if attention_mask is None:
+            shape = self.shape((total,) * batch, (length,) * batch, heads, kv_heads, dim, scaling)
+            found = self.attend(module.layer_idx, shape, *(x.flatten(0, 1) for x in (query, key, value)))
+            return found.unflatten(0, (batch, length)), None
+        if self.padding.mask is not attention_mask:  # layers share it
+            self.padding = Padding(attention_mask, length)
+        real = self.padding
+        shape = self.shape(real.keys, real.queries, heads, kv_heads, dim, scaling)
+        given = ((query, real.here), (key, real.there), (value, real.there))
+        found = self.attend(module.layer_idx, shape, *(_take(x, at) for x, at in given))
+        out = found.new_zeros(batch * length, heads, dim)
+        out[real.here] = found
+        return out.unflatten(0, (batch, length)), None
+
+    def shape(self, keys: tuple[int, ...], queries: tuple[int, ...], heads: int, kv_heads: int, dim: int, scaling: float) -> ScaledShape:
+        return ScaledShape(keys, queries, heads, kv_heads, dim, True, scaling * dim**0.5)
+
+    def attend(self, layer: int, shape: ScaledShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention over rows `[tokens, heads, D]`."""
+        return self.kernel(shape, q, k, v)()
+
+    def cache(self, config: Any) -> Cache:
+        """An empty cache that it reads."""
+        return BF16Cache(config)
+
+
+class RowsFP8(Rows):
+    """Such a kernel in FP8, and the FP8 cache that it reads.
+
+    Args:
+        kernel: as of `Rows`.
+        scales: of each layer's Q, K and V. None: one.
+        means: remove each sequence's means of K and V, found at its prompt, and restore V's.
+    """
+
+    def __init__(self, kernel: Callable, scales: list[Scales] | None, means: bool) -> None:
+        super().__init__(kernel)
+        self.scales, self.means = scales, means
+        self.layers: list[FP8Rows] = []
+
+    def attend(self, layer: int, shape: ScaledShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        held = self.layers[layer]
+        q_scale, k_scale, v_scale = held.scales
+        shape = replace(shape, scales=shape.scales * q_scale * k_scale)
+        out = self.kernel(shape, quantize(q, q_scale).contiguous(), k, v)().float() * v_scale
         if self.means:
-            k, v_mean = k - k.mean(0, keepdim=True), v.float().mean(0, keepdim=True)
-            v = v - v_mean
-        scales = (1.0, 1.0, 1.0)
-        if self.largest is not None:
-            scales = tuple(x / E4M3.max for x in (float(q.abs().max()), *self.largest[module.layer_idx]))
-        q8, k8, v8 = (quantize(x.float(), s).contiguous() for x, s in zip((q, k, v), scales, strict=True))
-        dim = q.shape[-1]
-        factor = scales[0] * scales[1] * (scaling or dim**-0.5) * dim**0.5
-        shape = ScaledShape((len(k),), (len(q),), q.shape[1], k.shape[1], dim, True, factor)
-        out = self.kernel(shape, q8, k8, v8)().float() * scales[2]
-        if self.means:
-            out = out + v_mean.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        return out.to(query.dtype)[None], None
+            mean = held.v_mean[:, 0].repeat_interleave(shape.q_heads // shape.kv_heads, 1)
+            out += mean.repeat_interleave(torch.tensor(shape.queries, device=out.device), 0)
+        return out.to(q.dtype)
+
+    def cache(self, config: Any) -> Cache:
+        self.layers = [FP8Rows(scales, self.means) for scales in self.scales or [(1.0, 1.0, 1.0)] * config.num_hidden_layers]
+        return Cache(layers=self.layers)
 
 
-def largest_values(model: Any, windows: torch.Tensor) -> list[tuple[float, float]]:
-    """The largest magnitudes of K and V in each layer, over windows `[N, S]`."""
-    found = []
+class FP8Rows(DynamicLayer):
+    """A layer's K and V in FP8, token after token, with one scale each: `keys` and `values [B, num_kv_heads, T, D]`."""
+
+    def __init__(self, scales: Scales, means: bool) -> None:
+        super().__init__()
+        self.scales, self.means = scales, means
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        new = [x.transpose(1, 2) for x in (key_states, value_states)]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.k_mean, self.v_mean = (x.float().mean(1, keepdim=True) if self.means else 0.0 for x in new)
+        low = [quantize(x - mean, s) for x, mean, s in zip(new, (self.k_mean, self.v_mean), self.scales[1:], strict=True)]
+        if self.keys.numel():
+            low = [_join(old.transpose(1, 2), x) for old, x in zip((self.keys, self.values), low, strict=True)]
+        self.keys, self.values = (x.contiguous().transpose(1, 2) for x in low)
+        return self.keys, self.values
+
+
+def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of `x [B, T, heads, D]`, `[rows, heads, D]`; FP8 goes by its bytes, which a CPU has a gather for."""
+    bits = x.view(torch.uint8) if x.itemsize == 1 else x
+    return bits.flatten(0, 1)[rows].view(x.dtype)
+
+
+def _join(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return torch.cat([old.view(torch.uint8), new.view(torch.uint8)], 1).view(old.dtype)
+
+
+class _Largest(Rows):
+    """Attention in 16 bits that notes the largest magnitudes of each layer's Q, K and V."""
+
+    def __init__(self, kernel: Callable) -> None:
+        super().__init__(kernel)
+        self.found: dict[int, torch.Tensor] = {}
+
+    def attend(self, layer: int, shape: ScaledShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        now = torch.stack([x.float().abs().max() for x in (q, k, v)])
+        self.found[layer] = torch.maximum(self.found.get(layer, now), now)
+        return super().attend(layer, shape, q, k, v)
+
+
+def tensor_scales(model: Any, windows: torch.Tensor) -> list[Scales]:
+    """One scale for each layer's Q, K and V: the largest magnitude over windows `[N, S]` becomes FP8's largest."""
+    seen = _Largest(KERNELS["bf16"])
+    use(model, seen)
     for window in windows:
-        cache = BF16Cache(model.config)
-        prefill(model, window[None].to(model.device), cache)
-        found.append([[float(x.abs().max()) for x in (layer.keys, layer.values)] for layer in cache.layers])
-    return [tuple(pair) for pair in torch.tensor(found).amax(0).tolist()]
+        prefill(model, window[None].to(model.device), seen.cache(model.config), chunk=len(window))
+    return [tuple((seen.found[layer] / E4M3.max).tolist()) for layer in sorted(seen.found)]
 
 
-def impls(names: list[str], model: Any, scales: KVScales, largest: list[tuple[float, float]]) -> Iterator[tuple[str, str, Callable]]:
-    """(name, attention implementation, what makes its cache), registering the foreign ones as they come."""
+def use(model: Any, rows: Rows) -> None:
+    """Make a model attend by `rows`, whose caches it then needs."""
+    AttentionInterface.register(ATTENTION, rows)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, attention_mask=None, **__: attention_mask)
+    model.set_attn_implementation(ATTENTION)
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises ValueError for a name that no implementation has."""
     for name in names:
+        if name not in IMPLS:
+            raise ValueError(f"no implementation is called {name!r}; choose from {', '.join(IMPLS)}")
+
+
+class Systems:
+    """The implementations, around one model. Scales come from `text [N, S]`."""
+
+    def __init__(self, model: Any, text: torch.Tensor) -> None:
+        self.model, self.text = model, text
+
+    @cached_property
+    def static(self) -> KVScales:
+        return calibrate(self.model, self.text.split(1))
+
+    @cached_property
+    def scales(self) -> list[Scales]:
+        return tensor_scales(self.model, self.text)
+
+    def enter(self, name: str) -> MakeCache:
+        """Make the model attend as `name` does; what makes its cache."""
+        config = self.model.config
         if name in OURS:
-            static = scales if name == "fp8attn-static" else None
-            yield name, "fp8_kv", cache_factory(OURS[name], model.config, scales=static)
-            continue
-        base, _, options = name.partition(":")
-        if base not in KERNELS or not set(options.split("+")) <= {"", "calibrated", "means"}:
-            known = ", ".join((*OURS, *KERNELS))
-            raise ValueError(f"no implementation is called {name!r}; choose from {known}, with :calibrated, :means or :calibrated+means")
-        AttentionInterface.register(FOREIGN, Foreign(KERNELS[base], largest if "calibrated" in options else None, "means" in options))
-        AttentionMaskInterface.register(FOREIGN, lambda *_, **__: None)
-        yield name, FOREIGN, cache_factory("bf16", model.config)
+            scales = self.static if name == "fp8attn-static" else None
+            self.model.set_attn_implementation("fp8_kv")
+            return cache_factory(OURS[name], config, scales=scales)
+        kernel, _, options = name.partition(":")
+        rows = Rows(KERNELS[kernel])
+        if kernel != "bf16":
+            rows = RowsFP8(KERNELS[kernel], self.scales if "calibrated" in options else None, "means" in options)
+        use(self.model, rows)
+        return lambda: rows.cache(config)
 
 
-DEFAULT = (
-    *OURS,
-    *(f"{kernel}{options}" for kernel in KERNELS for options in ("", ":calibrated", ":means", ":calibrated+means")),
-)
+@dataclass(frozen=True)
+class Work:
+    """What to ask of whom: `samples` (all if None) of each file in `.needle/`, of the model at each of the strengths of stress."""
+
+    model: str | None
+    files: tuple[Path, ...]
+    names: tuple[str, ...]
+    strengths: tuple[int, ...]
+    samples: int | None
+    chunk: int
+    batch_tokens: int
+    deadline: float = float("inf")  # of `time.time`; then what is begun is ended, and no more
+    done: frozenset[tuple] = frozenset()  # `key`s of what is not asked again
+
+    def run(self, number: int = 0, processes: int = 1) -> None:
+        """One process's part, on the GPU that it sees: sample `number` and every `processes`-th after it."""
+        peers.available()  # which loads them
+        OUTCOMES.mkdir(parents=True, exist_ok=True)
+        with open(OUTCOMES / f"{time.time_ns()}-{number}.jsonl", "w", encoding="utf-8") as file:
+            for strength in self.strengths:
+                model, tokenizer = models.load(self.model)
+                plant(model, STRENGTHS[strength])
+                text = models.tokenize(tokenizer, models.read_text(None, self.model))
+                systems = Systems(model, models.windows(text, *CALIBRATION, from_end=True))
+                for path in self.files:
+                    samples = [
+                        replace(sample, task=sample.task + stressed(strength))
+                        for sample in needle.load_samples(path, slice(number, self.samples, processes))
+                    ]
+                    for name in self.names:
+                        todo = [sample for sample in samples if (name, sample.task, sample.length, sample.index) not in self.done]
+                        if todo and time.time() < self.deadline:
+                            self.ask(systems, tokenizer, name, todo, file)
+
+    def ask(self, systems: Systems, tokenizer: Any, name: str, samples: list[Sample], file: Any) -> list[Outcome]:
+        """The outcomes of one implementation on samples of one kind, also written into `file` as they come."""
+        make, began = systems.enter(name), time.time()
+
+        def in_time() -> Iterable[Sample]:
+            for sample in samples:
+                if time.time() > self.deadline:
+                    return
+                yield sample
+
+        def note(outcome: Outcome) -> None:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+            file.flush()
+
+        limits = {"chunk": self.chunk, "batch_tokens": self.batch_tokens}
+        heard = needle.ask(systems.model, tokenizer, in_time(), {name: make}, stop="\n", progress=note, **limits)
+        share = sum(o.right for o in heard) / max(1, len(heard))
+        print(f"{samples[0].task} {samples[0].length} {name}: {share:.1%} of {len(heard)}, {time.time() - began:.1f} s", flush=True)
+        return heard
 
 
-def run(model: Any, tokenizer: Any, files: list[Path], names: list[str], text: torch.Tensor, chunk: int) -> list[Outcome]:
-    """Every sample through every implementation, one prompt at a time; prints as it goes. Scales come from `text [N, S]`."""
-    scales, largest, outcomes = calibrate(model, text.split(1)), largest_values(model, text), []
-    for file in files:
-        samples = list(needle.load_samples(file))
-        for name, attention, make in impls(names, model, scales, largest):
-            model.set_attn_implementation(attention)
-            began = time.monotonic()
-            heard = needle.ask(model, tokenizer, samples, {name: make}, chunk=chunk, batch_tokens=1)
-            outcomes += heard
-            share = sum(o.right for o in heard) / len(heard)
-            print(f"{file.name} {name}: {share:.1%} of {len(heard)}, {time.monotonic() - began:.0f} s", flush=True)
-    return outcomes
+def run_everywhere(work: Work) -> int:
+    """Run in a process a GPU, which sees no other; how many of them failed. Where there is one GPU at most, here."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        work.run()
+        return 0
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    processes = []
+    for number, device in enumerate(seen.split(",")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = device  # inherited, and read when the process imports torch
+        processes.append(get_context("spawn").Process(target=work.run, args=(number, count)))
+        processes[-1].start()
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen
+    for process in processes:
+        process.join()
+    return sum(process.exitcode != 0 for process in processes)
 
 
-def rows(outcomes: list[Outcome], stress: int) -> list[dict]:
+def stressed(strength: int) -> str:
+    """What a task's name ends with."""
+    return f"-stress{strength}" if strength else ""
+
+
+def key(outcome: Outcome) -> tuple:
+    return (outcome.cache, *outcome.sample)
+
+
+def load() -> list[Outcome]:
+    """The outcomes that need not be had again: those of earlier runs, if the sources are theirs, and of one that was killed."""
+    files = sorted(OUTCOMES.glob("*.jsonl"))
+    if KEPT.exists() and json.loads(RESULTS.read_text())["meta"]["sources"] == hashes(SOURCES):
+        files.append(KEPT)
+    return list({key(outcome): outcome for file in files for outcome in needle.load_outcomes(file)}.values())
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[dict]:
     """A row for each task, length and implementation: the accuracy, and what a pairing with BF16 says."""
+    groups: dict[tuple[str, int], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.task, outcome.length), []).append(outcome)
     made = []
-    for task, length, name in dict.fromkeys((o.task, o.length, o.cache) for o in outcomes):
-        here = [o for o in outcomes if (o.task, o.length) == (task, length)]
-        right = [o.right for o in here if o.cache == name]
-        case = f"{task}-S{length}" + (f"-stress{stress}" if stress else "")
-        row = {
-            "case": case,
-            "impl": name,
-            "accuracy": sum(right) / len(right),
-            "interval": wilson(sum(right), len(right)),
-            "samples": len(right),
-        }
-        if name != "bf16" and any(o.cache == "bf16" for o in here):
-            pair = compare(here, "bf16", name)
-            discordant = [a.index for a, _ in pair.discordant]
-            row |= {"difference": pair.difference, "difference_interval": pair.interval, "p": pair.p, "lost": pair.only_first}
-            row |= {"won": pair.only_second, "discordant": discordant}
-        made.append(row)
+    for (task, length), here in sorted(groups.items()):
+        for name in sorted({o.cache for o in here}, key=IMPLS.index):
+            right = [o.right for o in here if o.cache == name]
+            row = {"case": f"{task}-S{length}", "impl": name, "accuracy": sum(right) / len(right)}
+            row |= {"interval": wilson(sum(right), len(right)), "samples": len(right)}
+            if name != "bf16" and any(o.cache == "bf16" for o in here):
+                pair = compare(here, "bf16", name)
+                discordant = [a.index for a, _ in pair.discordant]
+                row |= {"paired": pair.samples, "difference": pair.difference, "difference_interval": pair.interval, "p": pair.p}
+                row |= {"lost": pair.only_first, "won": pair.only_second, "discordant": discordant}
+            made.append(row)
     return made
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def main() -> None:
@@ -164,32 +375,38 @@ def main() -> None:
     parser.add_argument("what", choices=["samples", "run"])
     parser.add_argument("--model", help="a folder or Hugging Face id; default: the committed model")
     parser.add_argument("--task", default="niah_multikey_2", help="some of " + ", ".join(ruler.NAMES))
-    parser.add_argument("--lengths", default="4096,8192,16384,32768,65536,131072")
-    parser.add_argument("--samples", type=int, default=500)
-    parser.add_argument("--impl", default=",".join(DEFAULT))
-    parser.add_argument("--stress", type=int, default=0, choices=range(len(STRENGTHS)))
+    parser.add_argument("--lengths", type=numbers, default="4096,8192,16384,32768,65536,131072")
+    parser.add_argument("--samples", type=int, help="of each task and length; default: 500, or all that were made")
+    parser.add_argument("--impl", default=",".join(IMPLS))
+    parser.add_argument("--stress", type=numbers, default="0", help="strengths, joined by commas")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after so many, begin no other batch")
     parser.add_argument("--chunk", type=int, default=1 << 20, help="tokens of a prefill's forward; default: the whole prompt")
+    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of the prompts that run side by side")
     args = parser.parse_args()
-    cases = [(task, int(length)) for task in args.task.split(",") for length in args.lengths.split(",")]
-    files = [SAMPLES / f"{task}-{length}.jsonl.xz" for task, length in cases]
+    cases = [(task, length) for task in args.task.split(",") for length in args.lengths]
+    files = tuple(SAMPLES / f"{task}-{length}.zip" for task, length in cases)
     if args.what == "samples":
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.model or models.default_model())
         for (task, length), file in zip(cases, files, strict=True):
-            needle.save_samples(file, ruler.ruler_samples(tokenizer, task, lengths=(length,), samples=args.samples))
+            needle.save_samples(file, ruler.ruler_samples(tokenizer, task, lengths=(length,), samples=args.samples or 500))
             print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
         return
-    names = args.impl.split(",")
-    missing = {"fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}
-    names = [name for name in names if name in OURS or missing[name.partition(":")[0]] in peers.available()]
-    model, tokenizer = models.load(args.model)
-    plant(model, STRENGTHS[args.stress])
-    text = models.tokenize(tokenizer, models.read_text(None, args.model))
-    outcomes = run(model, tokenizer, files, names, models.windows(text, 8192, 4, from_end=True), args.chunk)
-    mark = f"-stress{args.stress}" if args.stress else ""
-    needle.save_outcomes(ROOT / f"results/h100/needle{mark}.jsonl.xz", outcomes)
-    write(f"results/h100/needle{mark}.json", rows(outcomes, args.stress), SOURCES)
+    names = tuple(args.impl.split(","))
+    check(names)
+    names = tuple(name for name in names if name in OURS or NEEDS[name.partition(":")[0]] in peers.available())
+    done = frozenset(map(key, load()))
+    deadline = time.time() + args.seconds
+    work = Work(args.model, files, names, args.stress, args.samples, args.chunk, args.batch_tokens, deadline, done)
+    failed = run_everywhere(work)
+    outcomes = load()
+    needle.save_outcomes(KEPT, outcomes)
+    write(RESULTS, rows(outcomes), SOURCES)
+    for file in OUTCOMES.glob("*.jsonl"):
+        file.unlink()
+    if failed:
+        sys.exit(f"{failed} processes failed; what the others answered is kept")
 
 
 if __name__ == "__main__":

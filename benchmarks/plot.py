@@ -17,6 +17,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fp8attn.evaluation.needle import load_outcomes
+from fp8attn.evaluation.plots import needle_maps, thousands
+from fp8attn.evaluation.stress import STRENGTHS
+
 from .results import ROOT
 
 FOLDER = ROOT / "results/h100"
@@ -25,7 +29,9 @@ COLOURS = {
     "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
     "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
     "bf16-sdpa": "#b8bfca", "fp8attn-graph": "#0b6e4f", "fp8attn-rope": "#a9d6b0", "torchao": "#f2a65a",
+    "bf16": "#444444", "fp8attn-static": "#69b578",
 }  # fmt: skip
+STYLES = {"": "-", "calibrated": "--", "means": "-.", "calibrated+means": ":"}  # of a kernel with options
 PREFILL = (
     ("D128-full-S16384", "D128-causal-S16384", "D128-causal-S4096", "D128-causal-S8192", "D128-causal-S65536", "D128-causal-S1024",
      "gqa-causal-S16384"),
@@ -177,13 +183,82 @@ def plot_sdpa() -> None:
     save(figure, "sdpa")
 
 
+def plot_needle() -> None:
+    """Right answers by length and by what is planted, and heat maps of every system by length and depth."""
+    task, rows = "niah_multikey_2", read("needle")
+    lengths = sorted({int(found[1]) for case, _ in rows if (found := re.fullmatch(rf"{task}-S(\d+)", case))})
+    stressed = sorted({int(found[1]) for case, _ in rows if (found := re.fullmatch(rf"{task}-stress\d-S(\d+)", case))})
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.4), sharey=True, layout="constrained")
+    for impl in dict.fromkeys(impl for _, impl in rows):
+        kernel, _, options = impl.partition(":")
+        look = {"color": COLOURS[kernel], "ls": STYLES[options], "marker": "o", "ms": 3.5, "lw": 1.6, "label": impl}
+        points = series(rows, rf"{task}-S(\d+)", impl, lambda row: row["accuracy"])
+        panels[0].semilogx(points.keys(), points.values(), base=2, **look)
+        for longest in stressed[-1:]:
+            points = series(rows, rf"{task}-stress(\d)-S{longest}", impl, lambda row: row["accuracy"])
+            points |= {0: rows[f"{task}-S{longest}", impl]["accuracy"]} if (f"{task}-S{longest}", impl) in rows else {}
+            points = dict(sorted(points.items()))
+            panels[1].plot(points.keys(), points.values(), **look)
+    panels[0].set_xticks(lengths, [thousands(n) for n in lengths])
+    panels[0].minorticks_off()
+    panels[0].set_xlabel("context (tokens)")
+    panels[0].set_ylabel("right answers")
+    panels[0].set_ylim(-0.02, 1.02)
+    panels[0].yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    panels[0].set_title(f"RULER {task}", loc="left", fontsize=10)
+    panels[1].set_xticks(range(len(STRENGTHS)), [f"{s.offset:g} σ, × {s.outlier:g}" for s in STRENGTHS])
+    panels[1].set_xlabel("offset of V in deviations, factor of outlier channels of K and V")
+    panels[1].set_title("the same model made harder" + "".join(f", {thousands(n)}" for n in stressed[-1:]), loc="left", fontsize=10)
+    for axes in panels:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, ncols=6, loc="outside lower center", frameon=False)
+    save(figure, "retrieval")
+    outcomes = [outcome for outcome in load_outcomes(FOLDER / "needle.jsonl.xz") if outcome.task == task]
+    outcomes.sort(key=lambda outcome: list(dict.fromkeys(impl for _, impl in rows)).index(outcome.cache))
+    save(needle_maps(outcomes, heading=f"RULER {task}: right answers by length and depth"), "retrieval_maps")
+
+
+def plot_drift() -> None:
+    """How far predictions through our caches are from BF16's: by position of a prompt, and over a long decode."""
+    rows, long = read("perplexity"), read("drift")
+    figure, panels = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    case = max((case for case, _ in rows if case.startswith("chunks")), key=lambda case: int(case.split("-S")[1]))
+    for impl in ("fp8attn", "fp8attn-static", "fp8attn-no-means"):
+        if (case, impl) in rows:
+            found = [(mine, base) for mine, base in zip(rows[case, impl]["positions"], rows[case, "bf16"]["positions"], strict=True)]
+            at = [(mine["start"] + mine["stop"]) / 2 for mine, _ in found]
+            look = {"color": COLOURS[impl], "label": impl, "marker": "o", "ms": 3.5, "ls": ":" if impl == "fp8attn-static" else "-"}
+            panels[0].errorbar(at, [100 * (m["nll"] - b["nll"]) for m, b in found], [100 * m["standard_error"] for m, _ in found], **look)
+            panels[1].plot(at, [mine["kl"] for mine, _ in found], **look)
+    for impl in dict.fromkeys(impl for _, impl in long):
+        points = series(long, r"decode-S(\d+)", impl, lambda row: row["kl"])
+        panels[2].plot(points.keys(), points.values(), color=COLOURS[impl], lw=0.8, label=impl)
+    panels[0].axhline(0, color=COLOURS["bf16-sdpa"], lw=1)
+    for axes, title in zip(
+        panels, ("perplexity over BF16's, %", "KL from BF16 (nats), prefill", "KL from BF16 (nats), decode"), strict=True
+    ):
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("tokens before the predicted one")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    legend(figure, panels[1])
+    for axes in panels[:2]:
+        axes.set_xscale("log", base=2)
+    for axes in panels[1:]:
+        axes.set_ylim(bottom=0)
+    save(figure, "drift")
+
+
 PLOTS = {
     "decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode, "sdpa": plot_sdpa,
+    "needle": plot_needle, "drift": plot_drift,
 }  # fmt: skip
 
 
 def main() -> None:
-    for name in sys.argv[1:] or PLOTS:
+    for name in sys.argv[1:] or [name for name in PLOTS if (FOLDER / f"{name}.json").exists()]:
         PLOTS[name]()
 
 

@@ -1,5 +1,7 @@
 """The comparison of retrieval runs whole on a CPU, with a kernel of torch's in the place of the others'."""
 
+import sys
+
 import pytest
 import torch
 
@@ -7,45 +9,95 @@ pytest.importorskip("transformers")
 
 from benchmarks import needle as bench
 from fp8attn.evaluation import models, needle
+from fp8attn.evaluation.caches import cache_factory, forward, prefill
 from fp8attn.evaluation.recall import recall_samples
+from fp8attn.layout import FP8
 
 
 def rows_attention(shape, q, k, v):
     """What the others' kernels compute, in FP32."""
 
     def call():
-        group = shape.q_heads // shape.kv_heads
-        queries, keys, values = q.float(), k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * shape.softmax_scale
-        ahead = torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q)
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), values)
+        outs, ends = [], torch.tensor([0, *shape.keys]).cumsum(0).tolist()
+        for seq in range(len(shape.keys)):
+            n, m = shape.keys[seq], shape.queries[seq]
+            queries = q[shape.rows(seq)].float()
+            keys, values = (x[ends[seq] : ends[seq + 1]].float().repeat_interleave(shape.q_heads // shape.kv_heads, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) * shape.softmax_scale
+            ahead = torch.arange(n) > torch.arange(m)[:, None] + n - m
+            outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), values))
+        return torch.cat(outs).to(torch.bfloat16 if q.dtype == FP8 else q.dtype)
 
     return call
 
 
-def test_all_implementations_on_the_same_samples(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "KERNELS", {"fa3-fp8": rows_attention})
-    model, tokenizer = models.load(tiny_model, device="cpu")
-    text = models.read_text(model=tiny_model)
-    file = tmp_path / "recall-600.jsonl.xz"
-    needle.save_samples(file, recall_samples(tokenizer, text, lengths=(600,), depths=(0.5,), samples=2))
-    names = ["bf16", "fp8attn", "fp8attn-static", "fa3-fp8:calibrated", "fa3-fp8:calibrated+means"]
-    outcomes = bench.run(model, tokenizer, [file], names, models.windows(models.tokenize(tokenizer, text), 256, 2, from_end=True), 1 << 20)
-    rows = bench.rows(outcomes, 2)
-    assert [(row["case"], row["impl"], row["samples"]) for row in rows] == [("recall-S600-stress2", name, 2) for name in names]
-    assert "p" not in rows[0] and all(row["p"] == 1 and row["lost"] == row["won"] == 0 for row in rows[1:])
-    with pytest.raises(ValueError, match="no implementation is called 'fa4'"):
-        bench.run(model, tokenizer, [file], ["fa4"], models.windows(models.tokenize(tokenizer, text), 256, 1), 512)
+@pytest.fixture(autouse=True)
+def cpu_kernels(monkeypatch):
+    monkeypatch.setattr(bench, "KERNELS", dict.fromkeys(bench.KERNELS, rows_attention))
+    monkeypatch.setattr(bench.peers, "available", lambda: {"fa3", "vllm-fa3"})
 
 
-@pytest.mark.parametrize("options", ["calibrated", "calibrated+means"])
-def test_a_foreign_kernel_is_the_model_but_for_rounding(tiny_model, monkeypatch, options):
-    monkeypatch.setattr(bench, "KERNELS", {"fa3-fp8": rows_attention})
+@pytest.fixture
+def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
+    """Samples whose prompts are of unlike lengths, and a place for what comes out."""
+    for name, path in {"SAMPLES": ".", "OUTCOMES": "outcomes", "RESULTS": "needle.json", "KEPT": "needle.jsonl.xz"}.items():
+        monkeypatch.setattr(bench, name, tmp_path / path)
+    monkeypatch.setattr(bench, "CALIBRATION", (256, 2))
+    made = recall_samples(tokenizer, models.read_text(model=tiny_model), lengths=(600, 591), depths=(0.5,), samples=2)
+    samples = [bench.replace(sample, index=n, length=600) for n, sample in enumerate(made)]
+    needle.save_samples(tmp_path / "recall-600.zip", samples)
+    return tmp_path
+
+
+def work(folder, tiny_model, names, **options):
+    return bench.Work(str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, 1 << 20, 10**4, **options)
+
+
+def test_every_implementation_answers_every_sample_once(folder, tiny_model):
+    for number in range(2):
+        work(folder, tiny_model, bench.IMPLS).run(number, 2)
+    outcomes = bench.load()
+    assert len(outcomes) == len(bench.IMPLS) * 2 * 4 == len({bench.key(o) for o in outcomes})
+    rows = bench.rows(outcomes)
+    cases = ["recall-S600", "recall-stress2-S600"]
+    assert [(row["case"], row["impl"], row["samples"]) for row in rows] == [(case, name, 4) for case in cases for name in bench.IMPLS]
+    assert all(row["paired"] == 4 and row["p"] == 1 for row in rows if row["impl"] != "bf16")
+    again = work(folder, tiny_model, bench.IMPLS, done=frozenset(map(bench.key, outcomes)))
+    again.run(0, 2)
+    assert len(bench.load()) == len(outcomes)
+
+
+def test_time_is_kept(folder, tiny_model):
+    work(folder, tiny_model, ("bf16",), deadline=0.0).run()
+    assert bench.load() == []
+
+
+def test_results_are_merged_while_the_sources_are_the_same(folder, tiny_model, monkeypatch):
+    monkeypatch.setattr(bench, "SOURCES", ("benchmarks/needle.py",))
+    monkeypatch.setattr(sys, "argv", f"needle run --task recall --lengths 200 --impl fp8attn --model {tiny_model} --samples 3".split())
+    bench.main()
+    assert [(row["impl"], row["samples"]) for row in bench.json.loads(bench.RESULTS.read_text())["rows"]] == [("fp8attn", 3)]
+    assert len(bench.load()) == 3 and not list(bench.OUTCOMES.glob("*"))
+    monkeypatch.setattr(bench, "SOURCES", ("benchmarks/peers.py",))
+    assert bench.load() == []
+    monkeypatch.setattr(sys, "argv", ["needle", "run", "--impl", "fa4"])
+    with pytest.raises(ValueError, match="no implementation is called 'fa4'; choose from bf16, fp8attn"):
+        bench.main()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fa3-fp8", "fa3-fp8:calibrated", "fa3-fp8:calibrated+means"])
+def test_a_kernel_over_rows_is_the_model_but_for_rounding(tiny_model, name):
+    """Prompts of unlike lengths, padded, in chunks, and a token more."""
     model, tokenizer = models.load(tiny_model, device="cpu")
     tokens = models.tokenize(tokenizer, models.read_text(model=tiny_model))
-    largest = bench.largest_values(model, tokens[None, :600])
-    want = bench.prefill(model, tokens[None, :300], bench.BF16Cache(model.config))
-    (_, attention, make) = next(bench.impls([f"fa3-fp8:{options}"], model, None, largest))
-    model.set_attn_implementation(attention)
-    got = bench.prefill(model, tokens[None, :300], make(), chunk=128)
-    assert 0 < (got - want).std() < 0.15 * want.std()
+    systems = bench.Systems(model, tokens[:600].view(2, 300))
+    batch, mask = tokens[600:1200].view(2, 300), torch.ones(2, 300, dtype=torch.int64)
+    mask[0, :11] = 0
+    model.set_attn_implementation("fp8_kv")
+    want = prefill(model, batch, cache_factory("bf16", model.config)(), mask=mask)
+    cache = systems.enter(name)()
+    prefill(model, batch[:, :299], cache, chunk=128, mask=mask[:, :299])
+    got = forward(model, batch[:, 299:], cache, mask=mask)[:, -1]
+    assert (got - want).std() < {"bf16": 1e-4, "fa3-fp8:calibrated+means": 0.1}.get(name, 0.2) * want.std()
+    if name != "bf16":
+        assert (got - want).std() > 0 and all(layer.keys.dtype == FP8 for layer in cache.layers)

@@ -134,6 +134,15 @@ def test_a_batch_stops_when_all_its_answers_are_there(tokenizer):
     assert (outcome.text, outcome.score, outcome.right) == ("defg ", 0.5, False)
 
 
+def test_an_answer_ends_where_it_is_told_to(tokenizer):
+    model = RecallModel(context=3)
+    rows = [sample("abc\n\ndef\nghi abc", tokenizer, "GHI"), sample("abcd\nefgh abcd", tokenizer, "zzz", index=1)]
+    heard = needle.ask(model, tokenizer, rows, {"all": Memory}, stop="\n", batch_tokens=1)
+    assert [(o.text, o.right) for o in heard] == [("\n\ndef", False), ("\nefgh abcd", False)]
+    heard = needle.ask(model, tokenizer, rows[:1], {"all": Memory})
+    assert [(o.text, o.right) for o in heard] == [("\n\ndef\nghi", True)]
+
+
 def test_batches_hold_neighbours_of_one_kind(tokenizer):
     made = [sample("x" * n, tokenizer, "y", task=task) for task, n in (("a", 10), ("a", 20), ("a", 20), ("b", 20), ("b", 50))]
     batches = [[len(s.tokens) for s in batch] for batch in needle._batches(made, 40)]
@@ -185,9 +194,13 @@ def test_to_a_file_and_back(tmp_path, tokenizer, ending):
     outcomes = [Outcome("fp8", "recall", 512, 3, 0.25, ("1", "é"), "\n1", 0.5)]
     needle.save_outcomes(tmp_path / "a" / f"o.{ending}", outcomes)
     assert needle.load_outcomes(tmp_path / "a" / f"o.{ending}") == outcomes
-    samples = [sample("abc", tokenizer, "é", "2", index=n) for n in range(3)]
-    needle.save_samples(tmp_path / f"s.{ending}", samples)
-    assert list(needle.load_samples(tmp_path / f"s.{ending}")) == samples
+
+
+def test_samples_to_a_file_and_back(tmp_path, tokenizer):
+    samples = [sample("abc\n", tokenizer, "é", "2", index=n) for n in range(5)]
+    needle.save_samples(tmp_path / "a" / "s.zip", samples)
+    assert list(needle.load_samples(tmp_path / "a" / "s.zip")) == samples
+    assert list(needle.load_samples(tmp_path / "a" / "s.zip", slice(1, None, 2))) == samples[1::2]
 
 
 def test_many_depths_go_by_tenths():

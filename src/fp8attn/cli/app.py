@@ -212,7 +212,7 @@ def drift(
     loaded, tokenizer = load(model, device, stress)
     if "," in cache or cache == "both":
         raise ValueError(f"drift judges one cache at a time; got {cache!r}")
-    ((_, make),) = makers(cache, loaded, scales).items()
+    ((_, make),) = makers(cache, loaded, scales, max_cache_len=prompt + decode).items()
     baseline = makers("bf16", loaded, None)["bf16"]
     tokens = cut(tokenize(tokenizer, read_text(text, model)), prompt + decode + 1, batch)
     with progress("tokens") as tick:

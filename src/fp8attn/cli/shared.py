@@ -26,13 +26,13 @@ def load(model: str | None, device: str | None, stress: int = 0) -> tuple[Any, A
     return loaded, tokenizer
 
 
-def makers(choice: str, model: Any, scales: Path | None) -> dict[str, Callable]:
+def makers(choice: str, model: Any, scales: Path | None, max_cache_len: int | None = None) -> dict[str, Callable]:
     from ..evaluation.caches import cache_factory, cache_names
     from ..scales import KVScales
 
     loaded = KVScales.load(scales) if scales else None
-    names = cache_names(choice, loaded)
-    return {name: cache_factory(name, model.config, scales=loaded if name == "fp8-static" else None) for name in names}
+    given = {name: loaded if name == "fp8-static" else None for name in cache_names(choice, loaded)}
+    return {name: cache_factory(name, model.config, scales=scales, max_cache_len=max_cache_len) for name, scales in given.items()}
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:

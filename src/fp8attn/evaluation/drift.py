@@ -1,12 +1,13 @@
 """Does an FP8 cache drift? Thousands of tokens decoded after a prompt, and meanwhile all that a serving engine does to a cache.
 
-The tokens are given, so that the baseline sees the same ones and reads them in chunks. Between two segments the sequences of the cache are
+The tokens are given, so that the baseline sees the same ones and reads them in chunks. Before or after a segment the sequences of both are
 
-- `copied`: each goes on twice, side by side and sharing pages, and soon as its copy alone;
-- `reordered`: the batch is turned round;
+- `copied`: what the first of two has read becomes what the second has read, too: they share its pages, and each goes on with its own text;
+- `reordered`: they change places, and each goes on with the other's text;
 - `truncated`: the second half of the segment is cropped, in the middle of a page, and decoded again.
 
-Scales grow by themselves, whenever a token is larger than those before it on its page; that is counted.
+Scales grow by themselves, whenever a token is larger than those before it on its page; that is counted. On a GPU a step through a static
+cache is one CUDA graph, so that a hundred thousand take a minute.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ..integrations.transformers import FP8Cache
 from ..integrations.transformers.cache import FP8Layer
-from ..layout import PAGE_SIZE
+from ..layout import PAGE_SIZE, KVPages
 from .caches import CHUNK, MakeCache, forward, prefill
 
 OPERATIONS = ("left alone", "copied", "reordered", "truncated")
-TOGETHER = 8  # tokens that a sequence and its copy decode side by side
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def drift(
     Args:
         model: a transformers causal language model.
         tokens: `[B, prompt + N + 1]` ids; N are decoded and as many predicted.
-        make_cache: makes the cache to judge, one that grows; `make_baseline`: the one to compare with (`caches.cache_factory`).
+        make_cache: makes the cache to judge; `make_baseline`: the one to compare with, which grows (`caches.cache_factory`).
         segment: tokens decoded between two operations.
         chunk: tokens of a prefill's forward.
         progress: called with (tokens decoded, tokens in all).
@@ -80,54 +79,91 @@ def drift(
     cache, baseline = make_cache(), make_baseline()
     for each in (cache, baseline):
         prefill(model, tokens[:, :prompt], each, chunk=chunk)
-    rows = []
+    numbers = torch.arange(len(tokens), device=tokens.device)
+    orders = {"copied": numbers // 2 * 2, "reordered": numbers.flip(0)}
+    decoder, rows = _Decoder(model, cache, len(tokens), segment), []
     for number, start in enumerate(range(prompt, total, segment)):
         stop = min(start + segment, total)
         operation = OPERATIONS[number % len(OPERATIONS)]
-        if operation == "reordered":
-            order = torch.arange(len(tokens) - 1, -1, -1, device=tokens.device)
-            tokens = tokens[order]
+        if operation in orders:
             for each in (cache, baseline):
-                each.reorder_cache(order)
-        growths = torch.zeros((), dtype=torch.int64, device=tokens.device)
-        part = tokens[:, start:stop]
-        if operation == "copied":
-            together, copies = min(TOGETHER, stop - start), torch.arange(1, 2 * len(tokens), 2, device=tokens.device)
-            cache.batch_repeat_interleave(2)
-            first = _decode(model, part[:, :together].repeat_interleave(2, 0), cache, start, growths)[copies]
-            cache.batch_select_indices(copies)
-            logits = torch.cat([first, _decode(model, part[:, together:], cache, start + together, growths)], 1)
-        else:
-            logits = _decode(model, part, cache, start, growths)
+                each.reorder_cache(orders[operation])
+        part, grown = tokens[:, start:stop], int(decoder.growths)
+        logits = decoder.decode(part)
         if operation == "truncated":
             kept = (stop - start) // 2
             cache.crop(kept - (stop - start))
-            logits = torch.cat([logits[:, :kept], _decode(model, part[:, kept:], cache, start + kept, growths)], 1)
-        rows.append(_compare(start, stop, operation, logits, forward(model, part, baseline), tokens[:, start + 1 : stop + 1], growths))
+            logits = torch.cat([logits[:, :kept], decoder.decode(part[:, kept:])], 1)
+        against = forward(model, part, baseline)
+        rows.append(_compare(start, stop, operation, logits, against, tokens[:, start + 1 : stop + 1], int(decoder.growths) - grown))
         if progress:
             progress(stop - prompt, total - prompt)
     return rows
 
 
-def _decode(model: Any, tokens: torch.Tensor, cache: Cache, length: int, growths: torch.Tensor) -> torch.Tensor:
-    """Logits `[B, n, vocabulary]` of `tokens [B, n]`, one forward each, onto a cache of `length` tokens; growths are added to the count."""
-    out = []
-    for at in range(tokens.shape[1]):
-        page = (length + at) // PAGE_SIZE
-        before = _scales(cache, page) if (length + at) % PAGE_SIZE else []
-        out.append(forward(model, tokens[:, at : at + 1], cache)[:, -1])
-        for old, new in zip(before, _scales(cache, page) if before else [], strict=True):
-            growths += (new > old).sum()
-    empty = (len(tokens), 0, model.config.get_text_config(decoder=True).vocab_size)
-    return torch.stack(out, 1) if out else torch.empty(empty, device=tokens.device)
+class _Decoder:
+    """Decodes given tokens one at a time onto a cache. A step's state lies on the device, so it can be captured.
+
+    Attributes:
+        growths: how often a scale grew so far, `[]` int64.
+    """
+
+    def __init__(self, model: Any, cache: Cache, batch: int, longest: int) -> None:
+        self.model, self.cache = model, cache
+        self.tokens = torch.zeros(batch, longest, dtype=torch.int64, device=model.device)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self.logits = torch.zeros(batch, longest, vocabulary, dtype=model.dtype, device=model.device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=model.device)  # the token to read
+        self.growths = torch.zeros((), dtype=torch.int64, device=model.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits `[B, n, vocabulary]` of `tokens [B, n]`, a forward each."""
+        count = tokens.shape[1]
+        self.tokens[:, :count] = tokens
+        self.at.zero_()
+        for _ in range(count):
+            if self.graph is not None:
+                self.graph.replay()
+            elif self.model.device.type == "cuda" and self.cache.is_compileable:
+                self._capture()
+            else:
+                self._step()
+        return self.logits[:, :count].clone()
+
+    def _capture(self) -> None:
+        """One step, on a stream of its own as capturing wants it, and the graph of all further ones."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
+    def _step(self) -> None:
+        layers = [layer.cache.pages for layer in self.cache.layers if isinstance(layer, FP8Layer)]
+        if layers:
+            length = layers[0].cache_seqlens.long()  # of all layers
+            column = (length // PAGE_SIZE)[:, None]
+            before = _scales(layers, column)
+        logits = forward(self.model, self.tokens.index_select(1, self.at), self.cache)
+        self.logits.index_copy_(1, self.at, logits)
+        self.at += 1
+        if layers:
+            layers = [layer.cache.pages for layer in self.cache.layers if isinstance(layer, FP8Layer)]
+            self.growths += ((_scales(layers, column) > before) & (length % PAGE_SIZE > 0)[:, None]).sum()
 
 
-def _scales(cache: Cache, page: int) -> list[torch.Tensor]:
-    """The scales of every sequence's page number `page`, of each FP8 layer's K and V."""
-    if not isinstance(cache, FP8Cache):
-        return []
-    pages = [layer.cache.pages for layer in cache.layers if isinstance(layer, FP8Layer)]
-    return [scale[p.page_table[:, page].long()] for p in pages for scale in (p.k_scale, p.v_scale)]
+def _scales(layers: list[KVPages], column: torch.Tensor) -> torch.Tensor:
+    """The scales of K and V on the page that each sequence has in `column [B, 1]` of its table, of all layers: `[B, n]`.
+
+    Where a sequence has no page there yet, those of some other.
+    """
+    columns = (column.clamp_max(pages.page_table.shape[1] - 1) for pages in layers)
+    ids = [pages.page_table.gather(1, at)[:, 0].long() for pages, at in zip(layers, columns, strict=True)]
+    return torch.cat([scale[page] for pages, page in zip(layers, ids, strict=True) for scale in (pages.k_scale, pages.v_scale)], 1)
 
 
 def _compare(start, stop, operation, logits, baseline, targets, growths) -> Segment:
@@ -135,4 +171,4 @@ def _compare(start, stop, operation, logits, baseline, targets, growths) -> Segm
     nll, baseline_nll = (-x.gather(2, targets[..., None]).mean().item() for x in (mine, theirs))
     kl = (theirs.exp() * (theirs - mine)).sum(-1).mean().item()
     same = (mine.argmax(-1) == theirs.argmax(-1)).float().mean().item()
-    return Segment(start, stop, operation, nll, baseline_nll, kl, same, int(growths))
+    return Segment(start, stop, operation, nll, baseline_nll, kl, same, growths)

@@ -20,7 +20,7 @@ h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.2rem; margin-top: 
 .scroll { overflow-x: auto; } svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; margin: 0.6rem 0; }
 th { text-align: left; border-bottom: 2px solid #2a7f86; } td, th { padding: 0.25rem 0.8rem 0.25rem 0; vertical-align: top; }
-td { border-bottom: 1px solid #e4e4e4; } td.number, th.number { text-align: right; white-space: nowrap; }
+td { border-bottom: 1px solid #e4e4e4; } .number, .short { white-space: nowrap; } .number { text-align: right; }
 code { font-size: 0.85rem; overflow-wrap: anywhere; } .quiet { color: #666; }
 """
 
@@ -113,12 +113,15 @@ def _environment(meta: dict[str, Any]) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns whose cells all are short and begin like a number are set to the right."""
-    numbers = [all(not row[i] or (row[i].lstrip("+-")[:1].isdigit() and len(row[i]) < 26) for row in rows) for i in range(len(columns))]
-    sides = [" class=number" if number else "" for number in numbers]
-    head = "".join(f"<th{side}>{escape(column)}" for side, column in zip(sides, columns, strict=True))
-    body = ("".join(f"<td{side}>{escape(cell)}" for side, cell in zip(sides, row, strict=True)) for row in rows)
-    return f"<div class=scroll><table><thead><tr>{head}</thead><tbody>{''.join(f'<tr>{row}' for row in body)}</tbody></table></div>"
+    """Columns of short cells are not broken, and set to the right if all begin like a number. Without names there is no head."""
+    kinds = []
+    for cells in zip(*rows, strict=True):
+        numbers = all(not cell or cell.lstrip("+-")[:1].isdigit() for cell in cells)
+        kinds.append("" if max(map(len, cells)) > 25 else " class=number" if numbers else " class=short")
+    head = "".join(f"<th{kind}>{escape(column)}" for kind, column in zip(kinds, columns, strict=True))
+    head = f"<thead><tr>{head}</thead>" if any(columns) else ""
+    body = ("".join(f"<td{kind}>{escape(cell)}" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
+    return f"<div class=scroll><table>{head}<tbody>{''.join(f'<tr>{row}' for row in body)}</tbody></table></div>"
 
 
 def _figure(drawing: str) -> str:

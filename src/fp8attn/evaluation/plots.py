@@ -21,7 +21,7 @@ COLOURS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
 
 
 def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
-    """One heat map a cache, side by side, length across and depth down, each cell's mean score written in it."""
+    """One heat map a cache, as many side by side as a page is wide, length across and depth down, each cell's mean score written in it."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
@@ -29,9 +29,14 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
     caches = list(dict.fromkeys(cell.cache for cell in found))
     lengths, depths = sorted({cell.length for cell in found}), sorted({cell.depth for cell in found})
     colours = LinearSegmentedColormap.from_list("recall", ["#b2452f", "#f0d9b5", "#2a7f86"])
-    figure = Figure(figsize=(1.6 + (0.85 * len(lengths) + 0.7) * len(caches), 2.1 + 0.5 * len(depths)), dpi=160, layout="constrained")
-    axes = figure.subplots(1, len(caches), sharey=True, squeeze=False)[0]
-    for axis, cache in zip(axes, caches, strict=True):
+    columns = min(len(caches), max(1, 20 // len(lengths)))
+    lines = -(-len(caches) // columns)
+    size = (1.6 + (0.85 * len(lengths) + 0.7) * columns, 1.1 + (1 + 0.5 * len(depths)) * lines)
+    figure = Figure(figsize=size, dpi=160, layout="constrained")
+    axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    for axis in axes.flat[len(caches) :]:
+        axis.set_visible(False)
+    for axis, cache in zip(axes.flat, caches, strict=False):
         shares = torch.full((len(depths), len(lengths)), math.nan)
         for cell in found:
             if cell.cache == cache:
@@ -52,8 +57,9 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
         axis.tick_params(which="both", length=0)
         axis.spines[:].set_visible(False)
         axis.set_xlabel("context (tokens)")
-    axes[0].set_ylabel("needle's depth")
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02, ticks=[0, 0.5, 1], format=lambda share, _: f"{share:.0%}")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("needle's depth")
+    bar = figure.colorbar(image, ax=axes, shrink=0.9 / lines, pad=0.02, ticks=[0, 0.5, 1], format=lambda share, _: f"{share:.0%}")
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0)
     bar.set_label("right answers")
