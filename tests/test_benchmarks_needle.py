@@ -74,7 +74,7 @@ def test_time_is_kept(folder, tiny_model):
 
 def test_results_are_merged_while_the_sources_are_the_same(folder, tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "SOURCES", ("benchmarks/needle.py",))
-    monkeypatch.setattr(sys, "argv", f"needle run --task recall --lengths 200 --impl fp8attn --model {tiny_model} --samples 3".split())
+    monkeypatch.setattr(sys, "argv", f"needle run --task recall --lengths 600 --impl fp8attn --model {tiny_model} --samples 3".split())
     bench.main()
     assert [(row["impl"], row["samples"]) for row in bench.json.loads(bench.RESULTS.read_text())["rows"]] == [("fp8attn", 3)]
     assert len(bench.load()) == 3 and not list(bench.OUTCOMES.glob("*"))
