@@ -4,10 +4,11 @@
     PYTHONPATH=src python -m benchmarks.slice --tune [case substring]    (times other launch configurations; writes nothing)
 
 One process, implementations interleaved, medians, random data and page tables, CUDA graphs where a host could be the slower one, the L2
-cache flushed before every run. `gbps` counts the live bytes of K and V (decode) or what must be read and written (append). `rel_err` is
-against float64 on the bytes that each implementation was given, BF16's own rounding of the output (1.7e-3) included. A decode step's append
-is the whole of it, RoPE and 32 query heads included: `ms` is what it adds to a graph in which kernels read as much as attention does
-(`measure.between_reads`), `ms_flushed` its time alone after the flush, which leaves the cache full of dirty lines.
+cache flushed before every run. `gbps` counts the live bytes of K and V (decode) or what must be read and written (append: two bytes read
+and one written of K and V, and RoPE's tables read). `rel_err` is against float64 on the bytes that each implementation was given, BF16's
+own rounding of the output (1.7e-3) included. A decode step's append is the whole of it, RoPE and 32 query heads included: `ms` is what it
+adds to a graph in which kernels read as much as attention does (`measure.between_reads`), `ms_flushed` its time alone after the flush,
+which leaves the cache full of dirty lines. Beside a prompt's append stands `copy`, `Tensor.copy_` of as many bytes read and written.
 """
 
 from __future__ import annotations
@@ -165,10 +166,11 @@ def attention_rows(case: Case) -> list[dict]:
     return rows
 
 
-def append_row(batch: int, new: int, held: int, rope: bool = True) -> dict:
+def append_rows(batch: int, new: int, held: int, rope: bool = True) -> list[dict]:
     """New tokens onto sequences of `held`: bytes equal to the reference's, then the time. One token is a decode step, with its queries.
 
-    An append moves the lengths: a step finds room for every repetition, a prompt sets them back, at the cost of one small launch."""
+    An append moves the lengths: a step finds room for every repetition, a prompt sets them back, at the cost of one small launch, which the
+    copy beside it pays as well."""
     heads, dim, step = 8, 128, new == 1
     pages = make_pages(batch, held + (1024 if step else new), heads, dim)
     if held:
@@ -191,19 +193,24 @@ def append_row(batch: int, new: int, held: int, rope: bool = True) -> dict:
     def restart() -> None:
         pages.cache_seqlens.fill_(held)
 
-    def again() -> None:
-        run()
-        if not step:
-            restart()
+    def timed(call: Callable) -> Callable:
+        return graph_of(call if step else lambda: (call(), restart()))[0]
 
     restart()
-    ms = interleaved({name: graph_of(again)[0]}, ROUNDS, flush=True)[name]
-    row = {"case": name, "impl": "fp8attn-triton", "ms": round(ms, 5)}
-    if step:
-        row |= {"ms": round(between_reads(run, ROUNDS, before=restart), 5), "ms_flushed": row["ms"]}
-    else:
-        row["gbps"] = round(2 * k.numel() * 3 / ms / 1e6)  # two bytes read and one written of K and of V
-    return row | {"rel_err": 0.0}
+    moved = 2 * k.numel() * 3 + (2 * angle.numel() * 2 if rope else 0)
+    calls = {"fp8attn-triton": timed(run)}
+    if not step:
+        source, copied = torch.randn(2, moved // 4, device="cuda").bfloat16()
+        calls["copy"] = timed(lambda: copied.copy_(source))
+    rows = []
+    for impl, ms in interleaved(calls, ROUNDS, flush=True).items():
+        row = {"case": name, "impl": impl, "ms": round(ms, 5)}
+        if step:
+            row |= {"ms": round(between_reads(run, ROUNDS, before=restart), 5), "ms_flushed": row["ms"]}
+        else:
+            row["gbps"] = round(moved / ms / 1e6)
+        rows.append(row | {"rel_err": 0.0})
+    return rows
 
 
 # Other configurations
@@ -255,8 +262,9 @@ def main() -> None:
         return
     for parameters in ((1, 65536, 0, False), (1, 65536, 0), (8, 4096, 100, False), (1, 1, 1000), (64, 1, 1000), (256, 1, 1000)):
         if wanted in "kernel-append":
-            rows.append(append_row(*parameters))
-            print(rows[-1], flush=True)
+            found = append_rows(*parameters)
+            rows += found
+            print(*found, sep="\n", flush=True)
     if not wanted:
         write("results/h100/slice.json", rows, SOURCES, replaces="kernel-")
 

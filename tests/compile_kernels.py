@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp8attn import KVPages
-from fp8attn.kernels import append, portable
+from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
 from fp8attn.layout import FP8, HEAD_DIMS
 
@@ -100,15 +100,15 @@ def _pages(head_dim: int, max_pages: int = 48) -> KVPages:
 def attention_case(name: str, head_dim: int, dtype, queries: int, group: int = 4, causal=True, splits=1, device_arch: int = 90, **features):
     """What `portable.attention` launches for `queries` queries of a sequence."""
     options = {"window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None} | features
-    portable._attention_kernel, portable._combine_kernel = Recorder(ATTENTION), Recorder(COMBINE)
-    portable.is_native = lambda device: device_arch >= 89
+    portable._attention_kernel, combine._combine_kernel = Recorder(ATTENTION), Recorder(COMBINE)
+    portable.is_native = combine.is_native = lambda device: device_arch >= 89
     portable._device = lambda device: (132, SHARED_MEMORY[device_arch])
     portable.num_splits = lambda *_: splits
     q = torch.zeros(queries, 2 * group, head_dim, dtype=dtype)
     portable.attention(
         q, _pages(head_dim), cu_seqlens_q=None, max_seqlen_q=queries, causal=causal, softmax_scale=0.1, **options,
     )  # fmt: skip
-    return [(name, r.kernel, *launch) for r in (portable._attention_kernel, portable._combine_kernel) for launch in r.launches]
+    return [(name, r.kernel, *launch) for r in (portable._attention_kernel, combine._combine_kernel) for launch in r.launches]
 
 
 def append_case(name: str, head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, device_arch: int = 90):
@@ -153,7 +153,7 @@ def rows_case(name: str, head_dim: int, dtype, rotary=0, interleaved=False, devi
     return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
 
 
-ATTENTION, COMBINE = portable._attention_kernel, portable._combine_kernel
+ATTENTION, COMBINE = portable._attention_kernel, combine._combine_kernel
 APPEND = append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel
 ROWS = rows._statistics_kernel, rows._scales_kernel, rows._rows_kernel
 

@@ -188,8 +188,8 @@ class Machine:
             self.params[name] = value
         self.executed = 0
 
-    def run(self, resident: int = 4, quantum: int = 400) -> None:
-        """All CTAs, `resident` of them at a time."""
+    def run(self, resident: int = 4, quantum: int = 400, late: tuple[int, ...] = ()) -> None:
+        """All CTAs, `resident` of them at a time. Of each, the warps `late` go on, by one instruction, only when no other can."""
         waiting = list(range(self.grid))
         ctas: list[Cta] = []
         while waiting or ctas:
@@ -198,11 +198,16 @@ class Machine:
             moved = False
             for cta in self.random.sample(ctas, len(ctas)):
                 self.random.shuffle(cta.copies)
+                others = bool(cta.copies)
                 while cta.copies and self.random.random() < 0.5:
                     cta.copies.pop()()
                     moved = True
                 for warp in self.random.sample(cta.warps, len(cta.warps)):
-                    moved |= self._advance(warp, self.random.randrange(1, quantum))
+                    if warp.index not in late:
+                        others |= self._advance(warp, self.random.randrange(1, quantum))
+                for index in () if others else late:
+                    moved |= self._advance(cta.warps[index], 1)
+                moved |= others
             if not moved and not any(cta.copies for cta in ctas):
                 raise RuntimeError("deadlock: " + "; ".join(self._where(w) for cta in ctas for w in cta.warps if not w.done.all()))
             ctas = [cta for cta in ctas if not all(w.done.all() for w in cta.warps)]

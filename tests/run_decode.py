@@ -34,6 +34,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 PLAIN = {
     "lengths": [1], "heads": 1, "group": 4, "head_dim": 128, "queries": 1, "bounds": None, "dtype": torch.float16, "causal": True,
     "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0,
+    "late": (),
 }  # fmt: skip
 EVERYTHING = {"bounds": [0, 1, 4, 6, 8], "queries": 3, "window": 300, "softcap": 5.0, "sinks": True, "leftpad": [100, 600, 300, 0]}
 COMPILED = {
@@ -55,6 +56,8 @@ EMULATED = {
     "idle": {"lengths": [300], "sms": 8},
     "parts": {"lengths": [5000, 10], "sms": 20},
     "many": {"lengths": [37 * i % 150 for i in range(40)], "sms": 8},
+    "late consumer": {"lengths": [700, 1200], "late": (0, 1, 2, 3)},
+    "late producer": {"lengths": [700, 1200], "late": (4, 5, 6, 7)},
 }
 
 
@@ -118,8 +121,8 @@ class Kernel:
 
     jitted = decode.decode
 
-    def __init__(self, run: bool) -> None:
-        self.run, self.state = run, torch.zeros(decode.STATE_SIZE, dtype=torch.int32)
+    def __init__(self, run: bool, late: tuple[int, ...] = ()) -> None:
+        self.run, self.late, self.state = run, late, torch.zeros(decode.STATE_SIZE, dtype=torch.int32)
 
     def __getitem__(self, grid):
         return lambda *args, **options: self._launch(grid[0], args, options)
@@ -163,7 +166,7 @@ class Kernel:
                     base = value.base.view(torch.uint8).view(value.shape)
                     arguments[i] = TensorMap(memory, base, list(meta["block_size"]), 16 << meta["swizzle"])
             machine = Machine(self.compiled.asm["ptx"], self.compiled.metadata.shared, memory, [*arguments, 0, 0], grid)
-            machine.run()
+            machine.run(late=self.late)
 
     @staticmethod
     def _owned(tensor: torch.Tensor) -> bool:
@@ -171,7 +174,7 @@ class Kernel:
 
 
 def emulate(name: str) -> dict:
-    kernel = Kernel(run=True)
+    kernel = Kernel(run=True, late=(PLAIN | EMULATED[name])["late"])
     (out, lse), (ref, ref_lse) = launch(EMULATED[name], kernel)
     rounded = ref.to(out.dtype).double()
     scale = ref.norm()

@@ -33,6 +33,7 @@ import fp8attn
 from fp8attn import reference
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
+from fp8attn.kernels.combine import MAX_SPLITS, num_splits
 from fp8attn.kernels.fp8 import from_e4m3, round_to, to_e4m3
 from fp8attn.numerics import quantize
 
@@ -160,11 +161,11 @@ def test_no_queries():
 
 
 def test_splits_fill_the_machine():
-    assert portable.num_splits(1000, 64, 264) == 1
-    assert 16 <= portable.num_splits(8, 64, 264) <= 33
-    assert portable.num_splits(8, 1, 264) == 1
-    assert portable.num_splits(128, 64, 264) == 2
-    assert portable.num_splits(1, 8192, 264) <= portable.MAX_SPLITS
+    assert num_splits(1000, 64, 264) == 1
+    assert 16 <= num_splits(8, 64, 264) <= 33
+    assert num_splits(8, 1, 264) == 1
+    assert num_splits(128, 64, 264) == 2
+    assert num_splits(1, 8192, 264) <= MAX_SPLITS
 
 
 def _cache_and_queries():

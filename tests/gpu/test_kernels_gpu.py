@@ -131,8 +131,8 @@ def test_attention_against_float64(case, monkeypatch):
 
 def test_integer_conversions_serve_attention_and_append(monkeypatch):
     """What GPUs without E4M3 run."""
-    monkeypatch.setattr(portable, "is_native", lambda _: False)
-    monkeypatch.setattr("fp8attn.kernels.append.is_native", lambda _: False)
+    for kernel in ("portable", "combine", "append"):
+        monkeypatch.setattr(f"fp8attn.kernels.{kernel}.is_native", lambda _: False)
     case = {name: values[-1] for name, values in ATTENTION_FACTORS.items()} | {"head_dim": 128, "softcap": 0.0}
     check_attention(portable.attention, case, CUDA)
     check_append(append, {name: values[-1] for name, values in APPEND_FACTORS.items()} | {"head_dim": 128}, CUDA)

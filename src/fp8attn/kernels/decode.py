@@ -309,23 +309,28 @@ def request_first(pipe, batch, work, source):
 
 @gluon.jit
 def produce(pipe, batch, work, requested, source):
-    """One warp: requests the pages of a range, but for the first if it has been."""
+    """One warp: requests the pages of a range, but for the first if it has been.
+
+    That one is not waited for either. Its stage was free, and by the time that this warp comes here it may have been freed again: the wait
+    would be for the time after that, and nobody would ask for the second page.
+    """
     seq, head, begin = work.seq, work.head, work.begin
-    tile = 0
+    done = requested.to(gl.int32)  # pages of the head
+    tile = done
     while begin < work.high:
         length, _, _, _, first, count = batch.sequence(seq)
         i, j = portion(begin, count, work.low, work.high)
-        for page in range(first + i, first + j):
+        for page in range(first + i + done, first + j):
             stage = tile % pipe.STAGES
             slot = gl.load(source.table + seq * source.table_stride + page) * batch.heads + head
             mbarrier.wait(pipe.empty.index(stage), ((tile // pipe.STAGES) & 1) ^ 1)
             if length > 0:
-                if (tile > 0) | (not requested):
-                    source.request(pipe, stage, slot)
+                source.request(pipe, stage, slot)
             else:  # an empty sequence's table may name any page, and any bytes may lie there
                 mbarrier.arrive(pipe.k_full.index(stage), count=1)
                 mbarrier.arrive(pipe.v_full.index(stage), count=1)
             tile += 1
+        done = 0
         begin += count
         seq, head = batch.following(seq, head, count)
 

@@ -10,14 +10,13 @@ accumulator's unit, which the rescaling by the running maximum changes on the wa
 
 The query heads of one KV head are packed into the rows of a tile (row r: token r // G, head r % G), so that decode shares each K and V
 byte between them. Long sequences are split over programs (Flash-Decoding): each takes its share of the pages that its rows see, computed on
-the device, and a second kernel combines. Where a tile has so few rows that warps could share it only by splitting keys, each warp
+the device, and `combine` puts the parts together. Where a tile has so few rows that warps could share it only by splitting keys, each warp
 gets its own quarter of the keys, with its own maximum, denominator and accumulator (a batched matrix product whose batch is the warp):
 the loop then has no exchange between warps, and they meet once, at the end.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,13 +25,13 @@ import triton
 import triton.language as tl
 
 from ..layout import PAGE_SIZE, V_GROUP, KVPages
+from .combine import combine, finish, num_splits
 from .fp8 import from_e4m3, is_native, round_to
 from .launch import constants, launch
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
 _P_BITS = tl.constexpr(15)  # P is held times 2^15: at most 32768 in FP16
 _Q_BITS = tl.constexpr(8)  # a row of Q is held with its largest value in [2^8, 2^9)
 _NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: finite, so that -inf scores need no care
@@ -270,60 +269,10 @@ def _attention_kernel(
         tl.store(lse_ptr + offset, lse, mask=real)
         tl.store(lse_ptr + offset + num_splits.to(tl.int64) * num_rows, mean_score, mask=real)
     else:
-        share, lse = _finish(lse, mean_score, sinks_ptr, head)
+        share, lse = finish(lse, mean_score, sinks_ptr, head)
         out = round_to(out * share[:, None], out_ptr.dtype.element_ty, NATIVE)
         tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask)
         tl.store(lse_ptr + offset, lse, mask=real)
-
-
-@triton.jit
-def _finish(lse, mean_score, sinks_ptr, head):
-    """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centred scores and the score of k_mean."""
-    lse = tl.where(lse == float("-inf"), lse, lse + mean_score)
-    if sinks_ptr is None:
-        return 1.0 + tl.zeros_like(lse), lse * _LN2
-    else:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
-        top = tl.maximum(lse, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        keys = tl.exp2(lse - top)
-        total = keys + tl.exp2(sink - top)
-        return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * _LN2
-
-
-@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_tokens", "num_q_heads", "out_stride_b", "out_stride_t", "out_stride_h"])
-def _combine_kernel(
-    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens, num_q_heads, out_stride_b, out_stride_t,
-    out_stride_h,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    lse_ptrs = partial_lse_ptr + split.to(tl.int64) * num_rows + row
-    split_lse = tl.load(lse_ptrs, mask=split < num_splits, other=float("-inf"))
-    written = split_lse != float("-inf")  # a split that saw no key wrote nothing else
-    mean_score = tl.load(lse_ptrs + num_splits.to(tl.int64) * num_rows, mask=written, other=float("-inf"))
-    mean_score = tl.max(mean_score, 0)  # the same in every split
-    top = tl.max(split_lse, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(split_lse - top), 0)
-    lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
-    share, lse = _finish(lse, mean_score, sinks_ptr, row % num_q_heads)
-
-    d = tl.arange(0, DP)
-    out = tl.zeros((DP,), tl.float32)
-    for first in range(0, num_splits, CHUNK):
-        part = first + tl.arange(0, CHUNK)
-        offset = part.to(tl.int64) * num_rows + row
-        part_lse = tl.load(partial_lse_ptr + offset, mask=part < num_splits, other=float("-inf"))
-        mask = (part_lse != float("-inf"))[:, None] & (d < D)[None, :]
-        partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
-        out += tl.sum(partial * tl.exp2(part_lse - top)[:, None], 0)
-    out = out * (share / tl.where(total == 0.0, 1.0, total))
-    token = row // num_q_heads
-    out_ptr += token // num_tokens * out_stride_b + token % num_tokens * out_stride_t + row % num_q_heads * out_stride_h
-    tl.store(out_ptr + d, round_to(out, out_ptr.dtype.element_ty, NATIVE), mask=d < D)
-    tl.store(lse_ptr + row, lse)
 
 
 class Config(NamedTuple):
@@ -364,24 +313,6 @@ def _device(device: torch.device) -> tuple[int, int]:
         return 1, 1 << 30
     properties = torch.get_device_module(device).get_device_properties(device)
     return getattr(properties, "multi_processor_count", 64), getattr(properties, "shared_memory_per_block_optin", 64 << 10)
-
-
-MAX_SPLITS = 128
-_TILE_OVERHEAD = 1.5  # what a program costs besides its pages, in pages
-
-
-@lru_cache(maxsize=4096)
-def num_splits(programs: int, pages: int, slots: int) -> int:
-    """Into how many parts each of `programs` programs over up to `pages` pages is cut, where `slots` run at a time.
-
-    The fewest waves times the longest program; from the host's knowledge alone, so that a launch reads nothing back.
-    """
-    best, best_cost = 1, math.inf
-    for splits in range(1, min(pages, MAX_SPLITS, max(1, 4 * slots // programs)) + 1):
-        cost = -(-programs * splits // slots) * (-(-pages // splits) + _TILE_OVERHEAD) + (splits > 1) * (1 + splits / 32)
-        if cost < best_cost:
-            best, best_cost = splits, cost
-    return best
 
 
 def attention(
@@ -434,25 +365,3 @@ def attention(
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse
-
-
-def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Attention over all keys from attention over parts of them, in the parts' order.
-
-    Args:
-        parts: `[splits, T * num_q_heads, head_dim]` float32; unspecified in rows that see no key of a part.
-        parts_lse: `[2, splits, T * num_q_heads]` float32, to base 2: the LSE without `k_mean` (-inf in such rows), and the score of
-            `k_mean`, the same in every part.
-        sinks: `[num_q_heads]`; the parts know nothing of them.
-        out, lse: `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32, written; or a batch of both, out of any strides.
-    """
-    splits, num_rows, head_dim = parts.shape
-    padded = 1 << (head_dim - 1).bit_length()
-    capacity = 1 << (splits - 1).bit_length()
-    strides = (0, *out.stride()[:2]) if out.dim() == 3 else out.stride()[:3]
-    args = parts, parts_lse, sinks, out, lse, splits, num_rows, *lse.shape[-2:], *strides
-    given = constants(
-        "combine", out.device, D=head_dim, DP=padded, SPLITS=capacity, CHUNK=min(capacity, 4096 // padded), NATIVE=is_native(out.device),
-        num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-    launch(_combine_kernel, (num_rows,), args, given)

@@ -20,6 +20,7 @@ from functools import lru_cache
 import torch
 
 from ..layout import FP8, KVPages
+from .combine import combine, num_splits
 from .gluon import (
     advance,
     arrive_with_words,
@@ -37,7 +38,6 @@ from .gluon import (
 )
 from .launch import Tiles, constants, current_stream, kept, launch
 from .pages import fetch_k, fetch_v, tiles, v_layout
-from .portable import combine, num_splits
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
@@ -742,7 +742,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
         here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_at = (batch * num_tokens + token) * num_q_heads + head
-        if SPLIT:  # as `portable.combine` takes it
+        if SPLIT:  # as `combine` takes it
             lse = gl.where(unseen, HIDDEN, m - P_SHIFT + gl.log2(z))
             gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
         gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)

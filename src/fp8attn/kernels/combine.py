@@ -1,0 +1,109 @@
+"""Attention over all keys from attention over parts of them, which programs side by side have computed (Flash-Decoding).
+
+`num_splits` says into how many parts, from what the host knows; `combine` adds them up in a launch of its own. What the parts are in memory
+is `combine`'s to say.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .fp8 import is_native, round_to
+from .launch import constants, launch
+
+MAX_SPLITS = 128
+_TILE_OVERHEAD = 1.5  # what a program costs besides its pages, in pages
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@lru_cache(maxsize=4096)
+def num_splits(programs: int, pages: int, slots: int) -> int:
+    """Into how many parts each of `programs` programs over up to `pages` pages is cut, where `slots` run at a time.
+
+    The fewest waves times the longest program; from the host's knowledge alone, so that a launch reads nothing back.
+    """
+    best, best_cost = 1, math.inf
+    for splits in range(1, min(pages, MAX_SPLITS, max(1, 4 * slots // programs)) + 1):
+        cost = -(-programs * splits // slots) * (-(-pages // splits) + _TILE_OVERHEAD) + (splits > 1) * (1 + splits / 32)
+        if cost < best_cost:
+            best, best_cost = splits, cost
+    return best
+
+
+@triton.jit
+def finish(lse, mean_score, sinks_ptr, head):
+    """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centred scores and the score of k_mean."""
+    lse = tl.where(lse == float("-inf"), lse, lse + mean_score)
+    if sinks_ptr is None:
+        return 1.0 + tl.zeros_like(lse), lse * _LN2
+    else:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        top = tl.maximum(lse, sink)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        keys = tl.exp2(lse - top)
+        total = keys + tl.exp2(sink - top)
+        return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * _LN2
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_tokens", "num_q_heads", "out_stride_b", "out_stride_t", "out_stride_h"])
+def _combine_kernel(
+    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens, num_q_heads, out_stride_b, out_stride_t,
+    out_stride_h,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    lse_ptrs = partial_lse_ptr + split.to(tl.int64) * num_rows + row
+    split_lse = tl.load(lse_ptrs, mask=split < num_splits, other=float("-inf"))
+    written = split_lse != float("-inf")  # a split that saw no key wrote nothing else
+    mean_score = tl.load(lse_ptrs + num_splits.to(tl.int64) * num_rows, mask=written, other=float("-inf"))
+    mean_score = tl.max(mean_score, 0)  # the same in every split
+    top = tl.max(split_lse, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(split_lse - top), 0)
+    lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
+    share, lse = finish(lse, mean_score, sinks_ptr, row % num_q_heads)
+
+    d = tl.arange(0, DP)
+    out = tl.zeros((DP,), tl.float32)
+    for first in range(0, num_splits, CHUNK):
+        part = first + tl.arange(0, CHUNK)
+        offset = part.to(tl.int64) * num_rows + row
+        part_lse = tl.load(partial_lse_ptr + offset, mask=part < num_splits, other=float("-inf"))
+        mask = (part_lse != float("-inf"))[:, None] & (d < D)[None, :]
+        partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
+        out += tl.sum(partial * tl.exp2(part_lse - top)[:, None], 0)
+    out = out * (share / tl.where(total == 0.0, 1.0, total))
+    token = row // num_q_heads
+    out_ptr += token // num_tokens * out_stride_b + token % num_tokens * out_stride_t + row % num_q_heads * out_stride_h
+    tl.store(out_ptr + d, round_to(out, out_ptr.dtype.element_ty, NATIVE), mask=d < D)
+    tl.store(lse_ptr + row, lse)
+
+
+def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Attention over all keys from attention over parts of them, in the parts' order.
+
+    Args:
+        parts: `[splits, T * num_q_heads, head_dim]` float32; unspecified in rows that see no key of a part.
+        parts_lse: `[2, splits, T * num_q_heads]` float32, to base 2: the LSE without `k_mean` (-inf in such rows), and the score of
+            `k_mean`, the same in every part.
+        sinks: `[num_q_heads]`; the parts know nothing of them.
+        out, lse: `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32, written; or a batch of both, out of any strides.
+    """
+    splits, num_rows, head_dim = parts.shape
+    padded = 1 << (head_dim - 1).bit_length()
+    capacity = 1 << (splits - 1).bit_length()
+    strides = (0, *out.stride()[:2]) if out.dim() == 3 else out.stride()[:3]
+    args = parts, parts_lse, sinks, out, lse, splits, num_rows, *lse.shape[-2:], *strides
+    given = constants(
+        "combine", out.device, D=head_dim, DP=padded, SPLITS=capacity, CHUNK=min(capacity, 4096 // padded), NATIVE=is_native(out.device),
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    launch(_combine_kernel, (num_rows,), args, given)
