@@ -1048,14 +1048,14 @@ class Shape:
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     regs: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
     feed: int
+    heads: int = 8  # of Q whose items stand in one order, longest first: more balance better, fewer find each other's K and V in L2
 
 
 SHAPES = {64: Shape(3, 1, 3, 0, 160, 24), 128: Shape(3, 2, 3, 0, 160, 24), 256: Shape(2, 4, 2, 0, 240, 24)}
 # Prompts up to SHORT queries spend more on an item's beginning and end than a third warpgroup saves.
 SHORT = 4096
-SHORT_SHAPES = SHAPES | {128: Shape(2, 1, 3, 1, 240, 24)}
+SHORT_SHAPES = SHAPES | {128: Shape(2, 1, 3, 1, 240, 24, heads=16)}
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
-HEADS = 8  # query heads whose items stand in one order, longest first: more balance better, fewer find each other's K and V in L2
 NO_WINDOW = 1 << 30
 COUNTERS = 1 << 13  # of a device: streams and captured launches
 PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
@@ -1138,7 +1138,7 @@ def attention(
         softcap * LOG2E.value,
     )  # fmt: skip
     given = constants(
-        "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=HEADS,
+        "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=shape.heads,
         LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, SPLIT=splits > 1, REGS=shape.regs, FEED=shape.feed, num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
