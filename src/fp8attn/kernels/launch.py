@@ -11,10 +11,12 @@ This is the one place that knows that launcher, which is Triton's own affair: wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from inspect import getclosurevars, isfunction
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,6 +51,13 @@ class Tiles(NamedTuple):
         return describe(*self)
 
 
+class PerStream(NamedTuple):
+    """A kernel argument that belongs to the stream, or to the graph that is captured on it: `make(device)` at every launch."""
+
+    make: Callable[[torch.device], torch.Tensor]
+    device: torch.device
+
+
 class Constants(dict):
     """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
 
@@ -73,6 +82,7 @@ class Compiled(NamedTuple):
     kernel: triton.JITFunction
     done: Any  # Triton's `CompiledKernel`, which holds what `call` calls
     call: Callable[..., None]  # (x, y, z, stream, values)
+    asked: tuple[int, ...]  # `PerStream`; the tensors are among the next
     pointers: tuple[tuple[int, torch.dtype], ...]  # tensors whose addresses are multiples of 16
     absent: tuple[int, ...]  # None
     numbers: tuple[tuple[int, bool], ...]  # int32 that Triton specialises on: whether they are multiples of 16 (and none is 1)
@@ -82,6 +92,9 @@ class Compiled(NamedTuple):
     def values(self, args: Sequence) -> list | None:
         """What the launcher takes for `args`; None if the kernel was compiled for others."""
         values = list(args)
+        for i in self.asked:
+            make, device = values[i]
+            values[i] = make(device)
         bits = 0
         for i, dtype in self.pointers:
             x = values[i]
@@ -116,20 +129,28 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
         args: the run-time arguments, all of them, on that device.
         given: the others.
     """
-    compiled, index = given.compiled, given.device.index
+    compiled, device = given.compiled, given.device
+    if _recordings and (recording := _recordings.get(get_ident())) is not None:
+        recording.launches.append((kernel, grid, args, given))
     known = compiled is not None and compiled.kernel is kernel
-    hook = knobs.runtime.launch_enter_hook  # a profiler's, which Triton calls
-    if known and not getattr(hook, "calls", hook) and driver.active.get_current_device() == index:
+    if known and is_direct(device):
         values = compiled.values(args)
         if values is not None:
             x, y, z = (*grid, 1, 1)[:3]
-            compiled.call(x, y, z, driver.active.get_current_stream(index), values)
+            compiled.call(x, y, z, current_stream(device), values)
             return
-    described = [x.descriptor() if isinstance(x, Tiles) else x for x in args]
-    with torch.accelerator.device_index(index):
+    asked = [x.make(x.device) if isinstance(x, PerStream) else x for x in args]
+    described = [x.descriptor() if isinstance(x, Tiles) else x for x in asked]
+    with torch.accelerator.device_index(device.index):
         done = kernel[grid](*described, **given)
     if not known and isinstance(kernel, triton.JITFunction):
-        given.compiled = _learn(kernel, done, args)
+        given.compiled = _learn(kernel, done, args, asked)
+
+
+def is_direct(device: torch.device) -> bool:
+    """Whether Triton's part in a launch on `device` can be left out now: no profiler's hook to call, no device to change."""
+    hook = knobs.runtime.launch_enter_hook
+    return not getattr(hook, "calls", hook) and driver.active.get_current_device() == device.index
 
 
 @lru_cache
@@ -141,6 +162,35 @@ def overlaps(device: torch.device) -> bool:
 def current_stream(device: torch.device) -> int:
     """The handle of the stream on which `launch` launches."""
     return driver.active.get_current_stream(device.index)
+
+
+class Recording:
+    """What a thread launched: `launches` as given to `launch`, and the tensors that were `own` to them."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, tuple[int, ...], Sequence, Constants]] = []
+        self.owned: list[torch.Tensor] = []
+
+
+_recordings: dict[int, Recording] = {}  # by thread
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Note the launches of this thread, which are made as ever."""
+    thread = get_ident()
+    _recordings[thread] = Recording()
+    try:
+        yield _recordings[thread]
+    finally:
+        del _recordings[thread]
+
+
+def own(x: torch.Tensor) -> torch.Tensor:
+    """`x`, of `torch.empty` and its kin, which nothing but the launches of the running call writes: a recording must know (`replay`)."""
+    if _recordings and (recording := _recordings.get(get_ident())) is not None:
+        recording.owned.append(x)
+    return x
 
 
 def kept(make: Callable[[torch.device], T], device: torch.device) -> T:
@@ -160,8 +210,11 @@ def kept(make: Callable[[torch.device], T], device: torch.device) -> T:
         return thread.submit(work).result()
 
 
-def _learn(kernel: triton.JITFunction, done: Any, args: Sequence) -> Compiled | None:
-    """What `kernel`, just launched with `args`, was compiled for; None where that is more than `Compiled` says."""
+def _learn(kernel: triton.JITFunction, done: Any, args: Sequence, asked: Sequence) -> Compiled | None:
+    """What `kernel`, just launched with `args`, was compiled for; None where that is more than `Compiled` says.
+
+    `asked` are `args` with what every `PerStream` gave.
+    """
     launcher = _LAUNCHERS.get(triton.__version__.rpartition(".")[0])
     params, run = kernel.params, done.run
     if launcher is None or type(run).__module__ != "triton.backends.nvidia.driver":
@@ -171,7 +224,7 @@ def _learn(kernel: triton.JITFunction, done: Any, args: Sequence) -> Compiled | 
         return None
     metas = iter(done.metadata.tensordesc_meta or ())
     pointers, absent, numbers, tiles = [], [], [], []
-    for i, x in enumerate(args):
+    for i, x in enumerate(asked):
         if isinstance(x, Tiles):
             tiles.append((i, x.x.dtype, [x.block, x.swizzled], _encoder(next(metas))))
         elif isinstance(x, torch.Tensor):
@@ -185,7 +238,8 @@ def _learn(kernel: triton.JITFunction, done: Any, args: Sequence) -> Compiled | 
                 return None
             numbers.append((i, x % 16 == 0))
     rest = (None,) * (len(params) - len(args))
-    return Compiled(kernel, done, launcher(done), tuple(pointers), tuple(absent), tuple(numbers), tuple(reversed(tiles)), rest)
+    streams = tuple(i for i, x in enumerate(args) if isinstance(x, PerStream))
+    return Compiled(kernel, done, launcher(done), streams, tuple(pointers), tuple(absent), tuple(numbers), tuple(reversed(tiles)), rest)
 
 
 def _encoder(meta: dict[str, Any]) -> Callable[[int, tuple, tuple], list]:

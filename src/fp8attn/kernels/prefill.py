@@ -36,7 +36,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .launch import Tiles, constants, current_stream, kept, launch
+from .launch import PerStream, Tiles, constants, current_stream, kept, launch, own
 from .pages import fetch_k, fetch_v, tiles, v_layout
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
@@ -1090,8 +1090,8 @@ def attention(
     table = pages.page_table
     num_seqs, table_width = table.shape
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    out = torch.empty_like(q, dtype=dtype) if q.dim() == 4 else torch.empty(q.shape, dtype=dtype, device=device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device)
+    out = own(torch.empty_like(q, dtype=dtype) if q.dim() == 4 else torch.empty(q.shape, dtype=dtype, device=device))
+    lse = own(torch.empty(q.shape[:-1], dtype=torch.float32, device=device))
     if not q.numel():
         return out, lse
     if not num_pages or not table_width:  # no keys anywhere
@@ -1122,8 +1122,8 @@ def attention(
         seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width
         splits = num_splits(items, max(1, seen // PART), sms)
     if splits > 1:
-        target = torch.empty(splits * batch, tokens, num_q_heads, head_dim, dtype=torch.float32, device=device)
-        target_lse = torch.empty(2, splits, batch * tokens * num_q_heads, dtype=torch.float32, device=device)
+        target = own(torch.empty(splits * batch, tokens, num_q_heads, head_dim, dtype=torch.float32, device=device))
+        target_lse = own(torch.empty(2, splits, batch * tokens * num_q_heads, dtype=torch.float32, device=device))
         out_strides = target.stride()[:3]
     else:
         target, target_lse = out, lse
@@ -1132,7 +1132,7 @@ def attention(
         Tiles(q, (batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, padded)),
         *tiles(pages, padded, padded // shape.parts),
         target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
-        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), _counter(device),
+        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), PerStream(_counter, device),
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
         int(causal), window or NO_WINDOW, splits, splits * batch * tokens * num_q_heads, softmax_scale * LOG2E.value,
         softcap * LOG2E.value,
