@@ -115,7 +115,7 @@ def append_case(name: str, head_dim: int, dtype, tokens: int, rotary=0, interlea
     """What `append.append` launches for `tokens` new tokens of each of two sequences."""
     heads = 8
     recorders = [Recorder(kernel) for kernel in APPEND]
-    append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel = recorders
+    append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel, append._bytes_kernel = recorders
     append.is_native = lambda device: device_arch >= 89
     k = torch.zeros(2 * tokens, heads, head_dim, dtype=dtype)
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
@@ -131,7 +131,7 @@ def append_case(name: str, head_dim: int, dtype, tokens: int, rotary=0, interlea
 def quantize_case(name: str, head_dim: int, dtype, rotary=0, interleaved=False, device_arch: int = 90):
     """What `append.quantize` and `append.rotate` launch for two sequences of dense K, V and Q, transposed."""
     recorders = [Recorder(kernel) for kernel in APPEND]
-    append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel = recorders
+    append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel, append._bytes_kernel = recorders
     append.is_native, append.overlaps = lambda device: device_arch >= 89, lambda device: device_arch >= 90
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
@@ -154,7 +154,7 @@ def rows_case(name: str, head_dim: int, dtype, rotary=0, interleaved=False, devi
 
 
 ATTENTION, COMBINE = portable._attention_kernel, combine._combine_kernel
-APPEND = append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel
+APPEND = append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel, append._bytes_kernel
 ROWS = rows._statistics_kernel, rows._scales_kernel, rows._rows_kernel
 
 

@@ -360,12 +360,14 @@ def test_attention_is_swapped_for_fa3_and_inside_a_context_of_ours(float64_fa3):
 
 def test_llama_prefill_runs_one_model_with_each_attention(float64_fa3, monkeypatch):
     model = small_llama(3)
-    llama_prefill.unmasked(model)
+    monkeypatch.setattr(llama_prefill.modeling_llama, "apply_rotary_pos_emb", None)  # back as it was after this test
+    llama_prefill.prepare(model)
     monkeypatch.setattr(llama_prefill, "LAYER_TOKENS", 2 * 150)
     with torch.inference_mode():
         rows = llama_prefill.measure(model, 150)
-    assert {row["impl"]: row["layers"] for row in rows} == dict.fromkeys(("cudnn-bf16", "fa3-bf16", "fp8attn"), 2)
+    assert {row["impl"]: row["layers"] for row in rows} == dict.fromkeys(("cudnn-bf16", "fa3-bf16", "fp8attn", "fp8attn-default"), 2)
     assert rows[0]["rel_err"] == 0 < rows[2]["rel_err"] and rows[2]["speedup"] == 1 and model.config.num_hidden_layers == 3
+    assert rows[3]["rel_err"] == rows[1]["rel_err"]  # below its least length it is what is around it
 
 
 def test_the_best_bf16_system_is_what_ours_stands_beside():
@@ -391,11 +393,8 @@ def test_wan_blocks_and_stack(float64_fa3):
 
 def test_wan_positions_turn_channels_by_frame_row_and_column():
     cos, sin = wan.rope_tables((2, 3, 4), 128, torch.float64)
-    assert cos.shape == sin.shape == (24, 1, 64)
-    angle = torch.atan2(sin, cos)[:, 0]
+    assert cos.shape == sin.shape == (24, 64)
+    angle = torch.atan2(sin, cos)
     assert (
         angle[23, 0] == pytest.approx(1) and angle[23, 22] == pytest.approx(2) and angle[23, 43] == pytest.approx(3)
     )  # 44, 42, 42 channels
-    x = torch.randn(1, 24, 2, 128, dtype=torch.float64, device=DEVICE)
-    turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.complex(cos, sin)).flatten(-2)
-    torch.testing.assert_close(wan.rotate(x, cos, sin), turned)

@@ -62,12 +62,16 @@ def quantize(
     columns = -(-length // PAGE_SIZE)
     pages = KVPages.empty(batch * columns, heads, head_dim, batch, columns, k.device)
     pages.page_table.copy_(torch.arange(batch * columns, device=k.device).view(batch, columns))
+    given_bytes = k.dtype == FP8  # they stay as they are
+    if given_bytes:
+        for scale in (pages.k_scale, pages.v_scale):
+            scale.fill_(1.0)
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
     if rope_cos is not None:
         rope_cos, rope_sin = (x.flatten(0, 1) for x in (rope_cos, rope_sin))
     append(
         pages, k, v, cu_seqlens=None, max_seqlen=length, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-        static_scales=False, fix_means=means,
+        static_scales=given_bytes, fix_means=means,
     )  # fmt: skip
     return pages
 

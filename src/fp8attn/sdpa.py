@@ -182,7 +182,7 @@ def _is_replayable(tensors: tuple[torch.Tensor, ...]) -> bool:
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not TRITON_INSTALLED:
         return False
     grad = torch.is_grad_enabled()
-    return all([type(x) is torch.Tensor and x.is_cuda and not x.is_nested and not (grad and x.requires_grad) for x in tensors])
+    return all(type(x) is torch.Tensor and x.is_cuda and not x.is_nested and not (grad and x.requires_grad) for x in tensors)
 
 
 @cache

@@ -500,16 +500,39 @@ def _k_page(
 
 
 @triton.jit
+def _word_token(word):
+    """The first token of a page's word: 1, 8 and 9 behind it are the others (`layout.V_ORDER`)."""
+    return word // (_GROUP // 4) * _GROUP + _v_token(word % (_GROUP // 4) * 4)
+
+
+@triton.jit
+def _store_words(pool_ptr, words, first, old, end, D: tl.constexpr, DP: tl.constexpr):
+    """Write tokens `[old, end)` of a head's V page, given as `words [32, DP]` whose tokens begin at `first [32]`."""
+    GROUPS: tl.constexpr = _PAGE // _GROUP
+    WORDS: tl.constexpr = _GROUP // 4  # of a group and channel
+    d = tl.arange(0, DP)
+    words = tl.permute(tl.reshape(words, (GROUPS, WORDS, DP)), (0, 2, 1))
+    group = tl.arange(0, GROUPS)[:, None, None]
+    ptrs = pool_ptr.to(tl.pointer_type(tl.int32)) + (group * D + d[None, :, None]) * WORDS + tl.arange(0, WORDS)[None, None, :]
+    inside = (d < D)[None, :, None]
+    if (old > 0) | (end < _PAGE):  # bytes of older tokens stay; those past the end become zero: 0 * NaN would be NaN
+        new = tl.where((first >= old) & (first < end), 0xFF, 0)
+        new |= tl.where((first + 1 >= old) & (first + 1 < end), 0xFF00, 0)
+        new |= tl.where((first + 8 >= old) & (first + 8 < end), 0xFF0000, 0)
+        new |= tl.where((first + 9 >= old) & (first + 9 < end), -0x1000000, 0)
+        new = tl.reshape(new, (GROUPS, WORDS))[:, None, :]
+        older = tl.load(ptrs, mask=(d < tl.where(old > 0, D, 0))[None, :, None], other=0)
+        words = (words & new) | (older & ~new)
+    tl.store(ptrs, words, mask=inside)
+
+
+@triton.jit
 def _v_page(
     x_ptr, stride_t, mean_ptr, pool_ptr, scale_ptr, old, end, D: tl.constexpr, HP: tl.constexpr, STATIC: tl.constexpr,
     NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`_k_page` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
-    d = tl.arange(0, 2 * HP)
-    word = tl.arange(0, _PAGE // 4)
-    GROUPS: tl.constexpr = _PAGE // _GROUP
-    WORDS: tl.constexpr = _GROUP // 4  # of a group and channel
-    first = word // WORDS * _GROUP + _v_token(word % WORDS * 4)  # and then 1, 8 and 9 behind it (layout.V_ORDER)
+    first = _word_token(tl.arange(0, _PAGE // 4))
     last = end - 1
     x0 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None], D, HP)
     x1 = _load_rows(x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None], D, HP)
@@ -533,19 +556,7 @@ def _v_page(
         gdc_launch_dependents()  # the next one may begin when nobody has more to do than write
     factor = _inverse(scale)
     words = pack_e4m3(x0 * factor, x1 * factor, x2 * factor, x3 * factor, NATIVE)
-    words = tl.permute(tl.reshape(words, (GROUPS, WORDS, 2 * HP)), (0, 2, 1))
-    group = tl.arange(0, GROUPS)[:, None, None]
-    ptrs = pool_ptr.to(tl.pointer_type(tl.int32)) + (group * D + d[None, :, None]) * WORDS + tl.arange(0, WORDS)[None, None, :]
-    inside = (d < D)[None, :, None]
-    if (old > 0) | (end < _PAGE):  # bytes of older tokens stay; those past the end become zero: 0 * NaN would be NaN
-        new = tl.where((first >= old) & (first < end), 0xFF, 0)
-        new |= tl.where((first + 1 >= old) & (first + 1 < end), 0xFF00, 0)
-        new |= tl.where((first + 8 >= old) & (first + 8 < end), 0xFF0000, 0)
-        new |= tl.where((first + 9 >= old) & (first + 9 < end), -0x1000000, 0)
-        new = tl.reshape(new, (GROUPS, WORDS))[:, None, :]
-        older = tl.load(ptrs, mask=(d < tl.where(old > 0, D, 0))[None, :, None], other=0)
-        words = (words & new) | (older & ~new)
-    tl.store(ptrs, words, mask=inside)
+    _store_words(pool_ptr, words, first, old, end, D, 2 * HP)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "columns", "max_seqlen", "num_kv_heads"])
@@ -616,6 +627,61 @@ def _page_kernel(
             v_ptr + row * v_stride_t + head * v_stride_h, v_stride_t, v_mean_ptr + mean, v_pool_ptr + slot * (D * _PAGE),
             v_scale_ptr + slot, old, end, D, HP, STATIC, NATIVE, OVERLAP,
         )  # fmt: skip
+
+
+@triton.jit
+def _bytes(x_ptr, token, end, stride_t, D: tl.constexpr, DP: tl.constexpr):
+    """Bytes of tokens, `[T, DP]`; past the end the last one's."""
+    d = tl.arange(0, DP)
+    rows = x_ptr + (tl.minimum(token, end - 1) * stride_t)[:, None]
+    if DP == D:
+        return tl.load(rows + d)
+    else:
+        return tl.load(rows + d, mask=tl.zeros(rows.shape, tl.int32) + d < D, other=0)
+
+
+@triton.jit(do_not_specialize=["num_kv_heads", "columns", "length"])
+def _bytes_kernel(
+    k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr,
+    k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads, columns, length,
+    D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Pages of what is E4M3 already: its bytes as they are, scales of one, means of zero."""
+    k_ptr = k_ptr.to(_BYTES)
+    v_ptr = v_ptr.to(_BYTES)
+    k_pool_ptr = k_pool_ptr.to(_BYTES)
+    v_pool_ptr = v_pool_ptr.to(_BYTES)
+    is_v = tl.program_id(0) % 2
+    head = (tl.program_id(0) // 2 % num_kv_heads).to(tl.int64)
+    page = tl.program_id(0) // (2 * num_kv_heads)
+    seq = (page // columns).to(tl.int64)
+    column = page % columns
+    first = column * _PAGE
+    end = tl.minimum(length - first, _PAGE)
+    slot = page.to(tl.int64) * num_kv_heads + head
+    d = tl.arange(0, DP)
+    if tl.program_id(0) % (2 * num_kv_heads) == 0:
+        tl.store(table_ptr + page, page)
+        if column == 0:
+            tl.store(seqlens_ptr + seq, length)
+    if is_v == 0:
+        tl.store(k_scale_ptr + slot, 1.0)
+        if column == 0:
+            tl.store(k_mean_ptr + (seq * num_kv_heads + head) * D + d, tl.zeros((DP,), tl.float32), mask=d < D)
+        token = tl.arange(0, _PAGE)
+        x = _bytes(k_ptr + seq * k_stride_b + head * k_stride_h + first.to(tl.int64) * k_stride_t, token, end, k_stride_t, D, DP)
+        tl.store(k_pool_ptr + slot * (D * _PAGE) + (token * D)[:, None] + d, x, mask=(token < end)[:, None] & (d < D))
+    else:
+        tl.store(v_scale_ptr + slot, 1.0)
+        if column == 0:
+            tl.store(v_mean_ptr + (seq * num_kv_heads + head) * D + d, tl.zeros((DP,), tl.float32), mask=d < D)
+        v_ptr += seq * v_stride_b + head * v_stride_h + first.to(tl.int64) * v_stride_t
+        first_token = _word_token(tl.arange(0, _PAGE // 4))
+        words = _bytes(v_ptr, first_token, end, v_stride_t, D, DP).to(tl.int32)
+        words |= _bytes(v_ptr, first_token + 1, end, v_stride_t, D, DP).to(tl.int32) << 8
+        words |= _bytes(v_ptr, first_token + 8, end, v_stride_t, D, DP).to(tl.int32) << 16
+        words |= _bytes(v_ptr, first_token + 9, end, v_stride_t, D, DP).to(tl.int32) << 24
+        _store_words(v_pool_ptr + slot * (D * _PAGE), words, first_token, 0, end, D, DP)
 
 
 # Launches
@@ -696,24 +762,28 @@ def quantize(
     k_pages, v_pages = own(torch.empty(k_shape, dtype=FP8, device=device)), own(torch.empty(v_shape, dtype=FP8, device=device))
     k_scale = own(torch.empty(num_pages, heads, dtype=torch.float32, device=device))
     v_scale = own(torch.empty(num_pages, heads, dtype=torch.float32, device=device))
-    mean = dict(size=(batch, heads, head_dim), dtype=torch.float32, device=device)
-    k_mean, v_mean = (own(torch.empty(**mean)), own(torch.empty(**mean))) if means else (torch.zeros(**mean), torch.zeros(**mean))
+    given_bytes = k.dtype == FP8
+    make_mean = (lambda *given, **kind: own(torch.empty(*given, **kind))) if means or given_bytes else torch.zeros
+    k_mean = make_mean(batch, heads, head_dim, dtype=torch.float32, device=device)
+    v_mean = make_mean(batch, heads, head_dim, dtype=torch.float32, device=device)
     table = own(torch.empty(batch, columns, dtype=torch.int32, device=device))
     lengths = own(torch.empty(batch, dtype=torch.int32, device=device))
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
     if batch == 1:  # a stride that leads nowhere can be anything
         k_b = v_b = 0
+    pages = _typed(k_pages, native), _typed(v_pages, native), k_scale, v_scale, k_mean, v_mean, table
+    if given_bytes:
+        args = _typed(k, native), _typed(v, native), *pages, lengths, k_b, k_t, k_h, v_b, v_t, v_h, heads, columns, length
+        given = constants("bytes", device, D=head_dim, DP=2 * pairs, num_warps=pairs // 8)
+        launch(_bytes_kernel, (2 * heads * num_pages,), args, given)
+        return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
     strides = (k_b, k_t, k_h, v_b, v_t, v_h, *cos_strides, *sin_strides)
     overlap = means and overlaps(device)  # pages are read while their means are computed
     if means:
         args = k, v, k_mean, v_mean, None, None, *angles, *strides, length, heads, length
         given = constants("means", device, **row, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8)
         launch(_means_kernel, (2 * heads, batch), args, given)
-    args = (
-        _typed(k, native), _typed(v, native), _typed(k_pages, native), _typed(v_pages, native), k_scale, v_scale, k_mean, v_mean, table,
-        lengths, None, *angles, *strides, columns, batch, columns, length,
-        heads,
-    )  # fmt: skip
+    args = k, v, *pages, lengths, None, *angles, *strides, columns, batch, columns, length, heads
     options = {"launch_pdl": True} if overlap else {}
     given = constants("page", device, **row, STATIC=False, NATIVE=native, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options)
     launch(_page_kernel, (2 * heads * num_pages,), args, given)
