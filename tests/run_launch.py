@@ -26,7 +26,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
-from fp8attn.kernels.launch import Constants, Tiles, launch  # noqa: E402
+from fp8attn.kernels.launch import Constants, PerStream, Tiles, launch, own  # noqa: E402
+from fp8attn.kernels.replay import Replay, Replays  # noqa: E402
 from fp8attn.layout import FP8  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -61,11 +62,56 @@ def noted(compiled) -> dict:
     }
 
 
+def expect(compiled) -> None:
+    """Tell the stub how large the parameters of the launches to come are."""
+    found = (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")
+    for i, size in enumerate([*sizes(compiled), 0]):
+        found[i] = size
+
+
 def sizes(compiled) -> list[int]:
     """Bytes of the parameters of a compiled kernel."""
     declared = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)[1]
     bytes_of = {"u64": 8, "b64": 8, "u32": 4, "b32": 4, "f32": 4}
     return [int(n) if n else bytes_of[kind] for kind, n in re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[]*(?:\[(\d+)\])?", declared)]
+
+
+def replayed(launches: list, compiled: dict) -> dict:
+    """What replays of a function of two launches reach the driver with, and which calls are replayed.
+
+    `launches` grows by one for each launch that goes Triton's ordinary way, whose kernel is then `compiled["last"]`.
+    """
+    zeros, asked = torch.zeros(4), []
+    counter = PerStream(lambda device: asked.append(device) or zeros, DEVICE)
+    constants = Constants(DEVICE, D=128, FLAG=False, num_warps=4)
+
+    def function(pool: torch.Tensor, x: torch.Tensor, scale: float, elsewhere: str) -> torch.Tensor:
+        between, pages = own(torch.empty(256)), own(torch.empty(8192, dtype=torch.uint8).view(FP8))
+        out = own(torch.empty_like(x))
+        k, v = Tiles(pool, (1024, 64), (64, 1), (128, 64)), Tiles(pages, (64, 128), (128, 1), (64, 128), swizzled=False)
+        launch(kernel, (3, 2), (x if elsewhere != "copied" else x.clone(), 16, k, counter, v, between, 77, scale), constants)
+        launch(kernel, (1,), (between, 16, k, counter, v, out, 77, scale), constants)
+        return out if elsewhere != "result" else out + 1
+
+    replays = Replays(function)
+    rows = {}
+    (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0  # of a kernel that is not compiled yet
+    function(torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256), 0.5, "")
+    expect(compiled["last"])
+    for elsewhere in ("", "copied", "result"):
+        for _ in range(4):  # compiled, recorded, replayed twice
+            given = torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256)
+            before = len(launches)
+            asked.clear()
+            out = replays(given, (0.5, elsewhere))
+        [kind] = [found for key, found in replays.known.items() if key[0] == (0.5, elsewhere)]
+        addresses = {int.from_bytes(bytes.fromhex(x[:16]), "little") for x in noted(compiled["last"])["parameters"] if len(x) >= 16}
+        held = {"pool": given[0], "out": out, "counter": zeros, "x": given[1]}
+        rows[elsewhere or "launches"] = {
+            "replayed": isinstance(kind, Replay), "ordinary": len(launches) - before, "asked": len(asked),
+            "takes": [name for name, tensor in held.items() if tensor.data_ptr() in addresses],
+        }  # fmt: skip
+    return rows
 
 
 def main() -> None:
@@ -98,8 +144,7 @@ def main() -> None:
 
     constants = Constants(DEVICE, D=128, FLAG=True, num_warps=4)
     launch(kernel, (3, 2), arguments(), constants)
-    for i, size in enumerate(sizes(compiled["last"])):
-        (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[i] = size
+    expect(compiled["last"])
     twin = Tiles(pool.clone(), (1024, 64), (64, 1), (128, 64))
     fresh = {"x": torch.ones(256), "y": torch.ones(256), "stride": 32, "count": 1, "scale": 2.0, "k": twin}
     same = {"again": arguments(), "others of a kind": arguments(**fresh)}
@@ -120,6 +165,8 @@ def main() -> None:
     hooked = []
     knobs.runtime.launch_enter_hook.add(hooked.append)
     rows["profiled"] = {"direct": done(constants, same["again"]), "hooks": len(hooked)}
+    knobs.runtime.launch_enter_hook.remove(hooked.append)
+    rows["replayed"] = replayed(ordinary, compiled)
     print(json.dumps({"same": list(same), "others": list(others), "learned": constants.compiled is not None, "rows": rows}))
 
 

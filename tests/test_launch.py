@@ -47,6 +47,13 @@ def test_other_arguments_go_to_triton(launches):
     assert launches["rows"]["profiled"]["direct"]["ordinary"] and launches["rows"]["profiled"]["hooks"] == 1
 
 
+def test_calls_are_replayed_if_launches_are_all(launches):
+    """On addresses of the call's own; the function is called no more, but asks for its counters (two launches a call)."""
+    rows = launches["rows"]["replayed"]
+    assert rows["launches"] == {"replayed": True, "ordinary": 0, "asked": 2, "takes": ["pool", "out", "counter"]}
+    assert not rows["copied"]["replayed"] and not rows["result"]["replayed"]  # torch copied an input, or made the result
+
+
 def test_calls_cost_the_cpu_little():
     """Measured on the GPU machine, checks included; a torch op that does nothing to speak of costs 6.5 us there."""
     rows = json.loads((TESTS.parent / "results/h100/overhead.json").read_text())["rows"]
