@@ -1,6 +1,6 @@
 """The pictures of results/h100/*.json, each beside its numbers.
 
-python -m benchmarks.plot [decode | prefill | accuracy | llama_decode | sdpa ...]
+python -m benchmarks.plot [decode | prefill | accuracy | llama_decode | llama_prefill | sdpa | wan ...]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLOURS = {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-no-means": "#a9d6b0", "fp8attn-q8-no-means": "#a9d6b0",
     "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
     "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
-    "bf16-sdpa": "#b8bfca", "fp8attn-graph": "#0b6e4f", "fp8attn-rope": "#a9d6b0", "torchao": "#f2a65a",
+    "bf16-sdpa": "#b8bfca", "fp8attn-graph": "#0b6e4f", "fp8attn-rope": "#a9d6b0", "fp8attn-default": "#a9d6b0", "torchao": "#f2a65a",
     "bf16": "#444444", "fp8attn-static": "#69b578",
 }  # fmt: skip
 STYLES = {"": "-", "calibrated": "--", "means": "-.", "calibrated+means": ":"}  # of a kernel with options
@@ -183,6 +183,48 @@ def plot_sdpa() -> None:
     save(figure, "sdpa")
 
 
+def plot_llama_prefill() -> None:
+    """A whole prompt's time over that with the best BF16 attention, by length."""
+    rows = read("llama_prefill")
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for impl, style in (("fp8attn", "o-"), ("fp8attn-default", "o--")):
+        points = series(rows, r"S(\d+)", impl, lambda row: row["speedup"])
+        axes.semilogx(points.keys(), points.values(), style, base=2, ms=4, lw=1.6, label=impl, color=COLOURS[impl])
+        if impl == "fp8attn":
+            axes.set_xticks(list(points), [f"{n // 1024}k" for n in points])
+            for n, speedup in points.items():
+                axes.annotate(f"{speedup:.2f}", (n, speedup), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+    axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("speed over the best BF16 attention")
+    axes.set_title("Prefill of a Llama-3.1-8B-shaped model on an H100, all its time", loc="left", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    legend(figure, axes)
+    save(figure, "llama_prefill")
+
+
+def plot_wan() -> None:
+    """Seconds of a block and of a stack of blocks, with each attention."""
+    rows = read("wan")
+    figure, panels = plt.subplots(1, 4, figsize=(11, 3.8), layout="constrained")
+    for axes, case in zip(panels, ("block-720p", "stack-720p", "block-1080p", "stack-1080p"), strict=True):
+        found = {impl: rows[case, impl] for impl in ("fp8attn", "fa3-bf16", "cudnn-bf16") if (case, impl) in rows}
+        for x, (impl, row) in enumerate(found.items()):
+            axes.bar(x, row["ms"] / 1e3, 0.8, label=impl, color=COLOURS[impl])
+            axes.text(x, row["ms"] / 1e3, f"{row['ms'] / 1e3:.3g}", ha="center", va="bottom", fontsize=8)
+        ours = found["fp8attn"]
+        what = f"{ours['layers']} blocks, {ours['bf16_layers']} in BF16" if "layers" in ours else "one block"
+        axes.set_title(f"{case.split('-')[1]}, {what}: {ours['speedup']:.2f}x", loc="left", fontsize=9)
+        axes.set_xticks([])
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("seconds")
+    figure.suptitle("Wan2.1-14B-shaped transformer blocks on an H100, 81 frames", x=0.01, ha="left", fontsize=11)
+    legend(figure, panels[0])
+    save(figure, "wan")
+
+
 def plot_needle() -> None:
     """Right answers by length and by what is planted, and heat maps of every system by length and depth."""
     task, rows = "niah_multikey_2", read("needle")
@@ -252,8 +294,8 @@ def plot_drift() -> None:
 
 
 PLOTS = {
-    "decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode, "sdpa": plot_sdpa,
-    "needle": plot_needle, "drift": plot_drift,
+    "decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode,
+    "llama_prefill": plot_llama_prefill, "sdpa": plot_sdpa, "wan": plot_wan, "needle": plot_needle, "drift": plot_drift,
 }  # fmt: skip
 
 

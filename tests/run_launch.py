@@ -162,12 +162,14 @@ def main() -> None:
     for name, args in (same | others).items():
         direct = done(constants, args)
         rows[name] = {"direct": direct, "ordinary": done(Constants(DEVICE, **constants), args)}
+    again = done(constants, others["dtype"])
+    rows["dtype again"] = {"direct": again, "ordinary": rows["dtype"]["ordinary"]}
     hooked = []
     knobs.runtime.launch_enter_hook.add(hooked.append)
     rows["profiled"] = {"direct": done(constants, same["again"]), "hooks": len(hooked)}
     knobs.runtime.launch_enter_hook.remove(hooked.append)
     rows["replayed"] = replayed(ordinary, compiled)
-    print(json.dumps({"same": list(same), "others": list(others), "learned": constants.compiled is not None, "rows": rows}))
+    print(json.dumps({"same": list(same), "others": list(others), "learned": len(constants.compiled) > 0, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ def test_other_arguments_go_to_triton(launches):
     """What the kernel was not compiled for: another type or alignment, an argument that was None, a profiler's hook to call."""
     for case in launches["others"]:
         assert launches["rows"][case]["direct"]["ordinary"], case
+    again = launches["rows"]["dtype again"]  # now it was
+    assert not again["direct"].pop("ordinary") and again["direct"].items() <= again["ordinary"].items()
     assert launches["rows"]["profiled"]["direct"]["ordinary"] and launches["rows"]["profiled"]["hooks"] == 1
 
 

@@ -67,13 +67,16 @@ class Constants(dict):
     def __init__(self, device: torch.device, **constants: Any) -> None:
         super().__init__(constants)
         self.device = device
-        self.compiled: Compiled | None = None
+        self.compiled: list[Compiled] = []  # for arguments of several types and alignments, up to `VARIANTS`
 
 
 @lru_cache(maxsize=4096)
 def constants(kernel: str, device: torch.device, **values: Any) -> Constants:
     """The same `Constants` for the same values; `kernel` tells apart kernels that have equal ones."""
     return Constants(device, **values)
+
+
+VARIANTS = 8
 
 
 class Compiled(NamedTuple):
@@ -129,22 +132,24 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
         args: the run-time arguments, all of them, on that device.
         given: the others.
     """
-    compiled, device = given.compiled, given.device
+    device = given.device
     if _recordings and (recording := _recordings.get(get_ident())) is not None:
         recording.launches.append((kernel, grid, args, given))
-    known = compiled is not None and compiled.kernel is kernel
-    if known and is_direct(device):
-        values = compiled.values(args)
-        if values is not None:
-            x, y, z = (*grid, 1, 1)[:3]
-            compiled.call(x, y, z, current_stream(device), values)
-            return
+    direct = is_direct(device)
+    if direct:
+        for compiled in given.compiled:
+            if compiled.kernel is kernel and (values := compiled.values(args)) is not None:
+                x, y, z = (*grid, 1, 1)[:3]
+                compiled.call(x, y, z, current_stream(device), values)
+                return
     asked = [x.make(x.device) if isinstance(x, PerStream) else x for x in args]
     described = [x.descriptor() if isinstance(x, Tiles) else x for x in asked]
     with torch.accelerator.device_index(device.index):
         done = kernel[grid](*described, **given)
-    if not known and isinstance(kernel, triton.JITFunction):
-        given.compiled = _learn(kernel, done, args, asked)
+    if direct and len(given.compiled) < VARIANTS and isinstance(kernel, triton.JITFunction):
+        compiled = _learn(kernel, done, args, asked)
+        if compiled is not None:
+            given.compiled.append(compiled)
 
 
 def is_direct(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ one piece of memory for all that is in between, and launches. (A CUDA graph woul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -116,8 +116,8 @@ def _replay(notes: Recording, tensors: Sequence[torch.Tensor], out: torch.Tensor
 
 def _step(launch: tuple, places: dict[int, tuple[int, int]]) -> Step | None:
     kernel, grid, args, given = launch
-    compiled: Any = given.compiled
-    if compiled is None or compiled.kernel is not kernel or compiled.values(args) is None:
+    compiled = next((known for known in given.compiled if known.kernel is kernel and known.values(args) is not None), None)
+    if compiled is None:
         return None
     values = list(args)
     pointers, asked, tiles = [], [(i, args[i]) for i in compiled.asked], []
