@@ -135,8 +135,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
     device = given.device
     if _recordings and (recording := _recordings.get(get_ident())) is not None:
         recording.launches.append((kernel, grid, args, given))
-    direct = is_direct(device)
-    if direct:
+    if given.compiled and is_direct(device):
         for compiled in given.compiled:
             if compiled.kernel is kernel and (values := compiled.values(args)) is not None:
                 x, y, z = (*grid, 1, 1)[:3]
@@ -146,7 +145,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
     described = [x.descriptor() if isinstance(x, Tiles) else x for x in asked]
     with torch.accelerator.device_index(device.index):
         done = kernel[grid](*described, **given)
-    if direct and len(given.compiled) < VARIANTS and isinstance(kernel, triton.JITFunction):
+    if isinstance(kernel, triton.JITFunction) and len(given.compiled) < VARIANTS and is_direct(device):
         compiled = _learn(kernel, done, args, asked)
         if compiled is not None:
             given.compiled.append(compiled)
