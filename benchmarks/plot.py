@@ -191,10 +191,12 @@ def plot_llama_prefill() -> None:
         points = series(rows, r"S(\d+)", impl, lambda row: row["speedup"])
         axes.semilogx(points.keys(), points.values(), style, base=2, ms=4, lw=1.6, label=impl, color=COLOURS[impl])
         if impl == "fp8attn":
-            axes.set_xticks(list(points), [f"{n // 1024}k" for n in points])
+            lengths = list(points)
             for n, speedup in points.items():
-                axes.annotate(f"{speedup:.2f}", (n, speedup), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+                axes.annotate(f"{speedup:.2f}", (n, speedup), (0, -14), textcoords="offset points", ha="center", fontsize=8)
     axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1)
+    axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
+    axes.margins(y=0.12)
     axes.minorticks_off()
     axes.set_xlabel("tokens")
     axes.set_ylabel("speed over the best BF16 attention")

@@ -32,8 +32,8 @@ from .results import ROOT, write
 
 SOURCES = (
     "src/fp8attn/sdpa.py", "src/fp8attn/ops.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/prefill.py",
-    "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py", "src/fp8attn/layout.py", "benchmarks/sdpa.py", "benchmarks/measure.py",
-    "benchmarks/peers.py",
+    "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py", "src/fp8attn/kernels/replay.py", "src/fp8attn/layout.py",
+    "benchmarks/sdpa.py", "benchmarks/measure.py", "benchmarks/peers.py",
 )  # fmt: skip
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SAMPLE_MS = 8  # calls of a sample together

@@ -18,7 +18,7 @@ ALLOWED = {
     "reference": {"layout", "numerics", "rope"},
     "backends": {"kernels", "reference"},
     "ops": {"backends", "layout", "numerics", "rope"},
-    "sdpa": {"backends", "layout", "ops", "rope", "sdpa_quantized"},
+    "sdpa": {"backends", "kernels", "layout", "ops", "rope", "sdpa_quantized"},
     "sdpa_quantized": {"backends", "kernels", "layout", "ops"},
     "mode": {"sdpa"},
     "accumulation": {"kernels", "layout", "numerics", "sdpa_quantized"},

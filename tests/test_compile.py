@@ -22,7 +22,7 @@ def compiled(*arguments: str) -> list[dict]:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_89"])
 def test_kernels_compile_without_spills(arch, capsys):
     rows = compiled(arch)
-    append = {"step_kernel", "page_kernel", "queries_kernel", "means_kernel"}
+    append = {"step_kernel", "page_kernel", "queries_kernel", "means_kernel", "bytes_kernel"}
     dense = {"statistics_kernel", "scales_kernel", "rows_kernel"}
     assert {row["kernel"] for row in rows} == {"attention_kernel", "combine_kernel"} | append | dense
     for row in rows:
