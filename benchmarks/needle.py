@@ -4,7 +4,7 @@
     python -m benchmarks.needle run --task niah_multikey_2 --lengths 4096,131072 [--stress 0,3] [--impl bf16,fp8attn] [--seconds 500]
 
 `samples` writes `.needle/`, which git ignores. `run` asks every implementation for an answer to each of them, a process a GPU, each with
-every n-th sample, and writes `results/h100/needle.json` and all answers beside it. Answers that an earlier run of the same sources left
+every n-th sample, and writes `results/h200/needle.json` and all answers beside it. Answers that an earlier run of the same sources left
 there are kept and not asked for again. Meanwhile they go to `.needle/outcomes/`, line by line: what a run that was killed leaves there
 counts too.
 
@@ -47,7 +47,7 @@ from .results import ROOT, hashes, write
 
 SAMPLES = ROOT / ".needle"
 OUTCOMES = SAMPLES / "outcomes"  # of a run that has not ended
-RESULTS, KEPT = (ROOT / f"results/h100/needle.{ending}" for ending in ("json", "jsonl.xz"))
+RESULTS, KEPT = (ROOT / f"results/h200/needle.{ending}" for ending in ("json", "jsonl.xz"))
 OURS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static", "fp8attn-no-means": "fp8-no-means"}
 KERNELS = {"bf16": peers.fa3, "fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
 NEEDS = {"bf16": "fa3", "fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}

@@ -42,7 +42,12 @@ Rows = dict[tuple[str, str], dict]
 
 
 def read(name: str) -> Rows:
-    return {(row["case"], row["impl"]): row for row in json.loads((FOLDER / f"{name}.json").read_text())["rows"]}
+    return {(row["case"], row["impl"]): row for row in json.loads(found(name).read_text())["rows"]}
+
+
+def found(name: str) -> Path:
+    """The results of that name, of whichever GPU."""
+    return next((ROOT / "results").glob(f"h?00/{name}.json"), FOLDER / f"{name}.json")
 
 
 def save(figure: Figure, name: str) -> None:
@@ -259,7 +264,7 @@ def plot_needle() -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, ncols=6, loc="outside lower center", frameon=False)
     save(figure, "retrieval")
-    outcomes = [outcome for outcome in load_outcomes(FOLDER / "needle.jsonl.xz") if outcome.task == task]
+    outcomes = [outcome for outcome in load_outcomes(found("needle").with_suffix(".jsonl.xz")) if outcome.task == task]
     outcomes.sort(key=lambda outcome: list(dict.fromkeys(impl for _, impl in rows)).index(outcome.cache))
     save(needle_maps(outcomes, heading=f"RULER {task}: right answers by length and depth"), "retrieval_maps")
 
@@ -302,7 +307,7 @@ PLOTS = {
 
 
 def main() -> None:
-    for name in sys.argv[1:] or [name for name in PLOTS if (FOLDER / f"{name}.json").exists()]:
+    for name in sys.argv[1:] or [name for name in PLOTS if found(name).exists()]:
         PLOTS[name]()
 
 
