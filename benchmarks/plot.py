@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import matplotlib
 
