@@ -32,7 +32,7 @@ COLOURS = {
     "bf16-sdpa": "#b8bfca", "fp8attn-graph": "#0b6e4f", "fp8attn-rope": "#a9d6b0", "fp8attn-default": "#a9d6b0", "torchao": "#f2a65a",
     "bf16": "#444444", "fp8attn-static": "#69b578",
 }  # fmt: skip
-STYLES = {"": "-", "calibrated": "--", "means": "-.", "calibrated+means": ":"}  # of a kernel with options
+HATCHES = {"": "", "calibrated": "//", "means": "..", "calibrated+means": "xx"}  # of a kernel with options
 PREFILL = (
     ("D128-full-S16384", "D128-causal-S16384", "D128-causal-S4096", "D128-causal-S8192", "D128-causal-S65536", "D128-causal-S1024",
      "gqa-causal-S16384"),
@@ -43,10 +43,10 @@ Rows = dict[tuple[str, str], dict]
 
 
 def read(name: str) -> Rows:
-    return {(row["case"], row["impl"]): row for row in json.loads(found(name).read_text())["rows"]}
+    return {(row["case"], row["impl"]): row for row in json.loads(file_of(name).read_text())["rows"]}
 
 
-def found(name: str) -> Path:
+def file_of(name: str) -> Path:
     """The results of that name, of whichever GPU."""
     return next((ROOT / "results").glob(f"h?00/{name}.json"), FOLDER / f"{name}.json")
 
@@ -234,38 +234,36 @@ def plot_wan() -> None:
 
 
 def plot_needle() -> None:
-    """Right answers by length and by what is planted, and heat maps of every system by length and depth."""
+    """Right answers at the greatest length by what is planted, and heat maps of every system by length and depth."""
     task, rows = "niah_multikey_2", read("needle")
-    lengths = sorted({int(found[1]) for case, _ in rows if (found := re.fullmatch(rf"{task}-S(\d+)", case))})
-    stressed = sorted({int(found[1]) for case, _ in rows if (found := re.fullmatch(rf"{task}-stress\d-S(\d+)", case))})
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.4), sharey=True, layout="constrained")
-    for impl in dict.fromkeys(impl for _, impl in rows):
-        kernel, _, options = impl.partition(":")
-        look = {"color": COLOURS[kernel], "ls": STYLES[options], "marker": "o", "ms": 3.5, "lw": 1.6, "label": impl}
-        points = series(rows, rf"{task}-S(\d+)", impl, lambda row: row["accuracy"])
-        panels[0].semilogx(points.keys(), points.values(), base=2, **look)
-        for longest in stressed[-1:]:
-            points = series(rows, rf"{task}-stress(\d)-S{longest}", impl, lambda row: row["accuracy"])
-            points |= {0: rows[f"{task}-S{longest}", impl]["accuracy"]} if (f"{task}-S{longest}", impl) in rows else {}
-            points = dict(sorted(points.items()))
-            panels[1].plot(points.keys(), points.values(), **look)
-    panels[0].set_xticks(lengths, [thousands(n) for n in lengths])
-    panels[0].minorticks_off()
-    panels[0].set_xlabel("context (tokens)")
-    panels[0].set_ylabel("right answers")
-    panels[0].set_ylim(-0.02, 1.02)
-    panels[0].yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    panels[0].set_title(f"RULER {task}", loc="left", fontsize=10)
-    panels[1].set_xticks(range(len(STRENGTHS)), [f"{s.offset:g} σ, × {s.outlier:g}" for s in STRENGTHS])
-    panels[1].set_xlabel("offset of V in deviations, factor of outlier channels of K and V")
-    panels[1].set_title("the same model made harder" + "".join(f", {thousands(n)}" for n in stressed[-1:]), loc="left", fontsize=10)
-    for axes in panels:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, ncols=6, loc="outside lower center", frameon=False)
+    length = max(int(match[1]) for case, _ in rows if (match := re.fullmatch(rf"{task}-S(\d+)", case)))
+    cases = [f"{task}-stress{n}-S{length}" if n else f"{task}-S{length}" for n in range(len(STRENGTHS))]
+    figure, axes = plt.subplots(figsize=(11, 3.8), layout="constrained")
+    at = 0.0
+    for case, strength in zip(cases, STRENGTHS, strict=True):
+        here = [row for (name, _), row in rows.items() if name == case]
+        if not here:
+            continue
+        for row in here:
+            impl, share, (low, high) = row["impl"], row["accuracy"], row["interval"]
+            kernel, _, options = impl.partition(":")
+            axes.bar(at, share, 0.85, color=COLOURS[kernel], hatch=HATCHES[options], edgecolor="white", lw=0)
+            axes.errorbar(at, share, [[max(0, share - low)], [max(0, high - share)]], color="#333333", lw=1, capsize=2)
+            axes.text(at, 1.03, f"{share:.1%}", ha="center", fontsize=8)
+            axes.text(at, -0.04, "\n".join((*impl.replace(":", "+").split("+"), f"({row['samples']})")), ha="center", va="top", fontsize=8)
+            at += 1
+        what = f"V {strength.offset:g} σ off zero, outlier channels × {strength.outlier:g}" if strength.offset else "as trained"
+        axes.text(at - len(here) / 2 - 0.5, 1.13, what, ha="center", fontsize=9)
+        at += 0.8
+    axes.set_ylim(0, 1.22)
+    axes.set_xticks([])
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    title = f"RULER {task} at {thousands(length)}: right answers, 95% intervals, (samples)"
+    axes.set_title(title, loc="left", fontsize=10)
     save(figure, "retrieval")
-    outcomes = [outcome for outcome in load_outcomes(found("needle").with_suffix(".jsonl.xz")) if outcome.task == task]
+    outcomes = [outcome for outcome in load_outcomes(file_of("needle").with_suffix(".jsonl.xz")) if outcome.task == task]
     outcomes.sort(key=lambda outcome: list(dict.fromkeys(impl for _, impl in rows)).index(outcome.cache))
     save(needle_maps(outcomes, heading=f"RULER {task}: right answers by length and depth"), "retrieval_maps")
 
@@ -308,7 +306,7 @@ PLOTS = {
 
 
 def main() -> None:
-    for name in sys.argv[1:] or [name for name in PLOTS if found(name).exists()]:
+    for name in sys.argv[1:] or [name for name in PLOTS if file_of(name).exists()]:
         PLOTS[name]()
 
 

@@ -56,15 +56,15 @@ def test_calls_are_replayed_if_launches_are_all(launches):
     assert not rows["copied"]["replayed"] and not rows["result"]["replayed"]  # torch copied an input, or made the result
 
 
+OVERHEAD = TESTS.parent / "results/h100/overhead.json"
+
+
+@pytest.mark.skipif(not OVERHEAD.exists(), reason="not measured yet")
 def test_calls_cost_the_cpu_little():
     """Measured on the GPU machine, checks included; a torch op that does nothing to speak of costs 6.5 us there."""
-    rows = json.loads((TESTS.parent / "results/h100/overhead.json").read_text())["rows"]
+    rows = json.loads(OVERHEAD.read_text())["rows"]
     calls = {row["case"]: row["us"] for row in rows if row["impl"] == "fp8attn"}
     assert {"attention of 1 query", "attention of 64 queries", "append of 1 token"} <= set(calls)
     wanted = {case: 60 if "dot_product" in case else 30 for case in calls}
-    missed = {  # what is not there yet must not get worse: two launches for one, and three with ten allocations
-        "attention of 64 queries": 45,
-        "scaled_dot_product_attention of 256 tokens": 110,
-        "rope_scaled_dot_product_attention of 256 tokens": 150,
-    }
+    missed = {"attention of 64 queries": 45}  # two launches for one: what is not there yet must not get worse
     assert {case: us for case, us in calls.items() if us >= (wanted | missed)[case]} == {}

@@ -63,8 +63,7 @@ def test_accuracy_does_not_depend_on_length():
 def test_the_sanitizer_found_what_was_planted_and_nothing_else():
     from benchmarks.sanitize import faults
 
-    unfinished = ["initcheck-decode"]  # the tool did not end in 100 s, so nothing is known of it
-    assert [row["case"] for row in faults(rows_of("sanitize"))] == unfinished
+    assert not faults(rows_of("sanitize"))
 
 
 @pytest.mark.skipif(not (ROOT / "results/h100/accumulation.json").exists(), reason="not measured yet")
