@@ -78,10 +78,10 @@ def test_evaluate_perplexity(tiny_model):
 
 def test_evaluate_needle(tiny_model, tmp_path):
     plot, save = tmp_path / "plots" / "needle.svg", tmp_path / "outcomes.jsonl"
-    options = ("--lengths", "150,200", "--depths", "0,1", "--samples", 1, "--plot", plot, "--save", save)
+    options = ("--lengths", "600,650", "--depths", "0,1", "--samples", 1, "--plot", plot, "--save", save)
     found = run_json("evaluate", "needle", "--model", tiny_model, *options)
     assert {(c["cache"], c["length"], c["depth"]) for c in found["rows"]} == {
-        (cache, length, depth) for cache in ("bf16", "fp8") for length in (150, 200) for depth in (0.0, 1.0)
+        (cache, length, depth) for cache in ("bf16", "fp8") for length in (600, 650) for depth in (0.0, 1.0)
     }
     assert set(found["scores"]) == {"bf16", "fp8"}
     assert set(found["equal_to_first"]) == {"fp8"}
@@ -93,7 +93,7 @@ def test_evaluate_needle(tiny_model, tmp_path):
 
 
 def test_report(tiny_model, tmp_path):
-    options = ("--context", 300, "--windows", 1, "--decode", 3, "--lengths", "150", "--samples", 1)
+    options = ("--context", 300, "--windows", 1, "--decode", 3, "--lengths", "600", "--samples", 1)
     text = run("evaluate", "--report", tmp_path / "out", "--model", tiny_model, *options)
     assert "token by token" in text and "index.html" in text
     assert "tiny-llama" in (tmp_path / "out" / "index.html").read_text()
@@ -142,7 +142,7 @@ def test_doctor():
 def test_demo(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "default_model", lambda: tiny_model)
     monkeypatch.setattr(models, "read_text", lambda path=None, model=None: models._read(tiny_model / models.HELD_OUT))
-    for name, value in {"CONTEXT": 300, "LENGTHS": (150, 300), "WINDOWS": 2, "DECODE": (100, 5), "CALIBRATION": (2, 256)}.items():
+    for name, value in {"CONTEXT": 300, "LENGTHS": (600, 700), "WINDOWS": 2, "DECODE": (100, 5), "CALIBRATION": (2, 256)}.items():
         assert hasattr(demo_command, name)
         monkeypatch.setattr(demo_command, name, value)
     text = run("demo", "--out", tmp_path / "out")
