@@ -42,6 +42,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 EVERY_CODE = torch.arange(256, dtype=torch.uint8)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _dynamo_knows_torch():
+    """What Dynamo traces as torch's it finds by identity, once: before `torch.empty` is replaced."""
+    torch.compile(lambda: torch.empty(1), backend="eager")()
+
+
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
     torch.manual_seed(0)
