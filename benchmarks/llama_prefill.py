@@ -30,14 +30,8 @@ from .measure import graph_of, interleaved
 from .problem import DEVICE
 from .results import ROOT, write
 from .slice_model import build
-from .swap import beside_best, bf16_systems, inside
+from .swap import SOURCES, beside_best, bf16_systems, inside, within
 
-SOURCES = (
-    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py",
-    "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/mode.py", "src/fp8attn/layout.py", "benchmarks/llama_prefill.py",
-    "src/fp8attn/kernels/replay.py", "benchmarks/swap.py", "benchmarks/slice_model.py", "benchmarks/problem.py", "benchmarks/measure.py",
-    "benchmarks/peers.py",
-)  # fmt: skip
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 GRAPHED = 8192
 LAYER_TOKENS = 32 * 8192  # the most layers times tokens that one call runs
@@ -65,16 +59,12 @@ def prepare(model) -> None:
 def calls_of(model, ids: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """Each system's forward to the hidden states `[1, S, hidden]`."""
 
-    def within(context: Callable) -> Callable[[], torch.Tensor]:
-        def call() -> torch.Tensor:
-            with context():
-                return model.model(ids, use_cache=False).last_hidden_state
-
-        return call
+    def forward() -> torch.Tensor:
+        return model.model(ids, use_cache=False).last_hidden_state
 
     bf16 = bf16_systems()
     ours = {name: inside(bf16, policy) for name, policy in POLICIES.items() if name == "fp8attn" or ids.shape[1] < policy.min_length}
-    return {name: within(context) for name, context in (bf16 | ours).items()}
+    return {name: within(context, forward) for name, context in (bf16 | ours).items()}
 
 
 def measure(model, length: int) -> list[dict]:
@@ -117,7 +107,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         rows += (found := measure(model, length))
         print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
-    write(args.out, rows, SOURCES)
+    write(args.out, rows, (*SOURCES, "benchmarks/llama_prefill.py", "benchmarks/slice_model.py"))
 
 
 if __name__ == "__main__":

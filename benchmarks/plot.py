@@ -1,6 +1,6 @@
 """The pictures of results/h100/*.json, each beside its numbers.
 
-python -m benchmarks.plot [decode | prefill | accuracy | llama_decode | llama_prefill | sdpa | wan ...]
+python -m benchmarks.plot [NAME ...]    # of PLOTS; default: all that have results
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from fp8attn.evaluation.plots import needle_maps, thousands
 from fp8attn.evaluation.stress import STRENGTHS
 
 from .results import ROOT
+
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 FOLDER = ROOT / "results/h100"
 COLOURS = {
@@ -67,7 +69,6 @@ def bars(axes: Axes, rows: Rows, unit: str, cases: tuple[str, ...], impls: tuple
             for x, height in zip(at, heights, strict=True):
                 axes.text(x, height, f"{height:.0f}", ha="center", va="bottom", fontsize=8, color=COLOURS[impl])
     axes.set_xticks(range(len(cases)), [case.replace("-S", "\nS") for case in cases], fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def series(rows: Rows, case: str, impl: str, value: Callable[[dict], float]) -> dict[int, float]:
@@ -127,7 +128,6 @@ def plot_accuracy() -> None:
                 axes.loglog(points.keys(), points.values(), "o-", ms=3, lw=1.4, label=impl, color=COLOURS[impl])
             axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
             axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel("relative error")
     for axes in grid[-1]:
@@ -155,7 +155,6 @@ def plot_llama_decode() -> None:
         axes.set_xlabel("context, thousands of tokens (1024)")
         axes.set_xlim(left=0)
         axes.set_ylim(0, 1.1 * highest)  # sdpa, which repeats K and V for every group, leaves the picture
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0, 0].set_ylabel("ms a decode step")
     figure.suptitle("A Llama-3.1-8B-shaped model on an H100, CUDA graphs", x=0.01, ha="left", fontsize=11)
     legend(figure, panels[0, 0])
@@ -176,11 +175,10 @@ def plot_sdpa() -> None:
             ratios = {n: best[n] / ms for n, ms in times.items() if n in best}
             axes.semilogx(ratios.keys(), ratios.values(), style, base=2, ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xticks(list(best), [f"{n // 1024}k" for n in best], fontsize=8)
+        axes.set_xticks(list(best), [thousands(n) for n in best], fontsize=8)
         axes.minorticks_off()
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("speed over the best BF16 kernel")
     figure.suptitle(
         "One layer on an H100, 32 heads of 128, quantisation included; dashed: called from Python", x=0.01, ha="left", fontsize=11
@@ -201,14 +199,13 @@ def plot_llama_prefill() -> None:
             for n, speedup in points.items():
                 axes.annotate(f"{speedup:.2f}", (n, speedup), (0, -14), textcoords="offset points", ha="center", fontsize=8)
     axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1)
-    axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
+    axes.set_xticks(lengths, [thousands(n) for n in lengths])
     axes.margins(y=0.12)
     axes.minorticks_off()
     axes.set_xlabel("tokens")
     axes.set_ylabel("speed over the best BF16 attention")
     axes.set_title("Prefill of a Llama-3.1-8B-shaped model on an H100, all its time", loc="left", fontsize=11)
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     legend(figure, axes)
     save(figure, "llama_prefill")
 
@@ -226,7 +223,6 @@ def plot_wan() -> None:
         what = f"{ours['layers']} blocks, {ours['bf16_layers']} in BF16" if "layers" in ours else "one block"
         axes.set_title(f"{case.split('-')[1]}, {what}: {ours['speedup']:.2f}x", loc="left", fontsize=9)
         axes.set_xticks([])
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("seconds")
     figure.suptitle("Wan2.1-14B-shaped transformer blocks on an H100, 81 frames", x=0.01, ha="left", fontsize=11)
     legend(figure, panels[0])
@@ -259,7 +255,7 @@ def plot_needle() -> None:
     axes.set_xticks([])
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["bottom"].set_visible(False)
     title = f"RULER {task} at {thousands(length)}: right answers, 95% intervals, (samples)"
     axes.set_title(title, loc="left", fontsize=10)
     save(figure, "retrieval")
@@ -290,7 +286,6 @@ def plot_drift() -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("tokens before the predicted one")
         axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     legend(figure, panels[1])
     for axes in panels[:2]:
         axes.set_xscale("log", base=2)

@@ -22,6 +22,11 @@ from . import peers
 from .problem import Shape
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
+SOURCES = (  # of whoever swaps: what a model's FP8 attention runs through
+    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py",
+    "src/fp8attn/kernels/replay.py", "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/mode.py", "src/fp8attn/layout.py",
+    "benchmarks/swap.py", "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
+)  # fmt: skip
 
 
 class ThroughFA3(TorchFunctionMode):
@@ -56,6 +61,16 @@ def inside(systems: dict[str, Callable], policy: AttentionPolicy) -> Callable[[]
             yield
 
     return context
+
+
+def within(context: Callable[[], AbstractContextManager], call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """`call` in a fresh `context()` each time."""
+
+    def inside_it() -> torch.Tensor:
+        with context():
+            return call()
+
+    return inside_it
 
 
 def beside_best(rows: list[dict]) -> list[dict]:

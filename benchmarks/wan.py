@@ -20,6 +20,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,13 +34,7 @@ from fp8attn.numerics import relative_error
 from .measure import interleaved
 from .problem import DEVICE
 from .results import ROOT, write
-from .swap import beside_best, bf16_systems, inside
-
-SOURCES = (
-    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py",
-    "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/mode.py", "src/fp8attn/layout.py", "benchmarks/wan.py",
-    "src/fp8attn/kernels/replay.py", "benchmarks/swap.py", "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
-)  # fmt: skip
+from .swap import SOURCES, beside_best, bf16_systems, inside, within
 
 
 @dataclass(frozen=True)
@@ -145,26 +140,19 @@ def inputs(case: Case, sizes: Sizes, dtype: torch.dtype) -> tuple:
     return x, text, time / sizes.hidden**0.5, rope_tables(case.grid, sizes.head_dim, dtype)
 
 
-def within(context: Callable, module: nn.Module, given: tuple) -> Callable[[], torch.Tensor]:
-    def call() -> torch.Tensor:
-        with context():
-            return module(*given)
-
-    return call
-
-
 def measure(name: str, case: Case, sizes: Sizes, block: Block) -> list[dict]:
     given = inputs(case, sizes, next(block.parameters()).dtype)
     systems = bf16_systems()
     ours = inside(systems, fp8attn.AttentionPolicy(min_length=sizes.text + 1))  # text goes to the context around
     # One attention first: it warms up what has to be compiled or planned, and must be right.
-    attention = {impl: within(context, block.attn1, (given[0], None, given[3]))() for impl, context in {**systems, "fp8attn": ours}.items()}
+    attend = partial(block.attn1, given[0], None, given[3])
+    attention = {impl: within(context, attend)() for impl, context in {**systems, "fp8attn": ours}.items()}
     expected = attention[next(iter(attention))]
     errors = {impl: relative_error(out, expected) for impl, out in attention.items()}
     for impl, error in errors.items():
         assert error < (0.15 if impl == "fp8attn" else 0.02), f"{impl}, {name}: self-attention differs by {error:.3f}"
     del attention, expected
-    calls = {impl: within(context, block, given) for impl, context in {**systems, "fp8attn": ours}.items()}
+    calls = {impl: within(context, partial(block, *given)) for impl, context in {**systems, "fp8attn": ours}.items()}
     rows = beside_best([
         {"case": f"block-{name}", "impl": impl, "tokens": case.tokens, "ms": round(ms, 3), "rel_err": round(errors[impl], 5)}
         for impl, ms in interleaved(calls, case.rounds).items()
@@ -183,7 +171,7 @@ def stack_rows(name: str, case: Case, sizes: Sizes, block: Block, given: tuple, 
             reports.append(report)
             return stack(*given)
 
-    times = interleaved({best: within(bf16, stack, given), "fp8attn": mixed}, 1)
+    times = interleaved({best: within(bf16, partial(stack, *given)), "fp8attn": mixed}, 1)
     layers_in_bf16 = case.skip_first + case.skip_last
     assert all(report.fp8_calls == case.layers - layers_in_bf16 for report in reports), str(reports[0])
     return beside_best([
@@ -213,7 +201,7 @@ def main() -> None:
         rows += (found := measure(name, CASES[name], WAN, block))
         print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
         torch.cuda.empty_cache()
-    write(args.out, rows, SOURCES)
+    write(args.out, rows, (*SOURCES, "benchmarks/wan.py"))
 
 
 if __name__ == "__main__":

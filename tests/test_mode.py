@@ -506,19 +506,23 @@ def test_bidirectional_vision_model():
     assert report.rows[0].keys == (65, 65)
 
 
-def test_causal_model_without_a_cache():
+def small_llama(layers, heads, kv_heads):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=89,
         hidden_size=128,
         intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=64,
     )
-    model = sdpa_model(LlamaForCausalLM, config)
+    return sdpa_model(LlamaForCausalLM, config)
+
+
+def test_causal_model_without_a_cache():
+    model = small_llama(3, 4, 2)
     ids = tokens(2, 90)
     expected = model(ids, use_cache=False).logits
     left_padded = torch.ones_like(ids)
@@ -534,19 +538,8 @@ def test_causal_model_without_a_cache():
 
 def test_a_transformers_model_is_compiled_by_its_layers():
     """Traced as a whole it makes a mask, which stays exact; its layers are given none."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch._dynamo.reset()
-    config = LlamaConfig(
-        vocab_size=89,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-    )
-    model, ids = sdpa_model(LlamaForCausalLM, config), tokens(2, 90)
+    model, ids = small_llama(4, 2, 1), tokens(2, 90)
     policy = AttentionPolicy(min_length=1, skip_first=1)
     plain = model(ids, use_cache=False).logits
     with fp8_attention(policy, model):

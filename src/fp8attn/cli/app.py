@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .shared import encode, load, makers, needle_samples, numbers, out, print_json, progress
+from .shared import ask_all, encode, load, makers, needle_samples, numbers, out, print_json, progress, read_windows
 
 app = typer.Typer(
     help="An FP8 KV cache and FP8 attention: half the memory, the same answers.",
@@ -122,14 +122,12 @@ def perplexity(
     as_json: Json = False,
 ) -> None:
     """Perplexity and bits per byte of the same tokens through each cache."""
-    from ..evaluation.models import read_text, tokenize
-    from ..evaluation.models import windows as cut
     from ..evaluation.perplexity import perplexity
     from ..evaluation.report import meta, perplexity_table
 
     loaded, tokenizer = load(model, device, stress)
     caches = makers(cache, loaded, scales)
-    tokens = cut(tokenize(tokenizer, read_text(text, model)), context + 1, windows)
+    tokens = read_windows(tokenizer, model, text, context + 1, windows)
     with progress("windows") as tick:
         rows = perplexity(loaded, tokens, caches, chunk=chunk, decode_tokens=decode, tokenizer=tokenizer, progress=tick)
     if as_json:
@@ -159,7 +157,7 @@ def needle(
 ) -> None:
     """Retrieve what is hidden at each length and depth, through each cache, greedily; the same samples, compared in pairs."""
     from ..evaluation import plots
-    from ..evaluation.needle import ask, cells, same_outcomes, save_outcomes, score
+    from ..evaluation.needle import cells, same_outcomes, save_outcomes, score
     from ..evaluation.paired import compare
     from ..evaluation.report import accuracy_tables, discordant, meta, needle_table, title
 
@@ -167,9 +165,7 @@ def needle(
     loaded, tokenizer = load(model, device, stress)
     caches = makers(cache, loaded, scales)
     questions, total = needle_samples(task, tokenizer, model, text, **grid, samples=samples, distractors=distractors, seed=seed)
-    with progress("answers") as tick:
-        done = iter(range(1, total * len(caches) + 1))
-        outcomes = ask(loaded, tokenizer, questions, caches, chunk=chunk, progress=lambda _: tick(next(done), total * len(caches)))
+    outcomes = ask_all("answers", loaded, tokenizer, questions, total, caches, chunk=chunk)
     first, *others = caches
     if plot:
         plots.save(plots.needle_maps(outcomes, heading=f"Needle in a haystack: {Path(loaded.config._name_or_path).name}"), plot)
@@ -205,8 +201,6 @@ def drift(
 ) -> None:
     """Decode at length while the cache is copied, reordered and truncated: does it drift away from BF16?"""
     from ..evaluation.drift import drift
-    from ..evaluation.models import read_text, tokenize
-    from ..evaluation.models import windows as cut
     from ..evaluation.report import drift_table, meta
 
     loaded, tokenizer = load(model, device, stress)
@@ -214,7 +208,7 @@ def drift(
         raise ValueError(f"drift judges one cache at a time; got {cache!r}")
     ((_, make),) = makers(cache, loaded, scales, max_cache_len=prompt + decode).items()
     baseline = makers("bf16", loaded, None)["bf16"]
-    tokens = cut(tokenize(tokenizer, read_text(text, model)), prompt + decode + 1, batch)
+    tokens = read_windows(tokenizer, model, text, prompt + decode + 1, batch)
     with progress("tokens") as tick:
         rows = drift(loaded, tokens, make, baseline, prompt=prompt, segment=segment, chunk=chunk, progress=tick)
     if as_json:
@@ -237,12 +231,10 @@ def calibrate(
 ) -> None:
     """Find static scales and means, and how much each layer loses to FP8."""
     from .. import calibrate as run
-    from ..evaluation.models import read_text, tokenize
-    from ..evaluation.models import windows as cut
     from ..evaluation.report import meta, sensitivity_table
 
     loaded, tokenizer = load(model, device)
-    batches = cut(tokenize(tokenizer, read_text(text, model)), context, windows, from_end=True)
+    batches = read_windows(tokenizer, model, text, context, windows, from_end=True)
     with progress("windows") as tick:
         found = run(loaded, batches.split(1), method=method, percentile=percentile, progress=tick)
     save.parent.mkdir(parents=True, exist_ok=True)

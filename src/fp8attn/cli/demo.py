@@ -11,12 +11,12 @@ from rich.table import Table
 from .. import calibrate
 from ..evaluation import models
 from ..evaluation.caches import cache_factory, greedy
-from ..evaluation.needle import ask, cells, same_outcomes, score
+from ..evaluation.needle import cells, same_outcomes, score
 from ..evaluation.perplexity import perplexity
 from ..evaluation.plots import needle_maps, save
 from ..evaluation.recall import recall_samples
 from ..evaluation.report import meta, needle_table, perplexity_table, sensitivity_table, title, write_json
-from .shared import load, out, progress
+from .shared import ask_all, load, out, progress
 
 CALIBRATION = (8, 1024)  # windows, tokens of each: from the text's end, where the measurements do not come
 CONTEXT, WINDOWS = 4096, 2  # of the perplexity
@@ -63,9 +63,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
 
     out.rule("4. Needles in haystacks of held-out code", align="left")
     questions = list(recall_samples(tokenizer, text, lengths=LENGTHS, samples=1, seed=2026))
-    with progress("asking") as tick:
-        done = iter(range(1, len(questions) * len(caches) + 1))
-        outcomes = ask(model, tokenizer, questions, caches, progress=lambda _: tick(next(done), len(questions) * len(caches)))
+    outcomes = ask_all("asking", model, tokenizer, questions, len(questions), caches)
     out.print(needle_table(outcomes))
     save(needle_maps(outcomes, heading=f"Needle in a haystack: {Path(model.config._name_or_path).name}"), folder / "needle.png")
 

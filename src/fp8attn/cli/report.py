@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.models import read_text, tokenize
-from ..evaluation.models import windows as cut
-from ..evaluation.needle import ask, save_outcomes
+from ..evaluation.needle import save_outcomes
 from ..evaluation.page import page, write_page
 from ..evaluation.perplexity import perplexity
 from ..evaluation.report import accuracy_tables, meta, perplexity_table, write_json
-from .shared import needle_samples, out, progress
+from .shared import ask_all, needle_samples, out, progress, read_windows
 
 
 def run(
@@ -32,7 +30,7 @@ def run(
     chunk: int,
 ) -> None:
     """Write `index.html`, `report.json` and `outcomes.jsonl` into `folder`."""
-    tokens = cut(tokenize(tokenizer, read_text(text, name)), context + 1, windows)
+    tokens = read_windows(tokenizer, name, text, context + 1, windows)
     runs = []
     for what, count in (("prefill in chunks", 0), ("token by token", decode)):
         with progress(what) as tick:
@@ -40,9 +38,7 @@ def run(
             runs.append(perplexity(model, part, caches, chunk=chunk, decode_tokens=count, tokenizer=tokenizer, progress=tick))
         out.print(perplexity_table(runs[-1]))
     questions, total = needle_samples(tasks, tokenizer, name, text, lengths=lengths, samples=samples)
-    with progress("questions") as tick:
-        done = iter(range(1, total * len(caches) + 1))
-        outcomes = ask(model, tokenizer, questions, caches, chunk=chunk, progress=lambda _: tick(next(done), total * len(caches)))
+    outcomes = ask_all("questions", model, tokenizer, questions, total, caches, chunk=chunk)
     out.print(*accuracy_tables(outcomes))
     about = meta(model)
     write_page(folder / "index.html", page(about, runs, outcomes))

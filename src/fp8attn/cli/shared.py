@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
     return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
 
+def read_windows(tokenizer: Any, model: str | None, text: Path | None, length: int, count: int, *, from_end: bool = False) -> Any:
+    """`[count, length]` ids of the text to evaluate on, from its start or its end."""
+    from ..evaluation.models import read_text, tokenize, windows
+
+    return windows(tokenize(tokenizer, read_text(text, model)), length, count, from_end=from_end)
+
+
 def numbers(text: str, kind: type, option: str) -> list:
     try:
         return [kind(part) for part in text.split(",")]
@@ -79,6 +86,16 @@ def needle_samples(
         else:
             raise ValueError(f"no task is called {task!r}; choose from {', '.join((recall.NAME, *ruler.NAMES))}")
     return chain(*made), total
+
+
+def ask_all(what: str, model: Any, tokenizer: Any, questions: Iterable, total: int, caches: Mapping[str, Callable], **options: Any) -> list:
+    """The outcomes of `total` questions through each cache, under a bar."""
+    from ..evaluation.needle import ask
+
+    answers = total * len(caches)
+    with progress(what) as tick:
+        done = count(1)
+        return ask(model, tokenizer, questions, caches, progress=lambda _: tick(next(done), answers), **options)
 
 
 @contextmanager
