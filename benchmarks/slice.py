@@ -31,6 +31,7 @@ from .results import write
 
 SOURCES = (
     "src/fp8attn/kernels/portable.py",
+    "src/fp8attn/kernels/combine.py",
     "src/fp8attn/kernels/append.py",
     "src/fp8attn/kernels/fp8.py",
     "benchmarks/slice.py",
