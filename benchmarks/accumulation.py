@@ -7,7 +7,10 @@ from fp8attn.accumulation import kernels, measure
 from . import peers
 from .results import write
 
-SOURCES = ("src/fp8attn/accumulation.py", "src/fp8attn/sdpa_quantized.py", "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/fa3.py")
+SOURCES = (
+    *("benchmarks/accumulation.py", "src/fp8attn/accumulation.py", "src/fp8attn/sdpa_quantized.py"),
+    *("src/fp8attn/kernels/append.py", "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/fa3.py"),
+)
 
 
 def main() -> None:

@@ -30,9 +30,9 @@ from .problem import DEVICE, Shape, hold, ours
 from .results import ROOT, write
 
 SOURCES = (
-    "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py", "benchmarks/accuracy.py",
-    "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
-)  # fmt: skip
+    *("benchmarks/accuracy.py", "src/fp8attn/ops.py"),
+    *("src/fp8attn/kernels/append.py", "src/fp8attn/kernels/decode.py", "src/fp8attn/kernels/prefill.py"),
+)
 HEADS = 2
 SAMPLED = 64  # queries from each end that are compared
 LENGTHS = (1, 2, 17, 127, 129, 256, 320, 512, 1000, 4096, 8191, 16384, 32768, 65536, 131072)

@@ -21,7 +21,7 @@ from .results import write
 
 IMPLS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static"}
 SOURCES = (
-    *("benchmarks/drift.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/layout.py", "src/fp8attn/cache.py"),
+    *("benchmarks/drift.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/cache.py", "src/fp8attn/integrations/transformers"),
     *("src/fp8attn/evaluation/caches.py", "src/fp8attn/evaluation/drift.py", "models/stdlib-llama/model.safetensors"),
 )
 

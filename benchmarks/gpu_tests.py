@@ -10,7 +10,10 @@ import pytest
 
 from .results import write
 
-SOURCES = ("src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/backends.py", "tests/gpu")
+SOURCES = (
+    *("benchmarks/gpu_tests.py", "tests/gpu", "src/fp8attn/kernels", "src/fp8attn/integrations/transformers"),
+    *(f"src/fp8attn/{name}.py" for name in ("accumulation", "backends", "cache", "mode", "ops", "sdpa", "sdpa_quantized")),
+)
 
 
 class Outcomes:

@@ -43,10 +43,9 @@ from .results import ROOT, write
 from .slice_model import build
 
 SOURCES = (
-    "src/fp8attn/kernels/decode.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/ops.py",
-    "src/fp8attn/layout.py", "src/fp8attn/integrations/transformers", "benchmarks/llama_decode.py", "benchmarks/slice_model.py",
-    "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
-)  # fmt: skip
+    *("benchmarks/llama_decode.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/decode.py", "src/fp8attn/ops.py"),
+    *("src/fp8attn/integrations/transformers", "src/fp8attn/plan.py"),
+)
 BATCHES = (1, 8, 32)
 LENGTHS = (1024, 2048, 8192, 32768, 131072)
 MOST_TOKENS = 1 << 18  # in a batch: what both caches have room for side by side

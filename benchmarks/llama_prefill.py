@@ -30,8 +30,9 @@ from .measure import graph_of, interleaved
 from .problem import DEVICE
 from .results import ROOT, write
 from .slice_model import build
-from .swap import SOURCES, beside_best, bf16_systems, inside, within
+from .swap import FP8_ATTENTION, beside_best, bf16_systems, inside, within
 
+SOURCES = ("benchmarks/llama_prefill.py", *FP8_ATTENTION)
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 GRAPHED = 8192
 LAYER_TOKENS = 32 * 8192  # the most layers times tokens that one call runs
@@ -107,7 +108,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         rows += (found := measure(model, length))
         print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
-    write(args.out, rows, (*SOURCES, "benchmarks/llama_prefill.py", "benchmarks/slice_model.py"))
+    write(args.out, rows, SOURCES)
 
 
 if __name__ == "__main__":

@@ -155,6 +155,12 @@ def poisoned():
         yield
 
 
+def sampled_queries(queries: int) -> list[int]:
+    """Blocks of 32 from a sequence's start, middle and end: the first rows of a prompt see few keys, the last most."""
+    starts = {0, max(queries // 2 - 16, 0), max(queries - 32, 0)}
+    return sorted({i for start in starts for i in range(start, min(start + 32, queries))})
+
+
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, last_key: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of some queries of one sequence in float64.
 

@@ -56,7 +56,7 @@ IMPLS = ("bf16", *OURS, *(f"{kernel}{options}" for kernel in KERNELS if kernel !
 BATCH_TOKENS = 1 << 21  # 16 prompts of 131,072: 13 GB of K and V in BF16, and twice that for one layer's activations
 CALIBRATION = (8192, 4)  # tokens of a window, windows
 SOURCES = (
-    *("benchmarks/needle.py", "benchmarks/peers.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/layout.py"),
+    *("benchmarks/needle.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/cache.py", "src/fp8attn/integrations/transformers"),
     *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "needle", "ruler", "stress", "paired")),
     "models/stdlib-llama/model.safetensors",
 )

@@ -22,8 +22,9 @@ from .results import write
 IMPLS = {"bf16": "bf16", "fp8attn": "fp8", "fp8attn-static": "fp8-static", "fp8attn-no-means": "fp8-no-means"}
 CASES = ((4096, 32, 0), (131072, 1, 0), (4096, 2, 128), (131072, 1, 256))  # tokens of a context, windows, tokens decoded (0: in chunks)
 SOURCES = (
-    *("benchmarks/perplexity.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/layout.py", "src/fp8attn/cache.py"),
-    *("src/fp8attn/evaluation/caches.py", "src/fp8attn/evaluation/perplexity.py", "models/stdlib-llama/model.safetensors"),
+    *("benchmarks/perplexity.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/cache.py"),
+    *("src/fp8attn/integrations/transformers", "src/fp8attn/evaluation/caches.py", "src/fp8attn/evaluation/perplexity.py"),
+    "models/stdlib-llama/model.safetensors",
 )
 
 

@@ -21,14 +21,11 @@ from fp8attn.kernels import prefill
 from fp8attn.layout import FP8
 
 from . import peers
-from .measure import exact, in_processes, interleaved, relative
+from .measure import exact, in_processes, interleaved, relative, sampled_queries
 from .problem import DEVICE, Shape, hold, ours
 from .results import ROOT, write
 
-SOURCES = (
-    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/pages.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/layout.py",
-    "benchmarks/prefill.py", "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
-)  # fmt: skip
+SOURCES = ("benchmarks/prefill.py", "src/fp8attn/kernels/prefill.py")
 SAMPLE_MS = 20  # launches of a sample together
 
 
@@ -63,12 +60,6 @@ def compile_kernel(dim: int, fp8: bool, ragged: bool, short: bool) -> None:
     q = torch.randn(sum(shape.queries), 32, dim, device=DEVICE).bfloat16()
     ours(prefill.attention, shape, q.to(FP8) if fp8 else q, hold(shape, q, q))()
     torch.cuda.synchronize()
-
-
-def sampled_queries(queries: int) -> list[int]:
-    """Blocks of 32 from a sequence's start, middle and end: the first rows of a prompt see few keys, the last most."""
-    starts = {0, max(queries // 2 - 16, 0), max(queries - 32, 0)}
-    return sorted({i for start in starts for i in range(start, min(start + 32, queries))})
 
 
 def error(shape: Shape, out: torch.Tensor, q: torch.Tensor, keys_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> float:

@@ -1,11 +1,13 @@
 """Results files: what was measured, on what, and of which sources.
 
 `{"meta": {"device", "torch", "triton", "date", "command", "sources": {path: sha256}}, "rows": [...]}`. `sources` are the files whose change
-makes the numbers stale; `tests/test_results.py` recomputes their hashes.
+makes the numbers stale; `tests/test_results.py` recomputes their hashes. A benchmark's `SOURCES` names itself, the kernels that its numbers
+are of and what of the package leads to them; what those kernels and the benchmark import comes with them.
 """
 
 from __future__ import annotations
 
+import ast
 import datetime
 import hashlib
 import json
@@ -14,15 +16,33 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# Files in these folders do not stand alone. Elsewhere imports are not followed: `ops` reaches every kernel, whichever is measured.
+FOLLOWED = (ROOT / "src/fp8attn/kernels", ROOT / "benchmarks")
 
 
 def hashes(sources: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files, and of the Python files below folders, by their path in the repository."""
-    files: list[Path] = []
-    for source in sources:
-        path = ROOT / source
-        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    """SHA-256 of files, of the Python files below folders, and of what those in `FOLLOWED` import, by their path in the repository."""
+    found: set[Path] = set()
+    todo = [ROOT / source for source in sources]
+    while todo:
+        path = todo.pop()
+        if path.is_dir():
+            todo += path.rglob("*.py")
+        elif path not in found:
+            found.add(path)
+            todo += imported(path) if path.parent in FOLLOWED else []
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(found)}
+
+
+def imported(path: Path) -> set[Path]:
+    """The files that a Python file imports relatively, wherever in it, but this one, which measures nothing."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            package = path.parents[node.level - 1]
+            module = package.joinpath(*(node.module or "").split("."))
+            found |= {module.with_suffix(".py")} if node.module else {package / f"{alias.name}.py" for alias in node.names}
+    return found - {Path(__file__).resolve()}
 
 
 def write(path: str | Path, rows: list[dict], sources: Iterable[str], replaces: str = "") -> None:
@@ -31,7 +51,7 @@ def write(path: str | Path, rows: list[dict], sources: Iterable[str], replaces: 
     Args:
         path: below the repository.
         rows: each with `case` and `impl`.
-        sources: files and folders whose change makes the rows stale.
+        sources: files and folders whose change makes the rows stale, as `hashes` takes them.
         replaces: prefix of the cases that these rows stand for; "" is all of them.
     """
     import torch

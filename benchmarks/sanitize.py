@@ -38,7 +38,7 @@ from fp8attn.layout import FP8
 from .problem import DEVICE, Shape, hold, ours
 from .results import ROOT, write
 
-SOURCES = ("src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/layout.py", "benchmarks/sanitize.py", "benchmarks/problem.py")
+SOURCES = ("benchmarks/sanitize.py", "src/fp8attn/kernels", "src/fp8attn/ops.py")
 OPTIONS = {
     "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far
     # mbarriers order more than the threads that arrive: whatever those waited for before, too. And room to follow all of a CTA's.

@@ -25,16 +25,14 @@ from fp8attn import ops
 from fp8attn.numerics import sqnr_db
 
 from . import peers
-from .measure import exact, graph_of, interleaved
-from .prefill import sampled_queries
+from .measure import exact, graph_of, interleaved, sampled_queries
 from .problem import DEVICE, Shape
 from .results import ROOT, write
 
 SOURCES = (
-    "src/fp8attn/sdpa.py", "src/fp8attn/ops.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/prefill.py",
-    "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py", "src/fp8attn/kernels/replay.py", "src/fp8attn/layout.py",
-    "benchmarks/sdpa.py", "benchmarks/measure.py", "benchmarks/peers.py",
-)  # fmt: skip
+    *("benchmarks/sdpa.py", "src/fp8attn/sdpa.py", "src/fp8attn/ops.py"),
+    *(f"src/fp8attn/kernels/{name}.py" for name in ("append", "prefill", "replay")),
+)
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SAMPLE_MS = 8  # calls of a sample together
 ROUNDS, LONG_ROUNDS = 7, 3

@@ -29,14 +29,7 @@ from fp8attn.numerics import relative_error
 from .measure import between_reads, exact, graph_of, interleaved
 from .results import write
 
-SOURCES = (
-    "src/fp8attn/kernels/portable.py",
-    "src/fp8attn/kernels/combine.py",
-    "src/fp8attn/kernels/append.py",
-    "src/fp8attn/kernels/fp8.py",
-    "benchmarks/slice.py",
-    "benchmarks/measure.py",
-)
+SOURCES = ("benchmarks/slice.py", "src/fp8attn/kernels/portable.py", "src/fp8attn/kernels/append.py")
 KERNEL_ERROR = 3e-4
 ROUNDS = 40
 CHECKED = 32  # queries of a sequence that are compared with float64

@@ -22,12 +22,10 @@ from . import peers
 from .problem import Shape
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
-SOURCES = (  # of whoever swaps: what a model's FP8 attention runs through
-    "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/gluon.py", "src/fp8attn/kernels/launch.py",
-    "src/fp8attn/kernels/combine.py", "src/fp8attn/kernels/replay.py", "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/mode.py",
-    "src/fp8attn/layout.py",
-    "benchmarks/swap.py", "benchmarks/problem.py", "benchmarks/measure.py", "benchmarks/peers.py",
-)  # fmt: skip
+FP8_ATTENTION = (  # of whoever swaps: what a model's FP8 attention runs through
+    *("src/fp8attn/mode.py", "src/fp8attn/sdpa.py", "src/fp8attn/ops.py"),
+    *(f"src/fp8attn/kernels/{name}.py" for name in ("append", "prefill", "replay")),
+)
 
 
 class ThroughFA3(TorchFunctionMode):

@@ -34,7 +34,9 @@ from fp8attn.numerics import relative_error
 from .measure import interleaved
 from .problem import DEVICE
 from .results import ROOT, write
-from .swap import SOURCES, beside_best, bf16_systems, inside, within
+from .swap import FP8_ATTENTION, beside_best, bf16_systems, inside, within
+
+SOURCES = ("benchmarks/wan.py", *FP8_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def main() -> None:
         rows += (found := measure(name, CASES[name], WAN, block))
         print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
         torch.cuda.empty_cache()
-    write(args.out, rows, (*SOURCES, "benchmarks/wan.py"))
+    write(args.out, rows, SOURCES)
 
 
 if __name__ == "__main__":

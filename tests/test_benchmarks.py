@@ -57,8 +57,8 @@ def test_rows_and_last_keys_of_ragged_queries():
 
 
 def test_sampled_queries_hold_both_ends_once():
-    assert prefill.sampled_queries(5) == [0, 1, 2, 3, 4]
-    assert prefill.sampled_queries(1000) == [*range(32), *range(484, 516), *range(968, 1000)]
+    assert measure.sampled_queries(5) == [0, 1, 2, 3, 4]
+    assert measure.sampled_queries(1000) == [*range(32), *range(484, 516), *range(968, 1000)]
     assert accuracy.sampled(1).tolist() == [0]
     assert accuracy.sampled(100).tolist() == list(range(100))
     assert accuracy.sampled(1000).tolist() == [*range(64), *range(936, 1000)]

@@ -1,5 +1,6 @@
 """What was measured belongs to the sources as they are."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 
 from benchmarks.results import ROOT, hashes
 
+KERNELS = "src/fp8attn/kernels"
 FILES = sorted((ROOT / "results").rglob("*.json"))
+BENCHMARKS = sorted(file for file in (ROOT / "benchmarks").glob("*.py") if "\nSOURCES = " in file.read_text())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
@@ -19,6 +22,35 @@ def test_results_are_of_these_sources(file: Path):
     now = hashes(path for path in sources if (ROOT / path).exists())
     stale = [path for path, digest in sources.items() if now.get(path) != digest]
     assert not stale, f"{stale} changed after {file.relative_to(ROOT)} was measured: run `{results['meta']['command']}` on the GPU again"
+
+
+def test_a_kernel_brings_what_it_imports_and_no_other_kernel():
+    assert set(hashes([f"{KERNELS}/decode.py"])) == {
+        "src/fp8attn/layout.py", *(f"{KERNELS}/{name}.py" for name in ("decode", "gluon", "launch", "pages")),
+    }  # fmt: skip
+    assert {f"{KERNELS}/combine.py", f"{KERNELS}/fp8.py"} < set(hashes([f"{KERNELS}/prefill.py"]))  # one of them through the other
+    assert "src/fp8attn/numerics.py" in hashes([f"{KERNELS}/append.py"])
+    assert set(hashes(["src/fp8attn/ops.py"])) == {"src/fp8attn/ops.py"}
+    assert {path.name for path in (ROOT / KERNELS).glob("*.py")} <= {Path(name).name for name in hashes([KERNELS])}
+
+
+def test_a_benchmark_brings_what_it_imports():
+    assert {"benchmarks/measure.py", "benchmarks/peers.py", "benchmarks/problem.py"} < set(hashes(["benchmarks/decode.py"]))
+    assert "benchmarks/results.py" not in hashes(["benchmarks/decode.py"])
+
+
+@pytest.mark.parametrize("file", BENCHMARKS, ids=lambda file: file.stem)
+def test_results_go_stale_with_their_benchmark_and_the_kernels_it_imports(file: Path):
+    """By the source of `SOURCES`: importing a benchmark takes Triton."""
+    tree = ast.parse(file.read_text())
+    sources = next(node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "SOURCES")
+    named = {node.value for node in ast.walk(sources) if isinstance(node, ast.Constant)}
+    assert file.relative_to(ROOT).as_posix() in named
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8attn.kernels")]
+    modules = {part for node in imports for part in (node.module.split(".")[2:] or [alias.name for alias in node.names])}
+    paths = {path for path in named if (ROOT / path).exists() and path.startswith(("src/", "benchmarks/"))}
+    missing = {f"{KERNELS}/{module}.py" for module in modules} - set(hashes(paths))
+    assert not missing, f"SOURCES of {file.name} leave out {sorted(missing)}"
 
 
 def rows_of(name: str) -> list[dict]:
