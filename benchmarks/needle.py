@@ -100,7 +100,13 @@ class Rows:
 
     def __init__(self, kernel: Callable) -> None:
         self.kernel = kernel
+        self.mask: torch.Tensor | None = None  # of the forward that runs
         self.padding = Padding(None, 0)
+
+    def note(self, *_, attention_mask: torch.Tensor | None = None, **__) -> torch.Tensor | None:
+        """The mask function of transformers, called once a forward, before its layers: the mask `[B, T]` as it is."""
+        self.mask = attention_mask
+        return attention_mask
 
     def __call__(self, module, query, key, value, attention_mask, scaling, **_) -> tuple[torch.Tensor, None]:
         """`query [B, num_q_heads, S, D]`; `key`, `value [B, num_kv_heads, T, D]`; `attention_mask [B, T]`, False for padding, or None."""
@@ -139,7 +145,8 @@ class RowsFP8(Rows):
     Args:
         kernel: as of `Rows`.
         scales: of each layer's Q, K and V. None: one.
-        means: remove each sequence's means of K and V, found at its prompt, and restore V's.
+        means: remove each sequence's means of K and V, found over its first tokens to come (its prompt, or that one's first chunk), and
+            restore V's.
     """
 
     def __init__(self, kernel: Callable, scales: list[Scales] | None, means: bool) -> None:
@@ -158,27 +165,47 @@ class RowsFP8(Rows):
         return out.to(q.dtype)
 
     def cache(self, config: Any) -> Cache:
-        self.layers = [FP8Rows(scales, self.means) for scales in self.scales or [(1.0, 1.0, 1.0)] * config.num_hidden_layers]
+        self.layers = [FP8Rows(scales, self) for scales in self.scales or [(1.0, 1.0, 1.0)] * config.num_hidden_layers]
         return Cache(layers=self.layers)
 
 
 class FP8Rows(DynamicLayer):
-    """A layer's K and V in FP8, token after token, with one scale each: `keys` and `values [B, num_kv_heads, T, D]`."""
+    """A layer's K and V in FP8, token after token, with one scale each: `keys` and `values [B, num_kv_heads, T, D]`.
 
-    def __init__(self, scales: Scales, means: bool) -> None:
+    Args:
+        scales: of Q, K and V.
+        rows: whose cache this is a layer of; it knows whether means are removed, and which tokens are padding.
+    """
+
+    def __init__(self, scales: Scales, rows: RowsFP8) -> None:
         super().__init__()
-        self.scales, self.means = scales, means
+        self.scales, self.rows = scales, rows
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         new = [x.transpose(1, 2) for x in (key_states, value_states)]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.k_mean, self.v_mean = (x.float().mean(1, keepdim=True) if self.means else 0.0 for x in new)
+            self.k_mean, self.v_mean = (torch.zeros_like(x[:, :1], dtype=torch.float32) for x in new)
+        if self.rows.means:
+            self.k_mean, self.v_mean = self.means(*new)
         low = [quantize(x - mean, s) for x, mean, s in zip(new, (self.k_mean, self.v_mean), self.scales[1:], strict=True)]
         if self.keys.numel():
             low = [_join(old.transpose(1, 2), x) for old, x in zip((self.keys, self.values), low, strict=True)]
         self.keys, self.values = (x.contiguous().transpose(1, 2) for x in low)
         return self.keys, self.values
+
+    def means(self, *new: torch.Tensor) -> list[torch.Tensor]:
+        """The means `[B, 1, num_kv_heads, D]` of K and of V, now that `new [B, S, num_kv_heads, D]` of each come: sequences of which no
+        token was there get theirs, over those that are not padding."""
+        batch, length = new[0].shape[:2]
+        mask = self.rows.mask
+        if mask is None:
+            mask = torch.ones(batch, self.get_seq_length() + length, device=new[0].device)
+        real = mask[:, -length:].float()
+        begins = (mask.sum(1) == real.sum(1))[:, None, None, None]
+        count = real.sum(1).clamp_min(1)[:, None, None, None]
+        found = [torch.einsum("bshd,bs->bhd", x.float(), real)[:, None] / count for x in new]
+        return [torch.where(begins, x, old) for x, old in zip(found, (self.k_mean, self.v_mean), strict=True)]
 
 
 def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -216,7 +243,7 @@ def tensor_scales(model: Any, windows: torch.Tensor) -> list[Scales]:
 def use(model: Any, rows: Rows) -> None:
     """Make a model attend by `rows`, whose caches it then needs."""
     AttentionInterface.register(ATTENTION, rows)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, attention_mask=None, **__: attention_mask)
+    AttentionMaskInterface.register(ATTENTION, rows.note)
     model.set_attn_implementation(ATTENTION)
 
 
