@@ -12,6 +12,7 @@ pytest.importorskip("tokenizers")
 sys.path.append(str(Path(__file__).parents[1] / "training"))  # scripts that import each other by name
 
 import data
+import train
 from retrieval import FORMS, RetrievalTask
 
 
@@ -68,3 +69,10 @@ def test_key_words_are_not_rulers():
 def test_seeds(task):
     rows = [RetrievalTask(task.tokenizer, task.words, task.text, seed).row(513)[0] for seed in (3, 3, 4)]
     assert np.array_equal(rows[0], rows[1]) and not np.array_equal(rows[0], rows[2])
+
+
+def test_a_step_has_room_for_every_context():
+    train.check_lengths(data.CONFIG["train"])
+    short = data.CONFIG["train"] | {"tokens_per_step": 65536}
+    with pytest.raises(ValueError, match=r"contexts of 131,072 tokens, and a step has 65,536 .*set tokens_per_step to 131072 or more"):
+        train.check_lengths(short)

@@ -33,6 +33,16 @@ from torch.utils.data import DataLoader, IterableDataset
 FAST_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
+def check_lengths(settings):
+    """Raises ValueError if a step has no room for a context of the curriculum."""
+    longest, room = max(length for stage in settings["curriculum"] for length in stage["lengths"]), settings["tokens_per_step"]
+    if longest > room:
+        raise ValueError(
+            f"config.json: the curriculum has contexts of {longest:,} tokens, and a step has {room:,} (train.tokens_per_step): "
+            f"set tokens_per_step to {longest} or more, or take longer lengths out of train.curriculum"
+        )
+
+
 def due(settings, progress):
     """The stage of the curriculum at `progress`."""
     stages = settings["curriculum"]
@@ -143,6 +153,7 @@ def train(args):
     """One run: from the last state to the end of the budget, or of this run's time. Every GPU has a process, and the first one reports."""
     began = time.monotonic()
     settings = CONFIG["train"]
+    check_lengths(settings)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, share = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if share > 1:
