@@ -19,7 +19,7 @@ check: .venv/.dev
 
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there.
 gpu:
-	for name in gpu_tests accumulation accuracy prefill decode sdpa llama_decode llama_prefill wan slice slice_model overhead perplexity drift plot sanitize; do \
+	for name in gpu_tests accumulation accuracy prefill decode sdpa llama_decode llama_prefill wan slice overhead perplexity drift plot sanitize; do \
 		PYTHONPATH=src $(PYTHON) -m benchmarks.$$name || exit; \
 	done
 

@@ -37,10 +37,10 @@ from fp8attn.numerics import relative_error
 from fp8attn.plan import plan, shape_of
 
 from . import peers
+from .llama import build
 from .measure import graph_of, interleaved
 from .problem import DEVICE
 from .results import ROOT, write
-from .slice_model import build
 
 SOURCES = (
     *("benchmarks/llama_decode.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/decode.py", "src/fp8attn/ops.py"),

@@ -26,10 +26,10 @@ from fp8attn import AttentionPolicy, ops
 from fp8attn.numerics import relative_error
 
 from . import peers
+from .llama import build
 from .measure import graph_of, interleaved
 from .problem import DEVICE
 from .results import ROOT, write
-from .slice_model import build
 from .swap import FP8_ATTENTION, beside_best, bf16_systems, inside, within
 
 SOURCES = ("benchmarks/llama_prefill.py", *FP8_ATTENTION)

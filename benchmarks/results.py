@@ -45,32 +45,25 @@ def imported(path: Path) -> set[Path]:
     return found - {Path(__file__).resolve()}
 
 
-def write(path: str | Path, rows: list[dict], sources: Iterable[str], replaces: str = "") -> None:
-    """Write rows, keeping those of the file whose case does not begin with `replaces` if what they measured is unchanged.
+def write(path: str | Path, rows: list[dict], sources: Iterable[str]) -> None:
+    """Write rows in the place of what the file held.
 
     Args:
         path: below the repository.
         rows: each with `case` and `impl`.
         sources: files and folders whose change makes the rows stale, as `hashes` takes them.
-        replaces: prefix of the cases that these rows stand for; "" is all of them.
     """
     import torch
     import triton
 
     path = ROOT / path
-    fresh = hashes(sources)
-    if replaces and path.exists():
-        old = json.loads(path.read_text())
-        if old["meta"]["sources"] == hashes(old["meta"]["sources"]):
-            rows = [row for row in old["rows"] if not row["case"].startswith(replaces)] + rows
-            fresh = old["meta"]["sources"] | fresh
     meta = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
         "command": "python " + " ".join(sys.orig_argv[1:]),
-        "sources": fresh,
+        "sources": hashes(sources),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)

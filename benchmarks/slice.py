@@ -260,7 +260,7 @@ def main() -> None:
             rows += found
             print(*found, sep="\n", flush=True)
     if not wanted:
-        write("results/h100/slice.json", rows, SOURCES, replaces="kernel-")
+        write("results/h100/slice.json", rows, SOURCES)
 
 
 if __name__ == "__main__":

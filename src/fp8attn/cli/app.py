@@ -97,7 +97,7 @@ def evaluate_all(
     if context_.invoked_subcommand is not None:
         return
     if report is None:
-        raise ValueError("say --report FOLDER, or which evaluation: perplexity, needle (fp8attn evaluate --help)")
+        raise ValueError("say --report FOLDER, or which evaluation: perplexity, needle, drift (fp8attn evaluate --help)")
     from .report import run
 
     sizes = numbers(lengths, int, "--lengths")
