@@ -11,8 +11,9 @@ counts too.
 What is measured is RULER's, but that an answer ends with its first line, for everybody: the model writes a value and a line end.
 
 Others' kernels take K and V in rows with one scale for a whole tensor, as engines do: one (the default where a checkpoint has none), or
-`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` removes the means of K and V, as our caches do. cuDNN's FP8
-takes no prompts of unlike lengths side by side and plans anew for each length; it is not among them.
+`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` removes the means of K and V as our caches do, but those of a
+prompt's every token, where ours are estimated from 128. cuDNN's FP8 takes no prompts of unlike lengths side by side and plans anew for each
+length; it is not among them.
 """
 
 from __future__ import annotations
