@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from .kernels.hopper import no_hopper_reason
+
 BACKENDS = ("hopper", "triton", "reference")  # the order in which `auto` asks
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -27,14 +29,10 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
             return f"inputs must be floating point, not {dtype}"
         return None
     if backend == "hopper":
-        if device.type != "cuda" or torch.version.hip is not None:
-            return f"the kernels are for NVIDIA GPUs, not {'ROCm' if device.type == 'cuda' else device.type}"
+        if (reason := no_hopper_reason(device, "the kernels are")) is not None:
+            return reason
         if not _has_gluon():
             return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
-        if not torch.cuda.is_available():
-            return "PyTorch finds no GPU"
-        if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
-            return f"the kernels are for Hopper (compute capability 9.0), not {capability[0]}.{capability[1]}"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"the kernels take bfloat16 and float16, not {dtype}"
         return None

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from .hopper import no_hopper_reason
+
 INSTALL = "pip install fa3-fwd, or build flash_attn_interface from flash-attention/hopper, or install vllm"
 
 # Where the op is, and what registers it: by the name that users import, in the order of choice.
@@ -112,13 +114,8 @@ def default() -> Build:
 
 def unsupported_reason(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why no FlashAttention-3 can serve `dtype` inputs on `device`; None if one can."""
-    device = torch.device(device)
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"FlashAttention-3 is for NVIDIA GPUs, not {'ROCm' if device.type == 'cuda' else device.type}"
-    if not torch.cuda.is_available():
-        return "PyTorch finds no GPU"
-    if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
-        return f"FlashAttention-3 is for Hopper (compute capability 9.0), not {capability[0]}.{capability[1]}"
+    if (reason := no_hopper_reason(torch.device(device), "FlashAttention-3 is")) is not None:
+        return reason
     if dtype not in (torch.bfloat16, torch.float16):
         return f"inputs must be bfloat16 or float16, not {dtype}"
     try:
