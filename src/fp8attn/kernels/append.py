@@ -557,11 +557,11 @@ def _v_page(
     _store_words(pool_ptr, words, first, old, end, D, 2 * HP)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "columns", "max_seqlen", "num_kv_heads"])
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads"])
 def _page_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
     cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
-    sin_stride, table_stride, num_seqs, columns, max_seqlen, num_kv_heads,
+    sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads,
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
     NATIVE: tl.constexpr, DENSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -569,14 +569,14 @@ def _page_kernel(
     v_pool_ptr = v_pool_ptr.to(_BYTES)
     # Heads follow each other, so that programs that run together read memory that lies together.
     is_v = tl.program_id(0) % 2
-    head = tl.program_id(0) // 2 % num_kv_heads
-    place = tl.program_id(0) // (2 * num_kv_heads)
+    head = tl.program_id(0) // 2
     if cu_seqlens_ptr is None:
-        seq = place // columns
-        column = place % columns
+        column = tl.program_id(1)
+        seq = tl.program_id(2)
         start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
     else:
         # A sequence of n tokens touches at most n // 128 + 2 pages, so its places may begin at start // 128 + 2 * seq.
+        place = tl.program_id(1)
         seq = -1
         for s in range(0, num_seqs, 128):
             seqs = s + tl.arange(0, 128)
@@ -588,9 +588,9 @@ def _page_kernel(
     if DENSE:  # sequences of strides of their own begin here, in pages in order; whoever is first says so in the table
         start = 0
         length = 0
-        page = place
-        if tl.program_id(0) % (2 * num_kv_heads) == 0:
-            tl.store(table_ptr + place, place)
+        page = seq * tl.num_programs(1) + column
+        if tl.program_id(0) == 0:
+            tl.store(table_ptr + page, page)
             if column == 0:
                 tl.store(seqlens_ptr + seq, new)
         k_ptr += wide * k_stride_b
@@ -638,10 +638,10 @@ def _bytes(x_ptr, token, end, stride_t, D: tl.constexpr, DP: tl.constexpr):
         return tl.load(rows + d, mask=tl.zeros(rows.shape, tl.int32) + d < D, other=0)
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "columns", "length"])
+@triton.jit(do_not_specialize=["num_kv_heads", "length"])
 def _bytes_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr,
-    k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads, columns, length,
+    k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads, length,
     D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Pages of what is E4M3 already: its bytes as they are, scales of one, means of zero."""
@@ -650,15 +650,15 @@ def _bytes_kernel(
     k_pool_ptr = k_pool_ptr.to(_BYTES)
     v_pool_ptr = v_pool_ptr.to(_BYTES)
     is_v = tl.program_id(0) % 2
-    head = (tl.program_id(0) // 2 % num_kv_heads).to(tl.int64)
-    page = tl.program_id(0) // (2 * num_kv_heads)
-    seq = (page // columns).to(tl.int64)
-    column = page % columns
+    head = (tl.program_id(0) // 2).to(tl.int64)
+    column = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    page = tl.program_id(2) * tl.num_programs(1) + column
     first = column * _PAGE
     end = tl.minimum(length - first, _PAGE)
     slot = page.to(tl.int64) * num_kv_heads + head
     d = tl.arange(0, DP)
-    if tl.program_id(0) % (2 * num_kv_heads) == 0:
+    if tl.program_id(0) == 0:
         tl.store(table_ptr + page, page)
         if column == 0:
             tl.store(seqlens_ptr + seq, length)
@@ -733,12 +733,11 @@ def append(
         launch(_step_kernel, (num_seqs * 2 * -(-heads // block) + query_programs,), args, given)
         return
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
-    places = num_seqs * columns if cu_seqlens is None else num_tokens // PAGE_SIZE + 2 * num_seqs
+    places = (columns, num_seqs) if cu_seqlens is None else (num_tokens // PAGE_SIZE + 2 * num_seqs,)
     args = (
-        k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, pages.page_table.stride(0), num_seqs, columns, max_seqlen,
-        heads,
+        k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads,
     )  # fmt: skip
-    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
+    launch(_page_kernel, (2 * heads, *places), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
     if q is not None:
         _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
     pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
@@ -770,19 +769,19 @@ def quantize(
         k_b = v_b = 0
     pages = _typed(k_pages, native), _typed(v_pages, native), k_scale, v_scale, k_mean, v_mean, table
     if given_bytes:
-        args = _typed(k, native), _typed(v, native), *pages, lengths, k_b, k_t, k_h, v_b, v_t, v_h, heads, columns, length
+        args = _typed(k, native), _typed(v, native), *pages, lengths, k_b, k_t, k_h, v_b, v_t, v_h, heads, length
         given = constants("bytes", device, D=head_dim, DP=2 * pairs, num_warps=pairs // 8)
-        launch(_bytes_kernel, (2 * heads * num_pages,), args, given)
+        launch(_bytes_kernel, (2 * heads, columns, batch), args, given)
         return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
     strides = (k_b, k_t, k_h, v_b, v_t, v_h, *cos_strides, *sin_strides)
     overlap = means and overlaps(device)  # pages are read while their means are computed
     if means:
         args = k, v, k_mean, v_mean, None, None, *angles, *strides, length, heads, length
         _launch_means(args, row, heads, batch, dense=True, overlap=overlap)
-    args = k, v, *pages, lengths, None, *angles, *strides, columns, batch, columns, length, heads
+    args = k, v, *pages, lengths, None, *angles, *strides, columns, batch, length, heads
     options = {"launch_pdl": True} if overlap else {}
     given = constants("page", device, **row, STATIC=False, NATIVE=native, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options)
-    launch(_page_kernel, (2 * heads * num_pages,), args, given)
+    launch(_page_kernel, (2 * heads, columns, batch), args, given)
     return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
 
 
