@@ -61,10 +61,12 @@ OVERHEAD = TESTS.parent / "results/h100/overhead.json"
 
 @pytest.mark.skipif(not OVERHEAD.exists(), reason="not measured yet")
 def test_calls_cost_the_cpu_little():
-    """Measured on the GPU machine, checks included; a torch op that does nothing to speak of costs 6.5 us there."""
+    """Measured on a GPU machine, checks included. The bounds are of a host on which a torch op that does nothing to speak of costs 6.5 us;
+    one that is slower by that yardstick may take as much longer."""
     rows = json.loads(OVERHEAD.read_text())["rows"]
     calls = {row["case"]: row["us"] for row in rows if row["impl"] == "fp8attn"}
+    [relu] = [row["us"] for row in rows if row["case"] == "relu"]
     assert {"attention of 1 query", "attention of 64 queries", "append of 1 token"} <= set(calls)
     wanted = {case: 60 if "dot_product" in case else 30 for case in calls}
     missed = {"attention of 64 queries": 45}  # two launches for one: what is not there yet must not get worse
-    assert {case: us for case, us in calls.items() if us >= (wanted | missed)[case]} == {}
+    assert {case: us for case, us in calls.items() if us >= (wanted | missed)[case] * max(1.0, relu / 6.5)} == {}

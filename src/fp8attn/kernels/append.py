@@ -25,6 +25,7 @@ MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer o
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
 MAX_PROGRAMS = 64  # of a step, for one sequence
+MEAN_PAIRS = 4  # of channels, whose means one warp computes
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
@@ -53,17 +54,22 @@ def _v_token(position):
 
 
 @triton.jit
-def _channels(i, D: tl.constexpr, HALF: tl.constexpr):
-    """The channels of pair `i < D / 2`: `(i, i + HALF)` for the HALF pairs that turn; those left over pair up halfway likewise."""
-    if HALF == 0 or 2 * HALF == D:
+def _channels(i, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The channels of pair `i < D / 2`: neighbours, or `(i, i + HALF)` for the HALF pairs that turn; those left over pair up halfway
+    likewise."""
+    if INTERLEAVED:
+        first = 2 * i
+        second = 2 * i + 1
+    elif HALF == 0 or 2 * HALF == D:
         first = i
         second = i + D // 2
     else:
         first = tl.where(i < HALF, i, i + HALF)
         second = tl.where(i < HALF, i + HALF, i + D // 2)
         if HALF % 8 == 0:  # eight channels stay together: say so, and the accesses are 16 bytes wide
-            first = tl.max_contiguous(tl.multiple_of(first, 8), 8)
-            second = tl.max_contiguous(tl.multiple_of(second, 8), 8)
+            N: tl.constexpr = min(8, i.shape[0])
+            first = tl.max_contiguous(tl.multiple_of(first, N), N)
+            second = tl.max_contiguous(tl.multiple_of(second, N), N)
     return first, second
 
 
@@ -100,7 +106,7 @@ def _load_pairs(rows, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INT
         a, b = tl.split(tl.reshape(x, rows.shape[:-1] + [HP, 2]))  # noqa: RUF005 - Triton has no starred lists
     else:
         i = tl.arange(0, HP)
-        first, second = _channels(i, D, HALF)
+        first, second = _channels(i, D, HALF, False)
         a = _load(rows, first, i, D // 2)
         b = _load(rows, second, i, D // 2)
     return a, b
@@ -115,7 +121,7 @@ def _store_pairs(rows, a, b, valid, D: tl.constexpr, HP: tl.constexpr, HALF: tl.
         tl.store(rows + d, x, mask=valid & (d < D))
     else:
         i = tl.arange(0, HP)
-        first, second = _channels(i, D, HALF)
+        first, second = _channels(i, D, HALF, False)
         tl.store(rows + first, a, mask=valid & (i < D // 2))
         tl.store(rows + second, b, mask=valid & (i < D // 2))
 
@@ -146,21 +152,19 @@ def _finite(x):
 
 
 @triton.jit
-def _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, HP: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr):
-    """Rows `[..., 1]` of cos and of sin, each `[..., HP]`; STEP is how far apart a row's angles lie."""
-    i = tl.arange(0, HP)
+def _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, i, HALF: tl.constexpr, STEP: tl.constexpr):
+    """Of rows `[..., 1]`, cos and sin of pairs `i [N]`, each `[..., N]`; STEP is how far apart a row's angles lie."""
     return _load(cos_ptr + rows * cos_stride, i * STEP, i, HALF), _load(sin_ptr + rows * sin_stride, i * STEP, i, HALF)
 
 
 @triton.jit
-def _rotate(a, b, cos, sin, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr):
-    """`rope.apply_rope`; every product and sum rounds by itself, as torch's do (the launches turn FMA contraction off)."""
+def _rotate(a, b, cos, sin, i, D: tl.constexpr, HALF: tl.constexpr):
+    """`rope.apply_rope` on pairs `i`; every product and sum rounds by itself, as torch's do (the launches turn FMA contraction off)."""
     turned_a = a * cos - b * sin
     turned_b = b * cos + a * sin
     if 2 * HALF < D:
-        turns = tl.arange(0, HP) < HALF
-        turned_a = tl.where(turns, turned_a, a)
-        turned_b = tl.where(turns, turned_b, b)
+        turned_a = tl.where(i < HALF, turned_a, a)
+        turned_b = tl.where(i < HALF, turned_b, b)
     return turned_a, turned_b
 
 
@@ -197,8 +201,9 @@ def _rotate_queries(
     token = tl.minimum(token, num_tokens - 1).to(tl.int64)
     head = tl.minimum(head, num_heads - 1).to(tl.int64)
     a, b = _load_pairs(q_ptr + (token[:, None] * stride_t + head[None, :] * stride_h)[:, :, None], D, HP, HALF, INTERLEAVED)
-    cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None, None], cos_stride, sin_stride, HP, HALF, STEP)
-    a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+    i = tl.arange(0, HP)
+    cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None, None], cos_stride, sin_stride, i, HALF, STEP)
+    a, b = _rotate(a, b, cos, sin, i, D, HALF)
     a = round_to(a, out_ptr.dtype.element_ty, NATIVE)
     b = round_to(b, out_ptr.dtype.element_ty, NATIVE)
     out = out_ptr + (token[:, None] * out_stride_t + head[None, :] * out_stride_h)[:, :, None]
@@ -304,13 +309,14 @@ def _step_kernel(
         a, b = _load_pairs(k_ptr + (head[:, None] * k_stride_h + row[None, :] * k_stride_t)[:, :, None], D, HP, HALF, INTERLEAVED)
         mean_a, mean_b = _load_pairs(k_mean_ptr + mean, D, HP, HALF, INTERLEAVED)
         if HALF > 0:
-            cos, sin = _load_angles(cos_ptr, sin_ptr, row[None, :, None], cos_stride, sin_stride, HP, HALF, STEP)
+            i = tl.arange(0, HP)
+            cos, sin = _load_angles(cos_ptr, sin_ptr, row[None, :, None], cos_stride, sin_stride, i, HALF, STEP)
         tl.debug_barrier()
         length = _take_turn(seqlens_ptr, new, programs)
         old, slot, next_slot, here, position = _step_pages(table_ptr, length, token, new, head, num_kv_heads, T)
         scale = tl.load(k_scale_ptr + slot)
         if HALF > 0:
-            a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+            a, b = _rotate(a, b, cos, sin, i, D, HALF)
         a -= mean_a
         b -= mean_b
         amax = tl.max(tl.maximum(_finite(a), _finite(b)), 2)
@@ -363,17 +369,21 @@ def _eps(dtype):
 
 @triton.jit
 def _shrunk_mean(x, n, EPS: tl.constexpr):
-    """`numerics.shrunk_mean` of samples `[N, C]`, of a sequence of n tokens: `[1, C]`. EPS is that of the dtype that they came in, or 0."""
-    mean = tl.sum(x, 0) / _SAMPLES
-    deviation = x - mean[None, :]
-    noise = tl.sum(deviation * deviation, 0) / (_SAMPLES - 1) / tl.minimum(n, _SAMPLES).to(tl.float32)
+    """`numerics.shrunk_mean` of samples `[N, C]`, of a sequence of n tokens: `[C]`. EPS is that of the dtype that they came in, or 0.
+
+    Pages wait for this, so it is short: one sum for the mean and the variance, divisions by what is known ahead or the same for all. The
+    variance as a difference of sums is off by as little of the mean's square, which is added to it, as the mean is of itself.
+    """
+    total, squares = tl.split(tl.sum(tl.join(x, x * x), 0))
+    mean = total * (1 / _SAMPLES)
+    noise = tl.maximum(squares - total * mean, 0.0) * (1.0 / ((_SAMPLES - 1) * tl.minimum(n, _SAMPLES).to(tl.float32)))
     square = mean * mean
     shrunk = mean * (square / tl.maximum(square + noise, _TINY))
     if EPS > 0:  # numerics.on_grid
-        binade = (tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        magic = binade * (1.5 * 2**23 * EPS)
+        largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)  # integers: a warp has an instruction for theirs
+        magic = (largest & 0x7F800000).to(tl.float32, bitcast=True) * (1.5 * 2**23 * EPS)
         shrunk = (shrunk + magic) - magic
-    return tl.where((tl.abs(shrunk) < float("inf")) & (n > 1), shrunk, 0.0)[None, :]
+    return tl.where((tl.abs(shrunk) < float("inf")) & (n > 1), shrunk, 0.0)
 
 
 @triton.jit
@@ -383,42 +393,27 @@ def _sampled_rows(start, new, last):
 
 
 @triton.jit
-def _k_mean(
-    x_ptr, stride_t, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
+def _fix_mean(
+    x_ptr, stride_t, mean_ptr, row, i, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The mean of a head of K, from its rows `row`: both channels of the pairs, each `[1, HP]`."""
-    a, b = _load_pairs(x_ptr + (row * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
+    """Write the mean of a head's pairs of channels `i`, from its rows `row [N, 1]`."""
+    first, second = _channels(i, D, HALF, INTERLEAVED)
+    a = _widen(tl.load(x_ptr + row * stride_t + first))
+    b = _widen(tl.load(x_ptr + row * stride_t + second))
     EPS: tl.constexpr = 0.0 if HALF > 0 else _eps(x_ptr.dtype.element_ty)
     if HALF > 0:
-        cos, sin = _load_angles(cos_ptr, sin_ptr, row[:, None], cos_stride, sin_stride, HP, HALF, STEP)
-        a, b = _rotate(a, b, cos, sin, D, HP, HALF)
-    return _shrunk_mean(a, new, EPS), _shrunk_mean(b, new, EPS)
-
-
-@triton.jit
-def _v_mean(x_ptr, stride_t, row, new, D: tl.constexpr, HP: tl.constexpr):
-    """`_k_mean` for V: `[1, 2 * HP]`."""
-    return _shrunk_mean(_load_rows(x_ptr + (row * stride_t)[:, None], D, HP), new, _eps(x_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _store_k_mean(mean_ptr, a, b, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    one = tl.zeros((1, 1), tl.int32)
-    _store_pairs(mean_ptr + one, a, b, one == 0, D, HP, HALF, INTERLEAVED)
-
-
-@triton.jit
-def _store_v_mean(mean_ptr, mean, D: tl.constexpr, HP: tl.constexpr):
-    d = tl.arange(0, 2 * HP)[None, :]
-    tl.store(mean_ptr + d, mean, mask=d < D)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, row, cos_stride, sin_stride, i, HALF, STEP)
+        a, b = _rotate(a, b, cos, sin, i, D, HALF)
+    tl.store(mean_ptr + first, _shrunk_mean(a, new, EPS))
+    tl.store(mean_ptr + second, _shrunk_mean(b, new, EPS))
 
 
 @triton.jit(do_not_specialize=["max_seqlen", "num_kv_heads", "num_tokens"])
 def _means_kernel(
     k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, seqlens_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b,
     v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b, sin_stride, max_seqlen, num_kv_heads, num_tokens,
-    D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, DENSE: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr, DENSE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -436,16 +431,18 @@ def _means_kernel(
         if tl.load(seqlens_ptr + seq) > 0:
             return
         start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
-    head = (tl.program_id(0) // 2).to(tl.int64)
+    PARTS: tl.constexpr = D // (2 * PAIRS)  # of a head
+    head = (tl.program_id(0) // (2 * PARTS)).to(tl.int64)
+    i = tl.program_id(0) % PARTS * PAIRS + tl.arange(0, PAIRS)
     mean = (seq * num_kv_heads + head) * D
-    row = _sampled_rows(start, new, num_tokens - 1)
-    if tl.program_id(0) % 2 == 0:
-        a, b = _k_mean(
-            k_ptr + head * k_stride_h, k_stride_t, row, new, cos_ptr, sin_ptr, cos_stride, sin_stride, D, HP, HALF, INTERLEAVED, STEP,
+    row = _sampled_rows(start, new, num_tokens - 1)[:, None]
+    if tl.program_id(0) // PARTS % 2 == 0:
+        _fix_mean(
+            k_ptr + head * k_stride_h, k_stride_t, k_mean_ptr + mean, row, i, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
+            D, HALF, INTERLEAVED, STEP,
         )  # fmt: skip
-        _store_k_mean(k_mean_ptr + mean, a, b, D, HP, HALF, INTERLEAVED)
     else:
-        _store_v_mean(v_mean_ptr + mean, _v_mean(v_ptr + head * v_stride_h, v_stride_t, row, new, D, HP), D, HP)
+        _fix_mean(v_ptr + head * v_stride_h, v_stride_t, v_mean_ptr + mean, row, i, new, None, None, 0, 0, D, 0, False, 1)
 
 
 # A prompt: page by page
@@ -476,8 +473,9 @@ def _k_page(
     token = tl.minimum(tl.maximum(position, old), end - 1)  # outside, a new one again: it changes no maximum, and nothing is masked
     a, b = _load_pairs(x_ptr + (token * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
     if HALF > 0:
-        cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, HP, HALF, STEP)
-        a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+        i = tl.arange(0, HP)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, i, HALF, STEP)
+        a, b = _rotate(a, b, cos, sin, i, D, HALF)
     if OVERLAP:
         gdc_wait()  # for the launch before this one, which computes the means
     mean_a, mean_b = _load_pairs(mean_ptr + tl.zeros((1, 1), tl.int32), D, HP, HALF, INTERLEAVED)
@@ -559,11 +557,11 @@ def _v_page(
     _store_words(pool_ptr, words, first, old, end, D, 2 * HP)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "columns", "max_seqlen", "num_kv_heads"])
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads"])
 def _page_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
     cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
-    sin_stride, table_stride, num_seqs, columns, max_seqlen, num_kv_heads,
+    sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads,
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
     NATIVE: tl.constexpr, DENSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -571,14 +569,14 @@ def _page_kernel(
     v_pool_ptr = v_pool_ptr.to(_BYTES)
     # Heads follow each other, so that programs that run together read memory that lies together.
     is_v = tl.program_id(0) % 2
-    head = tl.program_id(0) // 2 % num_kv_heads
-    place = tl.program_id(0) // (2 * num_kv_heads)
+    head = tl.program_id(0) // 2
     if cu_seqlens_ptr is None:
-        seq = place // columns
-        column = place % columns
+        column = tl.program_id(1)
+        seq = tl.program_id(2)
         start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
     else:
         # A sequence of n tokens touches at most n // 128 + 2 pages, so its places may begin at start // 128 + 2 * seq.
+        place = tl.program_id(1)
         seq = -1
         for s in range(0, num_seqs, 128):
             seqs = s + tl.arange(0, 128)
@@ -590,9 +588,9 @@ def _page_kernel(
     if DENSE:  # sequences of strides of their own begin here, in pages in order; whoever is first says so in the table
         start = 0
         length = 0
-        page = place
-        if tl.program_id(0) % (2 * num_kv_heads) == 0:
-            tl.store(table_ptr + place, place)
+        page = seq * tl.num_programs(1) + column
+        if tl.program_id(0) == 0:
+            tl.store(table_ptr + page, page)
             if column == 0:
                 tl.store(seqlens_ptr + seq, new)
         k_ptr += wide * k_stride_b
@@ -640,10 +638,10 @@ def _bytes(x_ptr, token, end, stride_t, D: tl.constexpr, DP: tl.constexpr):
         return tl.load(rows + d, mask=tl.zeros(rows.shape, tl.int32) + d < D, other=0)
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "columns", "length"])
+@triton.jit(do_not_specialize=["num_kv_heads", "length"])
 def _bytes_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr,
-    k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads, columns, length,
+    k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads, length,
     D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Pages of what is E4M3 already: its bytes as they are, scales of one, means of zero."""
@@ -652,15 +650,15 @@ def _bytes_kernel(
     k_pool_ptr = k_pool_ptr.to(_BYTES)
     v_pool_ptr = v_pool_ptr.to(_BYTES)
     is_v = tl.program_id(0) % 2
-    head = (tl.program_id(0) // 2 % num_kv_heads).to(tl.int64)
-    page = tl.program_id(0) // (2 * num_kv_heads)
-    seq = (page // columns).to(tl.int64)
-    column = page % columns
+    head = (tl.program_id(0) // 2).to(tl.int64)
+    column = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    page = tl.program_id(2) * tl.num_programs(1) + column
     first = column * _PAGE
     end = tl.minimum(length - first, _PAGE)
     slot = page.to(tl.int64) * num_kv_heads + head
     d = tl.arange(0, DP)
-    if tl.program_id(0) % (2 * num_kv_heads) == 0:
+    if tl.program_id(0) == 0:
         tl.store(table_ptr + page, page)
         if column == 0:
             tl.store(seqlens_ptr + seq, length)
@@ -722,8 +720,7 @@ def append(
     strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
     if fix_means:
         args = k, v, *means, *lengths, *angles, *strides, max_seqlen, heads, num_tokens
-        given = constants("means", device, **row, DENSE=False, OVERLAP=False, num_warps=pairs // 8)
-        launch(_means_kernel, (2 * heads, num_seqs), args, given)
+        _launch_means(args, row, heads, num_seqs, dense=False, overlap=False)
     if max_seqlen <= MAX_TOKENS:
         tokens = _power_of_two(max_seqlen)
         block = min(_power_of_two(heads), max(1, STEP_ELEMENTS // (2 * pairs * tokens)))
@@ -736,12 +733,11 @@ def append(
         launch(_step_kernel, (num_seqs * 2 * -(-heads // block) + query_programs,), args, given)
         return
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
-    places = num_seqs * columns if cu_seqlens is None else num_tokens // PAGE_SIZE + 2 * num_seqs
+    places = (columns, num_seqs) if cu_seqlens is None else (num_tokens // PAGE_SIZE + 2 * num_seqs,)
     args = (
-        k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, pages.page_table.stride(0), num_seqs, columns, max_seqlen,
-        heads,
+        k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads,
     )  # fmt: skip
-    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
+    launch(_page_kernel, (2 * heads, *places), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
     if q is not None:
         _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
     pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
@@ -773,21 +769,26 @@ def quantize(
         k_b = v_b = 0
     pages = _typed(k_pages, native), _typed(v_pages, native), k_scale, v_scale, k_mean, v_mean, table
     if given_bytes:
-        args = _typed(k, native), _typed(v, native), *pages, lengths, k_b, k_t, k_h, v_b, v_t, v_h, heads, columns, length
+        args = _typed(k, native), _typed(v, native), *pages, lengths, k_b, k_t, k_h, v_b, v_t, v_h, heads, length
         given = constants("bytes", device, D=head_dim, DP=2 * pairs, num_warps=pairs // 8)
-        launch(_bytes_kernel, (2 * heads * num_pages,), args, given)
+        launch(_bytes_kernel, (2 * heads, columns, batch), args, given)
         return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
     strides = (k_b, k_t, k_h, v_b, v_t, v_h, *cos_strides, *sin_strides)
     overlap = means and overlaps(device)  # pages are read while their means are computed
     if means:
         args = k, v, k_mean, v_mean, None, None, *angles, *strides, length, heads, length
-        given = constants("means", device, **row, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8)
-        launch(_means_kernel, (2 * heads, batch), args, given)
-    args = k, v, *pages, lengths, None, *angles, *strides, columns, batch, columns, length, heads
+        _launch_means(args, row, heads, batch, dense=True, overlap=overlap)
+    args = k, v, *pages, lengths, None, *angles, *strides, columns, batch, length, heads
     options = {"launch_pdl": True} if overlap else {}
     given = constants("page", device, **row, STATIC=False, NATIVE=native, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options)
-    launch(_page_kernel, (2 * heads * num_pages,), args, given)
+    launch(_page_kernel, (2 * heads, columns, batch), args, given)
     return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
+
+
+def _launch_means(args: tuple, row: dict, heads: int, num_seqs: int, *, dense: bool, overlap: bool) -> None:
+    given = {name: row[name] for name in ("D", "HALF", "INTERLEAVED", "STEP", "enable_fp_fusion")}
+    given = constants("means", args[0].device, **given, PAIRS=MEAN_PAIRS, DENSE=dense, OVERLAP=overlap, num_warps=1)
+    launch(_means_kernel, (row["D"] // MEAN_PAIRS * heads, num_seqs), args, given)
 
 
 def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:

@@ -32,8 +32,9 @@ def _load_tokens(
     rows = tl.minimum(token, last).to(tl.int64)[:, None]
     a, b = _load_pairs(x_ptr + rows * stride_t, D, HP, HALF, INTERLEAVED)
     if HALF > 0:
-        cos, sin = _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, HP, HALF, STEP)
-        a, b = _rotate(a, b, cos, sin, D, HP, HALF)
+        i = tl.arange(0, HP)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, i, HALF, STEP)
+        a, b = _rotate(a, b, cos, sin, i, D, HALF)
     return a, b
 
 
