@@ -108,7 +108,7 @@ def test_ops_pass_torch_opcheck(cache):
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
     options = (q, torch.empty_like(q), None, 2, angle, angle, False, False, True, "reference")
     torch.library.opcheck(torch.ops.fp8attn.append, (k, k, *cache.pages.tensors, *options), test_utils=checks)
-    arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, "reference")
+    arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False, "reference")
     torch.library.opcheck(torch.ops.fp8attn.attention, arguments, test_utils=checks)
 
 
