@@ -151,7 +151,8 @@ def unset_register(sass: str) -> str:
             wide = 2 if ".64" in name else 1
             reads.append({n + k for x in numbers[1:] for n in x for k in range(wide)} if written else set())
         ends = name.split(".")[0] in ("BRA", "BRX", "EXIT", "RET") and not predicate
-        follow.append([labels[x] for x in re.findall(r"\.L_x_\d+", text) if x in labels] + ([] if ends else [i + 1]))
+        jumps = [] if name == "BSSY" else re.findall(r"\.L_x_\d+", text)  # that one says where branches meet again
+        follow.append([labels[x] for x in jumps if x in labels] + ([] if ends else [i + 1]))
     known = {0: set()}
     todo = [0]
     while todo:

@@ -21,7 +21,6 @@ from .layout import HEAD_DIMS
 from .rope import dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 
-
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, as `rope.dense_tables` gives them
 
 
@@ -143,8 +142,8 @@ def rope_scaled_dot_product_attention(
     enable_gqa: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of rotated queries and keys. Both turn on their way to FP8: keys are not rounded in between, queries to
-    their dtype, and neither is written to memory (but few queries, and those for `"fa3"`, are).
+    """`scaled_dot_product_attention` of rotated queries and keys. Both turn on their way to FP8: keys are not rounded in between, queries
+    to their dtype (as if they had been rotated before; where they are few, and for other backends than `"hopper"`, they are).
 
     Args:
         query, key, value: `[B, H, S, D]` as there.

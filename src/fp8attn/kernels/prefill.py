@@ -53,7 +53,7 @@ LN2 = gl.constexpr(math.log(2))
 LOG2E = gl.constexpr(math.log2(math.e))
 
 # What the producer tells the multiplying warps of an item, one int32 each.
-TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT, TURN = (gl.constexpr(i) for i in range(11))
+TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT, ANGLES = (gl.constexpr(i) for i in range(11))
 FIELDS = gl.constexpr(16)
 
 
@@ -235,8 +235,8 @@ def _weigh(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, stage, ph
            REST: gl.constexpr):  # fmt: skip
     """A tile's weights as operands of P V, in FP32 and FP8; what sums and the output so far shrink by; the rows' new maxima."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
-    k_s, v_s, scale_s, ones_s = ring
-    k_full, k_empty, v_full, v_empty = bars
+    k_s, _, scale_s, _ = ring
+    k_full, k_empty, _, _ = bars
     mbarrier.wait(k_full.index(stage), phase)
     s = _scores(q, q_rest, k_s.index(stage), REST)
     factor = q_factor * _number(scale_s.index(stage))
@@ -438,8 +438,8 @@ def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stag
     """`_attend` where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as well."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
-    k_s, v_s, scale_s, ones_s = ring
-    k_full, k_empty, v_full, v_empty = bars
+    _, v_s, _, ones_s = ring
+    _, _, v_full, v_empty = bars
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
     none, z = _nothing()
@@ -484,10 +484,9 @@ def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0
     keep the life of one slice's partial apart from the next but one.
     """
     Q: gl.constexpr = D // 4
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
-    k_s, v_s, scale_s, ones_s = ring
-    k_full, k_empty, v_full, v_empty = bars
+    _, v_s, _, ones_s = ring
+    _, _, v_full, v_empty = bars
     p, p8, alpha, shrink, m = _weigh(
         q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase,
         gl.DotOperandLayout(0, OUT, 4), WG, STAGES, CUBICS, MASK, LO, CAP, REST)  # fmt: skip
@@ -742,7 +741,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
         q = q_s.index(WG if Q16 else slot * WGS + WG)
         if HALF:
             cos_ptr, sin_ptr, angle_stride_b, angle_stride_t = rope
-            angles = _field(info_s, slot, TURN).to(gl.int64) * angle_stride_b + _field(info_s, slot, TOKEN).to(gl.int64) * angle_stride_t
+            angles = _field(info_s, slot, ANGLES).to(gl.int64) * angle_stride_b + _field(info_s, slot, TOKEN).to(gl.int64) * angle_stride_t
             _turn_q(
                 q16_s.index(WG), cos_ptr + angles * 8, sin_ptr + angles * 8, angle_stride_t, _field(info_s, slot, COUNT) - 1,
                 WG, D, HALF, INTERLEAVED, STEP)  # fmt: skip
@@ -972,7 +971,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         _put(info_s, slot, MEAN, held * num_kv_heads + kv_head)
         _put(info_s, slot, LEFT, left)
         if HALF:
-            _put(info_s, slot, TURN, batch)
+            _put(info_s, slot, ANGLES, batch)
         sync()
         if D < 256:
             channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
@@ -1242,8 +1241,7 @@ def attention(
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), PerStream(_counter, device),
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
         int(causal), window or NO_WINDOW, splits, min(max(together, TOGETHER[0]), TOGETHER[1]), splits * batch * tokens * num_q_heads,
-        softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin,
-        *[stride // 8 for stride in angle_strides],
+        softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *[stride // 8 for stride in angle_strides],
     )  # fmt: skip
     given = constants(
         "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics,
