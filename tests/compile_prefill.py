@@ -38,6 +38,13 @@ CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
     "d64-window": {"head_dim": 64, "window": 300},
     "d128-window": {"head_dim": 128, "window": 300},
     "d256-window": {"head_dim": 256, "window": 300},
+    "d64-rope": {"head_dim": 64, "rotary": 64},
+    "d80-rope": {"head_dim": 80, "rotary": 80},
+    "d128-rope": {"head_dim": 128, "rotary": 128},
+    "d128-rope-pairs": {"head_dim": 128, "rotary": 64, "interleaved": True},
+    "d128-long-rope": {"head_dim": 128, "queries": prefill.SHORT + 1, "rotary": 128},
+    "d256-rope": {"head_dim": 256, "rotary": 256},
+    "d256-rope-pairs": {"head_dim": 256, "rotary": 256, "interleaved": True},
     "d64-all": dict(head_dim=64, **EVERYTHING),
     "d128-all": dict(head_dim=128, **EVERYTHING),
     "d128-long-all": dict(head_dim=128, queries=prefill.SHORT + 1, **EVERYTHING),
@@ -61,7 +68,7 @@ class Compiled:
 
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
-           queries=32):  # fmt: skip
+           queries=32, rotary=0, interleaved=False):  # fmt: skip
     """The arguments of one launch, by name."""
     recorded = []
 
@@ -75,10 +82,12 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
     prefill.combine = lambda *_: None
     prefill._counter = lambda device: torch.zeros(1, dtype=torch.int32)
     pages = KVPages.empty(8, 2, head_dim, 2, 4)
+    tables = torch.zeros(64, rotary // 2) if rotary else None
     prefill.attention(
         torch.zeros(64, 4, head_dim).to(dtype), pages, cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
         max_seqlen_q=queries, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
         sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
+        rope_cos=tables, rope_sin=tables, rope_interleaved=interleaved,
     )  # fmt: skip
     prefill._prefill = kernel
     return kernel, recorded[0]
@@ -142,7 +151,8 @@ def unset_register(sass: str) -> str:
             wide = 2 if ".64" in name else 1
             reads.append({n + k for x in numbers[1:] for n in x for k in range(wide)} if written else set())
         ends = name.split(".")[0] in ("BRA", "BRX", "EXIT", "RET") and not predicate
-        follow.append([labels[x] for x in re.findall(r"\.L_x_\d+", text) if x in labels] + ([] if ends else [i + 1]))
+        jumps = [] if name == "BSSY" else re.findall(r"\.L_x_\d+", text)  # that one says where branches meet again
+        follow.append([labels[x] for x in jumps if x in labels] + ([] if ends else [i + 1]))
     known = {0: set()}
     todo = [0]
     while todo:

@@ -77,6 +77,33 @@ def test_append_turns_queries_as_it_turns_keys(cache, interleaved):
     assert fp8attn.append(cache.pages, k, k, **options) is None
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_attention_turns_queries_first(cache, interleaved):
+    q, angle = torch.randn(6, 4, 64).bfloat16(), torch.randn(6, 16)
+    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved}
+    turned = apply_rope(q, angle.cos(), angle.sin(), interleaved).bfloat16()
+    expected = attention(turned, cache.pages)
+    assert not torch.equal(attention(q, cache.pages), expected)
+    assert torch.equal(attention(q, cache.pages, **rope), expected)
+    ragged = {"cu_seqlens_q": torch.tensor([0, 1, 6], dtype=torch.int32), "max_seqlen_q": 5}
+    assert torch.equal(attention(q, cache.pages, **ragged, **rope), attention(turned, cache.pages, **ragged))
+    dense = dict(rope, rope_cos=angle.cos().view(2, 3, 16), rope_sin=angle.sin().view(2, 3, 16))
+    assert torch.equal(attention(q.view(2, 3, 4, 64), cache.pages, **dense), expected.view(2, 3, 4, 64))
+
+
+@pytest.mark.parametrize(
+    ("q", "tables", "message"),
+    [
+        (torch.zeros(4, 4, 64), (torch.zeros(4, 32), None), "rope_cos and rope_sin together, or neither"),
+        (torch.zeros(4, 4, 64), (torch.zeros(2, 32),) * 2, r"must both be \[T, R/2\] with T = 4"),
+        (torch.zeros(2, 2, 4, 64), (torch.zeros(4, 32),) * 2, r"must both be \[2, R/2\], \[2, 2, R/2\]"),
+    ],
+)
+def test_attention_refuses_tables_that_do_not_fit(cache, q, tables, message):
+    with pytest.raises(ValueError, match=message):
+        attention(q, cache.pages, rope_cos=tables[0], rope_sin=tables[1])
+
+
 def test_backends_say_why_not(monkeypatch):
     assert BACKENDS == ("hopper", "triton", "reference")
     assert unsupported_reason("reference", "cpu", torch.float32) is None
@@ -108,7 +135,7 @@ def test_ops_pass_torch_opcheck(cache):
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
     options = (q, torch.empty_like(q), None, 2, angle, angle, False, False, True, "reference")
     torch.library.opcheck(torch.ops.fp8attn.append, (k, k, *cache.pages.tensors, *options), test_utils=checks)
-    arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, "reference")
+    arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False, "reference")
     torch.library.opcheck(torch.ops.fp8attn.attention, arguments, test_utils=checks)
 
 

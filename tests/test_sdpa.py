@@ -359,7 +359,9 @@ def test_ops_pass_torch_opcheck():
         pages = ops.quantize(y, y, backend=backend)
         q = y.transpose(1, 2)
         torch.library.opcheck(
-            torch.ops.fp8attn.attention, (q, *pages.tensors, None, 130, True, 0.1, 0, 0.0, None, None, backend), test_utils=checks
+            torch.ops.fp8attn.attention,
+            (q, *pages.tensors, None, 130, True, 0.1, 0, 0.0, None, None, None, None, False, backend),
+            test_utils=checks,
         )
 
 

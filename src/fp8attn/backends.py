@@ -118,23 +118,41 @@ def quantize_rows_kernel(name: str) -> Callable:
 
 @cache
 def attention_kernel(name: str) -> Callable:
-    """The `attention` of a resolved backend: the signature of `reference.attention`."""
+    """The `attention` of a resolved backend: the signature of `reference.attention`, queries of three or four dimensions, and RoPE on them
+    by `rope_cos` and `rope_sin` (`[T, R / 2]`, `[num_seqs, S, R / 2]`) and `rope_interleaved`."""
+    rotate = rotate_kernel(name)
     if name == "hopper":
         from .kernels import decode, prefill
 
-        few_queries = _one_after_another(decode.attention)
+        few_queries, turned_before = _turned(_one_after_another(decode.attention), rotate), _turned(prefill.attention, rotate)
 
         def attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
             """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`)."""
+            many = prefill.attention
+            if options.get("rope_cos") is not None and not prefill.turns(options["rope_cos"]):
+                many = turned_before
             few = decode.unsupported_reason(q, pages, max_seqlen_q) is None
-            return (few_queries if few else prefill.attention)(q, pages, max_seqlen_q=max_seqlen_q, **options)
+            return (few_queries if few else many)(q, pages, max_seqlen_q=max_seqlen_q, **options)
 
         return attention
     if name == "triton":
         from .kernels.portable import attention
     else:
         from .reference import attention
-    return _one_after_another(attention)
+    return _turned(_one_after_another(attention), rotate)
+
+
+def _turned(attention: Callable, rotate: Callable) -> Callable:
+    """For kernels that take queries as they are: RoPE in a launch before, rounded to their dtype."""
+
+    def turned(q: torch.Tensor, pages, *, rope_cos=None, rope_sin=None, rope_interleaved=False, **options):
+        if rope_cos is not None and q.dim() == 4:
+            q = rotate(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved).transpose(1, 2)
+        elif rope_cos is not None:
+            q = rotate(q.transpose(0, 1)[None], rope_cos[None], rope_sin[None], rope_interleaved)[0].transpose(0, 1)
+        return attention(q, pages, **options)
+
+    return turned
 
 
 def _one_after_another(attention: Callable) -> Callable:

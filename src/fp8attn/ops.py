@@ -82,6 +82,9 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +105,9 @@ def attention(
         softcap: `softcap * tanh(score / softcap)` (Gemma 2).
         sinks: `[num_q_heads]` logits, one more column of every row's softmax, with no value (gpt-oss).
         leftpad_k: `[num_seqs]` int32, how many of a sequence's first tokens are padding and seen by nobody.
+        rope_cos, rope_sin: `[T, R / 2]`, for four dimensions `[S, R / 2]` and more (`rope.dense_tables`): rotate q first, and round it to
+            its dtype. (`append` turns queries too, beside K and in its own launch: what is turned there comes without tables.)
+        rope_interleaved: which channels are pairs.
         return_lse: also return the natural logarithm of the softmax denominator (sinks included).
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
@@ -133,10 +139,18 @@ def attention(
         raise ValueError(f"sinks must be [{num_q_heads}], one logit per query head; got {tuple(sinks.shape)}")
     if leftpad_k is not None and leftpad_k.shape != (pages.num_seqs,):
         raise ValueError(f"leftpad_k must be [{pages.num_seqs}], one count per sequence; got {tuple(leftpad_k.shape)}")
+    if q.dim() == 4:
+        cos, sin = _tables(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved)
+    else:
+        _given_together(rope_cos, rope_sin)
+        if rope_cos is not None:
+            check_rope(q, rope_cos, rope_sin)
+        cos, sin = rope_cos, rope_sin
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     out, lse = run_attention(
         resolve(backend, q), q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale,
-        window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k,
+        window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k, rope_cos=cos, rope_sin=sin,
+        rope_interleaved=rope_interleaved,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -255,8 +269,7 @@ def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> s
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
     _check_tokens(v, pages)
-    if (rope_cos is None) != (rope_sin is None):
-        raise ValueError("give rope_cos and rope_sin together, or neither")
+    _given_together(rope_cos, rope_sin)
     if rope_cos is not None:
         check_rope(k, rope_cos, rope_sin)
     if q is not None:
@@ -301,10 +314,14 @@ def _check_dense(x: torch.Tensor, name: str) -> None:
     _check_gradient(x)
 
 
-def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tables for a dense `x` as the kernels take them, `[B, S, R / 2]`."""
+def _given_together(rope_cos, rope_sin) -> None:
     if (rope_cos is None) != (rope_sin is None):
         raise ValueError("give rope_cos and rope_sin together, or neither")
+
+
+def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tables for a dense `x` as the kernels take them, `[B, S, R / 2]`."""
+    _given_together(rope_cos, rope_sin)
     if rope_cos is None:
         return None, None
     batch, _, length, head_dim = x.shape
@@ -362,19 +379,19 @@ register(
 
 def _attention(
     q, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, causal, softmax_scale,
-    window, softcap, sinks, leftpad_k, backend,
+    window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
     return attention_kernel(_selected(backend, q.device, q.dtype))(
         q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
-        softcap=softcap, sinks=sinks, leftpad_k=leftpad_k,
+        softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
     )  # fmt: skip
 
 
 register(
     "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor k_scale, Tensor v_scale, Tensor k_mean, Tensor v_mean, Tensor page_table, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, float softcap, "
-    "Tensor? sinks, Tensor? leftpad_k, str backend) -> (Tensor, Tensor)",
+    "Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, str backend) -> (Tensor, Tensor)",
     _attention,
     lambda q, *args: (torch.empty_like(q) if q.dim() == 4 else q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)),
 )

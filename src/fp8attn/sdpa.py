@@ -21,6 +21,8 @@ from .layout import HEAD_DIMS
 from .rope import dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 
+Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, as `rope.dense_tables` gives them
+
 
 def fallback_reason(
     query: torch.Tensor,
@@ -140,7 +142,8 @@ def rope_scaled_dot_product_attention(
     enable_gqa: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of rotated queries and keys; keys turn on their way to FP8, and are not rounded in between.
+    """`scaled_dot_product_attention` of rotated queries and keys. Both turn on their way to FP8: keys are not rounded in between, queries
+    to their dtype (as if they had been rotated before; where they are few, and for other backends than `"hopper"`, they are).
 
     Args:
         query, key, value: `[B, H, S, D]` as there.
@@ -171,10 +174,10 @@ def _rope_dot_product(query, key, value, rope_cos, rope_sin, *rest) -> torch.Ten
         raise ValueError(f"FP8 attention cannot answer this call: {reason}; rotate query and key, and call scaled_dot_product_attention")
     key_rope_cos, key_rope_sin = key_tables or (rope_cos, rope_sin)
     q, k, v = _batched(query), _batched(key), _batched(value)
-    q = ops.rotate(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend="auto" if backend == "fa3" else backend)
-    batch, _, kv_len, head_dim = k.shape
-    cos, sin = dense_tables(key_rope_cos, key_rope_sin, batch, kv_len, head_dim, rope_interleaved)
-    return _attend(q, k, v, cos, sin, rope_interleaved, is_causal, scale, backend)
+    batch, _, q_len, head_dim = q.shape
+    q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)
+    k_rope = dense_tables(key_rope_cos, key_rope_sin, batch, k.shape[2], head_dim, rope_interleaved)
+    return _attend(q, k, v, q_rope, k_rope, rope_interleaved, is_causal, scale, backend)
 
 
 def _is_replayable(tensors: tuple[torch.Tensor, ...]) -> bool:
@@ -192,54 +195,61 @@ def _replays(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return Replays(function)
 
 
-def _attend(q, k, v, rope_cos, rope_sin, rope_interleaved: bool, is_causal: bool, scale: float | None, backend: str) -> torch.Tensor:
+def _attend(q, k, v, q_rope: Tables, k_rope: Tables, interleaved: bool, is_causal: bool, scale: float | None, backend: str) -> torch.Tensor:
     """`[B, H, S, D]` of one batch size, checked: cut, pad, quantise, attend."""
     q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if is_causal and q_len < kv_len:  # nobody sees the others
         kv_len = q_len
-        k, v = k[:, :, :q_len], v[:, :, :q_len]
-        if rope_cos is not None:
-            rope_cos, rope_sin = rope_cos[:, :q_len], rope_sin[:, :q_len]
+        k, v, k_rope = k[:, :, :q_len], v[:, :, :q_len], _rows(k_rope, slice(q_len))
     padded = head_dim
     if head_dim != v_dim or head_dim not in HEAD_DIMS:
         padded = next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
         q, k, v = _widened(q, padded), _widened(k, padded), _widened(v, padded)
     if backend == "fa3":
-        attend = _over_rows(k, v, rope_cos, rope_sin, rope_interleaved, scale)
+        attend = _over_rows(k, v, k_rope, interleaved, scale)
     else:
-        attend = _over_pages(ops.resolve(backend, q), k, v, rope_cos, rope_sin, rope_interleaved, scale)
+        attend = _over_pages(ops.resolve(backend, q), k, v, k_rope, interleaved, scale)
     if is_causal and q_len > kv_len:  # rows behind the last key see all of them
         out = torch.empty_like(q)
-        out[:, :, :kv_len] = attend(q[:, :, :kv_len], True)
-        out[:, :, kv_len:] = attend(q[:, :, kv_len:], False)
+        for rows, causal in ((slice(kv_len), True), (slice(kv_len, None), False)):
+            out[:, :, rows] = attend(q[:, :, rows], _rows(q_rope, rows), causal)
     else:
-        out = attend(q, is_causal)
+        out = attend(q, q_rope, is_causal)
     return out if v_dim == padded else out[..., :v_dim].clone()
 
 
-def _over_pages(name: str, k, v, rope_cos, rope_sin, rope_interleaved: bool, scale: float) -> Callable[[torch.Tensor, bool], torch.Tensor]:
-    """What answers queries, causal or not, aligned to the last key: over pages."""
-    pages = ops.run_quantize(name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=True)
+def _rows(tables: Tables, rows: slice) -> Tables:
+    return tables and (tables[0][:, rows], tables[1][:, rows])
 
-    def attend(q: torch.Tensor, causal: bool) -> torch.Tensor:
+
+def _over_pages(name: str, k, v, k_rope: Tables, interleaved: bool, scale: float) -> Callable[[torch.Tensor, Tables, bool], torch.Tensor]:
+    """What answers queries, to be turned by tables, causal or not, aligned to the last key: over pages."""
+    k_cos, k_sin = k_rope or (None, None)
+    pages = ops.run_quantize(name, k, v, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, means=True)
+
+    def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
+        cos, sin = rope or (None, None)
         out, _ = ops.run_attention(
             name, q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=q.shape[2], causal=causal, softmax_scale=scale, window=0,
-            softcap=0.0, sinks=None, leftpad_k=None,
+            softcap=0.0, sinks=None, leftpad_k=None, rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved,
         )  # fmt: skip
         return out.transpose(1, 2)
 
     return attend
 
 
-def _over_rows(k, v, rope_cos, rope_sin, rope_interleaved: bool, scale: float) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+def _over_rows(k, v, k_rope: Tables, interleaved: bool, scale: float) -> Callable[[torch.Tensor, Tables, bool], torch.Tensor]:
     """The same over FP8 rows, by FlashAttention-3. Its sums lose what has a mean (`accumulation`): V's is taken off here and added to
     the output; K's shifts all scores of a query alike."""
-    k, k_scale, _ = ops.quantize_rows(k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=True)
+    k_cos, k_sin = k_rope or (None, None)
+    k, k_scale, _ = ops.quantize_rows(k, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, means=True)
     v, v_scale, v_mean = ops.quantize_rows(v, means=True)
 
-    def attend(q: torch.Tensor, causal: bool) -> torch.Tensor:
+    def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
+        if rope is not None:
+            q = ops.rotate(q, *rope, rope_interleaved=interleaved)
         q_fp8, q_scale, _ = ops.quantize_rows(q, heads_per_scale=group)
         out = scaled_dot_product_attention_quantized(q_fp8, k, v, causal, scale, q_scale, k_scale, v_scale, backend="fa3")
         out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])

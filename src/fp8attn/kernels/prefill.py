@@ -53,7 +53,7 @@ LN2 = gl.constexpr(math.log(2))
 LOG2E = gl.constexpr(math.log2(math.e))
 
 # What the producer tells the multiplying warps of an item, one int32 each.
-TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT = (gl.constexpr(i) for i in range(10))
+TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT, ANGLES = (gl.constexpr(i) for i in range(11))
 FIELDS = gl.constexpr(16)
 
 
@@ -92,6 +92,11 @@ cvt.rn.f16x2.e4m3x2 a, lo; cvt.rn.f16x2.e4m3x2 b, hi; mov.b32 {h0, h1}, a; mov.b
 cvt.f32.f16 x0, h0; cvt.f32.f16 x1, h1; cvt.f32.f16 x2, h2; cvt.f32.f16 x3, h3;
 sub.f32 x0, $1, x0; sub.f32 x1, $2, x1; sub.f32 x2, $3, x2; sub.f32 x3, $4, x3;
 cvt.rn.satfinite.e4m3x2.f32 lo, x1, x0; cvt.rn.satfinite.e4m3x2.f32 hi, x3, x2; mov.b32 $0, {lo, hi}; }""")
+
+
+# RoPE of a pair: every product and sum rounds by itself, as torch's do.
+TURN_PAIR = gl.constexpr("""{ .reg .f32 x, y; mul.rn.f32 x, $2, $4; mul.rn.f32 y, $3, $5; sub.rn.f32 $0, x, y;
+mul.rn.f32 x, $3, $4; mul.rn.f32 y, $2, $5; add.rn.f32 $1, x, y; }""")
 
 
 # Rows of scores in registers
@@ -224,6 +229,28 @@ def _scores(q, q_rest, k, REST: gl.constexpr):
     return warpgroup_mma(q, k.permute([1, 0]), s, use_acc=REST, is_async=True)
 
 
+@gluon.jit
+def _weigh(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase, P: gl.constexpr, WG: gl.constexpr,
+           STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr,
+           REST: gl.constexpr):  # fmt: skip
+    """A tile's weights as operands of P V, in FP32 and FP8; what sums and the output so far shrink by; the rows' new maxima."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    k_s, _, scale_s, _ = ring
+    k_full, k_empty, _, _ = bars
+    mbarrier.wait(k_full.index(stage), phase)
+    s = _scores(q, q_rest, k_s.index(stage), REST)
+    factor = q_factor * _number(scale_s.index(stage))
+    ratio = _number(scale_s.index(STAGES + stage))
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(stage))
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+    # Volatile: it stays before the next wait, and without what it cuts off the FP32 weights end there.
+    p = _as_operand(p, P)
+    p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    return p, p8, alpha, alpha * ratio, m
+
+
 # One tile: two warpgroups, head_dim up to 128
 
 
@@ -342,7 +369,7 @@ def _tile(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, 
     mbarrier.wait(v_full.index(stage), phase)
     total, _ = _nothing()
     total = _add_up(p8, ones_s, total, False)
-    if D == 128:  # in halves, as `_attend_few` wants them
+    if v_s.shape[1] < D:  # in halves, as `_attend_few` wants them
         HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 32])
         zero = gl.zeros([ROWS, D // 2], gl.float32, HALF)
         p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
@@ -406,33 +433,26 @@ def _add_both(acc, shrink, zero, rest, p8, v):
 
 @gluon.jit
 def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stage, phase,
-                WG: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
-                LO: gl.constexpr, CAP: gl.constexpr):  # fmt: skip
+                WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
+                CAP: gl.constexpr):  # fmt: skip
     """`_attend` where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as well."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
-    k_s, v_s, scale_s, ones_s = ring
-    k_full, k_empty, v_full, v_empty = bars
+    _, v_s, _, ones_s = ring
+    _, _, v_full, v_empty = bars
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
     none, z = _nothing()
     for _ in range(n):
-        mbarrier.wait(k_full.index(stage), phase)
-        s = _scores(q, q_rest, k_s.index(stage), Q16)
-        factor = q_factor * _number(scale_s.index(stage))
-        ratio = _number(scale_s.index(STAGES + stage))
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(stage))
-        s = _visible(s, factor, shift, cap, edge, tile, S, WG, True, LO, CAP)
-        p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
-        p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
-        p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+        p, p8, alpha, shrink, m = _weigh(
+            q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase,
+            gl.DotOperandLayout(0, OUT, 4), WG, STAGES, CUBICS, True, LO, CAP, Q16)  # fmt: skip
         rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
         mbarrier.wait(v_full.index(stage), phase)
         total = _add_up(p8, ones_s, _add_up(rest, ones_s, none, False), True)
         z = _grow(z, alpha, warpgroup_mma_wait(0, deps=[total]))
-        shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
-        if HALVES:  # for want of registers; see `_tile_wide`
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)
+        if v_s.shape[1] < D:  # in halves, for want of registers; see `_tile_wide`
             HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 32])
             zero = gl.zeros([ROWS, D // 2], gl.float32, HALF)
             shrink = gl.convert_layout(shrink, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
@@ -464,24 +484,15 @@ def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0
     keep the life of one slice's partial apart from the next but one.
     """
     Q: gl.constexpr = D // 4
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
-    k_s, v_s, scale_s, ones_s = ring
-    k_full, k_empty, v_full, v_empty = bars
-    mbarrier.wait(k_full.index(stage), phase)
-    s = _scores(q, q_rest, k_s.index(stage), REST)
-    factor = q_factor * _number(scale_s.index(stage))
-    ratio = _number(scale_s.index(STAGES + stage))
-    s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(stage))
-    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
-    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
-    # Volatile: it stays before the next wait, and the FP32 weights end there.
-    p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
-    p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    _, v_s, _, ones_s = ring
+    _, _, v_full, v_empty = bars
+    p, p8, alpha, shrink, m = _weigh(
+        q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase,
+        gl.DotOperandLayout(0, OUT, 4), WG, STAGES, CUBICS, MASK, LO, CAP, REST)  # fmt: skip
     if FEW:
         rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
-    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     zero = gl.zeros([ROWS, Q], gl.float32, OUT)
     mbarrier.wait(v_full.index(stage), phase)
     none, _ = _nothing()
@@ -555,6 +566,70 @@ def _attend_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n
 
 
 # Queries in, output out
+
+
+@gluon.jit
+def _split(x, N: gl.constexpr):
+    """`x [ROWS, C]` as N tiles of neighbouring channels: the same registers."""
+    if N == 1:
+        return (x,)
+    else:
+        a, b = x.reshape([ROWS, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+        return _split(a, N // 2) + _split(b, N // 2)
+
+
+@gluon.jit
+def _join(tiles):
+    """What `_split` took apart."""
+    if len(tiles) == 1:
+        return tiles[0]
+    else:
+        a = _join(tiles[: len(tiles) // 2])
+        b = _join(tiles[len(tiles) // 2 :])
+        return gl.join(a, b).permute([0, 2, 1]).reshape([ROWS, 2 * a.shape[1]])
+
+
+@gluon.jit
+def _turn_pairs(a, b, cos, sin, row, first: gl.constexpr, STEP: gl.constexpr):
+    """RoPE on pairs of channels, from the pair `first` on; `row` is where each row's angles begin."""
+    row = gl.convert_layout(row, gl.SliceLayout(1, a.type.layout), assert_trivial=True)
+    at = row[:, None] + (first + gl.arange(0, a.shape[1], gl.SliceLayout(0, a.type.layout))[None, :]) * STEP
+    x, y = gl.inline_asm_elementwise(
+        TURN_PAIR, "=f,=f,f,f,f,f",
+        [a.to(gl.float32), b.to(gl.float32), gl.load(cos + at).to(gl.float32), gl.load(sin + at).to(gl.float32)],
+        dtype=(gl.float32, gl.float32), is_pure=True, pack=1)  # fmt: skip
+    return x.to(a.dtype), y.to(b.dtype)
+
+
+@gluon.jit
+def _turn_q(q16_s, cos, sin, stride, last, WG: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
+            STEP: gl.constexpr):  # fmt: skip
+    """RoPE on a warpgroup's rows of Q where they stand, with the bits of `reference.rotate`; `last` is the item's last query.
+
+    Channels are taken as tiles of so many that pairs are a whole number of tiles apart: then a thread has both of a pair, and what goes
+    with what is a matter of names. Lanes lie down the rows first: eight rows of 16 bytes meet no bank of shared memory twice, and the
+    angles of a row come as one line.
+    """
+    PAIRS: gl.constexpr = HALF & -HALF if (HALF & -HALF) < 32 else 32  # of a tile
+    OWN: gl.constexpr = PAIRS // 2 if PAIRS < 16 else 8  # of a thread, one after the other
+    WIDTH: gl.constexpr = 2 * PAIRS if INTERLEAVED else PAIRS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2 * OWN if INTERLEAVED else OWN], [32 * OWN // PAIRS, PAIRS // OWN], [4, 1], [0, 1])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + WG * ROWS
+    row = gl.minimum(row, last) * (stride * 8)  # what lies behind the last query has no angles, and counts for nothing
+    x = _split(q16_s.load(LAYOUT), D // WIDTH)
+    first = ()
+    second = ()
+    for i in gl.static_range(HALF // PAIRS):
+        if INTERLEAVED:
+            a, b = x[i].reshape([ROWS, PAIRS, 2]).split()
+            a, b = _turn_pairs(a, b, cos, sin, row, PAIRS * i, STEP)
+            first += (gl.convert_layout(gl.join(a, b).reshape([ROWS, WIDTH]), x[i].type.layout, assert_trivial=True),)
+        else:
+            a, b = _turn_pairs(x[i], x[HALF // PAIRS + i], cos, sin, row, PAIRS * i, STEP)
+            first += (a,)
+            second += (b,)
+    x = first + second + x[2 * HALF // WIDTH :]
+    q16_s.store(gl.convert_layout(_join(x), LAYOUT, assert_trivial=True))
 
 
 @gluon.jit
@@ -632,9 +707,10 @@ def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: g
 
 @gluon.jit
 def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-              sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, WG: gl.constexpr, WGS: gl.constexpr,
-              DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
-              CAP: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+              sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, WG: gl.constexpr,
+              WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
+              LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
+              STEP: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
@@ -663,6 +739,12 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
         else:
             k_mean = k_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
         q = q_s.index(WG if Q16 else slot * WGS + WG)
+        if HALF:
+            cos_ptr, sin_ptr, angle_stride_b, angle_stride_t = rope
+            angles = _field(info_s, slot, ANGLES).to(gl.int64) * angle_stride_b + _field(info_s, slot, TOKEN).to(gl.int64) * angle_stride_t
+            _turn_q(
+                q16_s.index(WG), cos_ptr + angles * 8, sin_ptr + angles * 8, angle_stride_t, _field(info_s, slot, COUNT) - 1,
+                WG, D, HALF, INTERLEAVED, STEP)  # fmt: skip
         q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16)
         if not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
@@ -698,7 +780,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             else:
                 a0, m, z, stage, phase = _attend_few(
                     q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
-                    WG, D, WGS == 3 and D == 128, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
+                    WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
             if Q16:
                 mbarrier.arrive(q_empty.index(WG))
         else:
@@ -784,8 +866,8 @@ def _claim(counter_ptr, ORDER: gl.constexpr):
 @gluon.jit
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
-             window, parts, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
-             Q16: gl.constexpr, LO: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+             window, parts, together, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q16: gl.constexpr,
+             LO: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full.
 
     With SPLIT an item is one of `parts` parts of its tiles, and its output one of as many.
@@ -800,8 +882,8 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
     stage = 0
     phase = 1
     item = 0
-    # Items in order: sequence by sequence; in one, HEADS heads at a time (which share K and V in L2), of these the last block of queries
-    # first, which sees most keys.
+    # Items in order: sequence by sequence; in one, `together` heads at a time (whose K and V L2 holds), of these the last block of
+    # queries first, which sees most keys.
     claim = gl.program_id(0)
     part = 0
     if SPLIT:
@@ -830,10 +912,10 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
     while seq < seqs:
         ticket = _claim(counter_ptr, LANES)
         rest = claim - base
-        lot = rest // (HEADS * blocks)
-        rest -= lot * HEADS * blocks
-        some = gl.minimum(heads - lot * HEADS, HEADS)
-        head = lot * HEADS + rest % some
+        lot = rest // (together * blocks)
+        rest -= lot * together * blocks
+        some = gl.minimum(heads - lot * together, together)
+        head = lot * together + rest % some
         block = blocks - 1 - rest // some
         owner = seq
         batch = 0
@@ -888,6 +970,8 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         _put(info_s, slot, HEAD, head)
         _put(info_s, slot, MEAN, held * num_kv_heads + kv_head)
         _put(info_s, slot, LEFT, left)
+        if HALF:
+            _put(info_s, slot, ANGLES, batch)
         sync()
         if D < 256:
             channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
@@ -949,19 +1033,22 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
 
 NUMBERS = (
     "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width",
-    "causal", "window", "parts", "plane", "scale", "cap",
+    "causal", "window", "parts", "together", "plane", "scale", "cap",
+    "angle_stride_b", "angle_stride_t",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
              left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-             table_width, causal, window, parts, plane, scale, cap,
-             DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, HEADS: gl.constexpr,
-             LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+             table_width, causal, window, parts, together, plane, scale, cap, cos_ptr, sin_ptr, angle_stride_b, angle_stride_t,
+             DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
+             CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr, STEP: gl.constexpr,
+             REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
     gdc_wait()  # launched while the kernel before ends: everything else is after it
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
     out_strides = (out_stride_b, out_stride_t, out_stride_h)
+    rope = (cos_ptr, sin_ptr, angle_stride_b, angle_stride_t)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
     TURNS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
     q_in = gl.allocate_shared_memory(q_d.dtype, [TURNS * WGS, 1, ROWS, 1, D], q_d.layout)
@@ -1009,29 +1096,29 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     if WGS == 2:
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 0, WGS, DH, D,
-                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 1, WGS, DH, D,
-                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, parts, WGS, DH, D, STAGES, HEADS, Q16, LO, SPLIT)),
+                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 0, WGS, DH, D,
-                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 1, WGS, DH, D,
-                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, 2, WGS, DH, D,
-                         STAGES, CUBICS, Q16, LO, CAP, SPLIT)),
+                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 2, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, parts, WGS, DH, D, STAGES, HEADS, Q16, LO, SPLIT)),
+                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
 
@@ -1048,15 +1135,17 @@ class Shape:
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     regs: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
     feed: int
-    heads: int = 8  # of Q whose items stand in one order, longest first: more balance better, fewer find each other's K and V in L2
 
 
 SHAPES = {64: Shape(3, 1, 3, 0, 160, 24), 128: Shape(3, 2, 3, 0, 160, 24), 256: Shape(2, 4, 2, 0, 240, 24)}
 # Prompts up to SHORT queries spend more on an item's beginning and end than a third warpgroup saves.
 SHORT = 4096
-SHORT_SHAPES = SHAPES | {128: Shape(2, 1, 3, 1, 240, 24, heads=16)}
+SHORT_SHAPES = SHAPES | {128: Shape(2, 1, 3, 1, 240, 24)}
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 NO_WINDOW = 1 << 30
+# Heads of Q whose items stand in one order, longest first: more balance better, while L2 holds their K and V. Measured.
+TOGETHER = 8, 32
+SHARED = 32 << 20  # bytes of K and V that L2 holds beside all else
 COUNTERS = 1 << 13  # of a device: streams and captured launches
 PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
 
@@ -1073,6 +1162,9 @@ def attention(
     softcap: float,
     sinks: torch.Tensor | None,
     leftpad_k: torch.Tensor | None,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the pages in FP8 with FP32 accumulation; see `ops.attention` and, for what is rounded, docs/kernels.md.
 
@@ -1082,10 +1174,15 @@ def attention(
     Args:
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, scaled per row and rounded to FP8
             here; or float8_e4m3fn, taken as it is.
+        rope_cos, rope_sin: `[T, R / 2]` or `[num_seqs, S, R / 2]`, such that `turns` says yes: Q is turned first, and rounded to its dtype.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says how they lie.
+    Raises:
+        ValueError: FP8 queries come with tables.
     """
     device = q.device
+    if rope_cos is not None and q.dtype == FP8:
+        raise ValueError("FP8 queries cannot be turned, they are rounded already: rotate them before they are quantised")
     num_pages, num_kv_heads, _, _ = pages.k.shape
     table = pages.page_table
     num_seqs, table_width = table.shape
@@ -1117,9 +1214,10 @@ def attention(
     else:  # at most: every sequence, and the rows behind the last, end in a block that is not full
         items = num_q_heads * (tokens // rows + num_seqs + 1)
     sms = _num_sms(device)
+    seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width  # tiles, at most
+    together = num_q_heads // num_kv_heads * SHARED // (2 * head_dim * TILE.value * seen)
     splits = 1
     if items < sms:
-        seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width
         splits = num_splits(items, max(1, seen // PART), sms)
     if splits > 1:
         target = own(torch.empty(splits * batch, tokens, num_q_heads, head_dim, dtype=torch.float32, device=device))
@@ -1128,24 +1226,37 @@ def attention(
     else:
         target, target_lse = out, lse
     sinks = None if sinks is None else sinks.float()
+    half, step, angle_strides = 0, 1, (0, 0)
+    if rope_cos is not None:
+        if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
+            rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
+        half = rope_cos.shape[-1]
+        *angle_strides, step = rope_cos.stride()
+        if q.dim() == 3:
+            angle_strides = tokens * angle_strides[0], *angle_strides
     args = (
         Tiles(q, (batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, padded)),
         *tiles(pages, padded, padded // shape.parts),
         target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), PerStream(_counter, device),
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
-        int(causal), window or NO_WINDOW, splits, splits * batch * tokens * num_q_heads, softmax_scale * LOG2E.value,
-        softcap * LOG2E.value,
+        int(causal), window or NO_WINDOW, splits, min(max(together, TOGETHER[0]), TOGETHER[1]), splits * batch * tokens * num_q_heads,
+        softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *[stride // 8 for stride in angle_strides],
     )  # fmt: skip
     given = constants(
-        "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics, HEADS=shape.heads,
-        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, SPLIT=splits > 1, REGS=shape.regs, FEED=shape.feed, num_warps=4,
-        launch_pdl=True,
+        "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics,
+        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, SPLIT=splits > 1, HALF=half, INTERLEAVED=rope_interleaved and half > 0,
+        STEP=step, REGS=shape.regs, FEED=shape.feed, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     launch(_prefill, (min(items * splits, sms),), args, given)
     if splits > 1:
         combine(target.view(splits, -1, head_dim), target_lse, sinks, out, lse)
     return out, lse
+
+
+def turns(rope_cos: torch.Tensor) -> bool:
+    """Whether the kernel turns queries by such tables itself, whose rows it reads sixteen bytes at a time."""
+    return rope_cos.shape[-1] % 8 == 0
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...]:
