@@ -1143,7 +1143,8 @@ SHORT = 4096
 SHORT_SHAPES = SHAPES | {128: Shape(2, 1, 3, 1, 240, 24)}
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 NO_WINDOW = 1 << 30
-# Heads of Q whose items stand in one order, longest first: more balance better, while L2 holds their K and V. Measured.
+# Heads of Q whose items stand in one order, longest first: more balance better, while L2 would hold K and V of as many. (Of groups, which
+# share theirs, no more: eight were best at 16k tokens too.) Measured.
 TOGETHER = 8, 32
 SHARED = 32 << 20  # bytes of K and V that L2 holds beside all else
 COUNTERS = 1 << 13  # of a device: streams and captured launches
@@ -1215,7 +1216,7 @@ def attention(
         items = num_q_heads * (tokens // rows + num_seqs + 1)
     sms = _num_sms(device)
     seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width  # tiles, at most
-    together = num_q_heads // num_kv_heads * SHARED // (2 * head_dim * TILE.value * seen)
+    together = SHARED // (2 * head_dim * TILE.value * seen)
     splits = 1
     if items < sms:
         splits = num_splits(items, max(1, seen // PART), sms)
