@@ -6,7 +6,9 @@ python -m benchmarks.plot [NAME ...]    # of PLOTS; default: all that have resul
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +43,7 @@ PREFILL = (
     ("gqa-causal-S131072", "chunked-2k-on-128k", "varlen-mix", "D64-full-S16384", "D64-causal-S16384", "D256-full-S16384",
      "D256-causal-S16384"),
 )  # fmt: skip
+SMOOTHED = 21  # segments of a decode whose mean is drawn
 Rows = dict[tuple[str, str], dict]
 
 
@@ -49,8 +52,9 @@ def read(name: str) -> Rows:
 
 
 def file_of(name: str) -> Path:
-    """The results of that name, of whichever GPU."""
-    return next((ROOT / "results").glob(f"h?00/{name}.json"), FOLDER / f"{name}.json")
+    """The results of that name: beside the pictures, or else of an H200."""
+    here = FOLDER / f"{name}.json"
+    return here if here.exists() else ROOT / f"results/h200/{name}.json"
 
 
 def save(figure: Figure, name: str) -> None:
@@ -59,7 +63,7 @@ def save(figure: Figure, name: str) -> None:
 
 
 def bars(axes: Axes, rows: Rows, unit: str, cases: tuple[str, ...], impls: tuple[str, ...]) -> None:
-    """Grouped bars: one group a case, one bar an implementation, the first one's heights written above it."""
+    """Grouped bars: one group a case, one bar an implementation, the first one's heights written in it."""
     width = 0.85 / len(impls)
     for i, impl in enumerate(impls):
         heights = [rows.get((case, impl), {}).get(unit, 0) for case in cases]
@@ -67,7 +71,7 @@ def bars(axes: Axes, rows: Rows, unit: str, cases: tuple[str, ...], impls: tuple
         axes.bar(at, heights, width * 0.94, label=impl, color=COLOURS[impl])
         if i == 0:
             for x, height in zip(at, heights, strict=True):
-                axes.text(x, height, f"{height:.0f}", ha="center", va="bottom", fontsize=8, color=COLOURS[impl])
+                axes.text(x, 0.98 * height, f"{height:.0f}", ha="center", va="top", rotation=90, fontsize=8, color="white")
     axes.set_xticks(range(len(cases)), [case.replace("-S", "\nS") for case in cases], fontsize=8)
 
 
@@ -79,7 +83,7 @@ def series(rows: Rows, case: str, impl: str, value: Callable[[dict], float]) -> 
 
 def legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="outside lower center", frameon=False)
+    figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="outside lower center", frameon=False, handlelength=3)
 
 
 def plot_decode() -> None:
@@ -93,7 +97,7 @@ def plot_decode() -> None:
 
 
 def plot_prefill() -> None:
-    figure, both = plt.subplots(2, figsize=(12, 7), layout="constrained")
+    figure, both = plt.subplots(2, figsize=(12, 7), sharey=True, layout="constrained")
     for axes, cases in zip(both, PREFILL, strict=True):
         bars(
             axes,
@@ -112,7 +116,7 @@ def plot_prefill() -> None:
 def plot_accuracy() -> None:
     """Error by length: a row of panels a phase, a column a mean of V."""
     rows = read("accuracy")
-    systems = ("fp8attn", "fp8attn-q8", "fp8attn-q8-no-means", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
+    systems = ("fp8attn", "fp8attn-q8", "fp8attn-q8-no-means", "fa3-fp8", "vllm-fa3-fp8", "cudnn-fp8", "fa3-bf16")
     phases = {
         "causal": ("last 64 queries of a prompt", systems),
         "full": ("128 queries of all keys", systems),
@@ -125,7 +129,8 @@ def plot_accuracy() -> None:
             for impl in impls:
                 points = series(rows, case, impl, lambda row: row.get("last", row["rel_err"]))
                 points = {n: error for n, error in points.items() if error > 0}  # of one key nothing is wrong
-                axes.loglog(points.keys(), points.values(), "o-", ms=3, lw=1.4, label=impl, color=COLOURS[impl])
+                style = "o:" if "no-means" in impl else "o--" if impl == "vllm-fa3-fp8" else "o-"
+                axes.loglog(points.keys(), points.values(), style, ms=3, lw=1.4, label=impl, color=COLOURS[impl])
             axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
             axes.grid(alpha=0.25)
     for axes in grid[:, 0]:
@@ -148,15 +153,16 @@ def plot_llama_decode() -> None:
         for impl in ("bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"):
             points = series(rows, rf"step-B{batch}-S(\d+)", impl, lambda row: row["ms"])
             axes.plot([n / 1024 for n in points], points.values(), "o-", ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
-            highest = max(highest, *points.values(), 0.0) if impl != "bf16-sdpa" else 0.0
+            highest = max(highest, *points.values()) if impl != "bf16-sdpa" else 0.0
         ours = rows.get((f"line-B{batch}", "fp8attn"), {})
         note = f": slope {ours['slope_ratio']:.0%} of {ours['beside']}'s" if "slope_ratio" in ours else ""
         axes.set_title(f"batch {batch}{note}", loc="left", fontsize=10)
-        axes.set_xlabel("context, thousands of tokens (1024)")
+        axes.set_xlabel("context, multiples of 1,024 tokens")
         axes.set_xlim(left=0)
-        axes.set_ylim(0, 1.1 * highest)  # sdpa, which repeats K and V for every group, leaves the picture
+        axes.set_ylim(0, 1.1 * highest)  # bf16-sdpa leaves the picture
     panels[0, 0].set_ylabel("ms a decode step")
-    figure.suptitle("A Llama-3.1-8B-shaped model on an H100, CUDA graphs", x=0.01, ha="left", fontsize=11)
+    title = "A decode step of a Llama-3.1-8B-shaped model on an H100, CUDA graphs (bf16-sdpa repeats K and V for every query head)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     legend(figure, panels[0, 0])
     save(figure, "llama_decode")
 
@@ -169,7 +175,7 @@ def plot_sdpa() -> None:
     for axes, (kind, title) in zip(panels, titles.items(), strict=True):
         kernels = [series(rows, rf"{kind}-S(\d+)", impl, lambda row: row["ms"]) for impl in ("fa3-bf16", "cudnn-bf16")]
         best = {n: min(times[n] for times in kernels if n in times) for n in sorted(set().union(*kernels))}
-        axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1)
+        axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1, label="best BF16 kernel")
         for impl, style in (("fp8attn-graph", "o-"), ("fp8attn", "o--"), ("fp8attn-rope", "o--"), ("torchao", "o-")):
             times = series(rows, rf"{kind}-S(\d+)", impl, lambda row: row["ms"])
             ratios = {n: best[n] / ms for n, ms in times.items() if n in best}
@@ -181,7 +187,7 @@ def plot_sdpa() -> None:
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("speed over the best BF16 kernel")
     figure.suptitle(
-        "One layer on an H100, 32 heads of 128, quantisation included; dashed: called from Python", x=0.01, ha="left", fontsize=11
+        "scaled_dot_product_attention on an H100, 32 heads of 128, quantisation included; solid: CUDA graph", x=0.01, ha="left", fontsize=11
     )
     legend(figure, panels[0])
     save(figure, "sdpa")
@@ -190,21 +196,20 @@ def plot_sdpa() -> None:
 def plot_llama_prefill() -> None:
     """A whole prompt's time over that with the best BF16 attention, by length."""
     rows = read("llama_prefill")
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for impl, style in (("fp8attn", "o-"), ("fp8attn-default", "o--")):
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1, label="best BF16 attention")
+    for impl, style in (("fp8attn-default", "o--"), ("fp8attn", "o-")):
         points = series(rows, r"S(\d+)", impl, lambda row: row["speedup"])
         axes.semilogx(points.keys(), points.values(), style, base=2, ms=4, lw=1.6, label=impl, color=COLOURS[impl])
-        if impl == "fp8attn":
-            lengths = list(points)
-            for n, speedup in points.items():
-                axes.annotate(f"{speedup:.2f}", (n, speedup), (0, -14), textcoords="offset points", ha="center", fontsize=8)
-    axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1)
-    axes.set_xticks(lengths, [thousands(n) for n in lengths])
-    axes.margins(y=0.12)
+    for n, speedup in points.items():
+        axes.annotate(f"{speedup:.2f}", (n, speedup), (-4, 5), textcoords="offset points", ha="right", fontsize=8, color=COLOURS["fp8attn"])
+    layers = series(rows, r"S(\d+)", "fp8attn", lambda row: row["layers"])
+    axes.set_xticks(list(layers), [f"{thousands(n)}\n{count} layers" for n, count in layers.items()], fontsize=8)
+    axes.margins(x=0.08, y=0.12)
     axes.minorticks_off()
     axes.set_xlabel("tokens")
     axes.set_ylabel("speed over the best BF16 attention")
-    axes.set_title("Prefill of a Llama-3.1-8B-shaped model on an H100, all its time", loc="left", fontsize=11)
+    axes.set_title("Prefill of a Llama-3.1-8B-shaped model on an H100, everything in it", loc="left", fontsize=11)
     axes.grid(alpha=0.25)
     legend(figure, axes)
     save(figure, "llama_prefill")
@@ -265,33 +270,61 @@ def plot_needle() -> None:
 
 
 def plot_drift() -> None:
-    """How far predictions through our caches are from BF16's: by position of a prompt, and over a long decode."""
+    """How far predictions through our caches are from BF16's: by position of a prompt (left), and over a long decode (right)."""
     rows, long = read("perplexity"), read("drift")
-    figure, panels = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    case = max((case for case, _ in rows if case.startswith("chunks")), key=lambda case: int(case.split("-S")[1]))
-    for impl in ("fp8attn", "fp8attn-static", "fp8attn-no-means"):
-        if (case, impl) in rows:
-            found = [(mine, base) for mine, base in zip(rows[case, impl]["positions"], rows[case, "bf16"]["positions"], strict=True)]
-            at = [(mine["start"] + mine["stop"]) / 2 for mine, _ in found]
-            look = {"color": COLOURS[impl], "label": impl, "marker": "o", "ms": 3.5, "ls": ":" if impl == "fp8attn-static" else "-"}
-            panels[0].errorbar(at, [100 * (m["nll"] - b["nll"]) for m, b in found], [100 * m["standard_error"] for m, _ in found], **look)
-            panels[1].plot(at, [mine["kl"] for mine, _ in found], **look)
+    figure, ((change, kl), (long_change, long_kl)) = plt.subplots(2, 2, figsize=(11, 6.4), sharex="row", sharey="col", layout="constrained")
+    context = max(int(case.split("-S")[1]) for case, _ in rows if case.startswith("chunks"))
+    base = rows[f"chunks-S{context}", "bf16"]["positions"]
+    for impl, aside in (("fp8attn-no-means", 0.94), ("fp8attn-static", 1.06), ("fp8attn", 1.0)):
+        if (row := rows.get((f"chunks-S{context}", impl))) is None:
+            continue
+        look = {"color": COLOURS[impl], "label": impl, "marker": "o", "ms": 3.5, "ls": ":" if impl == "fp8attn-static" else "-"}
+        at = [aside * (part["start"] + part["stop"]) / 2 for part in base]
+        differences = [percent(part["nll"] - before["nll"]) for part, before in zip(row["positions"], base, strict=True)]
+        change.errorbar(at, differences, [percent(part["standard_error"]) for part in row["positions"]], lw=1.4, elinewidth=0.8, **look)
+        kl.plot(at, [part["kl"] for part in row["positions"]], lw=1.4, **look)
     for impl in dict.fromkeys(impl for _, impl in long):
-        points = series(long, r"decode-S(\d+)", impl, lambda row: row["kl"])
-        panels[2].plot(points.keys(), points.values(), color=COLOURS[impl], lw=0.8, label=impl)
-    panels[0].axhline(0, color=COLOURS["bf16-sdpa"], lw=1)
-    for axes, title in zip(
-        panels, ("perplexity over BF16's, %", "KL from BF16 (nats), prefill", "KL from BF16 (nats), decode"), strict=True
-    ):
-        axes.set_title(title, loc="left", fontsize=10)
+        segments = [row for (_, which), row in long.items() if which == impl]
+        at = [(row["start"] + row["stop"]) / 2 for row in segments]
+        for axes, values in (
+            (long_change, [percent(row["nll"] - row["baseline_nll"]) for row in segments]),
+            (long_kl, [row["kl"] for row in segments]),
+        ):
+            axes.plot(at, values, ".", ms=5, alpha=0.35, color=COLOURS[impl], markeredgewidth=0)
+            middle = SMOOTHED // 2
+            means = [statistics.fmean(values[n : n + SMOOTHED]) for n in range(len(values) - SMOOTHED + 1)]
+            axes.plot(at[middle : middle + len(means)], means, lw=1.8, color=COLOURS[impl], label=impl)
+    for axes in (change, long_change):
+        axes.axhline(0, color=COLOURS["bf16-sdpa"], lw=1)
+        axes.set_ylabel("perplexity over BF16's, %")
+    for axes in (kl, long_kl):
+        axes.set_ylabel("KL divergence from BF16, nats")
+        axes.set_ylim(bottom=0)
+    for axes in (change, kl):
+        axes.set_xscale("log", base=4)
+        axes.xaxis.set_major_formatter(lambda n, _: thousands(int(n)))
+        axes.set_xlim(90, context)
+        axes.set_title(f"a prompt of {context:,} tokens, prefilled", loc="left", fontsize=10)
+    row = segments[0]
+    for axes in (long_change, long_kl):
+        axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
+        axes.set_title(f"{segments[-1]['stop'] - row['start']:,} tokens decoded, {row['sequences']} sequences", loc="left", fontsize=10)
+    for axes in (change, kl, long_change, long_kl):
         axes.set_xlabel("tokens before the predicted one")
         axes.grid(alpha=0.25)
-    legend(figure, panels[1])
-    for axes in panels[:2]:
-        axes.set_xscale("log", base=2)
-    for axes in panels[1:]:
-        axes.set_ylim(bottom=0)
+    tokens = row["stop"] - row["start"]
+    title = (
+        f"Held-out code on an H100. Bars: a standard error. Dots: {tokens} tokens of each sequence, after which pages are copied, "
+        f"reordered or truncated; lines: mean of {SMOOTHED} dots"
+    )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
+    legend(figure, kl)
     save(figure, "drift")
+
+
+def percent(difference: float) -> float:
+    """What a small difference of mean losses is of the perplexity."""
+    return 100 * math.expm1(difference)
 
 
 PLOTS = {

@@ -41,13 +41,14 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
         for cell in found:
             if cell.cache == cache:
                 shares[depths.index(cell.depth), lengths.index(cell.length)] = cell.score
+        axis.set_facecolor("#eeeeee")  # of what was not asked
         image = axis.imshow(shares.numpy(), cmap=colours, vmin=0, vmax=1, aspect="auto")
         for row in range(len(depths)):
             for column in range(len(lengths)):
                 share = float(shares[row, column])
-                if not math.isnan(share):
-                    dark = share < 0.25 or share > 0.75
-                    axis.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
+                asked, dark = not math.isnan(share), share < 0.25 or share > 0.75
+                text = f"{share:.0%}" if asked else "\N{EN DASH}"
+                axis.text(column, row, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
         axis.set_title(f"{title(cache)}: {score(outcomes, cache):.1%}", fontsize=11)
         axis.set_xticks(range(len(lengths)), [thousands(length) for length in lengths])
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
