@@ -82,6 +82,7 @@ def run(q, pages, splits=1, **options):
         return x.fill_(torch.nan) if x.is_floating_point() and x.element_size() > 1 else x
 
     with mock.patch.object(torch, "empty", poisoned), mock.patch.object(prefill, "num_splits", return_value=splits):
+        prefill.plan.cache_clear()  # which keeps what `num_splits` gave
         out, lse = prefill.attention(q, pages, **options)
     torch.cuda.synchronize()
     return out, lse

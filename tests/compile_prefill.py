@@ -81,6 +81,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
     prefill.num_splits = lambda *_: splits
     prefill.combine = lambda *_: None
     prefill._counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    prefill.plan.cache_clear()  # a plan keeps what these gave
     pages = KVPages.empty(8, 2, head_dim, 2, 4)
     tables = torch.zeros(64, rotary // 2) if rotary else None
     prefill.attention(

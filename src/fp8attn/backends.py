@@ -123,46 +123,32 @@ def attention_kernel(name: str) -> Callable:
     rotate = rotate_kernel(name)
     if name == "hopper":
         from .kernels import decode, prefill
-
-        few_queries, turned_before = _turned(_one_after_another(decode.attention), rotate), _turned(prefill.attention, rotate)
-
-        def attention(q: torch.Tensor, pages, *, max_seqlen_q: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
-            """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`)."""
-            many = prefill.attention
-            if options.get("rope_cos") is not None and not prefill.turns(options["rope_cos"]):
-                many = turned_before
-            few = decode.unsupported_reason(q, pages, max_seqlen_q) is None
-            return (few_queries if few else many)(q, pages, max_seqlen_q=max_seqlen_q, **options)
-
-        return attention
-    if name == "triton":
-        from .kernels.portable import attention
+        from .kernels.decode import attention as plain
+    elif name == "triton":
+        from .kernels.portable import attention as plain
     else:
-        from .reference import attention
-    return _turned(_one_after_another(attention), rotate)
+        from .reference import attention as plain
+
+    def attention(q: torch.Tensor, pages, *, rope_cos=None, rope_sin=None, rope_interleaved=False, **options):
+        """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`). That one
+        takes four dimensions and most tables as they are; for the others RoPE is a launch before, rounded to q's dtype."""
+        many = name == "hopper" and decode.unsupported_reason(q, pages, options["max_seqlen_q"]) is not None
+        if rope_cos is not None:
+            if many and prefill.turns(rope_cos):
+                options.update(rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved)
+            elif q.dim() == 4:
+                q = rotate(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved).transpose(1, 2)
+            else:
+                q = rotate(q.transpose(0, 1)[None], rope_cos[None], rope_sin[None], rope_interleaved)[0].transpose(0, 1)
+        if many:
+            return prefill.attention(q, pages, **options)
+        return plain(q, pages, **options) if q.dim() == 3 else _one_after_another(plain, q, pages, **options)
+
+    return attention
 
 
-def _turned(attention: Callable, rotate: Callable) -> Callable:
-    """For kernels that take queries as they are: RoPE in a launch before, rounded to their dtype."""
-
-    def turned(q: torch.Tensor, pages, *, rope_cos=None, rope_sin=None, rope_interleaved=False, **options):
-        if rope_cos is not None and q.dim() == 4:
-            q = rotate(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved).transpose(1, 2)
-        elif rope_cos is not None:
-            q = rotate(q.transpose(0, 1)[None], rope_cos[None], rope_sin[None], rope_interleaved)[0].transpose(0, 1)
-        return attention(q, pages, **options)
-
-    return turned
-
-
-def _one_after_another(attention: Callable) -> Callable:
-    """For kernels that know only `[T, num_q_heads, head_dim]`: `[num_seqs, S, num_q_heads, head_dim]` too, copied where it must be."""
-
-    def dense(q: torch.Tensor, pages, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        if q.dim() == 3:
-            return attention(q, pages, **options)
-        out, lse = (x.unflatten(0, q.shape[:2]) for x in attention(q.flatten(0, 1), pages, **options))
-        like = torch.empty_like(q)
-        return (out if out.stride() == like.stride() else like.copy_(out)), lse
-
-    return dense
+def _one_after_another(attention: Callable, q: torch.Tensor, pages, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[num_seqs, S, num_q_heads, head_dim]` for kernels that know only `[T, num_q_heads, head_dim]`: copied where it must be."""
+    out, lse = (x.unflatten(0, q.shape[:2]) for x in attention(q.flatten(0, 1), pages, **options))
+    like = torch.empty_like(q)
+    return (out if out.stride() == like.stride() else like.copy_(out)), lse

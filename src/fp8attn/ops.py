@@ -139,18 +139,13 @@ def attention(
         raise ValueError(f"sinks must be [{num_q_heads}], one logit per query head; got {tuple(sinks.shape)}")
     if leftpad_k is not None and leftpad_k.shape != (pages.num_seqs,):
         raise ValueError(f"leftpad_k must be [{pages.num_seqs}], one count per sequence; got {tuple(leftpad_k.shape)}")
-    if q.dim() == 4:
-        cos, sin = _tables(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved)
-    else:
-        _given_together(rope_cos, rope_sin)
-        if rope_cos is not None:
-            check_rope(q, rope_cos, rope_sin)
-        cos, sin = rope_cos, rope_sin
+    if rope_cos is not None or rope_sin is not None:
+        rope_cos, rope_sin = _query_tables(q, rope_cos, rope_sin, rope_interleaved)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     out, lse = run_attention(
         resolve(backend, q), q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale,
-        window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k, rope_cos=cos, rope_sin=sin,
-        rope_interleaved=rope_interleaved,
+        window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos,
+        rope_sin=rope_sin, rope_interleaved=rope_interleaved,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -326,6 +321,15 @@ def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tupl
         return None, None
     batch, _, length, head_dim = x.shape
     return dense_tables(rope_cos, rope_sin, batch, length, head_dim, rope_interleaved)
+
+
+def _query_tables(q: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables for queries of three or four dimensions as the kernels take them, `[T, R / 2]` or `[B, S, R / 2]`."""
+    if q.dim() == 4:
+        return _tables(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved)
+    _given_together(rope_cos, rope_sin)
+    check_rope(q, rope_cos, rope_sin)
+    return rope_cos, rope_sin
 
 
 def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: str, max_name: str) -> int:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .fp8 import is_native, round_to
-from .launch import constants, launch
+from .launch import Constants, constants, launch
 
 MAX_SPLITS = 128
 _TILE_OVERHEAD = 1.5  # what a program costs besides its pages, in pages
@@ -97,13 +97,20 @@ def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | 
         sinks: `[num_q_heads]`; the parts know nothing of them.
         out, lse: `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32, written; or a batch of both, out of any strides.
     """
-    splits, num_rows, head_dim = parts.shape
+    numbers, given = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())
+    launch(_combine_kernel, (parts.shape[1],), (parts, parts_lse, sinks, out, lse, *numbers), given)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    device: torch.device, native: bool, parts: tuple[int, int, int], rows: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], Constants]:
+    """The kernel's numbers and constants, for parts and an LSE of these shapes and an output of these strides."""
+    splits, num_rows, head_dim = parts
     padded = 1 << (head_dim - 1).bit_length()
     capacity = 1 << (splits - 1).bit_length()
-    strides = (0, *out.stride()[:2]) if out.dim() == 3 else out.stride()[:3]
-    args = parts, parts_lse, sinks, out, lse, splits, num_rows, *lse.shape[-2:], *strides
     given = constants(
-        "combine", out.device, D=head_dim, DP=padded, SPLITS=capacity, CHUNK=min(capacity, 4096 // padded), NATIVE=is_native(out.device),
+        "combine", device, D=head_dim, DP=padded, SPLITS=capacity, CHUNK=min(capacity, 4096 // padded), NATIVE=native,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    launch(_combine_kernel, (num_rows,), args, given)
+    return (splits, num_rows, *rows[-2:], *((0,) * (4 - len(strides))), *strides[:-1]), given

@@ -22,7 +22,7 @@ import torch
 
 from ..layout import PAGE_SIZE, KVPages
 from .gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, mma_v2, sync, tensor_descriptor
-from .launch import Constants, current_stream, kept, launch
+from .launch import Constants, constants, current_stream, kept, launch
 from .pages import PAGE, fetch_k, fetch_v, tiles, v_layout
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
@@ -756,8 +756,8 @@ def plan(device: torch.device, num_sms: int, heads: int, *shape) -> Plan:
     """The plan for `Launch(*shape)` and `heads` heads of all sequences together."""
     how = Launch(*shape)
     workers = how.workers(num_sms, heads)
-    constants = Constants(device, **how.constants(), **how.options())
-    return Plan(workers, (workers * how.tiles,), 2 * workers * how.tiles * how.rows, how.width, constants)
+    given = constants("decode", device, **how.constants(), **how.options())
+    return Plan(workers, (workers * how.tiles,), 2 * workers * how.tiles * how.rows, how.width, given)
 
 
 class Scratch(NamedTuple):
@@ -843,7 +843,7 @@ def attention(
     if not num_tokens or not num_pages:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     group = num_q_heads // heads
-    workers, grid, plane, width, constants = plan(
+    workers, grid, plane, width, given = plan(
         device, _num_sms(device), heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1,
         cu_seqlens_q is not None, window > 0, softcap > 0, sinks is not None, leftpad_k is not None,
     )  # fmt: skip
@@ -859,5 +859,5 @@ def attention(
         out, lse, scratch.parts, scratch.sums, plane, scratch.counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
         float(softmax_scale), softcap * LOG2E.value,
     )  # fmt: skip
-    launch(decode, grid, args, constants)
+    launch(decode, grid, args, given)
     return out, lse

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ..layout import PAGE_SIZE, V_GROUP, KVPages
 from .gluon import fetch, gl, gluon, reinterpret
 from .launch import Tiles
@@ -17,14 +19,21 @@ def tiles(pages: KVPages, width: int, part: int) -> tuple[Tiles, Tiles]:
     `width` is head_dim padded to a power of two; what lies past head_dim becomes zeros. K's block is `[128, width]`. V's has its channels
     in parts, `[width / part, 8, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
     """
-    num_pages, heads, groups, head_dim, _ = pages.v.shape
+    k, v = _views(pages.v.shape, width, part)
+    return Tiles(pages.k, *k), Tiles(pages.v, *v)
+
+
+@lru_cache(maxsize=4096)
+def _views(shape: tuple[int, ...], width: int, part: int) -> tuple[tuple, tuple]:
+    """What `tiles` are but the tensors, for `KVPages.v` of this shape."""
+    num_pages, heads, groups, head_dim, _ = shape
     slots, parts = num_pages * heads, -(-head_dim // part)
     bundles = min(part, head_dim) // BUNDLE
     return (
-        Tiles(pages.k, (slots * PAGE_SIZE, head_dim), (head_dim, 1), (PAGE_SIZE, width)),
-        Tiles(
-            pages.v, (slots, parts, groups, bundles, ROW), (head_dim * PAGE_SIZE, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
-            (1, width // part, groups, part // BUNDLE, ROW), swizzled=False,
+        ((slots * PAGE_SIZE, head_dim), (head_dim, 1), (PAGE_SIZE, width)),
+        (
+            (slots, parts, groups, bundles, ROW), (head_dim * PAGE_SIZE, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
+            (1, width // part, groups, part // BUNDLE, ROW), False,
         ),
     )  # fmt: skip
 

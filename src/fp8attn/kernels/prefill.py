@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -36,7 +37,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .launch import PerStream, Tiles, constants, current_stream, kept, launch, own
+from .launch import Constants, PerStream, Tiles, constants, current_stream, kept, launch, own
 from .pages import fetch_k, fetch_v, tiles, v_layout
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
@@ -1181,78 +1182,115 @@ def attention(
     Raises:
         ValueError: FP8 queries come with tables.
     """
-    device = q.device
     if rope_cos is not None and q.dtype == FP8:
         raise ValueError("FP8 queries cannot be turned, they are rounded already: rotate them before they are quantised")
+    device = q.device
+    *rows, head_dim = shape = q.shape
     num_pages, num_kv_heads, _, _ = pages.k.shape
     table = pages.page_table
-    num_seqs, table_width = table.shape
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    out = own(torch.empty_like(q, dtype=dtype) if q.dim() == 4 else torch.empty(q.shape, dtype=dtype, device=device))
-    lse = own(torch.empty(q.shape[:-1], dtype=torch.float32, device=device))
+    out = own(torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device))
+    lse = own(torch.empty(*rows, dtype=torch.float32, device=device))
     if not q.numel():
         return out, lse
-    if not num_pages or not table_width:  # no keys anywhere
+    if not num_pages or not table.shape[1]:  # no keys anywhere
         return out.zero_(), lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
-    q_strides, out_strides = _strides(q), _strides(out)
-    bits = q.data_ptr()  # TMA counts in 16 bytes
-    for stride in q_strides:
-        bits |= stride * q.itemsize
-    if bits & 15 or 0 in q_strides or q.stride(-1) != 1:
+    if q.data_ptr() & 15 or not _is_fetched(shape, q.stride(), q.itemsize):
         q = q.clone(memory_format=torch.contiguous_format)
-        q_strides = _strides(q)
-    *_, num_q_heads, head_dim = q.shape
-    if q.dim() == 4:
-        batch, tokens = q.shape[:2]
-    else:  # a batch of sequences of one length, or of one that `cu_seqlens_q` takes apart
-        batch, tokens = (num_seqs, max_seqlen_q) if cu_seqlens_q is None else (1, q.shape[0])
-        q_strides, out_strides = [(tokens * strides[0], *strides) for strides in (q_strides, out_strides)]
-    padded = PADDED[head_dim]
-    shape = (SHORT_SHAPES if max_seqlen_q <= SHORT else SHAPES)[padded]
-    rows = shape.warpgroups * ROWS.value
-    if cu_seqlens_q is None:
-        items = num_seqs * num_q_heads * -(-tokens // rows)
-    else:  # at most: every sequence, and the rows behind the last, end in a block that is not full
-        items = num_q_heads * (tokens // rows + num_seqs + 1)
-    sms = _num_sms(device)
-    seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width  # tiles, at most
-    together = SHARED // (2 * head_dim * TILE.value * seen)
-    splits = 1
-    if items < sms:
-        splits = num_splits(items, max(1, seen // PART), sms)
-    if splits > 1:
-        target = own(torch.empty(splits * batch, tokens, num_q_heads, head_dim, dtype=torch.float32, device=device))
-        target_lse = own(torch.empty(2, splits, batch * tokens * num_q_heads, dtype=torch.float32, device=device))
-        out_strides = target.stride()[:3]
-    else:
-        target, target_lse = out, lse
-    sinks = None if sinks is None else sinks.float()
-    half, step, angle_strides = 0, 1, (0, 0)
+    rope = None
     if rope_cos is not None:
         if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
             rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
-        half = rope_cos.shape[-1]
-        *angle_strides, step = rope_cos.stride()
-        if q.dim() == 3:
-            angle_strides = tokens * angle_strides[0], *angle_strides
-    args = (
-        Tiles(q, (batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, padded)),
-        *tiles(pages, padded, padded // shape.parts),
-        target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
-        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), PerStream(_counter, device),
-        *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table.stride(0),
-        int(causal), window or NO_WINDOW, splits, min(max(together, TOGETHER[0]), TOGETHER[1]), splits * batch * tokens * num_q_heads,
-        softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *[stride // 8 for stride in angle_strides],
+        rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
+    queries, width, part, splits, grid, counter, numbers, angle_strides, given = plan(
+        device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
+        window, softcap > 0, leftpad_k is not None, rope,
     )  # fmt: skip
-    given = constants(
-        "prefill", device, DH=head_dim, D=padded, WGS=shape.warpgroups, STAGES=shape.stages, CUBICS=shape.cubics,
-        LO=window > 0 or leftpad_k is not None, CAP=softcap > 0, SPLIT=splits > 1, HALF=half, INTERLEAVED=rope_interleaved and half > 0,
-        STEP=step, REGS=shape.regs, FEED=shape.feed, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
-    launch(_prefill, (min(items * splits, sms),), args, given)
+    sinks = None if sinks is None else sinks.float()
+    target, target_lse = out, lse
     if splits > 1:
-        combine(target.view(splits, -1, head_dim), target_lse, sinks, out, lse)
+        target = own(torch.empty(splits, lse.numel(), head_dim, dtype=torch.float32, device=device))
+        target_lse = own(torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device))
+    args = (
+        Tiles(q, *queries), *tiles(pages, width, part),
+        target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
+        *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
+    )  # fmt: skip
+    launch(_prefill, grid, args, given)
+    if splits > 1:
+        combine(target, target_lse, sinks, out, lse)
     return out, lse
+
+
+class Plan(NamedTuple):
+    """What the host works out of a problem's shape, once."""
+
+    queries: tuple  # what their `Tiles` are but the tensor
+    width: int  # head_dim, padded
+    part: int  # V's channels in one product
+    splits: int  # parts of the keys, which `combine` puts together
+    grid: tuple[int]
+    counter: PerStream
+    numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
+    angle_strides: tuple[int, int]
+    constants: Constants
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    device: torch.device,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    num_kv_heads: int,
+    table: tuple[int, int],
+    table_stride: int,
+    ragged: bool,
+    max_seqlen_q: int,
+    causal: bool,
+    window: int,
+    softcap: bool,
+    leftpad: bool,
+    rope: tuple[int, tuple[int, ...], bool] | None,
+) -> Plan:
+    """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `rope` is R / 2, the
+    tables' strides and `rope_interleaved`."""
+    *_, num_q_heads, head_dim = shape
+    num_seqs, table_width = table
+    q_strides, out_strides = _strides(shape, strides), _strides(shape, out_strides)
+    half, (*angle_strides, step), interleaved = rope or (0, (0,) * (len(shape) - 2) + (1,), False)
+    if len(shape) == 4:
+        batch, tokens = shape[:2]
+    else:  # a batch of sequences of one length, or of one that `cu_seqlens_q` takes apart
+        batch, tokens = (1, shape[0]) if ragged else (num_seqs, max_seqlen_q)
+        q_strides, out_strides, angle_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides, angle_strides))
+    width = PADDED[head_dim]
+    cut = (SHORT_SHAPES if max_seqlen_q <= SHORT else SHAPES)[width]
+    rows = cut.warpgroups * ROWS.value
+    if ragged:  # at most: every sequence, and the rows behind the last, end in a block that is not full
+        items = num_q_heads * (tokens // rows + num_seqs + 1)
+    else:
+        items = num_seqs * num_q_heads * -(-tokens // rows)
+    sms = _num_sms(device)
+    seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width  # tiles, at most
+    together = SHARED // (2 * head_dim * TILE.value * seen)
+    splits = num_splits(items, max(1, seen // PART), sms) if items < sms else 1
+    if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
+        out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
+    numbers = (
+        *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
+        window or NO_WINDOW, splits, min(max(together, TOGETHER[0]), TOGETHER[1]), splits * batch * tokens * num_q_heads,
+    )  # fmt: skip
+    queries = (batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width)
+    given = constants(
+        "prefill", device, DH=head_dim, D=width, WGS=cut.warpgroups, STAGES=cut.stages, CUBICS=cut.cubics, LO=window > 0 or leftpad,
+        CAP=softcap, SPLIT=splits > 1, HALF=half, INTERLEAVED=interleaved and half > 0, STEP=step, REGS=cut.regs, FEED=cut.feed,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    grid = (min(items * splits, sms),)
+    angles = tuple([stride // 8 for stride in angle_strides])
+    return Plan(queries, width, width // cut.parts, splits, grid, PerStream(_counter, device), numbers, angles, given)
 
 
 def turns(rope_cos: torch.Tensor) -> bool:
@@ -1260,10 +1298,16 @@ def turns(rope_cos: torch.Tensor) -> bool:
     return rope_cos.shape[-1] % 8 == 0
 
 
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Of all dimensions but the last; of those of one element, whose own may be anything, one that TMA takes."""
-    *sizes, last = x.shape
-    return tuple([stride if size > 1 else last for size, stride in zip(sizes, x.stride(), strict=False)])
+    *sizes, last = shape
+    return tuple([stride if size > 1 else last for size, stride in zip(sizes, strides, strict=False)])
+
+
+@lru_cache(maxsize=4096)
+def _is_fetched(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether TMA, which counts in 16 bytes, takes queries as they lie."""
+    return strides[-1] == 1 and all(stride and not stride * itemsize & 15 for stride in _strides(shape, strides))
 
 
 @lru_cache
