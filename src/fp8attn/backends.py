@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -128,27 +128,37 @@ def attention_kernel(name: str) -> Callable:
         from .kernels.portable import attention as plain
     else:
         from .reference import attention as plain
+    dense = _one_after_another(plain)
 
-    def attention(q: torch.Tensor, pages, *, rope_cos=None, rope_sin=None, rope_interleaved=False, **options):
+    def attention(
+        q: torch.Tensor, pages, *, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos=None,
+        rope_sin=None, rope_interleaved=False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`). That one
         takes four dimensions and most tables as they are; for the others RoPE is a launch before, rounded to q's dtype."""
-        many = name == "hopper" and decode.unsupported_reason(q, pages, options["max_seqlen_q"]) is not None
+        many = name == "hopper" and decode.unsupported_reason(q, pages, max_seqlen_q) is not None
+        kernel = prefill.attention if many else plain if q.dim() == 3 else dense
         if rope_cos is not None:
             if many and prefill.turns(rope_cos):
-                options.update(rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved)
+                kernel = partial(kernel, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved)
             elif q.dim() == 4:
                 q = rotate(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved).transpose(1, 2)
             else:
                 q = rotate(q.transpose(0, 1)[None], rope_cos[None], rope_sin[None], rope_interleaved)[0].transpose(0, 1)
-        if many:
-            return prefill.attention(q, pages, **options)
-        return plain(q, pages, **options) if q.dim() == 3 else _one_after_another(plain, q, pages, **options)
+        return kernel(
+            q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
+            softcap=softcap, sinks=sinks, leftpad_k=leftpad_k,
+        )  # fmt: skip
 
     return attention
 
 
-def _one_after_another(attention: Callable, q: torch.Tensor, pages, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[num_seqs, S, num_q_heads, head_dim]` for kernels that know only `[T, num_q_heads, head_dim]`: copied where it must be."""
-    out, lse = (x.unflatten(0, q.shape[:2]) for x in attention(q.flatten(0, 1), pages, **options))
-    like = torch.empty_like(q)
-    return (out if out.stride() == like.stride() else like.copy_(out)), lse
+def _one_after_another(attention: Callable) -> Callable:
+    """For kernels that know only `[T, num_q_heads, head_dim]`: `[num_seqs, S, num_q_heads, head_dim]`, copied where it must be."""
+
+    def dense(q: torch.Tensor, pages, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = (x.unflatten(0, q.shape[:2]) for x in attention(q.flatten(0, 1), pages, **options))
+        like = torch.empty_like(q)
+        return (out if out.stride() == like.stride() else like.copy_(out)), lse
+
+    return dense

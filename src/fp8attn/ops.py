@@ -241,11 +241,20 @@ def quantize_rows(
 # What is left of the above when all has been checked: run the kernel, or the torch op where somebody watches.
 
 
-def run_attention(name: str, q: torch.Tensor, pages: KVPages, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` by the backend `name`; its options in the order of the op's schema. Returns `(out, lse)`."""
+def run_attention(
+    name: str, q: torch.Tensor, pages: KVPages, *, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k,
+    rope_cos, rope_sin, rope_interleaved,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attention` by the backend `name`. Returns `(out, lse)`. (Options as `**options`, here and in the backend, cost 2 us more.)"""
     if unobserved(q):
-        return attention_kernel(name)(q, pages, **options)
-    return torch.ops.fp8attn.attention(q, *pages.tensors, *options.values(), name)
+        return attention_kernel(name)(
+            q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
+            softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
+        )  # fmt: skip
+    return torch.ops.fp8attn.attention(
+        q, *pages.tensors, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin,
+        rope_interleaved, name,
+    )  # fmt: skip
 
 
 def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPages:
