@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 FOLDER = Path(sys.argv[1])
@@ -26,11 +27,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
-from fp8attn.kernels.launch import Constants, PerStream, Tiles, launch, own  # noqa: E402
+from fp8attn.kernels.launch import Constants, PerStream, Tiles, View, launch, own  # noqa: E402
 from fp8attn.kernels.replay import Replay, Replays  # noqa: E402
 from fp8attn.layout import FP8  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
+ROWS = View((1024, 64), (64, 1), (128, 64))
 
 
 class Driver(CudaDriver):
@@ -88,7 +90,7 @@ def replayed(launches: list, compiled: dict) -> dict:
     def function(pool: torch.Tensor, x: torch.Tensor, scale: float, elsewhere: str) -> torch.Tensor:
         between, pages = own(torch.empty(256)), own(torch.empty(8192, dtype=torch.uint8).view(FP8))
         out = own(torch.empty_like(x))
-        k, v = Tiles(pool, (1024, 64), (64, 1), (128, 64)), Tiles(pages, (64, 128), (128, 1), (64, 128), swizzled=False)
+        k, v = Tiles(pool, ROWS), Tiles(pages, View((64, 128), (128, 1), (64, 128), swizzled=False))
         launch(kernel, (3, 2), (x if elsewhere != "copied" else x.clone(), 16, k, counter, v, between, 77, scale), constants)
         launch(kernel, (1,), (between, 16, k, counter, v, out, 77, scale), constants)
         return out if elsewhere != "result" else out + 1
@@ -132,8 +134,8 @@ def main() -> None:
 
     def arguments(**changed) -> list:
         given = {
-            "x": x, "stride": 16, "k": Tiles(pool, (1024, 64), (64, 1), (128, 64)), "absent": None,
-            "v": Tiles(pool, (512, 128), (128, 1), (64, 128), swizzled=False), "y": y, "count": 77, "scale": 0.5,
+            "x": x, "stride": 16, "k": Tiles(pool, ROWS), "absent": None,
+            "v": Tiles(pool, View((512, 128), (128, 1), (64, 128), swizzled=False)), "y": y, "count": 77, "scale": 0.5,
         }  # fmt: skip
         return list((given | changed).values())
 
@@ -145,7 +147,7 @@ def main() -> None:
     constants = Constants(DEVICE, D=128, FLAG=True, num_warps=4)
     launch(kernel, (3, 2), arguments(), constants)
     expect(compiled["last"])
-    twin = Tiles(pool.clone(), (1024, 64), (64, 1), (128, 64))
+    twin = Tiles(pool.clone(), ROWS)
     fresh = {"x": torch.ones(256), "y": torch.ones(256), "stride": 32, "count": 1, "scale": 2.0, "k": twin}
     same = {"again": arguments(), "others of a kind": arguments(**fresh)}
     others = {
@@ -155,8 +157,8 @@ def main() -> None:
         "stride 1": arguments(stride=1),
         "wide stride": arguments(stride=2**32),
         "present": arguments(absent=y),
-        "block": arguments(k=Tiles(pool, (1024, 64), (64, 1), (64, 64))),
-        "swizzle": arguments(k=Tiles(pool, (1024, 64), (64, 1), (128, 64), swizzled=False)),
+        "block": arguments(k=Tiles(pool, replace(ROWS, block=(64, 64)))),
+        "swizzle": arguments(k=Tiles(pool, replace(ROWS, swizzled=False))),
     }
     rows = {}
     for name, args in (same | others).items():

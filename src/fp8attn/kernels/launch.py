@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from inspect import getclosurevars, isfunction
 from threading import get_ident
@@ -28,27 +29,34 @@ from triton.runtime import driver
 T = TypeVar("T")
 
 
-class Tiles(NamedTuple):
-    """A kernel argument: blocks of a tensor that TMA copies to shared memory.
+@dataclass(frozen=True, eq=False)  # tensor maps are kept by whose view they are, which takes less than by what it says
+class View:
+    """How TMA sees a tensor; to be kept, for calls to come.
 
     Attributes:
-        x: the tensor; its first element lies at a multiple of 16 bytes.
-        shape, strides: how TMA sees it, in elements.
+        shape, strides: in elements.
         block: what one copy brings.
         swizzled: it lies in shared memory in the default layout; or else as it comes, one row behind the other.
     """
 
-    x: torch.Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
     swizzled: bool = True
 
+
+class Tiles(NamedTuple):
+    """A kernel argument: blocks of a tensor, whose first element lies at a multiple of 16 bytes, that TMA copies to shared memory."""
+
+    x: torch.Tensor
+    view: View
+
     def descriptor(self) -> Any:
         """As Triton takes it."""
         from .gluon import describe
 
-        return describe(*self)
+        view = self.view
+        return describe(self.x, view.shape, view.strides, view.block, view.swizzled)
 
 
 class PerStream(NamedTuple):
@@ -89,7 +97,8 @@ class Compiled(NamedTuple):
     pointers: tuple[tuple[int, torch.dtype], ...]  # tensors whose addresses are multiples of 16
     absent: tuple[int, ...]  # None
     numbers: tuple[tuple[int, bool], ...]  # int32 that Triton specialises on: whether they are multiples of 16 (and none is 1)
-    tiles: tuple[tuple[int, torch.dtype, list, Callable], ...]  # descriptors from the last to the first, their blocks, what encodes them
+    # Descriptors from the last to the first: their blocks, whether swizzled, what encodes them.
+    tiles: tuple[tuple[int, torch.dtype, tuple[int, ...], bool, Callable], ...]
     constants: tuple[None, ...]  # stand where the constexpr parameters do, which are compiled in
 
     def values(self, args: Sequence) -> list | None:
@@ -114,11 +123,11 @@ class Compiled(NamedTuple):
             x = values[i]
             if (x & 15 == 0) is not aligned or x == 1 or x >= 2**31:
                 return None
-        for i, dtype, block, encode in self.tiles:
-            x, shape, strides, *kind = values[i]
-            if x.dtype is not dtype or kind != block:
+        for i, dtype, block, swizzled, encode in self.tiles:
+            x, view = values[i]
+            if x.dtype is not dtype or view.block != block or view.swizzled is not swizzled:
                 return None
-            values[i : i + 1] = encode(x.data_ptr(), shape, strides)
+            values[i : i + 1] = encode(x.data_ptr(), view)
         values += self.constants
         return values
 
@@ -230,7 +239,7 @@ def _learn(kernel: triton.JITFunction, done: Any, args: Sequence, asked: Sequenc
     pointers, absent, numbers, tiles = [], [], [], []
     for i, x in enumerate(asked):
         if isinstance(x, Tiles):
-            tiles.append((i, x.x.dtype, [x.block, x.swizzled], _encoder(next(metas))))
+            tiles.append((i, x.x.dtype, x.view.block, x.view.swizzled, _encoder(next(metas))))
         elif isinstance(x, torch.Tensor):
             if x.data_ptr() % 16:
                 return None
@@ -246,17 +255,17 @@ def _learn(kernel: triton.JITFunction, done: Any, args: Sequence, asked: Sequenc
     return Compiled(kernel, done, launcher(done), streams, tuple(pointers), tuple(absent), tuple(numbers), tuple(reversed(tiles)), rest)
 
 
-def _encoder(meta: dict[str, Any]) -> Callable[[int, tuple, tuple], list]:
-    """What makes a tensor map, and the numbers that follow it, of an address, a shape and strides: the same ones again and again."""
+def _encoder(meta: dict[str, Any]) -> Callable[[int, View], list]:
+    """What makes a tensor map, and the numbers that follow it, of an address and a view: the same ones again and again."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     unused = (None,) * (make_tensordesc_arg.__code__.co_argcount - 2)  # newer versions have one
 
     @lru_cache(maxsize=1024)
-    def encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list:
+    def encode(address: int, view: View) -> list:
         # No tensor is kept: it would keep its memory.
         base = SimpleNamespace(data_ptr=lambda: address)
-        descriptor = SimpleNamespace(base=base, shape=list(shape), strides=list(strides), padding="zero", round_f32_to_tf32=False)
+        descriptor = SimpleNamespace(base=base, shape=list(view.shape), strides=list(view.strides), padding="zero", round_f32_to_tf32=False)
         return make_tensordesc_arg(descriptor, meta, *unused)
 
     return encode

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from ..layout import PAGE_SIZE, V_GROUP, KVPages
 from .gluon import fetch, gl, gluon, reinterpret
-from .launch import Tiles
+from .launch import Tiles, View
 
 PAGE = gl.constexpr(PAGE_SIZE)
 ROW = 256  # bytes in a row of V's blocks: TMA has no longer ones
@@ -20,20 +20,20 @@ def tiles(pages: KVPages, width: int, part: int) -> tuple[Tiles, Tiles]:
     in parts, `[width / part, 8, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
     """
     k, v = _views(pages.v.shape, width, part)
-    return Tiles(pages.k, *k), Tiles(pages.v, *v)
+    return Tiles(pages.k, k), Tiles(pages.v, v)
 
 
 @lru_cache(maxsize=4096)
-def _views(shape: tuple[int, ...], width: int, part: int) -> tuple[tuple, tuple]:
-    """What `tiles` are but the tensors, for `KVPages.v` of this shape."""
+def _views(shape: tuple[int, ...], width: int, part: int) -> tuple[View, View]:
+    """Of `tiles`, for `KVPages.v` of this shape."""
     num_pages, heads, groups, head_dim, _ = shape
     slots, parts = num_pages * heads, -(-head_dim // part)
     bundles = min(part, head_dim) // BUNDLE
     return (
-        ((slots * PAGE_SIZE, head_dim), (head_dim, 1), (PAGE_SIZE, width)),
-        (
+        View((slots * PAGE_SIZE, head_dim), (head_dim, 1), (PAGE_SIZE, width)),
+        View(
             (slots, parts, groups, bundles, ROW), (head_dim * PAGE_SIZE, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
-            (1, width // part, groups, part // BUNDLE, ROW), False,
+            (1, width // part, groups, part // BUNDLE, ROW), swizzled=False,
         ),
     )  # fmt: skip
 

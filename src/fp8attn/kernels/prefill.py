@@ -37,7 +37,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .launch import Constants, PerStream, Tiles, constants, current_stream, kept, launch, own
+from .launch import Constants, PerStream, Tiles, View, constants, current_stream, kept, launch, own
 from .pages import fetch_k, fetch_v, tiles, v_layout
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
@@ -1212,7 +1212,7 @@ def attention(
         target = own(torch.empty(splits, lse.numel(), head_dim, dtype=torch.float32, device=device))
         target_lse = own(torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device))
     args = (
-        Tiles(q, *queries), *tiles(pages, width, part),
+        Tiles(q, queries), *tiles(pages, width, part),
         target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
         *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
@@ -1226,7 +1226,7 @@ def attention(
 class Plan(NamedTuple):
     """What the host works out of a problem's shape, once."""
 
-    queries: tuple  # what their `Tiles` are but the tensor
+    queries: View
     width: int  # head_dim, padded
     part: int  # V's channels in one product
     splits: int  # parts of the keys, which `combine` puts together
@@ -1282,7 +1282,7 @@ def plan(
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
         window or NO_WINDOW, splits, min(max(together, TOGETHER[0]), TOGETHER[1]), splits * batch * tokens * num_q_heads,
     )  # fmt: skip
-    queries = (batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width)
+    queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     given = constants(
         "prefill", device, DH=head_dim, D=width, WGS=cut.warpgroups, STAGES=cut.stages, CUBICS=cut.cubics, LO=window > 0 or leftpad,
         CAP=softcap, SPLIT=splits > 1, HALF=half, INTERLEAVED=interleaved and half > 0, STEP=step, REGS=cut.regs, FEED=cut.feed,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .launch import Compiled, PerStream, Recording, Tiles, current_stream, is_direct, recording
+from .launch import Compiled, PerStream, Recording, Tiles, View, current_stream, is_direct, recording
 
 MOST = 512  # calls that are remembered; with one more, all are forgotten
 _ALIGNED = 256  # bytes: every piece of memory in between begins at a multiple
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     values: tuple  # what the launcher takes, but for what follows
     pointers: tuple[tuple[int, int, int], ...]  # (i, at, offset)
     asked: tuple[tuple[int, PerStream], ...]
-    tiles: tuple[tuple[int, int, int, tuple, tuple, Callable], ...]  # (i, at, offset, shape, strides, encoder), the last first
+    tiles: tuple[tuple[int, int, int, View, Callable], ...]  # (i, at, offset, view, encoder), the last first
 
 
 class Replay:
@@ -55,8 +55,8 @@ class Replay:
                 values[i] = addresses[at] + offset
             for i, (make, where) in asked:
                 values[i] = make(where).data_ptr()
-            for i, at, offset, shape, strides, encode in tiles:
-                values[i : i + 1] = encode(addresses[at] + offset, shape, strides)
+            for i, at, offset, view, encode in tiles:
+                values[i : i + 1] = encode(addresses[at] + offset, view)
             compiled.call(x, y, z, stream, values)
         return out
 
@@ -126,10 +126,10 @@ def _step(launch: tuple, places: dict[int, tuple[int, int]]) -> Step | None:
             if args[i].data_ptr() not in places:
                 return None
             pointers.append((i, *places[args[i].data_ptr()]))
-    for i, _, _, encode in compiled.tiles:
+    for i, *_, encode in compiled.tiles:
         if args[i].x.data_ptr() not in places:
             return None
-        tiles.append((i, *places[args[i].x.data_ptr()], args[i].shape, args[i].strides, encode))
+        tiles.append((i, *places[args[i].x.data_ptr()], args[i].view, encode))
     for i, x in enumerate(values):  # nothing is kept alive
         if isinstance(x, torch.Tensor | Tiles | PerStream):
             values[i] = None
