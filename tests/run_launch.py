@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(sys.argv[1])
 os.environ["TRITON_LIBCUDA_PATH"] = str(FOLDER)
@@ -26,6 +30,8 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
+from fp8attn import KVPages, kernels, ops  # noqa: E402
+from fp8attn.kernels import combine, decode, prefill, replay  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, PerStream, Tiles, View, launch, own  # noqa: E402
 from fp8attn.kernels.replay import Replay, Replays  # noqa: E402
@@ -116,19 +122,145 @@ def replayed(launches: list, compiled: dict) -> dict:
     return rows
 
 
+def stand_in(kernel):
+    """A kernel of the same parameters that does nothing, and compiles at once."""
+    fixed = [param.name for param in kernel.params if param.do_not_specialize]
+    parameters = ", ".join(f"{param.name}: gl.constexpr" if param.is_constexpr else param.name for param in kernel.params)
+    path = FOLDER / f"{kernel.__name__}_stand_in.py"
+    path.write_text(
+        f"from fp8attn.kernels.gluon import gl, gluon\n\n\n"
+        f"@gluon.jit(do_not_specialize={fixed})\ndef {kernel.__name__}({parameters}):\n    pass\n"
+    )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, kernel.__name__)
+
+
+def called(function: Callable[[], Any]) -> int:
+    """How many Python functions a call of `function` calls, itself among them."""
+    events = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return events.count("call")
+
+
+def attended(launches: list, compiled: dict) -> dict:
+    """What calls of `ops.attention` come to, on a CPU that passes for a Hopper; `launches` and `compiled` as for `replayed`."""
+    device = torch.device("cpu")
+    decode.decode, prefill._prefill = stand_in(decode.decode), stand_in(prefill._prefill)
+    decode._num_sms = prefill._num_sms = lru_cache(lambda device: 132)
+    kernels.launch.is_direct = replay.is_direct = lambda device: True
+    torch.cuda.is_current_stream_capturing = lambda: False
+    ops._selected = cache(lambda *_: "hopper")
+    zero = prefill._counters[device.index, 7] = torch.zeros(4, dtype=torch.int32)
+    decode._scratches[device.index, 7] = decode.Scratch(zero, torch.zeros(64), torch.zeros(64))
+    made = ctypes.c_int.in_dll(STUB, "stub_launches")
+    sinks = torch.zeros(32)
+    rows = {}
+    for name, queries, columns, given in (
+        ("1 query", 1, 4, {}),
+        ("256 queries", 256, 4, {}),
+        ("64 queries in parts", 64, 64, {}),
+        ("sinks, 64 queries in parts", 64, 64, {"sinks": sinks}),
+    ):
+        q = torch.zeros(queries, 32, 128, dtype=torch.bfloat16)
+        pages = KVPages.empty(columns, 8, 128, 1, columns)
+        (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0
+
+        def call(q=q, pages=pages, given=given):
+            return ops.attention(q, pages, return_lse=True, **given)
+
+        call()
+        expect(compiled["last"])
+        before, earlier = len(launches), made.value
+        out, lse = call()
+        row = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+        words = {int.from_bytes(bytes.fromhex(x[:16]), "little") for x in noted(compiled["last"])["parameters"] if len(x) >= 16}
+        held = {"q": q, "k": pages.k, "table": pages.page_table, "sinks": sinks, "out": out, "lse": lse}
+        rows[name] = row | {"calls": called(call), "last takes": [name for name, x in held.items() if x.data_ptr() in words]}
+
+    def dense(q: torch.Tensor, *pages: torch.Tensor) -> torch.Tensor:
+        return ops.attention(q, KVPages(*pages))
+
+    replays = Replays(dense)
+    for _ in range(4):
+        earlier = made.value
+        out = replays((torch.zeros_like(q), *pages.tensors), ())
+    [kind] = replays.known.values()
+    words = {int.from_bytes(bytes.fromhex(x[:16]), "little") for x in noted(compiled["last"])["parameters"] if len(x) >= 16}
+    rows["replayed in parts"] = {
+        "replayed": isinstance(kind, Replay), "launches": made.value - earlier, "out": out.data_ptr() in words,
+    }  # fmt: skip
+    return rows
+
+
+def planned() -> dict:
+    """What calls that differ in one thing launch, each with a plan of its own and then with those of all the others there to be taken."""
+    launches = []
+
+    def plain(x: Any) -> Any:
+        x = x.view.__dict__ if isinstance(x, Tiles) else x.dtype if isinstance(x, torch.Tensor) else x
+        return repr(x) if not isinstance(x, PerStream) else "counter"
+
+    def noting(kernel, grid, args, given) -> None:
+        launches.append([kernel.__name__, *grid, *map(plain, args), repr(sorted(given.items()))])
+
+    prefill.launch = combine.launch = noting
+    plain_options = dict(
+        cu_seqlens_q=None, max_seqlen_q=64, causal=True, softmax_scale=0.1, window=0, softcap=0.0, sinks=None, leftpad_k=None,
+    )  # fmt: skip
+    q, pages = torch.zeros(128, 8, 128, dtype=torch.bfloat16), KVPages.empty(64, 2, 128, 2, 32)
+    table, wide = pages.page_table, torch.zeros(2, 64, dtype=torch.int32)
+    angles, twice = torch.zeros(128, 32), torch.zeros(128, 64)
+    off = torch.zeros(128, 8, 129, dtype=torch.bfloat16)[..., 1:]
+    dense, rope = q.unflatten(0, (2, 64)), {"rope_cos": angles, "rope_sin": angles}
+    cases = {
+        "plain": {}, "heads first": {"q": torch.zeros(8, 128, 128, dtype=torch.bfloat16).transpose(0, 1)}, "misaligned": {"q": off},
+        "dense": {"q": dense}, "dense, heads first": {"q": torch.zeros(2, 8, 64, 128, dtype=torch.bfloat16).transpose(1, 2)},
+        "more queries": {"q": torch.zeros(256, 8, 128, dtype=torch.bfloat16), "max_seqlen_q": 128},
+        "fewer KV heads": {"pages": KVPages.empty(64, 1, 128, 2, 32)}, "more pages": {"pages": KVPages.empty(65, 2, 128, 2, 32)},
+        "table's width": {"pages": replace(pages, page_table=wide)}, "table's stride": {"pages": replace(pages, page_table=wide[:, :32])},
+        "not in parts": {"pages": replace(pages, page_table=table[:, :8])},
+        "ragged": {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "longest": {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 5000},
+        "full": {"causal": False}, "window": {"window": 1}, "wider window": {"window": 3000}, "softcap": {"softcap": 5.0},
+        "scale": {"softmax_scale": 0.2}, "sinks": {"sinks": torch.zeros(8)}, "leftpad": {"leftpad_k": torch.zeros(2, dtype=torch.int32)},
+        "rope": rope, "interleaved": rope | {"rope_interleaved": True}, "half": {name: x[:, :16] for name, x in rope.items()},
+        "strided tables": dict.fromkeys(rope, twice[:, ::2]), "wider tables": dict.fromkeys(rope, twice[:, :32]),
+        "dense tables": {"q": dense, "rope_cos": angles.view(2, 64, 32), "rope_sin": angles.view(2, 64, 32)},
+    }  # fmt: skip
+
+    def launched(name: str) -> list:
+        launches.clear()
+        prefill.attention(**{"q": q, "pages": pages} | plain_options | cases[name])
+        return list(launches)
+
+    rows = {}
+    for name in cases:
+        for kept in (prefill.plan, combine._plan):
+            kept.cache_clear()
+        rows[name] = {"alone": launched(name)}
+    for name in 2 * [*cases]:
+        rows[name]["among others"] = launched(name)
+    return rows
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     torch.accelerator.device_index = lambda index: contextlib.nullcontext()
     ordinary = []
     compiled = {}
-    run = type(kernel).run
+    run = triton.JITFunction.run
 
     def counted(self, *args, **options):
         ordinary.append(1)
         compiled["last"] = run(self, *args, **options)
         return compiled["last"]
 
-    type(kernel).run = counted
+    triton.JITFunction.run = counted
     pool = torch.zeros(4, 2, 128, 64, dtype=torch.uint8).view(FP8)
     x, y = torch.zeros(256), torch.zeros(256)
 
@@ -171,6 +303,8 @@ def main() -> None:
     rows["profiled"] = {"direct": done(constants, same["again"]), "hooks": len(hooked)}
     knobs.runtime.launch_enter_hook.remove(hooked.append)
     rows["replayed"] = replayed(ordinary, compiled)
+    rows["attended"] = attended(ordinary, compiled)
+    rows["planned"] = planned()
     print(json.dumps({"same": list(same), "others": list(others), "learned": len(constants.compiled) > 0, "rows": rows}))
 
 
