@@ -1195,7 +1195,7 @@ def attention(
         return out, lse
     if not num_pages or not table.shape[1]:  # no keys anywhere
         return out.zero_(), lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
-    if q.data_ptr() & 15 or not _is_fetched(shape, q.stride(), q.itemsize):
+    if q.data_ptr() & 15 or not _tma_takes(shape, q.stride(), q.itemsize):
         q = q.clone(memory_format=torch.contiguous_format)
     rope = None
     if rope_cos is not None:
@@ -1305,8 +1305,8 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
 
 
 @lru_cache(maxsize=4096)
-def _is_fetched(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether TMA, which counts in 16 bytes, takes queries as they lie."""
+def _tma_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether TMA, which counts in 16 bytes, can fetch queries as they lie."""
     return strides[-1] == 1 and all(stride and not stride * itemsize & 15 for stride in _strides(shape, strides))
 
 
