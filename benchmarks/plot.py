@@ -1,4 +1,4 @@
-"""The pictures of results/h100/*.json, each beside its numbers.
+"""The pictures of the results, in results/h100.
 
 python -m benchmarks.plot [NAME ...]    # of PLOTS; default: all that have results
 """
@@ -153,13 +153,14 @@ def plot_llama_decode() -> None:
         for impl in ("bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"):
             points = series(rows, rf"step-B{batch}-S(\d+)", impl, lambda row: row["ms"])
             axes.plot([n / 1024 for n in points], points.values(), "o-", ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
-            highest = max(highest, *points.values()) if impl != "bf16-sdpa" else 0.0
+            if impl != "bf16-sdpa":  # which leaves the picture
+                highest = max([highest, *points.values()])
         ours = rows.get((f"line-B{batch}", "fp8attn"), {})
         note = f": slope {ours['slope_ratio']:.0%} of {ours['beside']}'s" if "slope_ratio" in ours else ""
         axes.set_title(f"batch {batch}{note}", loc="left", fontsize=10)
         axes.set_xlabel("context, multiples of 1,024 tokens")
         axes.set_xlim(left=0)
-        axes.set_ylim(0, 1.1 * highest)  # bf16-sdpa leaves the picture
+        axes.set_ylim(0, 1.1 * highest)
     panels[0, 0].set_ylabel("ms a decode step")
     title = "A decode step of a Llama-3.1-8B-shaped model on an H100, CUDA graphs (bf16-sdpa repeats K and V for every query head)"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -270,7 +271,7 @@ def plot_needle() -> None:
 
 
 def plot_drift() -> None:
-    """How far predictions through our caches are from BF16's: by position of a prompt (left), and over a long decode (right)."""
+    """How far predictions through our caches are from BF16's: by position of a prompt (above), and over a long decode (below)."""
     rows, long = read("perplexity"), read("drift")
     figure, ((change, kl), (long_change, long_kl)) = plt.subplots(2, 2, figsize=(11, 6.4), sharex="row", sharey="col", layout="constrained")
     context = max(int(case.split("-S")[1]) for case, _ in rows if case.startswith("chunks"))
@@ -305,17 +306,16 @@ def plot_drift() -> None:
         axes.xaxis.set_major_formatter(lambda n, _: thousands(int(n)))
         axes.set_xlim(90, context)
         axes.set_title(f"a prompt of {context:,} tokens, prefilled", loc="left", fontsize=10)
-    row = segments[0]
+    first, last = segments[0], segments[-1]  # alike whoever was asked
     for axes in (long_change, long_kl):
         axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
-        axes.set_title(f"{segments[-1]['stop'] - row['start']:,} tokens decoded, {row['sequences']} sequences", loc="left", fontsize=10)
+        axes.set_title(f"{last['stop'] - first['start']:,} tokens decoded, {first['sequences']} sequences", loc="left", fontsize=10)
     for axes in (change, kl, long_change, long_kl):
         axes.set_xlabel("tokens before the predicted one")
         axes.grid(alpha=0.25)
-    tokens = row["stop"] - row["start"]
     title = (
-        f"Held-out code on an H100. Bars: a standard error. Dots: {tokens} tokens of each sequence, after which pages are copied, "
-        f"reordered or truncated; lines: mean of {SMOOTHED} dots"
+        f"Held-out code on an H100. Bars: a standard error. Dots: {first['stop'] - first['start']} tokens of each sequence, after which "
+        f"pages are copied, reordered or truncated; lines: mean of {SMOOTHED} dots"
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     legend(figure, kl)
