@@ -1144,9 +1144,9 @@ SHORT = 4096
 SHORT_SHAPES = SHAPES | {128: Shape(2, 1, 3, 1, 240, 24)}
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 NO_WINDOW = 1 << 30
-# Heads of Q whose items stand in one order, longest first: more balance better, while L2 would hold K and V of as many. (Of groups, which
-# share theirs, no more: eight were best at 16k tokens too.) Measured.
-TOGETHER = 8, 32
+# Heads of Q whose items stand in one order: as many as L2 holds K and V of, up to MOST. (Of groups, which share theirs, no more.) Causal
+# items differ in length and go longest first, which balances SMs if each has CLAIMS of them, or the order LEAST heads. Measured.
+MOST, LEAST, CLAIMS = 32, 8, 10
 SHARED = 32 << 20  # bytes of K and V that L2 holds beside all else
 COUNTERS = 1 << 13  # of a device: streams and captured launches
 PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
@@ -1274,13 +1274,14 @@ def plan(
         items = num_seqs * num_q_heads * -(-tokens // rows)
     sms = _num_sms(device)
     seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width  # tiles, at most
-    together = SHARED // (2 * head_dim * TILE.value * seen)
+    together = min(LEAST, -(-CLAIMS * sms * rows // max(1, max_seqlen_q))) if causal else 1
+    together = min(max(together, SHARED // (2 * head_dim * TILE.value * seen)), MOST)
     splits = num_splits(items, max(1, seen // PART), sms) if items < sms else 1
     if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
         out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
     numbers = (
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
-        window or NO_WINDOW, splits, min(max(together, TOGETHER[0]), TOGETHER[1]), splits * batch * tokens * num_q_heads,
+        window or NO_WINDOW, splits, together, splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     given = constants(
