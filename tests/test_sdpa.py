@@ -267,6 +267,10 @@ def test_what_rope_refuses():
         rope_scaled_dot_product_attention(X[0], X[0], X[0], table, table)
     with pytest.raises(ValueError, match="a gradient is wanted"):
         rope_scaled_dot_product_attention(X.clone().requires_grad_(), X, X, table, table)
+    table = torch.zeros(X.shape[2], X.shape[3] // 2)
+    for tables in ({"rope_sin": table.to("meta")}, {"key_rope_cos": table, "key_rope_sin": table.to("meta")}):
+        with pytest.raises(ValueError, match="tables are on cpu and meta"):
+            rope_scaled_dot_product_attention(X, X, X, **{"rope_cos": table, "rope_sin": table} | tables)
 
 
 # The dense ops

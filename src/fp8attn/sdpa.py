@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import ops
 from .backends import TRITON_INSTALLED, unsupported_reason
 from .layout import HEAD_DIMS
-from .rope import dense_tables
+from .rope import check_device, dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, as `rope.dense_tables` gives them
@@ -173,6 +173,8 @@ def _rope_dot_product(query, key, value, rope_cos, rope_sin, *rest) -> torch.Ten
     if reason is not None:
         raise ValueError(f"FP8 attention cannot answer this call: {reason}; rotate query and key, and call scaled_dot_product_attention")
     key_rope_cos, key_rope_sin = key_tables or (rope_cos, rope_sin)
+    check_device(query, rope_cos, rope_sin)
+    check_device(query, key_rope_cos, key_rope_sin)
     q, k, v = _batched(query), _batched(key), _batched(value)
     batch, _, q_len, head_dim = q.shape
     q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)
