@@ -18,7 +18,7 @@ import fp8attn
 from fp8attn import PagedKVCache
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.kernels import decode
-from fp8attn.kernels.launch import Tiles
+from fp8attn.kernels.launch import Tiles, recording
 
 from .results import write
 
@@ -70,17 +70,23 @@ def tokens(count: int, heads: int) -> torch.Tensor:
 
 
 def ops() -> list[dict]:
-    """The public ops on four sequences of 300 tokens, checks and all."""
+    """The public ops on four sequences of 300 tokens, and on one so long that prefill cuts its keys into parts; checks and all."""
     cache = PagedKVCache(8, 128, num_seqs=4, device="cuda")
     cache.append(tokens(1200, 8), tokens(1200, 8))
+    long = PagedKVCache(8, 128, device="cuda")
+    long.append(tokens(4096, 8), tokens(4096, 8))
     growing = PagedKVCache(8, 128, num_seqs=4, device="cuda")
     growing.reserve(2 * CALLS * ROUNDS)  # enough for every append below
     pages, q, prompt, k, v = cache.pages, tokens(4, 32), tokens(256, 32), tokens(4, 8), tokens(4, 8)
-    for x, bound in ((q, 2e-3), (prompt, 5e-2)):  # right, the ordinary launch and the direct ones
-        want = fp8attn.attention(x, pages, backend="reference").float()
+    chunk = prompt[:64]
+    for x, held, bound in ((q, pages, 2e-3), (prompt, pages, 5e-2), (chunk, long.pages, 5e-2)):  # right, also launched directly
+        want = fp8attn.attention(x, held, backend="reference").float()
         for _ in range(3):
-            error = float((fp8attn.attention(x, pages).float() - want).norm() / want.norm())
+            error = float((fp8attn.attention(x, held).float() - want).norm() / want.norm())
             assert error < bound, f"attention of {len(x)} queries is {error:.1e} off"
+    with recording() as notes:
+        fp8attn.attention(chunk, long.pages)
+    assert len(notes.launches) == 2, "64 queries over 4,096 tokens are not cut into parts, which a second launch puts together"
     launches = []
     ordinary, decode.launch = decode.launch, lambda *arguments: launches.append(arguments)
     fp8attn.attention(q, pages)
@@ -95,6 +101,7 @@ def ops() -> list[dict]:
     calls = {
         ("attention of 1 query", "fp8attn"): lambda: fp8attn.attention(q, pages),
         ("attention of 64 queries", "fp8attn"): lambda: fp8attn.attention(prompt, pages),
+        ("attention of 64 queries over 4,096 tokens, in parts", "fp8attn"): lambda: fp8attn.attention(chunk, long.pages),
         ("append of 1 token", "fp8attn"): lambda: fp8attn.append(growing.pages, k, v),
         (tokens_256, "fp8attn"): lambda: fp8attn.scaled_dot_product_attention(*dense),
         (f"rope_{tokens_256}", "fp8attn"): lambda: fp8attn.rope_scaled_dot_product_attention(*dense, table, table),

@@ -84,6 +84,7 @@ def run(q, pages, splits=1, **options):
     with mock.patch.object(torch, "empty", poisoned), mock.patch.object(prefill, "num_splits", return_value=splits):
         prefill.plan.cache_clear()  # which keeps what `num_splits` gave
         out, lse = prefill.attention(q, pages, **options)
+        prefill.plan.cache_clear()
     torch.cuda.synchronize()
     return out, lse
 

@@ -28,11 +28,13 @@ from kernel_cases import (
     random_tokens,
     run_attention,
 )
+from triton.runtime.interpreter import InterpreterBuilder
 
 import fp8attn
 from fp8attn import reference
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
+from fp8attn.kernels.append import quantize as quantize_pages
 from fp8attn.kernels.combine import MAX_SPLITS, num_splits
 from fp8attn.kernels.fp8 import from_e4m3, round_to, to_e4m3
 from fp8attn.numerics import quantize
@@ -91,6 +93,28 @@ def test_append_at_its_edges(name):
 @pytest.mark.parametrize(("head_dim", "rotary", "interleaved"), [(64, 0, False), (80, 40, False), (128, 128, False), (96, 96, True)])
 def test_first_append_fixes_the_references_means(head_dim, rotary, interleaved):
     check_means(append, head_dim, rotary, interleaved)
+
+
+@pytest.mark.parametrize("rotary", [8, 64])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_means_read_no_angles_but_the_tables(rotary, interleaved, monkeypatch):
+    """A program of the means has four pairs of channels, which may be none of those that turn, or all."""
+    k, angle = random_tokens(80, 2, 64, torch.bfloat16).view(2, 40, 2, 64).transpose(1, 2), torch.randn(2, 40, rotary // 2)
+    held = torch.zeros(3, *angle.shape)
+    held[0], held[1] = angle.cos(), angle.sin()
+    first, last = held.data_ptr(), held[2].data_ptr()
+    read = []
+    masked_load = InterpreterBuilder.create_masked_load
+
+    def noting(self, ptrs, mask, *rest):
+        read.append(ptrs.data[mask.data])
+        return masked_load(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting)
+    quantize_pages(k, k, rope_cos=held[0], rope_sin=held[1], rope_interleaved=interleaved, means=True)
+    addresses = torch.cat([torch.from_numpy(x.astype("int64")).flatten() for x in read])
+    assert ((first <= addresses) & (addresses < last)).any()
+    assert not ((last <= addresses) & (addresses < last + held[2].nbytes)).any()
 
 
 def test_append_of_nothing():

@@ -30,9 +30,13 @@ def cache():
         (torch.zeros(2, 4, 64), {"window": 5, "causal": False}, "needs causal=True"),
         (torch.zeros(2, 4, 64), {"softcap": -1.0}, "None for no cap"),
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(2)}, "one logit per query head"),
+        (torch.zeros(2, 4, 64), {"sinks": torch.zeros(4, device="meta")}, r"on cpu; got \(4,\) on meta"),
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(3)}, "one count per sequence"),
+        (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, device="meta")}, r"on cpu; got \(2,\) on meta"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "needs max_seqlen_q"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 1}, "int32"),
+        (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32, device="meta"), "max_seqlen_q": 1}, "int32 on cpu"),
+        (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3).int(), "max_seqlen_q": torch.tensor(1)}, r"int\(max_seqlen_q\)"),
         (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'hopper', 'triton', 'reference'"),
         (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
         (torch.zeros(2, 4, 64, dtype=torch.int32), {}, "must be floating point"),
@@ -97,6 +101,8 @@ def test_attention_turns_queries_first(cache, interleaved):
         (torch.zeros(4, 4, 64), (torch.zeros(4, 32), None), "rope_cos and rope_sin together, or neither"),
         (torch.zeros(4, 4, 64), (torch.zeros(2, 32),) * 2, r"must both be \[T, R/2\] with T = 4"),
         (torch.zeros(2, 2, 4, 64), (torch.zeros(4, 32),) * 2, r"must both be \[2, R/2\], \[2, 2, R/2\]"),
+        (torch.zeros(4, 4, 64), (torch.zeros(4, 32, device="meta"),) * 2, "what they turn is on cpu; move them there"),
+        (torch.zeros(2, 2, 4, 64), (torch.zeros(2, 32), torch.zeros(2, 32, device="meta")), "on cpu and meta"),
     ],
 )
 def test_attention_refuses_tables_that_do_not_fit(cache, q, tables, message):

@@ -155,6 +155,7 @@ X = torch.zeros(1, 2, 8, 64)
         ({"scale": 0.0}, "the scale is not positive"),
         ({"scale": -0.5}, "the scale is not positive"),
         ({name: X.to("meta") for name in ("query", "key", "value")}, "the kernels take bfloat16"),
+        (dict.fromkeys(("query", "key", "value"), X.bfloat16().to("meta").expand(65536, -1, -1, -1)), "batch of more than 65535"),
     ],
 )
 def test_fallbacks_have_a_reason(arguments, reason):
@@ -267,6 +268,10 @@ def test_what_rope_refuses():
         rope_scaled_dot_product_attention(X[0], X[0], X[0], table, table)
     with pytest.raises(ValueError, match="a gradient is wanted"):
         rope_scaled_dot_product_attention(X.clone().requires_grad_(), X, X, table, table)
+    table = torch.zeros(X.shape[2], X.shape[3] // 2)
+    for tables in ({"rope_sin": table.to("meta")}, {"key_rope_cos": table, "key_rope_sin": table.to("meta")}):
+        with pytest.raises(ValueError, match="tables are on cpu and meta"):
+            rope_scaled_dot_product_attention(X, X, X, **{"rope_cos": table, "rope_sin": table} | tables)
 
 
 # The dense ops

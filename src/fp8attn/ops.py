@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import append_kernel, attention_kernel, quantize_kernel, quantize_rows_kernel, rotate_kernel, select_backend
 from .layout import FP8, HEAD_DIMS, PAGE_SIZE, KVPages, page_shapes
-from .rope import check_rope, dense_tables
+from .rope import check_device, check_rope, dense_tables
 
 
 def append(
@@ -135,10 +135,15 @@ def attention(
         raise ValueError(f"window counts the visible keys of a causal query, so it needs causal=True and window >= 1; got {window}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
-    if sinks is not None and sinks.shape != (num_q_heads,):
-        raise ValueError(f"sinks must be [{num_q_heads}], one logit per query head; got {tuple(sinks.shape)}")
-    if leftpad_k is not None and leftpad_k.shape != (pages.num_seqs,):
-        raise ValueError(f"leftpad_k must be [{pages.num_seqs}], one count per sequence; got {tuple(leftpad_k.shape)}")
+    if sinks is not None and (sinks.shape != (num_q_heads,) or sinks.device != q.device):
+        raise ValueError(
+            f"sinks must be [{num_q_heads}], one logit per query head, on {q.device}; got {tuple(sinks.shape)} on {sinks.device}"
+        )
+    if leftpad_k is not None and (leftpad_k.shape != (pages.num_seqs,) or leftpad_k.device != q.device):
+        raise ValueError(
+            f"leftpad_k must be [{pages.num_seqs}], one count per sequence, on {q.device}; "
+            f"got {tuple(leftpad_k.shape)} on {leftpad_k.device}"
+        )
     if rope_cos is not None or rope_sin is not None:
         rope_cos, rope_sin = _query_tables(q, rope_cos, rope_sin, rope_interleaved)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
@@ -328,6 +333,7 @@ def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tupl
     _given_together(rope_cos, rope_sin)
     if rope_cos is None:
         return None, None
+    check_device(x, rope_cos, rope_sin)
     batch, _, length, head_dim = x.shape
     return dense_tables(rope_cos, rope_sin, batch, length, head_dim, rope_interleaved)
 
@@ -346,8 +352,13 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: s
     if cu_seqlens is not None:
         if max_seqlen is None:
             raise ValueError(f"{cu_name} needs {max_name}, the longest of its sequences")
-        if cu_seqlens.shape != (pages.num_seqs + 1,) or cu_seqlens.dtype != torch.int32:
-            raise ValueError(f"{cu_name} must be [{pages.num_seqs + 1}] int32; got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}")
+        if isinstance(max_seqlen, torch.Tensor):
+            raise ValueError(f"{max_name} is a number that the host knows, by which it plans, and no tensor: give int({max_name})")
+        if cu_seqlens.shape != (pages.num_seqs + 1,) or cu_seqlens.dtype != torch.int32 or cu_seqlens.device != x.device:
+            raise ValueError(
+                f"{cu_name} must be [{pages.num_seqs + 1}] int32 on {x.device}; "
+                f"got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype} on {cu_seqlens.device}"
+            )
         return max_seqlen
     length, rest = divmod(x.shape[0], pages.num_seqs)
     if rest:

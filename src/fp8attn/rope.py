@@ -37,6 +37,13 @@ def check_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
             f"cos and sin must both be [T, R/2] with T = {x.shape[0]} and R <= {x.shape[-1]}; got {tuple(cos.shape)}, {tuple(sin.shape)}"
             " (tables that repeat each angle twice, as transformers' do, must be cut to their first half)"
         )
+    check_device(x, cos, sin)
+
+
+def check_device(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Raises ValueError unless `cos` and `sin` are where `x` is: a kernel takes addresses, and would fault."""
+    if cos.device != x.device or sin.device != x.device:
+        raise ValueError(f"rotary tables are on {cos.device} and {sin.device}, and what they turn is on {x.device}; move them there")
 
 
 def dense_tables(

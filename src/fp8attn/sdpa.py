@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import ops
 from .backends import TRITON_INSTALLED, unsupported_reason
 from .layout import HEAD_DIMS
-from .rope import dense_tables
+from .rope import check_device, dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 
+MAX_BATCH = 65535  # of a CUDA grid's second and third dimension
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, as `rope.dense_tables` gives them
 
 
@@ -68,6 +69,8 @@ def fallback_reason(
         return None if dtype in (torch.bfloat16, torch.float16, torch.float32) else f"{dtype} asks for more than FP8 gives"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels take bfloat16 and float16, not {dtype}"
+    if math.prod(q_shape[:-3]) > MAX_BATCH:
+        return f"a batch of more than {MAX_BATCH} has no room in a launch"
     # Dynamo cannot look at the machine. The op does, and refuses if it must.
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
 
@@ -173,6 +176,8 @@ def _rope_dot_product(query, key, value, rope_cos, rope_sin, *rest) -> torch.Ten
     if reason is not None:
         raise ValueError(f"FP8 attention cannot answer this call: {reason}; rotate query and key, and call scaled_dot_product_attention")
     key_rope_cos, key_rope_sin = key_tables or (rope_cos, rope_sin)
+    check_device(query, rope_cos, rope_sin)
+    check_device(query, key_rope_cos, key_rope_sin)
     q, k, v = _batched(query), _batched(key), _batched(value)
     batch, _, q_len, head_dim = q.shape
     q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)

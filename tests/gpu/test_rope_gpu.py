@@ -23,6 +23,8 @@ def _poisoned(monkeypatch):
     torch.manual_seed(0)
     poison_empty(monkeypatch)
     prefill.plan.cache_clear()  # a plan keeps what tests have changed
+    yield
+    prefill.plan.cache_clear()
 
 
 def tokens(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:

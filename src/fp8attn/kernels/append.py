@@ -83,9 +83,9 @@ def _widen(x):
 
 
 @triton.jit
-def _load(rows, at, i, LIMIT: tl.constexpr):
-    """Elements `at [N]` of the rows at pointers `[..., 1]`, in FP32; zero where `i [N]` is not below LIMIT."""
-    if i.shape[0] == LIMIT:
+def _load(rows, at, i, LIMIT: tl.constexpr, BOUND: tl.constexpr):
+    """Elements `at [N]` of the rows at pointers `[..., 1]`, in FP32; zero where `i [N]`, all below BOUND, is not below LIMIT."""
+    if BOUND <= LIMIT:
         return _widen(tl.load(rows + at))
     else:
         return _widen(tl.load(rows + at, mask=tl.zeros(rows.shape, tl.int32) + i < LIMIT, other=0.0))
@@ -95,7 +95,7 @@ def _load(rows, at, i, LIMIT: tl.constexpr):
 def _load_rows(rows, D: tl.constexpr, HP: tl.constexpr):
     """Rows of D channels, as one tile `[..., 2 * HP]`."""
     d = tl.arange(0, 2 * HP)
-    return _load(rows, d, d, D)
+    return _load(rows, d, d, D, 2 * HP)
 
 
 @triton.jit
@@ -107,8 +107,8 @@ def _load_pairs(rows, D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INT
     else:
         i = tl.arange(0, HP)
         first, second = _channels(i, D, HALF, False)
-        a = _load(rows, first, i, D // 2)
-        b = _load(rows, second, i, D // 2)
+        a = _load(rows, first, i, D // 2, HP)
+        b = _load(rows, second, i, D // 2, HP)
     return a, b
 
 
@@ -152,9 +152,10 @@ def _finite(x):
 
 
 @triton.jit
-def _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, i, HALF: tl.constexpr, STEP: tl.constexpr):
-    """Of rows `[..., 1]`, cos and sin of pairs `i [N]`, each `[..., N]`; STEP is how far apart a row's angles lie."""
-    return _load(cos_ptr + rows * cos_stride, i * STEP, i, HALF), _load(sin_ptr + rows * sin_stride, i * STEP, i, HALF)
+def _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, i, BOUND: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr):
+    """Of rows `[..., 1]`, cos and sin of pairs `i [N]`, all below BOUND, each `[..., N]`; STEP is how far apart a row's angles lie."""
+    cos = _load(cos_ptr + rows * cos_stride, i * STEP, i, HALF, BOUND)
+    return cos, _load(sin_ptr + rows * sin_stride, i * STEP, i, HALF, BOUND)
 
 
 @triton.jit
@@ -202,7 +203,7 @@ def _rotate_queries(
     head = tl.minimum(head, num_heads - 1).to(tl.int64)
     a, b = _load_pairs(q_ptr + (token[:, None] * stride_t + head[None, :] * stride_h)[:, :, None], D, HP, HALF, INTERLEAVED)
     i = tl.arange(0, HP)
-    cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None, None], cos_stride, sin_stride, i, HALF, STEP)
+    cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None, None], cos_stride, sin_stride, i, HP, HALF, STEP)
     a, b = _rotate(a, b, cos, sin, i, D, HALF)
     a = round_to(a, out_ptr.dtype.element_ty, NATIVE)
     b = round_to(b, out_ptr.dtype.element_ty, NATIVE)
@@ -310,7 +311,7 @@ def _step_kernel(
         mean_a, mean_b = _load_pairs(k_mean_ptr + mean, D, HP, HALF, INTERLEAVED)
         if HALF > 0:
             i = tl.arange(0, HP)
-            cos, sin = _load_angles(cos_ptr, sin_ptr, row[None, :, None], cos_stride, sin_stride, i, HALF, STEP)
+            cos, sin = _load_angles(cos_ptr, sin_ptr, row[None, :, None], cos_stride, sin_stride, i, HP, HALF, STEP)
         tl.debug_barrier()
         length = _take_turn(seqlens_ptr, new, programs)
         old, slot, next_slot, here, position = _step_pages(table_ptr, length, token, new, head, num_kv_heads, T)
@@ -403,7 +404,7 @@ def _fix_mean(
     b = _widen(tl.load(x_ptr + row * stride_t + second))
     EPS: tl.constexpr = 0.0 if HALF > 0 else _eps(x_ptr.dtype.element_ty)
     if HALF > 0:
-        cos, sin = _load_angles(cos_ptr, sin_ptr, row, cos_stride, sin_stride, i, HALF, STEP)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, row, cos_stride, sin_stride, i, D // 2, HALF, STEP)
         a, b = _rotate(a, b, cos, sin, i, D, HALF)
     tl.store(mean_ptr + first, _shrunk_mean(a, new, EPS))
     tl.store(mean_ptr + second, _shrunk_mean(b, new, EPS))
@@ -474,7 +475,7 @@ def _k_page(
     a, b = _load_pairs(x_ptr + (token * stride_t)[:, None], D, HP, HALF, INTERLEAVED)
     if HALF > 0:
         i = tl.arange(0, HP)
-        cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, i, HALF, STEP)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, token[:, None], cos_stride, sin_stride, i, HP, HALF, STEP)
         a, b = _rotate(a, b, cos, sin, i, D, HALF)
     if OVERLAP:
         gdc_wait()  # for the launch before this one, which computes the means

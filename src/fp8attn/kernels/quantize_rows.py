@@ -33,7 +33,7 @@ def _load_tokens(
     a, b = _load_pairs(x_ptr + rows * stride_t, D, HP, HALF, INTERLEAVED)
     if HALF > 0:
         i = tl.arange(0, HP)
-        cos, sin = _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, i, HALF, STEP)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, rows, cos_stride, sin_stride, i, HP, HALF, STEP)
         a, b = _rotate(a, b, cos, sin, i, D, HALF)
     return a, b
 
