@@ -967,7 +967,8 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             place, seq, base, start, q_len = _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window, BLOCK)
             blocks = (q_len + BLOCK - 1) // BLOCK
     while seq < seqs:
-        ticket = _claim(counter_ptr, LANES)
+        if cu_ptr is None:
+            ticket = _claim(counter_ptr, LANES)
         rest = claim - base
         lot = rest // (together * blocks)
         rest -= lot * together * blocks
@@ -1062,6 +1063,8 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             fetch_v(v_d, here, v_full.index(stage), v_s, stage, STAGES)
             stage, phase = advance(stage, phase, STAGES)
         item += 1
+        if cu_ptr is not None:  # not before: items differ, and who has just begun a long one would keep the next from others
+            ticket = _claim(counter_ptr, LANES)
         lane = gl.arange(0, 32, LANES)
         claim = gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
         if SPLIT:
