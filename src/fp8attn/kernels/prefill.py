@@ -865,6 +865,62 @@ def _claim(counter_ptr, ORDER: gl.constexpr):
 
 
 @gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _outset():
+    """Where `_seek` begins: no sequence has a float's largest exponent."""
+    return 255, -1, 0, 0
+
+
+@gluon.jit
+def _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window, BLOCK: gl.constexpr):
+    """The sequence of a ragged batch that item `claim` is of, and where the next claim's search begins, which asks for no item before it.
+
+    Sequences go by the power of two below the keys that their longest items see, largest first, in order where it is the same: a launch
+    ends when its last item does. 32 of them are looked at together; those without queries have no items.
+
+    Args:
+        place: `_outset()` or what was returned: an exponent, the largest below it that was met since, the first of 32 sequences, and
+            the items before them.
+    Returns:
+        The place; the sequence, or `num_seqs + 1` behind the last item; the items before it; its first query; its queries.
+    """
+    exponent, below, first, before = place
+    seq = num_seqs + 1
+    base = before
+    start = 0
+    q_len = 0
+    while (seq > num_seqs) & (exponent >= 0):
+        one = first + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        begin = gl.load(cu_ptr + one, mask=one <= num_seqs, other=num_tokens)
+        queries = gl.load(cu_ptr + one + 1, mask=one < num_seqs, other=num_tokens) - begin
+        keys = gl.minimum(gl.load(lens_ptr + one, mask=one < num_seqs, other=0), window + BLOCK)
+        items = (queries + BLOCK - 1) // BLOCK * num_q_heads
+        own = gl.where(items > 0, gl.maximum(keys, 0).to(gl.float32).to(gl.int32, bitcast=True) >> 23, -1)
+        items = gl.where(own == exponent, items, 0)
+        end = before + gl.associative_scan(items, 0, _add)
+        here = (claim < end) & (claim >= end - items)
+        base = gl.max(end, 0)
+        if claim < base:
+            seq = gl.max(gl.where(here, one, 0), 0)
+            base = gl.max(gl.where(here, end - items, 0), 0)
+            start = gl.max(gl.where(here, begin, 0), 0)
+            q_len = gl.max(gl.where(here, queries, 0), 0)
+        else:
+            before = base
+            below = gl.maximum(below, gl.max(gl.where(own < exponent, own, -1), 0))
+            first += 32
+            if first > num_seqs:
+                exponent = below
+                below = -1
+                first = 0
+    return (exponent, below, first, before), seq, base, start, q_len
+
+
+@gluon.jit
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
              window, parts, together, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q16: gl.constexpr,
@@ -883,8 +939,8 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
     stage = 0
     phase = 1
     item = 0
-    # Items in order: sequence by sequence; in one, `together` heads at a time (whose K and V L2 holds), of these the last block of
-    # queries first, which sees most keys.
+    # Items in order: sequence by sequence, of a ragged batch those of many keys first; in one, `together` heads at a time (whose K and V
+    # L2 holds), of these the last block of queries first, which sees most keys.
     claim = gl.program_id(0)
     part = 0
     if SPLIT:
@@ -893,9 +949,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
     seq = 0
     base = 0  # items before this sequence
     start = 0
+    place = _outset()
     if cu_ptr is not None:
-        start = gl.load(cu_ptr)
-        q_len = gl.load(cu_ptr + 1) - start
+        q_len = 0
         seqs = num_seqs + 1  # rows behind the last sequence belong to one more, that has no keys
         heads = num_q_heads
     else:
@@ -904,14 +960,15 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         heads = num_seqs * num_q_heads
     blocks = (q_len + BLOCK - 1) // BLOCK
     while (seq < seqs) & (claim >= base + blocks * heads):
-        base += blocks * heads
-        seq += 1
-        if cu_ptr is not None:
-            start = gl.load(cu_ptr + gl.minimum(seq, num_seqs))
-            q_len = gl.where(seq < num_seqs, gl.load(cu_ptr + gl.minimum(seq + 1, num_seqs)), num_tokens) - start
+        if cu_ptr is None:
+            base += blocks * heads
+            seq += 1
+        else:
+            place, seq, base, start, q_len = _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window, BLOCK)
             blocks = (q_len + BLOCK - 1) // BLOCK
     while seq < seqs:
-        ticket = _claim(counter_ptr, LANES)
+        if cu_ptr is None:
+            ticket = _claim(counter_ptr, LANES)
         rest = claim - base
         lot = rest // (together * blocks)
         rest -= lot * together * blocks
@@ -1006,17 +1063,19 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             fetch_v(v_d, here, v_full.index(stage), v_s, stage, STAGES)
             stage, phase = advance(stage, phase, STAGES)
         item += 1
+        if cu_ptr is not None:  # not before: items differ, and who has just begun a long one would keep the next from others
+            ticket = _claim(counter_ptr, LANES)
         lane = gl.arange(0, 32, LANES)
         claim = gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
         if SPLIT:
             part = claim % parts
             claim = claim // parts
         while (seq < seqs) & (claim >= base + blocks * heads):
-            base += blocks * heads
-            seq += 1
-            if cu_ptr is not None:
-                start = gl.load(cu_ptr + gl.minimum(seq, num_seqs))
-                q_len = gl.where(seq < num_seqs, gl.load(cu_ptr + gl.minimum(seq + 1, num_seqs)), num_tokens) - start
+            if cu_ptr is None:
+                base += blocks * heads
+                seq += 1
+            else:
+                place, seq, base, start, q_len = _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window, BLOCK)
                 blocks = (q_len + BLOCK - 1) // BLOCK
     if SPLIT:
         claim = claim * parts + part
