@@ -2,7 +2,7 @@
 
 Microseconds of the host's time; the GPU has so little to do that its queue stays empty. Hosts differ (by half, seen on lent machines of
 one kind), and one is not always at rest: so all calls take turns, the least mean of many short turns counts, and `torch.relu`, which takes
-its turn with them, is the yardstick that `tests/test_launch.py` holds the others to. Rows go to results/h100/overhead.json.
+its turn with them, tells how fast the host was. Rows go to results/h100/overhead.json; `tests/test_launch.py` holds them to their bounds.
 """
 
 from __future__ import annotations

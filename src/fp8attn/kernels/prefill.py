@@ -1250,6 +1250,8 @@ def attention(
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     out = own(torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device))
     lse = own(torch.empty(*rows, dtype=torch.float32, device=device))
+    if out.stride(-1) != 1:  # queries whose strides overlap, or say nothing of dimensions of one element, may have no layout to copy
+        out = own(torch.empty(shape, dtype=dtype, device=device))
     if not q.numel():
         return out, lse
     if not num_pages or not table.shape[1]:  # no keys anywhere
