@@ -10,6 +10,7 @@ import math
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -236,37 +237,43 @@ def plot_wan() -> None:
 
 
 def plot_needle() -> None:
-    """Right answers at the greatest length by what is planted, and heat maps of every system by length and depth."""
+    """Right answers by what is planted, where most systems were asked, and heat maps by length and depth of those asked at all lengths."""
     task, rows = "niah_multikey_2", read("needle")
-    length = max(int(match[1]) for case, _ in rows if (match := re.fullmatch(rf"{task}-S(\d+)", case)))
-    cases = [f"{task}-stress{n}-S{length}" if n else f"{task}-S{length}" for n in range(len(STRENGTHS))]
-    figure, axes = plt.subplots(figsize=(11, 3.8), layout="constrained")
-    at = 0.0
-    for case, strength in zip(cases, STRENGTHS, strict=True):
-        here = [row for (name, _), row in rows.items() if name == case]
-        if not here:
-            continue
-        for row in here:
+    asked = Counter(int(match[1]) for case, _ in rows if (match := re.fullmatch(rf"{task}-S(\d+)", case)))
+    length = max(asked, key=lambda length: (asked[length], length))
+    panels = []
+    for n, strength in enumerate(STRENGTHS):
+        case = f"{task}-stress{n}-S{length}" if n else f"{task}-S{length}"
+        what = f"V {strength.offset:g} σ off zero, outlier channels × {strength.outlier:g}" if strength.offset else "as trained"
+        panels.append((what, [row for (name, _), row in rows.items() if name == case]))
+    panels = [(what, here) for what, here in panels if here]
+    figure, grid = plt.subplots(
+        -(-len(panels) // 2), 2, figsize=(12, 2.9 * -(-len(panels) // 2)), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (what, here) in zip(grid.flat, panels, strict=False):
+        for at, row in enumerate(here):
             impl, share, (low, high) = row["impl"], row["accuracy"], row["interval"]
             kernel, _, options = impl.partition(":")
             axes.bar(at, share, 0.85, color=COLOURS[kernel], hatch=HATCHES[options], edgecolor="white", lw=0)
             axes.errorbar(at, share, [[max(0, share - low)], [max(0, high - share)]], color="#333333", lw=1, capsize=2)
-            axes.text(at, 1.03, f"{share:.1%}", ha="center", fontsize=8)
-            axes.text(at, -0.04, "\n".join((*impl.replace(":", "+").split("+"), f"({row['samples']})")), ha="center", va="top", fontsize=8)
-            at += 1
-        what = f"V {strength.offset:g} σ off zero, outlier channels × {strength.outlier:g}" if strength.offset else "as trained"
-        axes.text(at - len(here) / 2 - 0.5, 1.13, what, ha="center", fontsize=9)
-        at += 0.8
-    axes.set_ylim(0, 1.22)
-    axes.set_xticks([])
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.spines["bottom"].set_visible(False)
-    title = f"RULER {task} at {thousands(length)}: right answers, 95% intervals, (samples)"
-    axes.set_title(title, loc="left", fontsize=10)
+            axes.text(at, 1.05, f"{share:.1%}", ha="center", fontsize=8)
+            words = impl.replace("fp8attn-", "fp8attn\n").replace("-fa3-fp8", "\nfa3-fp8").replace(":", "\n").replace("+", "\n")
+            axes.text(at, -0.05, f"{words}\n({row['samples']})", ha="center", va="top", fontsize=7.5)
+        axes.set_title(what, loc="left", fontsize=9)
+        axes.set_xlim(-0.6, max(len(here), 6) - 0.4)
+        axes.set_ylim(0, 1.15)
+        axes.set_xticks([])
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        axes.spines["bottom"].set_visible(False)
+    figure.suptitle(f"RULER {task} at {thousands(length)}: right answers, 95% intervals, (samples)", fontsize=11)
     save(figure, "retrieval")
-    outcomes = [outcome for outcome in load_outcomes(file_of("needle").with_suffix(".jsonl.xz")) if outcome.task == task]
-    outcomes.sort(key=lambda outcome: list(dict.fromkeys(impl for _, impl in rows)).index(outcome.cache))
+    impls = [impl for impl in dict.fromkeys(impl for _, impl in rows) if all((f"{task}-S{length}", impl) in rows for length in asked)]
+    outcomes = load_outcomes(file_of("needle").with_suffix(".jsonl.xz"))
+    outcomes = [outcome for outcome in outcomes if outcome.task == task and outcome.cache in impls]
+    outcomes.sort(key=lambda outcome: impls.index(outcome.cache))
     save(needle_maps(outcomes, heading=f"RULER {task}: right answers by length and depth"), "retrieval_maps")
 
 

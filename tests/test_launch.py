@@ -82,17 +82,19 @@ def test_plans_are_of_all_that_launches_depend_on(launches):
 OVERHEAD = TESTS.parent / "results/h100/overhead.json"
 BOUNDS = {  # us of the CPU, checks included
     "attention of 1 query": 30,
-    "attention of 64 queries": 45,  # two launches for one: what is not there yet must not get worse
+    "attention of 64 queries": 45,
+    "attention of 64 queries over 4,096 tokens, in parts": 45,  # two launches for one
     "append of 1 token": 30,
     "launch": 30,
     "scaled_dot_product_attention of 256 tokens": 60,
     "rope_scaled_dot_product_attention of 256 tokens": 60,
 }
-MISSED = pytest.mark.xfail(strict=True, reason="54 and 92 us on a host where torch.relu takes 9.5; 28 and 43 on one where it takes 6.5")
+MISSED = {"attention of 1 query": 37, "attention of 64 queries over 4,096 tokens, in parts": 63}  # on a host where torch.relu takes 7.9
+CASES = [pytest.param(case, marks=pytest.mark.xfail(strict=True) if case in MISSED else ()) for case in BOUNDS]
 
 
 @pytest.mark.skipif(not OVERHEAD.exists(), reason="not measured yet")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MISSED if case.startswith("attention") else ()) for case in BOUNDS])
+@pytest.mark.parametrize("case", CASES)
 def test_calls_cost_the_cpu_little(case):
     calls = {row["case"]: row["us"] for row in json.loads(OVERHEAD.read_text())["rows"] if row["impl"] == "fp8attn"}
     assert set(calls) == set(BOUNDS) and calls[case] < BOUNDS[case]
