@@ -33,7 +33,7 @@ from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from fp8attn import KVPages, kernels, ops  # noqa: E402
 from fp8attn.kernels import combine, decode, prefill, replay  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
-from fp8attn.kernels.launch import Constants, PerStream, Tiles, View, launch, own  # noqa: E402
+from fp8attn.kernels.launch import Constants, PerStream, Tiles, View, is_direct, launch, own  # noqa: E402
 from fp8attn.kernels.replay import Replay, Replays  # noqa: E402
 from fp8attn.layout import FP8  # noqa: E402
 
@@ -89,34 +89,37 @@ def replayed(launches: list, compiled: dict) -> dict:
 
     `launches` grows by one for each launch that goes Triton's ordinary way, whose kernel is then `compiled["last"]`.
     """
-    zeros, asked = torch.zeros(4), []
+    zeros, asked, calls = torch.zeros(4), [], []
     counter = PerStream(lambda device: asked.append(device) or zeros, DEVICE)
-    constants = Constants(DEVICE, D=128, FLAG=False, num_warps=4)
+    constants = cache(lambda case: Constants(DEVICE, D=128, FLAG=False, num_warps=4))  # nothing is learnt of them yet
+    replay.is_direct = lambda device: is_direct(DEVICE)  # for tensors of a CPU
 
-    def function(pool: torch.Tensor, x: torch.Tensor, scale: float, elsewhere: str) -> torch.Tensor:
+    def function(pool: torch.Tensor, x: torch.Tensor, scale: float, case: str) -> torch.Tensor:
+        calls.append(case)
         between, pages = own(torch.empty(256)), own(torch.empty(8192, dtype=torch.uint8).view(FP8))
         out = own(torch.empty_like(x))
         k, v = Tiles(pool, ROWS), Tiles(pages, View((64, 128), (128, 1), (64, 128), swizzled=False))
-        launch(kernel, (3, 2), (x if elsewhere != "copied" else x.clone(), 16, k, counter, v, between, 77, scale), constants)
-        launch(kernel, (1,), (between, 16, k, counter, v, out, 77, scale), constants)
-        return out if elsewhere != "result" else out + 1
+        given = constants(case)
+        launch(kernel, (3, 2), (x if case != "copied" else x.clone(), 16, k, counter, v, between, 77, scale), given)
+        launch(kernel, (1,), (between, 16, k, counter, v, out, 77, scale), given)
+        return out if case != "result" else out + 1
 
     replays = Replays(function)
     rows = {}
     (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0  # of a kernel that is not compiled yet
-    function(torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256), 0.5, "")
+    function(torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256), 0.5, "compiled")
     expect(compiled["last"])
-    for elsewhere in ("", "copied", "result"):
-        for _ in range(4):  # compiled, recorded, replayed twice
+    for case in ("launches", "copied", "result"):
+        calls.clear()
+        for _ in range(5):
             given = torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256)
             before = len(launches)
             asked.clear()
-            out = replays(given, (0.5, elsewhere))
-        [kind] = [found for key, found in replays.known.items() if key[0] == (0.5, elsewhere)]
+            out = replays(given, (0.5, case))
         addresses = {int.from_bytes(bytes.fromhex(x[:16]), "little") for x in noted(compiled["last"])["parameters"] if len(x) >= 16}
         held = {"pool": given[0], "out": out, "counter": zeros, "x": given[1]}
-        rows[elsewhere or "launches"] = {
-            "replayed": isinstance(kind, Replay), "ordinary": len(launches) - before, "asked": len(asked),
+        rows[case] = {
+            "called": len(calls), "ordinary": len(launches) - before, "asked": len(asked),
             "takes": [name for name, tensor in held.items() if tensor.data_ptr() in addresses],
         }  # fmt: skip
     return rows

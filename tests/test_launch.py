@@ -52,8 +52,8 @@ def test_other_arguments_go_to_triton(launches):
 def test_calls_are_replayed_if_launches_are_all(launches):
     """On addresses of the call's own; the function is called no more, but asks for its counters (two launches a call)."""
     rows = launches["rows"]["replayed"]
-    assert rows["launches"] == {"replayed": True, "ordinary": 0, "asked": 2, "takes": ["pool", "out", "counter"]}
-    assert not rows["copied"]["replayed"] and not rows["result"]["replayed"]  # torch copied an input, or made the result
+    assert rows["launches"] == {"called": 2, "ordinary": 0, "asked": 2, "takes": ["pool", "out", "counter"]}  # of five: learnt, recorded
+    assert rows["copied"]["called"] == rows["result"]["called"] == 5  # torch copied an input, or made the result
 
 
 @pytest.mark.parametrize(("case", "made", "most"), [("1 query", 1, 38), ("256 queries", 1, 42), ("64 queries in parts", 2, 54)])
