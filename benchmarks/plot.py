@@ -240,16 +240,15 @@ def plot_needle() -> None:
     """Right answers by what is planted, where most systems were asked, and heat maps by length and depth of those asked at all lengths."""
     task, rows = "niah_multikey_2", read("needle")
     asked = Counter(int(match[1]) for case, _ in rows if (match := re.fullmatch(rf"{task}-S(\d+)", case)))
-    length = max(asked, key=lambda length: (asked[length], length))
+    length = max(asked, key=lambda n: (asked[n], n))
     panels = []
     for n, strength in enumerate(STRENGTHS):
         case = f"{task}-stress{n}-S{length}" if n else f"{task}-S{length}"
         what = f"V {strength.offset:g} σ off zero, outlier channels × {strength.outlier:g}" if strength.offset else "as trained"
-        panels.append((what, [row for (name, _), row in rows.items() if name == case]))
-    panels = [(what, here) for what, here in panels if here]
-    figure, grid = plt.subplots(
-        -(-len(panels) // 2), 2, figsize=(12, 2.9 * -(-len(panels) // 2)), squeeze=False, sharey=True, layout="constrained"
-    )
+        if here := [row for (name, _), row in rows.items() if name == case]:
+            panels.append((what, here))
+    lines = -(-len(panels) // 2)
+    figure, grid = plt.subplots(lines, 2, figsize=(12, 2.9 * lines), squeeze=False, sharey=True, layout="constrained")
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (what, here) in zip(grid.flat, panels, strict=False):
@@ -270,7 +269,7 @@ def plot_needle() -> None:
         axes.spines["bottom"].set_visible(False)
     figure.suptitle(f"RULER {task} at {thousands(length)}: right answers, 95% intervals, (samples)", fontsize=11)
     save(figure, "retrieval")
-    impls = [impl for impl in dict.fromkeys(impl for _, impl in rows) if all((f"{task}-S{length}", impl) in rows for length in asked)]
+    impls = [impl for impl in dict.fromkeys(impl for _, impl in rows) if all((f"{task}-S{n}", impl) in rows for n in asked)]
     outcomes = load_outcomes(file_of("needle").with_suffix(".jsonl.xz"))
     outcomes = [outcome for outcome in outcomes if outcome.task == task and outcome.cache in impls]
     outcomes.sort(key=lambda outcome: impls.index(outcome.cache))
