@@ -682,9 +682,22 @@ def _keep_rest(rest_s, q16_s, q_factor, scale):
 
 
 @gluon.jit
-def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr,
+def _log2(x):
+    """Of a normal `x`: one instruction, where Triton's cares for the range."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _reciprocal(x):
+    """Of a normal `x`, likewise: what Triton divides by comes to the same bits."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _write(out_ptr, v_mean, acc, inverse, share, unseen, blind, count, stride, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr,
            D: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
-    """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key."""
+    """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key; `blind` is whether
+    there are any, or None where there may be."""
     if first < DH:
         OUT: gl.constexpr = acc.type.layout
         v_mean = _mean(v_mean, first, N, DH, D, gl.SliceLayout(0, OUT))
@@ -695,7 +708,11 @@ def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: g
             y = acc * inverse + v_mean[None, :] * share
         else:
             y = acc * inverse + v_mean[None, :]
-        y = gl.where(unseen, 0.0, y).to(out_ptr.dtype.element_ty)
+        if blind is None:
+            y = gl.where(unseen, 0.0, y)
+        elif blind:  # volatile moves, or the branch would become the 64 selections that it saves
+            y = gl.where(unseen, 0.0, _pin(y))
+        y = y.to(out_ptr.dtype.element_ty)
         if D < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
             y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
         row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
@@ -734,6 +751,10 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
         hi_min = position + WG * ROWS + ((1 - causal) << 30)
         hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
+        if LO or SPLIT:
+            blind = None  # a row between others may see no key
+        else:
+            blind = hi_min < 0  # the first row sees fewest
         few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
         if D < 256:
             k_mean = means_s.index(slot)
@@ -803,8 +824,8 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
 
         count = _field(info_s, slot, COUNT) - WG * ROWS
         head = _field(info_s, slot, HEAD)
-        batch = _field(info_s, slot, BATCH).to(gl.int64)
-        token = _field(info_s, slot, TOKEN).to(gl.int64) + WG * ROWS
+        batch = _field(info_s, slot, BATCH)
+        token = _field(info_s, slot, TOKEN) + WG * ROWS
         unseen = z < 1.0  # a largest weight is 2^8; masked ones are 0 or 2^-117, and a sum with a NaN in it is not small
         v_scale = _number(last_s.index(slot))
         if CAP:
@@ -818,32 +839,32 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             total = weights + gl.exp2(sink - top_m + P_SHIFT)
             inverse = gl.exp2(m - top_m) * v_scale / total
             share = weights / total
-            lse = (gl.where(unseen, sink, top_m - P_SHIFT + gl.log2(total)) + shift) * LN2
+            lse = (gl.where(unseen, sink, top_m - P_SHIFT + _log2(total)) + shift) * LN2
         else:
-            inverse = v_scale / z
+            inverse = v_scale * _reciprocal(z)
             share = inverse
-            lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
+            lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + _log2(z) + shift) * LN2)
         here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        lse_at = (batch * num_tokens + token) * num_q_heads + head
+        lse_at = (batch * num_tokens + token).to(gl.int64) * num_q_heads + head
         if SPLIT:  # as `combine` takes it
-            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + gl.log2(z))
+            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + _log2(z))
             gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
         gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
         # Strides come in units of 16 bytes: that they are multiples makes for wide stores.
         out_stride_b, out_stride_t, out_stride_h = out_strides
-        out = out_ptr + (batch * out_stride_b + token * out_stride_t + head.to(gl.int64) * out_stride_h) * 8
+        out = out_ptr + (batch.to(gl.int64) * out_stride_b + token.to(gl.int64) * out_stride_t + head.to(gl.int64) * out_stride_h) * 8
         if D < 256:
             v_mean = means_s.index(2 + slot)
         else:
             v_mean = v_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
         if D == 256:
-            _write(out, v_mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a1, inverse, share, unseen, count, out_stride_t * 8, D // 4, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a2, inverse, share, unseen, count, out_stride_t * 8, D // 2, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a3, inverse, share, unseen, count, out_stride_t * 8, D // 4 * 3, D // 4, DH, D, SHARE)
+            _write(out, v_mean, a0, inverse, share, unseen, blind, count, out_stride_t * 8, 0, D // 4, DH, D, SHARE)
+            _write(out, v_mean, a1, inverse, share, unseen, blind, count, out_stride_t * 8, D // 4, D // 4, DH, D, SHARE)
+            _write(out, v_mean, a2, inverse, share, unseen, blind, count, out_stride_t * 8, D // 2, D // 4, DH, D, SHARE)
+            _write(out, v_mean, a3, inverse, share, unseen, blind, count, out_stride_t * 8, D // 4 * 3, D // 4, DH, D, SHARE)
         else:
-            _write(out, v_mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, D, DH, D, SHARE)
+            _write(out, v_mean, a0, inverse, share, unseen, blind, count, out_stride_t * 8, 0, D, DH, D, SHARE)
         item += 1
         mbarrier.wait(q_full.index(WG), item & 1)
         tiles = _field(info_s, item & 1, TILES)
