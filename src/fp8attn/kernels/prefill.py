@@ -94,7 +94,10 @@ cvt.f32.f16 x0, h0; cvt.f32.f16 x1, h1; cvt.f32.f16 x2, h2; cvt.f32.f16 x3, h3;
 sub.f32 x0, $1, x0; sub.f32 x1, $2, x1; sub.f32 x2, $3, x2; sub.f32 x3, $4, x3;
 cvt.rn.satfinite.e4m3x2.f32 lo, x1, x0; cvt.rn.satfinite.e4m3x2.f32 hi, x3, x2; mov.b32 $0, {lo, hi}; }""")
 
-
+# Pairs of 16-bit numbers: the larger magnitudes, with any sign, a NaN only of two; BF16 in FP32, for which Triton takes three instructions.
+LARGER_BF16 = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
+LARGER_FP16 = gl.constexpr("max.xorsign.abs.f16x2 $0, $1, $2;")
+BF16_TO_FP32 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 # RoPE of a pair: every product and sum rounds by itself, as torch's do.
 TURN_PAIR = gl.constexpr("""{ .reg .f32 x, y; mul.rn.f32 x, $2, $4; mul.rn.f32 y, $3, $5; sub.rn.f32 $0, x, y;
 mul.rn.f32 x, $3, $4; mul.rn.f32 y, $2, $5; add.rn.f32 $1, x, y; }""")
@@ -647,14 +650,37 @@ def _mean(mean, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr, D: gl.co
 
 
 @gluon.jit
+def _largest(x):
+    """The largest magnitude of each row of 16-bit numbers, in FP32; NaN counts for nothing. Two at a time, while a thread has so many."""
+    if x.shape[1] > 16:
+        a, b = x.reshape([ROWS, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+        LARGER: gl.constexpr = LARGER_BF16 if x.dtype == gl.bfloat16 else LARGER_FP16
+        return _largest(gl.inline_asm_elementwise(LARGER, "=r,r,r", [a, b], dtype=x.dtype, is_pure=True, pack=2))
+    else:
+        return gl.max(gl.abs(x.to(gl.float32)), 1)
+
+
+@gluon.jit
+def _widen(x):
+    """16-bit numbers in FP32."""
+    if x.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(BF16_TO_FP32, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        y = x.to(gl.float32)
+    return y
+
+
+@gluon.jit
 def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
     """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
     k_mean = _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))
     if Q16:
-        x = q16_s.load(A).to(gl.float32)
-        bits = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
+        x = q16_s.load(A)
+        largest = gl.convert_layout(_largest(x), gl.SliceLayout(1, A), assert_trivial=True)
+        x = _widen(x)
+        bits = largest.to(gl.int32, bitcast=True)
         # numerics.power_of_two_scale, in bits
         exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
         exponent = gl.minimum(gl.maximum(exponent, -60), 120)
@@ -677,7 +703,7 @@ def _keep_rest(rest_s, q16_s, q_factor, scale):
     # scale / q_factor, a power of two
     up = scale.to(gl.int32, bitcast=True) - q_factor.to(gl.int32, bitcast=True) + 0x3F800000
     up = gl.convert_layout(up.to(gl.float32, bitcast=True), gl.SliceLayout(1, A), assert_trivial=True)
-    rest_s.store(_rest_to_fp8(q16_s.load(A).to(gl.float32) * up[:, None]))
+    rest_s.store(_rest_to_fp8(_widen(q16_s.load(A)) * up[:, None]))
     fence_async_shared()
 
 
