@@ -33,6 +33,8 @@ from .gluon import (
     gluon,
     mbarrier,
     reinterpret,
+    send,
+    send_wait,
     sync,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -720,10 +722,23 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _write(out_ptr, v_mean, acc, inverse, share, unseen, blind, count, stride, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr,
-           D: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
+def _send(out_d, out_s, at, y):
+    """A warpgroup's rows of the output by TMA, which leaves out what lies behind a sequence's last query or the last channel."""
+    SHAPE: gl.constexpr = [ROWS, y.shape[1]]
+    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, out_d.dtype)
+    send_wait(0)  # who sent the item before waits until it has left this memory,
+    sync()  # and the others for them
+    reinterpret(out_s, out_d.dtype, SHAPE, FLAT).store(y.to(out_d.dtype))
+    fence_async_shared()  # each thread shows TMA what it wrote,
+    sync()  # before some start the copy
+    send(out_d, at, out_s)
+
+
+@gluon.jit
+def _write(out, at, v_mean, acc, inverse, share, unseen, blind, count, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr,
+           D: gl.constexpr, SHARE: gl.constexpr, WG: gl.constexpr):  # fmt: skip
     """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key; `blind` is whether
-    there are any, or None where there may be."""
+    there are any, or None where there may be. `at` is where the rows begin: batch, token, head."""
     if first < DH:
         OUT: gl.constexpr = acc.type.layout
         v_mean = _mean(v_mean, first, N, DH, D, gl.SliceLayout(0, OUT))
@@ -738,20 +753,27 @@ def _write(out_ptr, v_mean, acc, inverse, share, unseen, blind, count, stride, f
             y = gl.where(unseen, 0.0, y)
         elif blind:  # volatile moves, or the branch would become the 64 selections that it saves
             y = gl.where(unseen, 0.0, _pin(y))
-        y = y.to(out_ptr.dtype.element_ty)
-        if D < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
-            y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
-        channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
-        mask = (row < count)[:, None]
-        if first + N > DH:
-            mask = mask & (channel < DH)[None, :]
-        gl.store(out_ptr + (row * stride)[:, None] + channel[None, :], y, mask=mask)
+        out_d, out_s, out_ptr, stride_b, stride_t, stride_h = out
+        batch, token, head = at
+        if out_d is not None:
+            _send(out_d, out_s.index(WG), [batch, token, head, 0], y)
+        else:
+            y = y.to(out_ptr.dtype.element_ty)
+            if D < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
+                y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
+            row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
+            channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
+            mask = (row < count)[:, None]
+            if first + N > DH:
+                mask = mask & (channel < DH)[None, :]
+            # Strides come in units of 16 bytes: that they are multiples makes for wide stores.
+            out_ptr += (batch.to(gl.int64) * stride_b + token.to(gl.int64) * stride_t + head.to(gl.int64) * stride_h) * 8
+            gl.store(out_ptr + (row * (stride_t * 8))[:, None] + channel[None, :], y, mask=mask)
 
 
 @gluon.jit
-def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-              sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, WG: gl.constexpr,
+def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr, v_mean_ptr,
+              sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, WG: gl.constexpr,
               WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
               LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
               STEP: gl.constexpr):  # fmt: skip
@@ -877,23 +899,23 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
         gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
-        # Strides come in units of 16 bytes: that they are multiples makes for wide stores.
-        out_stride_b, out_stride_t, out_stride_h = out_strides
-        out = out_ptr + (batch.to(gl.int64) * out_stride_b + token.to(gl.int64) * out_stride_t + head.to(gl.int64) * out_stride_h) * 8
+        at = (batch, token, head)
         if D < 256:
             v_mean = means_s.index(2 + slot)
         else:
             v_mean = v_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
         if D == 256:
-            _write(out, v_mean, a0, inverse, share, unseen, blind, count, out_stride_t * 8, 0, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a1, inverse, share, unseen, blind, count, out_stride_t * 8, D // 4, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a2, inverse, share, unseen, blind, count, out_stride_t * 8, D // 2, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a3, inverse, share, unseen, blind, count, out_stride_t * 8, D // 4 * 3, D // 4, DH, D, SHARE)
+            _write(out, at, v_mean, a0, inverse, share, unseen, blind, count, 0, D // 4, DH, D, SHARE, WG)
+            _write(out, at, v_mean, a1, inverse, share, unseen, blind, count, D // 4, D // 4, DH, D, SHARE, WG)
+            _write(out, at, v_mean, a2, inverse, share, unseen, blind, count, D // 2, D // 4, DH, D, SHARE, WG)
+            _write(out, at, v_mean, a3, inverse, share, unseen, blind, count, D // 4 * 3, D // 4, DH, D, SHARE, WG)
         else:
-            _write(out, v_mean, a0, inverse, share, unseen, blind, count, out_stride_t * 8, 0, D, DH, D, SHARE)
+            _write(out, at, v_mean, a0, inverse, share, unseen, blind, count, 0, D, DH, D, SHARE, WG)
         item += 1
         mbarrier.wait(q_full.index(WG), item & 1)
         tiles = _field(info_s, item & 1, TILES)
+    if out[0] is not None:
+        send_wait(0)  # a CTA's shared memory ends with it
 
 
 # Work, and its bytes
@@ -1146,15 +1168,14 @@ NUMBERS = (
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
-def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
-             left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-             table_width, causal, window, parts, together, plane, scale, cap, cos_ptr, sin_ptr, angle_stride_b, angle_stride_t,
-             DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
-             CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr, STEP: gl.constexpr,
-             REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr,
+             sinks_ptr, left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
+             num_kv_heads, table_width, causal, window, parts, together, plane, scale, cap, cos_ptr, sin_ptr, angle_stride_b,
+             angle_stride_t, DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr,
+             LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
+             STEP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
     gdc_wait()  # launched while the kernel before ends: everything else is after it
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
-    out_strides = (out_stride_b, out_stride_t, out_stride_h)
     rope = (cos_ptr, sin_ptr, angle_stride_b, angle_stride_t)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
     TURNS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
@@ -1184,6 +1205,11 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     last_s = gl.allocate_shared_memory(gl.float32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shift_s = gl.allocate_shared_memory(gl.float32, [WGS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     factor_s = gl.allocate_shared_memory(gl.float32, [WGS, 64] if WGS == 3 else [WGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if out_d is not None:
+        out_s = gl.allocate_shared_memory(out_d.dtype, [WGS, 1, ROWS, 1, D], out_d.layout)
+    else:
+        out_s: gl.constexpr = None
+    out = (out_d, out_s, out_ptr, out_stride_b, out_stride_t, out_stride_h)
     q_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -1202,11 +1228,11 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     bars = (k_full, k_empty, v_full, v_empty)
     if WGS == 2:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
                          D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
                          D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
@@ -1214,14 +1240,14 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
                          D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
                          D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 2, WGS, DH,
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 2, WGS, DH,
                          D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
@@ -1310,7 +1336,7 @@ def attention(
         if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
             rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
-    queries, width, part, splits, grid, counter, numbers, angle_strides, given = plan(
+    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, given = plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
         window, softcap > 0, leftpad_k is not None, rope,
     )  # fmt: skip
@@ -1321,7 +1347,8 @@ def attention(
         target_lse = own(torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device))
     args = (
         Tiles(q, queries), *tiles(pages, width, part),
-        target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        *((None, target) if outputs is None else (Tiles(out, outputs), None)),
+        target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
         *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
     )  # fmt: skip
@@ -1335,6 +1362,7 @@ class Plan(NamedTuple):
     """What the host works out of a problem's shape, once."""
 
     queries: View
+    outputs: View | None  # the output, where TMA stores it
     width: int  # head_dim, padded
     part: int  # V's channels in one product
     splits: int  # parts of the keys, which `combine` puts together
@@ -1392,6 +1420,10 @@ def plan(
         window or NO_WINDOW, splits, together, splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
+    outputs = None
+    # Ragged blocks end where the next sequence's rows begin, parts are in FP32, and head_dim 256 leaves no shared memory.
+    if not ragged and splits == 1 and width < 256:
+        outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     given = constants(
         "prefill", device, DH=head_dim, D=width, WGS=cut.warpgroups, STAGES=cut.stages, CUBICS=cut.cubics, LO=window > 0 or leftpad,
         CAP=softcap, SPLIT=splits > 1, HALF=half, INTERLEAVED=interleaved and half > 0, STEP=step, REGS=cut.regs, FEED=cut.feed,
@@ -1399,7 +1431,7 @@ def plan(
     )  # fmt: skip
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
-    return Plan(queries, width, width // cut.parts, splits, grid, PerStream(_counter, device), numbers, angles, given)
+    return Plan(queries, outputs, width, width // cut.parts, splits, grid, PerStream(_counter, device), numbers, angles, given)
 
 
 def turns(rope_cos: torch.Tensor) -> bool:
