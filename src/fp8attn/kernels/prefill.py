@@ -1053,6 +1053,19 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             batch = owner
         held = gl.minimum(owner, num_seqs - 1)
         length = gl.load(lens_ptr + held)
+        kv_head = head // group
+        # What asks for no length is on its way before that is there. A copy may land before its barrier expects it: the phase does not end
+        # without that arrival, and until then the count of bytes is below zero.
+        slot = item & 1
+        for i in gl.static_range(WGS):
+            mbarrier.wait(q_empty.index(i), slot ^ 1)
+        if D < 256:
+            channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
+            mean = (held * num_kv_heads + kv_head) * DH + channel
+            fetch_words(means_s.index(slot), k_mean_ptr + mean, mask=channel < DH)  # zeros where the mask is not
+            fetch_words(means_s.index(2 + slot), v_mean_ptr + mean, mask=channel < DH)
+        for i in gl.static_range(WGS):
+            fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i if Q16 else slot * WGS + i))
         length = gl.where(owner < num_seqs, length, 0)
         count = gl.minimum(q_len - block * BLOCK, BLOCK)
         position = length - q_len + block * BLOCK
@@ -1074,19 +1087,10 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             bottom = gl.minimum(bottom, last)
             last = gl.minimum(bottom + tiles - 1, last)
             slab += part * (num_seqs if cu_ptr is None else 1)
-        # The first tile's page, scales, and the next one's page.
+        # The first tile's page, and the next one's; the item is announced while they come, the scales asked for when they have.
         table = table_ptr + held.to(gl.int64) * table_width
         page = gl.load(table + last)
         ahead = gl.load(table + gl.maximum(last - 1, bottom))
-        kv_head = head // group
-        at = page * num_kv_heads + kv_head
-        k_scale = gl.where(length > 0, gl.load(k_scale_ptr + at + none), 1.0)  # an empty sequence's page is anybody's
-        v_scale = gl.load(v_scale_ptr + at + none)
-        before = v_scale + 0.0  # no alias: Triton 3.6 would not see that the loop changes it
-
-        slot = item & 1
-        for i in gl.static_range(WGS):
-            mbarrier.wait(q_empty.index(i), slot ^ 1)
         _put(info_s, slot, TILES, last - bottom + 1)
         _put(info_s, slot, LAST, last)
         _put(info_s, slot, BATCH, slab)
@@ -1101,17 +1105,18 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             _put(info_s, slot, ANGLES, batch)
         sync()
         if D < 256:
-            channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
-            mean = (held * num_kv_heads + kv_head) * DH + channel
-            fetch_words(means_s.index(slot), k_mean_ptr + mean, mask=channel < DH)  # zeros where the mask is not
-            fetch_words(means_s.index(2 + slot), v_mean_ptr + mean, mask=channel < DH)
             for i in gl.static_range(WGS):
                 arrive_with_words(q_full.index(i))
         for i in gl.static_range(WGS):
             mbarrier.expect(q_full.index(i), ROWS * D * (q_d.dtype.primitive_bitwidth // 8))
-            fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i if Q16 else slot * WGS + i))
+        at = page * num_kv_heads + kv_head
+        k_scale = gl.load(k_scale_ptr + at + none, mask=none + length > 0, other=1.0)  # an empty sequence's page is anybody's
+        v_scale = gl.load(v_scale_ptr + at + none)
+        # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
+        before = gl.load(v_scale_ptr + at + none, cache_modifier=".ca")
         for j in range(last - bottom + 1):
             mbarrier.wait(k_empty.index(stage), phase)
+            fetch_k(k_d, at, k_full.index(stage), k_s.index(stage))  # before its scale is there
             # Beside the tile: its scale of K, and the V scale of the tile before in units of its own.
             scale_s.index(stage).store(k_scale)
             # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
@@ -1121,7 +1126,6 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             before = v_scale
             sync()  # one lane's arrival announces what all lanes wrote
             mbarrier.expect(k_full.index(stage), TILE * D)
-            fetch_k(k_d, at, k_full.index(stage), k_s.index(stage))
             here = at
             at = ahead * num_kv_heads + kv_head
             k_scale = gl.load(k_scale_ptr + at + none)
