@@ -1178,7 +1178,6 @@ def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k
              angle_stride_t, DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr,
              LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
              STEP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
-    gdc_wait()  # launched while the kernel before ends: everything else is after it
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
     rope = (cos_ptr, sin_ptr, angle_stride_b, angle_stride_t)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
@@ -1230,6 +1229,7 @@ def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k
         mbarrier.init(v_empty.index(i), WGS)
     q_bars = (q_full, q_empty)
     bars = (k_full, k_empty, v_full, v_empty)
+    gdc_wait()  # launched while the kernel before ends: from here on memory is read that it wrote, and written that it read
     if WGS == 2:
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
