@@ -673,11 +673,11 @@ def _widen(x):
 
 
 @gluon.jit
-def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
-    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
+def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr, SHIFT: gl.constexpr):
+    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and with SHIFT their scores against K's means (in powers
+    of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
-    k_mean = _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))
     if Q16:
         x = q16_s.load(A)
         largest = gl.convert_layout(_largest(x), gl.SliceLayout(1, A), assert_trivial=True)
@@ -693,7 +693,10 @@ def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: g
     else:
         x = q_s.load(A).to(gl.float32)
         q_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
-    shift = gl.sum(x * k_mean[None, :], 1) * scale
+    if SHIFT:
+        shift = gl.sum(x * _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))[None, :], 1) * scale
+    else:
+        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
     row: gl.constexpr = gl.SliceLayout(1, S)
     return gl.convert_layout(q_factor, row, assert_trivial=True), gl.convert_layout(shift, row, assert_trivial=True)
 
@@ -776,7 +779,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
               sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, WG: gl.constexpr,
               WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
               LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
-              STEP: gl.constexpr):  # fmt: skip
+              STEP: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
@@ -815,8 +818,8 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             _turn_q(
                 q16_s.index(WG), cos_ptr + angles * 8, sin_ptr + angles * 8, angle_stride_t, _field(info_s, slot, COUNT) - 1,
                 WG, D, HALF, INTERLEAVED, STEP)  # fmt: skip
-        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16)
-        if not CAP:
+        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16, SHIFT)
+        if SHIFT and not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
 
         whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
@@ -878,7 +881,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
         v_scale = _number(last_s.index(slot))
         if CAP:
             shift = shift * 0.0  # already in the scores
-        else:
+        elif SHIFT:
             shift = shift_s.index(WG).load(gl.SliceLayout(1, S))
         if sinks_ptr is not None:
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E - shift
@@ -892,12 +895,13 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             inverse = v_scale * _reciprocal(z)
             share = inverse
             lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + _log2(z) + shift) * LN2)
-        here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        lse_at = (batch * num_tokens + token).to(gl.int64) * num_q_heads + head
-        if SPLIT:  # as `combine` takes it
-            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + _log2(z))
-            gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
-        gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)
+        if lse_ptr is not None:
+            here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+            lse_at = (batch * num_tokens + token).to(gl.int64) * num_q_heads + head
+            if SPLIT:  # as `combine` takes it
+                lse = gl.where(unseen, HIDDEN, m - P_SHIFT + _log2(z))
+                gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
+            gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
         at = (batch, token, head)
         if D < 256:
@@ -993,7 +997,7 @@ def _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, win
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
              window, parts, together, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q16: gl.constexpr,
-             LO: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+             LO: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
     """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full.
 
     With SPLIT an item is one of `parts` parts of its tiles, and its output one of as many.
@@ -1062,8 +1066,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         if D < 256:
             channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
             mean = (held * num_kv_heads + kv_head) * DH + channel
-            fetch_words(means_s.index(slot), k_mean_ptr + mean, mask=channel < DH)  # zeros where the mask is not
-            fetch_words(means_s.index(2 + slot), v_mean_ptr + mean, mask=channel < DH)
+            fetch_words(means_s.index(2 + slot), v_mean_ptr + mean, mask=channel < DH)  # zeros where the mask is not
+            if SHIFT:
+                fetch_words(means_s.index(slot), k_mean_ptr + mean, mask=channel < DH)
         for i in gl.static_range(WGS):
             fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i if Q16 else slot * WGS + i))
         length = gl.where(owner < num_seqs, length, 0)
@@ -1179,6 +1184,7 @@ def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k
              LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
              STEP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
+    SHIFT: gl.constexpr = lse_ptr is not None or CAP or sinks_ptr is not None  # K's means: weights alone do without
     rope = (cos_ptr, sin_ptr, angle_stride_b, angle_stride_t)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
     TURNS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
@@ -1234,28 +1240,28 @@ def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF)),
+                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 2, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF)),
+                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
 
@@ -1303,7 +1309,8 @@ def attention(
     rope_cos: torch.Tensor | None = None,
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over the pages in FP8 with FP32 accumulation; see `ops.attention` and, for what is rounded, docs/kernels.md.
 
     Nothing is read back from the device: lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give
@@ -1313,6 +1320,7 @@ def attention(
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, scaled per row and rounded to FP8
             here; or float8_e4m3fn, taken as it is.
         rope_cos, rope_sin: `[T, R / 2]` or `[num_seqs, S, R / 2]`, such that `turns` says yes: Q is turned first, and rounded to its dtype.
+        return_lse: without it `lse` may be None, and an item costs less.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says how they lie.
     Raises:
@@ -1326,13 +1334,15 @@ def attention(
     table = pages.page_table
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     out = own(torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device))
-    lse = own(torch.empty(*rows, dtype=torch.float32, device=device))
+    lse = own(torch.empty(*rows, dtype=torch.float32, device=device)) if return_lse else None
     if out.stride(-1) != 1:  # queries whose strides overlap, or say nothing of dimensions of one element, may have no layout to copy
         out = own(torch.empty(shape, dtype=dtype, device=device))
     if not q.numel():
         return out, lse
     if not num_pages or not table.shape[1]:  # no keys anywhere
-        return out.zero_(), lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
+        if return_lse:
+            lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
+        return out.zero_(), lse
     if q.data_ptr() & 15 or not _tma_takes(shape, q.stride(), q.itemsize):
         q = q.clone(memory_format=torch.contiguous_format)
     rope = None
@@ -1347,6 +1357,8 @@ def attention(
     sinks = None if sinks is None else sinks.float()
     target, target_lse = out, lse
     if splits > 1:
+        if not return_lse:  # `combine` writes it
+            lse = own(torch.empty(*rows, dtype=torch.float32, device=device))
         target = own(torch.empty(splits, lse.numel(), head_dim, dtype=torch.float32, device=device))
         target_lse = own(torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device))
     args = (
