@@ -34,6 +34,9 @@ CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
     "d128-q8": {"head_dim": 128, "dtype": torch.float8_e4m3fn},
     "d128-long": {"head_dim": 128, "queries": prefill.SHORT + 1},
     "d128-q8-long": {"head_dim": 128, "queries": prefill.SHORT + 1, "dtype": torch.float8_e4m3fn},
+    "d128-no-lse": {"head_dim": 128, "lse": False},
+    "d128-q8-no-lse": {"head_dim": 128, "lse": False, "dtype": torch.float8_e4m3fn},
+    "d128-long-no-lse": {"head_dim": 128, "lse": False, "queries": prefill.SHORT + 1},
     "d128-split": {"head_dim": 128, "splits": 2},
     "d128-ragged": {"head_dim": 128, "cu_seqlens_q": True},
     "d128-long-ragged": {"head_dim": 128, "queries": prefill.SHORT + 1, "cu_seqlens_q": True},
@@ -72,7 +75,7 @@ class Compiled:
 
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
-           queries=32, rotary=0, interleaved=False):  # fmt: skip
+           queries=32, rotary=0, interleaved=False, lse=True):  # fmt: skip
     """The arguments of one launch, by name."""
     recorded = []
 
@@ -92,7 +95,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
         torch.zeros(64, 4, head_dim).to(dtype), pages, cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
         max_seqlen_q=queries, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
         sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
-        rope_cos=tables, rope_sin=tables, rope_interleaved=interleaved,
+        rope_cos=tables, rope_sin=tables, rope_interleaved=interleaved, return_lse=lse,
     )  # fmt: skip
     prefill._prefill = kernel
     return kernel, recorded[0]

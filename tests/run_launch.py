@@ -228,6 +228,7 @@ def planned() -> dict:
         "fewer KV heads": {"pages": KVPages.empty(64, 1, 128, 2, 32)}, "more pages": {"pages": KVPages.empty(65, 2, 128, 2, 32)},
         "table's width": {"pages": replace(pages, page_table=wide)}, "table's stride": {"pages": replace(pages, page_table=wide[:, :32])},
         "not in parts": {"pages": replace(pages, page_table=table[:, :8])},
+        "no LSE": {"pages": replace(pages, page_table=table[:, :8]), "return_lse": False},
         "ragged": {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "longest": {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 5000},
         "full": {"causal": False}, "window": {"window": 1}, "wider window": {"window": 3000}, "softcap": {"softcap": 5.0},
         "scale": {"softmax_scale": 0.2}, "sinks": {"sinks": torch.zeros(8)}, "leftpad": {"leftpad_k": torch.zeros(2, dtype=torch.int32)},

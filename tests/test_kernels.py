@@ -208,7 +208,7 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     pages, q = _cache_and_queries()
     expected = fp8attn.attention(q, pages, backend="reference")
     assert torch.allclose(fp8attn.attention(q, pages, backend="triton").float(), expected.float(), atol=2e-3)
-    options = (None, 1, True, 0.125, 0, 0.0, None, None, None, None, False, "triton")
+    options = (None, 1, True, 0.125, 0, 0.0, None, None, None, None, False, True, "triton")
     # (test_schema compares FP8 tensors, which torch cannot on a CPU; append's changes are compared by the test below.)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.tensors, *options), test_utils=checks)

@@ -141,8 +141,9 @@ def test_ops_pass_torch_opcheck(cache):
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
     options = (q, torch.empty_like(q), None, 2, angle, angle, False, False, True, "reference")
     torch.library.opcheck(torch.ops.fp8attn.append, (k, k, *cache.pages.tensors, *options), test_utils=checks)
-    arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False, "reference")
-    torch.library.opcheck(torch.ops.fp8attn.attention, arguments, test_utils=checks)
+    arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
+    for return_lse in (False, True):
+        torch.library.opcheck(torch.ops.fp8attn.attention, (*arguments, return_lse, "reference"), test_utils=checks)
 
 
 def test_ops_change_what_they_say_and_nothing_else(cache):

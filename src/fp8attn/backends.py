@@ -119,7 +119,8 @@ def quantize_rows_kernel(name: str) -> Callable:
 @cache
 def attention_kernel(name: str) -> Callable:
     """The `attention` of a resolved backend: the signature of `reference.attention`, queries of three or four dimensions, and RoPE on them
-    by `rope_cos` and `rope_sin` (`[T, R / 2]`, `[num_seqs, S, R / 2]`) and `rope_interleaved`."""
+    by `rope_cos` and `rope_sin` (`[T, R / 2]`, `[num_seqs, S, R / 2]`) and `rope_interleaved`. Without `return_lse` what comes back as
+    `lse` is anything, or None."""
     rotate = rotate_kernel(name)
     if name == "hopper":
         from .kernels import decode, prefill
@@ -131,13 +132,13 @@ def attention_kernel(name: str) -> Callable:
     dense = _one_after_another(plain)
 
     def attention(
-        q: torch.Tensor, pages, *, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos=None,
-        rope_sin=None, rope_interleaved=False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        q: torch.Tensor, pages, *, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse,
+        rope_cos=None, rope_sin=None, rope_interleaved=False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`). That one
         takes four dimensions and most tables as they are; for the others RoPE is a launch before, rounded to q's dtype."""
         many = name == "hopper" and decode.unsupported_reason(q, pages, max_seqlen_q) is not None
-        kernel = prefill.attention if many else plain if q.dim() == 3 else dense
+        kernel = partial(prefill.attention, return_lse=return_lse) if many else plain if q.dim() == 3 else dense
         if rope_cos is not None:
             if many and prefill.turns(rope_cos):
                 kernel = partial(kernel, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved)

@@ -150,7 +150,7 @@ def attention(
     out, lse = run_attention(
         resolve(backend, q), q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale,
         window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos,
-        rope_sin=rope_sin, rope_interleaved=rope_interleaved,
+        rope_sin=rope_sin, rope_interleaved=rope_interleaved, return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -248,17 +248,19 @@ def quantize_rows(
 
 def run_attention(
     name: str, q: torch.Tensor, pages: KVPages, *, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k,
-    rope_cos, rope_sin, rope_interleaved,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`attention` by the backend `name`. Returns `(out, lse)`. (Options as `**options`, here and in the backend, cost 2 us more.)"""
+    rope_cos, rope_sin, rope_interleaved, return_lse,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """`attention` by the backend `name`. Returns `(out, lse)`, the second anything, or None, without `return_lse`. (Options as `**options`,
+    here and in the backend, cost 2 us more.)"""
     if unobserved(q):
         return attention_kernel(name)(
             q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
             softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
+            return_lse=return_lse,
         )  # fmt: skip
     return torch.ops.fp8attn.attention(
         q, *pages.tensors, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin,
-        rope_interleaved, name,
+        rope_interleaved, return_lse, name,
     )  # fmt: skip
 
 
@@ -403,21 +405,30 @@ register(
 
 def _attention(
     q, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, causal, softmax_scale,
-    window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, backend,
+    window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
-    return attention_kernel(_selected(backend, q.device, q.dtype))(
+    out, lse = attention_kernel(_selected(backend, q.device, q.dtype))(
         q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
         softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
+        return_lse=return_lse,
     )  # fmt: skip
+    return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
+
+
+def _attention_fake(q, *args) -> tuple[torch.Tensor, torch.Tensor]:
+    *_, return_lse, _ = args
+    out = torch.empty_like(q) if q.dim() == 4 else q.new_empty(q.shape)
+    return out, q.new_empty(q.shape[:-1] if return_lse else 0, dtype=torch.float32)
 
 
 register(
     "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor k_scale, Tensor v_scale, Tensor k_mean, Tensor v_mean, Tensor page_table, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, float softcap, "
-    "Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, str backend) -> (Tensor, Tensor)",
+    "Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool return_lse, str backend) -> "
+    "(Tensor, Tensor)",
     _attention,
-    lambda q, *args: (torch.empty_like(q) if q.dim() == 4 else q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)),
+    _attention_fake,
 )
 
 

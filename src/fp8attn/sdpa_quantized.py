@@ -132,7 +132,7 @@ def _over_pages(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, back
         q = q.to(torch.bfloat16)
     out, _ = attention_kernel(name)(
         q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=length, causal=is_causal, softmax_scale=scale, window=0, softcap=0.0,
-        sinks=None, leftpad_k=None,
+        sinks=None, leftpad_k=None, return_lse=False,
     )  # fmt: skip
     return out.transpose(1, 2)
 

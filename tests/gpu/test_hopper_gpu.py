@@ -25,6 +25,23 @@ def test_every_group_of_checks_passes(kernel):
     assert run.returncode == 0, "\n".join(line for line in run.stdout.splitlines() if "ok " not in line)[-4000:]
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_without_an_lse_the_output_has_the_same_bits(head_dim):
+    """Scores against K's means are then left out, but where softcap and sinks ask for them."""
+    from fp8attn.kernels import prefill
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 700, head_dim, dtype=torch.bfloat16, device="cuda")
+    q, pages = q.transpose(1, 2), fp8attn.ops.quantize(k, v)
+    plain = dict(
+        cu_seqlens_q=None, max_seqlen_q=700, causal=True, softmax_scale=0.1, window=0, softcap=0.0, sinks=None, leftpad_k=None,
+    )  # fmt: skip
+    for given in ({}, {"softcap": 20.0}, {"sinks": torch.randn(4, device="cuda")}):
+        expected, _ = prefill.attention(q, pages, **plain | given)
+        out, lse = prefill.attention(q, pages, **plain | given, return_lse=False)
+        assert torch.equal(out, expected) and lse is None, given
+
+
 @pytest.mark.parametrize("options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=["cudagraphs", "inductor"])
 def test_the_first_step_may_be_the_warm_up_of_a_graph(options, monkeypatch):
     """What the kernels keep for good does not come from the pool of that graph, which tolerates nothing that lives on."""

@@ -170,7 +170,7 @@ def test_ops_pass_torch_opcheck():
     torch.library.opcheck(torch.ops.fp8attn.rotate, (x, angle, angle, False, name))
     torch.library.opcheck(torch.ops.fp8attn.quantize_rows, (x, None, None, False, True, 1, name), test_utils=checks)
     pages = ops.quantize(x, x)
-    options = (None, 300, True, 0.1, 0, 0.0, None, None, angle, angle, False, name)
+    options = (None, 300, True, 0.1, 0, 0.0, None, None, angle, angle, False, False, name)
     torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2), *pages.tensors, *options), test_utils=checks)
 
 

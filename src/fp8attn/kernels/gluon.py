@@ -40,6 +40,8 @@ __all__ = [
     "mbarrier",
     "mma_v2",
     "reinterpret",
+    "send",
+    "send_wait",
     "sync",
     "tensor_descriptor",
     "warpgroup_mma",
@@ -50,6 +52,10 @@ _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinter
 
 # fetch(descriptor, at, barrier, memory): start a TMA copy of the block at coordinates `at`; `barrier` counts its bytes.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# send(descriptor, at, memory): start a TMA copy the other way; some of the partition's threads do.
+send = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+# send_wait(n): wait, if this thread sends, until all but the last n copies have read their memory.
+send_wait = tma.store_wait
 # fetch_words(memory, pointers): start to copy a tensor of 32-bit words to shared memory.
 fetch_words = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 # arrive_with_words(barrier): its phase does not end before the words that were fetched so far have landed.

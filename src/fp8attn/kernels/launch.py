@@ -124,6 +124,8 @@ class Compiled(NamedTuple):
             if (x & 15 == 0) is not aligned or x == 1 or x >= 2**31:
                 return None
         for i, dtype, block, swizzled, encode in self.tiles:
+            if values[i] is None:
+                return None
             x, view = values[i]
             if x.dtype is not dtype or view.block != block or view.swizzled is not swizzled:
                 return None

@@ -33,6 +33,8 @@ from .gluon import (
     gluon,
     mbarrier,
     reinterpret,
+    send,
+    send_wait,
     sync,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -94,7 +96,10 @@ cvt.f32.f16 x0, h0; cvt.f32.f16 x1, h1; cvt.f32.f16 x2, h2; cvt.f32.f16 x3, h3;
 sub.f32 x0, $1, x0; sub.f32 x1, $2, x1; sub.f32 x2, $3, x2; sub.f32 x3, $4, x3;
 cvt.rn.satfinite.e4m3x2.f32 lo, x1, x0; cvt.rn.satfinite.e4m3x2.f32 hi, x3, x2; mov.b32 $0, {lo, hi}; }""")
 
-
+# Pairs of 16-bit numbers: the larger magnitudes, with any sign, a NaN only of two; BF16 in FP32, for which Triton takes three instructions.
+LARGER_BF16 = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
+LARGER_FP16 = gl.constexpr("max.xorsign.abs.f16x2 $0, $1, $2;")
+BF16_TO_FP32 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 # RoPE of a pair: every product and sum rounds by itself, as torch's do.
 TURN_PAIR = gl.constexpr("""{ .reg .f32 x, y; mul.rn.f32 x, $2, $4; mul.rn.f32 y, $3, $5; sub.rn.f32 $0, x, y;
 mul.rn.f32 x, $3, $4; mul.rn.f32 y, $2, $5; add.rn.f32 $1, x, y; }""")
@@ -647,14 +652,37 @@ def _mean(mean, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr):
-    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and their scores against K's means (in powers of two)."""
+def _largest(x):
+    """The largest magnitude of each row of 16-bit numbers, in FP32; NaN counts for nothing. Two at a time, while a thread has so many."""
+    if x.shape[1] > 16:
+        a, b = x.reshape([ROWS, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+        LARGER: gl.constexpr = LARGER_BF16 if x.dtype == gl.bfloat16 else LARGER_FP16
+        return _largest(gl.inline_asm_elementwise(LARGER, "=r,r,r", [a, b], dtype=x.dtype, is_pure=True, pack=2))
+    else:
+        return gl.max(gl.abs(x.to(gl.float32)), 1)
+
+
+@gluon.jit
+def _widen(x):
+    """16-bit numbers in FP32."""
+    if x.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(BF16_TO_FP32, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        y = x.to(gl.float32)
+    return y
+
+
+@gluon.jit
+def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr, SHIFT: gl.constexpr):
+    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and with SHIFT their scores against K's means (in powers
+    of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
-    k_mean = _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))
     if Q16:
-        x = q16_s.load(A).to(gl.float32)
-        bits = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
+        x = q16_s.load(A)
+        largest = gl.convert_layout(_largest(x), gl.SliceLayout(1, A), assert_trivial=True)
+        x = _widen(x)
+        bits = largest.to(gl.int32, bitcast=True)
         # numerics.power_of_two_scale, in bits
         exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
         exponent = gl.minimum(gl.maximum(exponent, -60), 120)
@@ -665,7 +693,10 @@ def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: g
     else:
         x = q_s.load(A).to(gl.float32)
         q_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
-    shift = gl.sum(x * k_mean[None, :], 1) * scale
+    if SHIFT:
+        shift = gl.sum(x * _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))[None, :], 1) * scale
+    else:
+        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
     row: gl.constexpr = gl.SliceLayout(1, S)
     return gl.convert_layout(q_factor, row, assert_trivial=True), gl.convert_layout(shift, row, assert_trivial=True)
 
@@ -677,14 +708,40 @@ def _keep_rest(rest_s, q16_s, q_factor, scale):
     # scale / q_factor, a power of two
     up = scale.to(gl.int32, bitcast=True) - q_factor.to(gl.int32, bitcast=True) + 0x3F800000
     up = gl.convert_layout(up.to(gl.float32, bitcast=True), gl.SliceLayout(1, A), assert_trivial=True)
-    rest_s.store(_rest_to_fp8(q16_s.load(A).to(gl.float32) * up[:, None]))
+    rest_s.store(_rest_to_fp8(_widen(q16_s.load(A)) * up[:, None]))
     fence_async_shared()
 
 
 @gluon.jit
-def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr,
-           D: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
-    """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key."""
+def _log2(x):
+    """Of a normal `x`: one instruction, where Triton's cares for the range."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _reciprocal(x):
+    """Of a normal `x`, likewise: what Triton divides by comes to the same bits."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _send(out_d, out_s, at, y):
+    """A warpgroup's rows of the output by TMA, which leaves out what lies behind a sequence's last query or the last channel."""
+    SHAPE: gl.constexpr = [ROWS, y.shape[1]]
+    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, out_d.dtype)
+    send_wait(0)  # who sent the item before waits until it has left this memory,
+    sync()  # and the others for them
+    reinterpret(out_s, out_d.dtype, SHAPE, FLAT).store(y.to(out_d.dtype))
+    fence_async_shared()  # each thread shows TMA what it wrote,
+    sync()  # before some start the copy
+    send(out_d, at, out_s)
+
+
+@gluon.jit
+def _write(out, at, v_mean, acc, inverse, share, unseen, blind, count, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr,
+           D: gl.constexpr, SHARE: gl.constexpr, WG: gl.constexpr):  # fmt: skip
+    """Channels `first` to `first + N` of the output: `acc * inverse + v_mean * share`, zero in rows that saw no key; `blind` is whether
+    there are any, or None where there may be. `at` is where the rows begin: batch, token, head."""
     if first < DH:
         OUT: gl.constexpr = acc.type.layout
         v_mean = _mean(v_mean, first, N, DH, D, gl.SliceLayout(0, OUT))
@@ -695,23 +752,34 @@ def _write(out_ptr, v_mean, acc, inverse, share, unseen, count, stride, first: g
             y = acc * inverse + v_mean[None, :] * share
         else:
             y = acc * inverse + v_mean[None, :]
-        y = gl.where(unseen, 0.0, y).to(out_ptr.dtype.element_ty)
-        if D < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
-            y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
-        channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
-        mask = (row < count)[:, None]
-        if first + N > DH:
-            mask = mask & (channel < DH)[None, :]
-        gl.store(out_ptr + (row * stride)[:, None] + channel[None, :], y, mask=mask)
+        if blind is None:
+            y = gl.where(unseen, 0.0, y)
+        elif blind:  # volatile moves, or the branch would become the 64 selections that it saves
+            y = gl.where(unseen, 0.0, _pin(y))
+        out_d, out_s, out_ptr, stride_b, stride_t, stride_h = out
+        batch, token, head = at
+        if out_d is not None:
+            _send(out_d, out_s.index(WG), [batch, token, head, 0], y)
+        else:
+            y = y.to(out_ptr.dtype.element_ty)
+            if D < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
+                y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
+            row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
+            channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
+            mask = (row < count)[:, None]
+            if first + N > DH:
+                mask = mask & (channel < DH)[None, :]
+            # Strides come in units of 16 bytes: that they are multiples makes for wide stores.
+            out_ptr += (batch.to(gl.int64) * stride_b + token.to(gl.int64) * stride_t + head.to(gl.int64) * stride_h) * 8
+            gl.store(out_ptr + (row * (stride_t * 8))[:, None] + channel[None, :], y, mask=mask)
 
 
 @gluon.jit
-def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr, v_mean_ptr,
-              sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, WG: gl.constexpr,
+def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr, v_mean_ptr,
+              sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, WG: gl.constexpr,
               WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
               LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
-              STEP: gl.constexpr):  # fmt: skip
+              STEP: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
@@ -734,6 +802,10 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
         hi_min = position + WG * ROWS + ((1 - causal) << 30)
         hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
+        if LO or SPLIT:
+            blind = None  # a row between others may see no key
+        else:
+            blind = hi_min < 0  # the first row sees fewest
         few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
         if D < 256:
             k_mean = means_s.index(slot)
@@ -746,8 +818,8 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             _turn_q(
                 q16_s.index(WG), cos_ptr + angles * 8, sin_ptr + angles * 8, angle_stride_t, _field(info_s, slot, COUNT) - 1,
                 WG, D, HALF, INTERLEAVED, STEP)  # fmt: skip
-        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16)
-        if not CAP:
+        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16, SHIFT)
+        if SHIFT and not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
 
         whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
@@ -803,13 +875,13 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
 
         count = _field(info_s, slot, COUNT) - WG * ROWS
         head = _field(info_s, slot, HEAD)
-        batch = _field(info_s, slot, BATCH).to(gl.int64)
-        token = _field(info_s, slot, TOKEN).to(gl.int64) + WG * ROWS
+        batch = _field(info_s, slot, BATCH)
+        token = _field(info_s, slot, TOKEN) + WG * ROWS
         unseen = z < 1.0  # a largest weight is 2^8; masked ones are 0 or 2^-117, and a sum with a NaN in it is not small
         v_scale = _number(last_s.index(slot))
         if CAP:
             shift = shift * 0.0  # already in the scores
-        else:
+        elif SHIFT:
             shift = shift_s.index(WG).load(gl.SliceLayout(1, S))
         if sinks_ptr is not None:
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E - shift
@@ -818,35 +890,36 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             total = weights + gl.exp2(sink - top_m + P_SHIFT)
             inverse = gl.exp2(m - top_m) * v_scale / total
             share = weights / total
-            lse = (gl.where(unseen, sink, top_m - P_SHIFT + gl.log2(total)) + shift) * LN2
+            lse = (gl.where(unseen, sink, top_m - P_SHIFT + _log2(total)) + shift) * LN2
         else:
-            inverse = v_scale / z
+            inverse = v_scale * _reciprocal(z)
             share = inverse
-            lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + gl.log2(z) + shift) * LN2)
-        here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        lse_at = (batch * num_tokens + token) * num_q_heads + head
-        if SPLIT:  # as `combine` takes it
-            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + gl.log2(z))
-            gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
-        gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)
+            lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + _log2(z) + shift) * LN2)
+        if lse_ptr is not None:
+            here = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+            lse_at = (batch * num_tokens + token).to(gl.int64) * num_q_heads + head
+            if SPLIT:  # as `combine` takes it
+                lse = gl.where(unseen, HIDDEN, m - P_SHIFT + _log2(z))
+                gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
+            gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)
         SHARE: gl.constexpr = sinks_ptr is not None
-        # Strides come in units of 16 bytes: that they are multiples makes for wide stores.
-        out_stride_b, out_stride_t, out_stride_h = out_strides
-        out = out_ptr + (batch * out_stride_b + token * out_stride_t + head.to(gl.int64) * out_stride_h) * 8
+        at = (batch, token, head)
         if D < 256:
             v_mean = means_s.index(2 + slot)
         else:
             v_mean = v_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
         if D == 256:
-            _write(out, v_mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a1, inverse, share, unseen, count, out_stride_t * 8, D // 4, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a2, inverse, share, unseen, count, out_stride_t * 8, D // 2, D // 4, DH, D, SHARE)
-            _write(out, v_mean, a3, inverse, share, unseen, count, out_stride_t * 8, D // 4 * 3, D // 4, DH, D, SHARE)
+            _write(out, at, v_mean, a0, inverse, share, unseen, blind, count, 0, D // 4, DH, D, SHARE, WG)
+            _write(out, at, v_mean, a1, inverse, share, unseen, blind, count, D // 4, D // 4, DH, D, SHARE, WG)
+            _write(out, at, v_mean, a2, inverse, share, unseen, blind, count, D // 2, D // 4, DH, D, SHARE, WG)
+            _write(out, at, v_mean, a3, inverse, share, unseen, blind, count, D // 4 * 3, D // 4, DH, D, SHARE, WG)
         else:
-            _write(out, v_mean, a0, inverse, share, unseen, count, out_stride_t * 8, 0, D, DH, D, SHARE)
+            _write(out, at, v_mean, a0, inverse, share, unseen, blind, count, 0, D, DH, D, SHARE, WG)
         item += 1
         mbarrier.wait(q_full.index(WG), item & 1)
         tiles = _field(info_s, item & 1, TILES)
+    if out[0] is not None:
+        send_wait(0)  # a CTA's shared memory ends with it
 
 
 # Work, and its bytes
@@ -924,7 +997,7 @@ def _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, win
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
              window, parts, together, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q16: gl.constexpr,
-             LO: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+             LO: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
     """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full.
 
     With SPLIT an item is one of `parts` parts of its tiles, and its output one of as many.
@@ -984,6 +1057,20 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             batch = owner
         held = gl.minimum(owner, num_seqs - 1)
         length = gl.load(lens_ptr + held)
+        kv_head = head // group
+        # What asks for no length is on its way before that is there. A copy may land before its barrier expects it: the phase does not end
+        # without that arrival, and until then the count of bytes is below zero.
+        slot = item & 1
+        for i in gl.static_range(WGS):
+            mbarrier.wait(q_empty.index(i), slot ^ 1)
+        if D < 256:
+            channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
+            mean = (held * num_kv_heads + kv_head) * DH + channel
+            fetch_words(means_s.index(2 + slot), v_mean_ptr + mean, mask=channel < DH)  # zeros where the mask is not
+            if SHIFT:
+                fetch_words(means_s.index(slot), k_mean_ptr + mean, mask=channel < DH)
+        for i in gl.static_range(WGS):
+            fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i if Q16 else slot * WGS + i))
         length = gl.where(owner < num_seqs, length, 0)
         count = gl.minimum(q_len - block * BLOCK, BLOCK)
         position = length - q_len + block * BLOCK
@@ -1005,19 +1092,10 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             bottom = gl.minimum(bottom, last)
             last = gl.minimum(bottom + tiles - 1, last)
             slab += part * (num_seqs if cu_ptr is None else 1)
-        # The first tile's page, scales, and the next one's page.
+        # The first tile's page, and the next one's; the item is announced while they come, the scales asked for when they have.
         table = table_ptr + held.to(gl.int64) * table_width
         page = gl.load(table + last)
         ahead = gl.load(table + gl.maximum(last - 1, bottom))
-        kv_head = head // group
-        at = page * num_kv_heads + kv_head
-        k_scale = gl.where(length > 0, gl.load(k_scale_ptr + at + none), 1.0)  # an empty sequence's page is anybody's
-        v_scale = gl.load(v_scale_ptr + at + none)
-        before = v_scale + 0.0  # no alias: Triton 3.6 would not see that the loop changes it
-
-        slot = item & 1
-        for i in gl.static_range(WGS):
-            mbarrier.wait(q_empty.index(i), slot ^ 1)
         _put(info_s, slot, TILES, last - bottom + 1)
         _put(info_s, slot, LAST, last)
         _put(info_s, slot, BATCH, slab)
@@ -1032,17 +1110,18 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             _put(info_s, slot, ANGLES, batch)
         sync()
         if D < 256:
-            channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
-            mean = (held * num_kv_heads + kv_head) * DH + channel
-            fetch_words(means_s.index(slot), k_mean_ptr + mean, mask=channel < DH)  # zeros where the mask is not
-            fetch_words(means_s.index(2 + slot), v_mean_ptr + mean, mask=channel < DH)
             for i in gl.static_range(WGS):
                 arrive_with_words(q_full.index(i))
         for i in gl.static_range(WGS):
             mbarrier.expect(q_full.index(i), ROWS * D * (q_d.dtype.primitive_bitwidth // 8))
-            fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i if Q16 else slot * WGS + i))
+        at = page * num_kv_heads + kv_head
+        k_scale = gl.load(k_scale_ptr + at + none, mask=none + length > 0, other=1.0)  # an empty sequence's page is anybody's
+        v_scale = gl.load(v_scale_ptr + at + none)
+        # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
+        before = gl.load(v_scale_ptr + at + none, cache_modifier=".ca")
         for j in range(last - bottom + 1):
             mbarrier.wait(k_empty.index(stage), phase)
+            fetch_k(k_d, at, k_full.index(stage), k_s.index(stage))  # before its scale is there
             # Beside the tile: its scale of K, and the V scale of the tile before in units of its own.
             scale_s.index(stage).store(k_scale)
             # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
@@ -1052,7 +1131,6 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             before = v_scale
             sync()  # one lane's arrival announces what all lanes wrote
             mbarrier.expect(k_full.index(stage), TILE * D)
-            fetch_k(k_d, at, k_full.index(stage), k_s.index(stage))
             here = at
             at = ahead * num_kv_heads + kv_head
             k_scale = gl.load(k_scale_ptr + at + none)
@@ -1099,15 +1177,14 @@ NUMBERS = (
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
-def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr,
-             left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-             table_width, causal, window, parts, together, plane, scale, cap, cos_ptr, sin_ptr, angle_stride_b, angle_stride_t,
-             DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr,
-             CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr, STEP: gl.constexpr,
-             REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
-    gdc_wait()  # launched while the kernel before ends: everything else is after it
+def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr,
+             sinks_ptr, left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
+             num_kv_heads, table_width, causal, window, parts, together, plane, scale, cap, cos_ptr, sin_ptr, angle_stride_b,
+             angle_stride_t, DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr,
+             LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
+             STEP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
-    out_strides = (out_stride_b, out_stride_t, out_stride_h)
+    SHIFT: gl.constexpr = lse_ptr is not None or CAP or sinks_ptr is not None  # K's means: weights alone do without
     rope = (cos_ptr, sin_ptr, angle_stride_b, angle_stride_t)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
     TURNS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
@@ -1137,6 +1214,11 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
     last_s = gl.allocate_shared_memory(gl.float32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shift_s = gl.allocate_shared_memory(gl.float32, [WGS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     factor_s = gl.allocate_shared_memory(gl.float32, [WGS, 64] if WGS == 3 else [WGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if out_d is not None:
+        out_s = gl.allocate_shared_memory(out_d.dtype, [WGS, 1, ROWS, 1, D], out_d.layout)
+    else:
+        out_s: gl.constexpr = None
+    out = (out_d, out_s, out_ptr, out_stride_b, out_stride_t, out_stride_h)
     q_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -1153,32 +1235,33 @@ def _prefill(q_d, k_d, v_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_p
         mbarrier.init(v_empty.index(i), WGS)
     q_bars = (q_full, q_empty)
     bars = (k_full, k_empty, v_full, v_empty)
+    gdc_wait()  # launched while the kernel before ends: from here on memory is read that it wrote, and written that it read
     if WGS == 2:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF)),
+                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
-            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out_ptr, lse_ptr, k_mean_ptr,
-                         v_mean_ptr, sinks_ptr, out_strides, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 2, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
+            (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
+                         v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 2, WGS, DH,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF)),
+                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
 
@@ -1226,7 +1309,8 @@ def attention(
     rope_cos: torch.Tensor | None = None,
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over the pages in FP8 with FP32 accumulation; see `ops.attention` and, for what is rounded, docs/kernels.md.
 
     Nothing is read back from the device: lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give
@@ -1236,6 +1320,7 @@ def attention(
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, scaled per row and rounded to FP8
             here; or float8_e4m3fn, taken as it is.
         rope_cos, rope_sin: `[T, R / 2]` or `[num_seqs, S, R / 2]`, such that `turns` says yes: Q is turned first, and rounded to its dtype.
+        return_lse: without it `lse` may be None, and an item costs less.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says how they lie.
     Raises:
@@ -1249,13 +1334,15 @@ def attention(
     table = pages.page_table
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     out = own(torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device))
-    lse = own(torch.empty(*rows, dtype=torch.float32, device=device))
+    lse = own(torch.empty(*rows, dtype=torch.float32, device=device)) if return_lse else None
     if out.stride(-1) != 1:  # queries whose strides overlap, or say nothing of dimensions of one element, may have no layout to copy
         out = own(torch.empty(shape, dtype=dtype, device=device))
     if not q.numel():
         return out, lse
     if not num_pages or not table.shape[1]:  # no keys anywhere
-        return out.zero_(), lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
+        if return_lse:
+            lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
+        return out.zero_(), lse
     if q.data_ptr() & 15 or not _tma_takes(shape, q.stride(), q.itemsize):
         q = q.clone(memory_format=torch.contiguous_format)
     rope = None
@@ -1263,18 +1350,21 @@ def attention(
         if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
             rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
-    queries, width, part, splits, grid, counter, numbers, angle_strides, given = plan(
+    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, given = plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
         window, softcap > 0, leftpad_k is not None, rope,
     )  # fmt: skip
     sinks = None if sinks is None else sinks.float()
     target, target_lse = out, lse
     if splits > 1:
+        if not return_lse:  # `combine` writes it
+            lse = own(torch.empty(*rows, dtype=torch.float32, device=device))
         target = own(torch.empty(splits, lse.numel(), head_dim, dtype=torch.float32, device=device))
         target_lse = own(torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device))
     args = (
         Tiles(q, queries), *tiles(pages, width, part),
-        target, target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        *((None, target) if outputs is None else (Tiles(out, outputs), None)),
+        target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
         *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
     )  # fmt: skip
@@ -1288,6 +1378,7 @@ class Plan(NamedTuple):
     """What the host works out of a problem's shape, once."""
 
     queries: View
+    outputs: View | None  # the output, where TMA stores it
     width: int  # head_dim, padded
     part: int  # V's channels in one product
     splits: int  # parts of the keys, which `combine` puts together
@@ -1345,6 +1436,10 @@ def plan(
         window or NO_WINDOW, splits, together, splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
+    outputs = None
+    # Ragged blocks end where the next sequence's rows begin, parts are in FP32, and head_dim 256 leaves no shared memory.
+    if not ragged and splits == 1 and width < 256:
+        outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     given = constants(
         "prefill", device, DH=head_dim, D=width, WGS=cut.warpgroups, STAGES=cut.stages, CUBICS=cut.cubics, LO=window > 0 or leftpad,
         CAP=softcap, SPLIT=splits > 1, HALF=half, INTERLEAVED=interleaved and half > 0, STEP=step, REGS=cut.regs, FEED=cut.feed,
@@ -1352,7 +1447,7 @@ def plan(
     )  # fmt: skip
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
-    return Plan(queries, width, width // cut.parts, splits, grid, PerStream(_counter, device), numbers, angles, given)
+    return Plan(queries, outputs, width, width // cut.parts, splits, grid, PerStream(_counter, device), numbers, angles, given)
 
 
 def turns(rope_cos: torch.Tensor) -> bool:
