@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -70,11 +71,18 @@ def _library(name: str) -> str | None:
 def _wheel(module: str, name: str) -> str | None:
     """Import a module, from its wheel if it is not installed; the reason if that fails."""
     wheels = sorted(FOLDER.glob(f"{name}-*.whl"))
-    if wheels and not (UNPACKED / module).exists():
-        with zipfile.ZipFile(wheels[-1]) as wheel:
-            wheel.extractall(UNPACKED)
-    if wheels and str(UNPACKED) not in sys.path:
-        sys.path.append(str(UNPACKED))
+    if wheels:
+        folder = UNPACKED / wheels[-1].stem
+        if not folder.exists():
+            half = UNPACKED / f"{wheels[-1].stem}.{os.getpid()}"
+            with zipfile.ZipFile(wheels[-1]) as wheel:
+                wheel.extractall(half)
+            try:
+                half.rename(folder)  # whole or not there, whoever else unpacks it
+            except OSError:  # somebody was first
+                shutil.rmtree(half)
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
     try:
         importlib.import_module(module)
     except ImportError as problem:

@@ -35,7 +35,7 @@ SOURCES = (
 )
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SAMPLE_MS = 8  # calls of a sample together
-ROUNDS, LONG_ROUNDS = 7, 3
+SHORT_ROUNDS, ROUNDS, LONG_ROUNDS = 21, 7, 3  # of calls under a millisecond, others, and those of `LONG`
 LONG = 65536  # tokens from which on calls are long: nothing is a graph, for the host's time is nothing beside the GPU's
 OURS = ("fp8attn", "fp8attn-graph", "fp8attn-rope")
 CALLED = ("fp8attn", "fp8attn-rope")  # from Python
@@ -147,9 +147,10 @@ def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
 
 
 def sampled(calls: dict[str, Callable]) -> dict[str, float]:
-    """Median milliseconds, samples of several calls."""
-    repeats = {impl: max(1, min(50, int(SAMPLE_MS / max(ms, 0.01)))) for impl, ms in interleaved(calls, 2).items()}
-    return interleaved(calls, ROUNDS, repeats=repeats)
+    """Median milliseconds, samples of several calls: so many that what holds up the host for a moment is in few of them."""
+    once = interleaved(calls, 5)  # the first calls of a kind are not replayed yet
+    repeats = {impl: max(1, min(50, int(SAMPLE_MS / max(ms, 0.01)))) for impl, ms in once.items()}
+    return interleaved(calls, SHORT_ROUNDS if max(once.values()) < 1 else ROUNDS, repeats=repeats)
 
 
 def measure_quantize(name: str, case: Case) -> list[dict]:

@@ -90,6 +90,7 @@ def replayed(launches: list, compiled: dict) -> dict:
     `launches` grows by one for each launch that goes Triton's ordinary way, whose kernel is then `compiled["last"]`.
     """
     zeros, asked, calls = torch.zeros(4), [], []
+    hook = lambda metadata: None  # noqa: E731 - a profiler's
     counter = PerStream(lambda device: asked.append(device) or zeros, DEVICE)
     constants = cache(lambda case: Constants(DEVICE, D=128, FLAG=False, num_warps=4))  # nothing is learnt of them yet
     replay.is_direct = lambda device: is_direct(DEVICE)  # for tensors of a CPU
@@ -109,9 +110,13 @@ def replayed(launches: list, compiled: dict) -> dict:
     (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0  # of a kernel that is not compiled yet
     function(torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256), 0.5, "compiled")
     expect(compiled["last"])
-    for case in ("launches", "copied", "result"):
+    for case in ("launches", "copied", "result", "profiled"):
         calls.clear()
-        for _ in range(5):
+        for number in range(5):
+            if case == "profiled" and number == 0:
+                knobs.runtime.launch_enter_hook.add(hook)
+            elif case == "profiled" and number == 3:
+                knobs.runtime.launch_enter_hook.remove(hook)
             given = torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256)
             before = len(launches)
             asked.clear()

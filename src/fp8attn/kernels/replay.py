@@ -62,7 +62,7 @@ class Replay:
 
 
 class Replays:
-    """`function(*tensors, *options)`, recorded when such a call comes for the second time, and from then on replayed.
+    """`function(*tensors, *options)`, recorded when such a call comes again (and launches are direct), and from then on replayed.
 
     The function must depend on nothing but its arguments, and on nothing in its tensors but what `__call__` makes a key of. It may do
     anything: a call is replayed only if all that its launches take are inputs, `own` tensors and `PerStream` ones, and its result is one
@@ -87,7 +87,7 @@ class Replays:
         found = self.known.get(key)
         if isinstance(found, Replay) and is_direct(found.device):
             return found(addresses)
-        if found is not True:
+        if found is not True or not is_direct(tensors[0].device):  # `launch` learns nothing of what Triton launches its own way
             if found is None:
                 if len(self.known) >= MOST:
                     self.known.clear()
