@@ -32,15 +32,17 @@ EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, 
 CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
     "d128-fp16": {"head_dim": 128, "dtype": torch.float16},
     "d128-q8": {"head_dim": 128, "dtype": torch.float8_e4m3fn},
-    "d128-long": {"head_dim": 128, "queries": prefill.SHORT + 1},
-    "d128-q8-long": {"head_dim": 128, "queries": prefill.SHORT + 1, "dtype": torch.float8_e4m3fn},
+    "d128-long": {"head_dim": 128, "long": True},
+    "d128-q8-long": {"head_dim": 128, "long": True, "dtype": torch.float8_e4m3fn},
     "d128-no-lse": {"head_dim": 128, "lse": False},
     "d128-q8-no-lse": {"head_dim": 128, "lse": False, "dtype": torch.float8_e4m3fn},
-    "d128-long-no-lse": {"head_dim": 128, "lse": False, "queries": prefill.SHORT + 1},
+    "d128-long-no-lse": {"head_dim": 128, "lse": False, "long": True},
     "d128-split": {"head_dim": 128, "splits": 2},
+    "d128-long-split": {"head_dim": 128, "splits": 2, "long": True},
+    "d128-q8-long-split": {"head_dim": 128, "splits": 2, "long": True, "dtype": torch.float8_e4m3fn},
     "d128-ragged": {"head_dim": 128, "cu_seqlens_q": True},
-    "d128-long-ragged": {"head_dim": 128, "queries": prefill.SHORT + 1, "cu_seqlens_q": True},
-    "d128-q8-long-ragged": {"head_dim": 128, "queries": prefill.SHORT + 1, "dtype": torch.float8_e4m3fn, "cu_seqlens_q": True},
+    "d128-long-ragged": {"head_dim": 128, "long": True, "cu_seqlens_q": True},
+    "d128-q8-long-ragged": {"head_dim": 128, "long": True, "dtype": torch.float8_e4m3fn, "cu_seqlens_q": True},
     "d256-ragged": {"head_dim": 256, "cu_seqlens_q": True},
     "d64-window": {"head_dim": 64, "window": 300},
     "d128-window": {"head_dim": 128, "window": 300},
@@ -49,12 +51,12 @@ CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
     "d80-rope": {"head_dim": 80, "rotary": 80},
     "d128-rope": {"head_dim": 128, "rotary": 128},
     "d128-rope-pairs": {"head_dim": 128, "rotary": 64, "interleaved": True},
-    "d128-long-rope": {"head_dim": 128, "queries": prefill.SHORT + 1, "rotary": 128},
+    "d128-long-rope": {"head_dim": 128, "long": True, "rotary": 128},
     "d256-rope": {"head_dim": 256, "rotary": 256},
     "d256-rope-pairs": {"head_dim": 256, "rotary": 256, "interleaved": True},
     "d64-all": dict(head_dim=64, **EVERYTHING),
     "d128-all": dict(head_dim=128, **EVERYTHING),
-    "d128-long-all": dict(head_dim=128, queries=prefill.SHORT + 1, **EVERYTHING),
+    "d128-long-all": dict(head_dim=128, long=True, **EVERYTHING),
     "d256-all": dict(head_dim=256, **EVERYTHING),
 }
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -75,7 +77,7 @@ class Compiled:
 
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
-           queries=32, rotary=0, interleaved=False, lse=True):  # fmt: skip
+           long=False, rotary=0, interleaved=False, lse=True):  # fmt: skip
     """The arguments of one launch, by name."""
     recorded = []
 
@@ -85,7 +87,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
 
     kernel, prefill._prefill = prefill._prefill, Recorder()
     prefill._num_sms = lambda device: 132
-    prefill.num_splits = lambda *_: splits
+    prefill._cuts = lambda width, *_: [(prefill.SHAPES[width][1 if long else 0], splits)]
     prefill.combine = lambda *_: None
     prefill._counter = lambda device: torch.zeros(1, dtype=torch.int32)
     prefill.plan.cache_clear()  # a plan keeps what these gave
@@ -93,7 +95,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
     tables = torch.zeros(64, rotary // 2) if rotary else None
     prefill.attention(
         torch.zeros(64, 4, head_dim).to(dtype), pages, cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
-        max_seqlen_q=queries, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
+        max_seqlen_q=32, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
         sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
         rope_cos=tables, rope_sin=tables, rope_interleaved=interleaved, return_lse=lse,
     )  # fmt: skip

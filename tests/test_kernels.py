@@ -1,5 +1,6 @@
 """The Triton kernels in Triton's interpreter, on a CPU (conftest.py sets TRITON_INTERPRET where there is no GPU)."""
 
+import math
 import os
 
 import pytest
@@ -32,10 +33,11 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import fp8attn
 from fp8attn import reference
+from fp8attn.kernels import combine as combining
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
 from fp8attn.kernels.append import quantize as quantize_pages
-from fp8attn.kernels.combine import MAX_SPLITS, num_splits
+from fp8attn.kernels.combine import MAX_SPLITS, combine, num_splits
 from fp8attn.kernels.fp8 import from_e4m3, round_to, to_e4m3
 from fp8attn.numerics import quantize
 
@@ -202,6 +204,25 @@ def _cache_and_queries():
     pages = empty_cache([150, 30], 2, 64, mean=1.0)
     fill(pages, torch.randn(180, 2, 64), torch.randn(180, 2, 64), [150, 30])
     return pages, torch.randn(2, 4, 64).half()
+
+
+@pytest.mark.parametrize(("splits", "many"), [(3, False), (3, True), (40, False), (40, True)])
+def test_parts_come_together(splits, many, monkeypatch):
+    monkeypatch.setattr(combining, "MANY", 1 if many else 1 << 20)
+    combining._plan.cache_clear()
+    batch, tokens, heads, dim = 2, 7, 3, 48  # 42 rows: not a multiple of what a program takes
+    parts, lse = torch.randn(splits, batch * tokens * heads, dim), 4 * torch.randn(splits, batch * tokens * heads)
+    hidden = torch.rand(lse.shape) < 0.3
+    hidden[:, 5] = True  # a row that no part has keys for
+    lse[hidden], parts[hidden] = -torch.inf, torch.nan
+    mean_score, sinks = torch.randn(lse.shape[1]), torch.randn(heads)
+    out, out_lse = torch.empty(batch, heads, tokens, dim).transpose(1, 2), torch.empty(batch, tokens, heads)
+    combine(parts, torch.stack([lse, mean_score.expand_as(lse)]), sinks, out, out_lse)
+    scores = torch.cat([(lse + mean_score) * math.log(2), sinks.repeat(batch * tokens)[None]]).double()
+    weights = torch.softmax(scores, 0)[:-1]
+    exact = (weights[:, :, None] * parts.double().nan_to_num()).sum(0).unflatten(0, (batch, tokens, heads))
+    torch.testing.assert_close(out.double(), exact, rtol=2e-6, atol=2e-6)  # FP32, in another order
+    torch.testing.assert_close(out_lse.double().flatten(), torch.logsumexp(scores, 0), rtol=2e-6, atol=2e-6)
 
 
 def test_ops_run_the_kernels_and_pass_opcheck():

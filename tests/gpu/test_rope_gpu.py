@@ -66,8 +66,8 @@ def check(q, pages, tables, interleaved=False, causal=True, cu=None, longest=Non
 @pytest.mark.parametrize("case", ["halves", "pairs", "part"])
 @pytest.mark.parametrize(("head_dim", "short"), [(d, True) for d in (64, 80, 96, 128, 192, 256)] + [(128, False)])
 def test_the_kernel_turns_queries_to_the_same_bits(head_dim, short, case, monkeypatch):
-    if not short:
-        monkeypatch.setattr(prefill, "SHORT", -1)
+    shape = prefill.SHAPES[prefill.PADDED[head_dim]][0 if short else 1]
+    monkeypatch.setattr(prefill, "_cuts", lambda *_: [(shape, 3 if case == "part" else 1)])
     if case == "halves":  # rows of few keys and of many; tables of each sequence; queries that lie heads first
         pages = held([900, 900], head_dim)
         check(tokens(2, 900, 4, head_dim), pages, angles(2, 900, head_dim // 2))
@@ -79,7 +79,6 @@ def test_the_kernel_turns_queries_to_the_same_bits(head_dim, short, case, monkey
         tables = {name: x[:, ::2] for name, x in angles(1150, head_dim, dtype=torch.bfloat16).items()}
         check(tokens(1150, 4, head_dim, dtype=torch.float16), held([900, 1, 5, 800], head_dim), tables, True, cu=cu, longest=699)
     else:  # some of the channels, keys in parts
-        monkeypatch.setattr(prefill, "num_splits", lambda *_: 3)
         tables = angles(2, 200, head_dim // 32 * 8, dtype=torch.bfloat16)
         check(tokens(2, 200, 4, head_dim), held([1000, 100], head_dim), tables)
 

@@ -17,6 +17,7 @@ from .fp8 import is_native, round_to
 from .launch import Constants, constants, launch
 
 MAX_SPLITS = 128
+MANY = 4096  # rows
 _TILE_OVERHEAD = 1.5  # what a program costs besides its pages, in pages
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -56,35 +57,38 @@ def finish(lse, mean_score, sinks_ptr, head):
 def _combine_kernel(
     partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens, num_q_heads, out_stride_b, out_stride_t,
     out_stride_h,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < num_rows
     split = tl.arange(0, SPLITS)
-    lse_ptrs = partial_lse_ptr + split.to(tl.int64) * num_rows + row
-    split_lse = tl.load(lse_ptrs, mask=split < num_splits, other=float("-inf"))
+    lse_ptrs = partial_lse_ptr + split[None, :].to(tl.int64) * num_rows + row[:, None]
+    split_lse = tl.load(lse_ptrs, mask=real[:, None] & (split < num_splits)[None, :], other=float("-inf"))
     written = split_lse != float("-inf")  # a split that saw no key wrote nothing else
     mean_score = tl.load(lse_ptrs + num_splits.to(tl.int64) * num_rows, mask=written, other=float("-inf"))
-    mean_score = tl.max(mean_score, 0)  # the same in every split
-    top = tl.max(split_lse, 0)
+    mean_score = tl.max(mean_score, 1)  # the same in every split
+    top = tl.max(split_lse, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(split_lse - top), 0)
+    total = tl.sum(tl.exp2(split_lse - top[:, None]), 1)
     lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
     share, lse = finish(lse, mean_score, sinks_ptr, row % num_q_heads)
 
     d = tl.arange(0, DP)
-    out = tl.zeros((DP,), tl.float32)
+    out = tl.zeros((ROWS, DP), tl.float32)
     for first in range(0, num_splits, CHUNK):
         part = first + tl.arange(0, CHUNK)
-        offset = part.to(tl.int64) * num_rows + row
-        part_lse = tl.load(partial_lse_ptr + offset, mask=part < num_splits, other=float("-inf"))
-        mask = (part_lse != float("-inf"))[:, None] & (d < D)[None, :]
-        partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
-        out += tl.sum(partial * tl.exp2(part_lse - top)[:, None], 0)
-    out = out * (share / tl.where(total == 0.0, 1.0, total))
+        offset = part[None, :].to(tl.int64) * num_rows + row[:, None]
+        part_lse = tl.load(partial_lse_ptr + offset, mask=real[:, None] & (part < num_splits)[None, :], other=float("-inf"))
+        mask = (part_lse != float("-inf"))[:, :, None] & (d < D)[None, None, :]
+        partial = tl.load(partial_ptr + offset[:, :, None] * D + d[None, None, :], mask=mask, other=0.0)
+        out += tl.sum(partial * tl.exp2(part_lse - top[:, None])[:, :, None], 1)
+    out = out * (share / tl.where(total == 0.0, 1.0, total))[:, None]
     token = row // num_q_heads
-    out_ptr += token // num_tokens * out_stride_b + token % num_tokens * out_stride_t + row % num_q_heads * out_stride_h
-    tl.store(out_ptr + d, round_to(out, out_ptr.dtype.element_ty, NATIVE), mask=d < D)
-    tl.store(lse_ptr + row, lse)
+    at = (token // num_tokens).to(tl.int64) * out_stride_b + (token % num_tokens).to(tl.int64) * out_stride_t
+    at += (row % num_q_heads).to(tl.int64) * out_stride_h
+    mask = real[:, None] & (d < D)[None, :]
+    tl.store(out_ptr + at[:, None] + d[None, :], round_to(out, out_ptr.dtype.element_ty, NATIVE), mask=mask)
+    tl.store(lse_ptr + row, lse, mask=real)
 
 
 def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -97,20 +101,23 @@ def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | 
         sinks: `[num_q_heads]`; the parts know nothing of them.
         out, lse: `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32, written; or a batch of both, out of any strides.
     """
-    numbers, given = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())
-    launch(_combine_kernel, (parts.shape[1],), (parts, parts_lse, sinks, out, lse, *numbers), given)
+    grid, numbers, given = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())
+    launch(_combine_kernel, grid, (parts, parts_lse, sinks, out, lse, *numbers), given)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     device: torch.device, native: bool, parts: tuple[int, int, int], rows: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[tuple[int, ...], Constants]:
-    """The kernel's numbers and constants, for parts and an LSE of these shapes and an output of these strides."""
+) -> tuple[tuple[int], tuple[int, ...], Constants]:
+    """The kernel's grid, numbers and constants, for parts and an LSE of these shapes and an output of these strides."""
     splits, num_rows, head_dim = parts
     padded = 1 << (head_dim - 1).bit_length()
     capacity = 1 << (splits - 1).bit_length()
+    # Of few rows each is a program, which has all parts on their way together; of many, several are, whose loads do as well.
+    many = num_rows >= MANY
+    together = 8 if many else 1
     given = constants(
-        "combine", device, D=head_dim, DP=padded, SPLITS=capacity, CHUNK=min(capacity, 4096 // padded), NATIVE=native,
-        num_warps=4, enable_fp_fusion=True,
+        "combine", device, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity, CHUNK=1 if many else min(capacity, 4096 // padded),
+        NATIVE=native, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return (splits, num_rows, *rows[-2:], *((0,) * (4 - len(strides))), *strides[:-1]), given
+    return (-(-num_rows // together),), (splits, num_rows, *rows[-2:], *((0,) * (4 - len(strides))), *strides[:-1]), given

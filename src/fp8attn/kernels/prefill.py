@@ -13,7 +13,7 @@ it does because of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ..layout import FP8, KVPages
-from .combine import combine, num_splits
+from .combine import MAX_SPLITS, combine
 from .gluon import (
     advance,
     arrive_with_words,
@@ -902,6 +902,8 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
                 lse = gl.where(unseen, HIDDEN, m - P_SHIFT + _log2(z))
                 gl.store(lse_ptr + plane.to(gl.int64) + lse_at + here * num_q_heads, shift, mask=here < count)
             gl.store(lse_ptr + lse_at + here * num_q_heads, lse, mask=here < count)
+        if SPLIT:  # nobody reads what a part without keys would write
+            count = gl.where(_field(info_s, slot, LENGTH) > 0, count, 0)
         SHARE: gl.constexpr = sinks_ptr is not None
         at = (batch, token, head)
         if D < 256:
@@ -996,11 +998,11 @@ def _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, win
 @gluon.jit
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
-             window, parts, together, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q16: gl.constexpr,
+             window, parts, least, together, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q16: gl.constexpr,
              LO: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
     """The feeding warp: claims items (64 * WGS query rows of one head), announces them, and keeps the ring of tiles full.
 
-    With SPLIT an item is one of `parts` parts of its tiles, and its output one of as many.
+    With SPLIT an item is one of `parts` parts of its tiles, of `least` or more, and its output one of as many.
     """
     BLOCK: gl.constexpr = WGS * ROWS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -1086,7 +1088,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             bottom = gl.minimum(gl.maximum(gl.maximum(position - window + 1, left), 0) // TILE, last)
         slab = batch  # of the output
         if SPLIT:
-            tiles = (last - bottom + parts) // parts
+            tiles = gl.maximum((last - bottom + parts) // parts, least)
             bottom += part * tiles
             length = gl.where(bottom > last, 0, length)  # nothing is left for this part
             bottom = gl.minimum(bottom, last)
@@ -1171,7 +1173,7 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
 
 NUMBERS = (
     "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width",
-    "causal", "window", "parts", "together", "plane", "scale", "cap",
+    "causal", "window", "parts", "least", "together", "plane", "scale", "cap",
     "angle_stride_b", "angle_stride_t",
 )  # fmt: skip
 
@@ -1179,7 +1181,7 @@ NUMBERS = (
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr,
              sinks_ptr, left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
-             num_kv_heads, table_width, causal, window, parts, together, plane, scale, cap, cos_ptr, sin_ptr, angle_stride_b,
+             num_kv_heads, table_width, causal, window, parts, least, together, plane, scale, cap, cos_ptr, sin_ptr, angle_stride_b,
              angle_stride_t, DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr,
              LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
              STEP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
@@ -1246,7 +1248,7 @@ def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k
                          D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
+                        table_width, causal, window, parts, least, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -1261,7 +1263,7 @@ def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k
                          D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
             (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
-                        table_width, causal, window, parts, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
+                        table_width, causal, window, parts, least, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
 
 
@@ -1278,12 +1280,19 @@ class Shape:
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     regs: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
     feed: int
+    # What a CTA takes, in microseconds: a tile, and an item besides (16-bit queries).
+    tile: float
+    item: float
 
 
-SHAPES = {64: Shape(3, 1, 3, 0, 160, 24), 128: Shape(3, 2, 3, 0, 160, 24), 256: Shape(2, 4, 2, 0, 240, 24)}
-# Prompts up to SHORT queries spend more on an item's beginning and end than a third warpgroup saves.
-SHORT = 4096
-SHORT_SHAPES = SHAPES | {128: Shape(2, 1, 3, 1, 240, 24)}
+# A third warpgroup saves a tenth of a tile's time for its rows, but items begin and end more slowly, and there are fewer to go around.
+SHAPES = {
+    64: (Shape(3, 1, 3, 0, 160, 24, tile=1.3, item=5.0),),
+    128: (Shape(2, 1, 3, 1, 240, 24, tile=1.1, item=4.0), Shape(3, 2, 3, 0, 160, 24, tile=1.52, item=5.9)),
+    256: (Shape(2, 4, 2, 0, 240, 24, tile=2.2, item=6.0),),
+}
+COMBINE = 6.0, 0.9e-6  # microseconds of a combination, and for a byte of the parts of the output that it puts together
+PART = 8  # tiles of a part, at least
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 NO_WINDOW = 1 << 30
 # Heads of Q whose items stand in one order: as many as L2 holds K and V of, up to MOST. (Of groups, which share theirs, no more.) Causal
@@ -1291,7 +1300,6 @@ NO_WINDOW = 1 << 30
 MOST, LEAST, CLAIMS = 32, 8, 10
 SHARED = 32 << 20  # bytes of K and V that L2 holds beside all else
 COUNTERS = 1 << 13  # of a device: streams and captured launches
-PART = 8  # tiles that take as long as what a part costs besides: its queries, its output, the combination
 
 
 def attention(
@@ -1418,22 +1426,24 @@ def plan(
         batch, tokens = (1, shape[0]) if ragged else (num_seqs, max_seqlen_q)
         q_strides, out_strides, angle_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides, angle_strides))
     width = PADDED[head_dim]
-    cut = (SHORT_SHAPES if max_seqlen_q <= SHORT else SHAPES)[width]
+    sms = _num_sms(device)
+    seen = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # tiles, at most
+    problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, seen, causal and not window)
+    cut, splits = min(_cuts(width, sms, problem), key=lambda cut: _microseconds(*cut, sms, problem))
     rows = cut.warpgroups * ROWS.value
     if ragged:  # at most: every sequence, and the rows behind the last, end in a block that is not full
         items = num_q_heads * (tokens // rows + num_seqs + 1)
     else:
         items = num_seqs * num_q_heads * -(-tokens // rows)
-    sms = _num_sms(device)
-    seen = min(table_width, (window + rows) // TILE.value + 2) if window else table_width  # tiles, at most
+    # Keys may be far fewer than the table has room for. Parts that only were to make waves even are then worth nothing.
+    least = PART if items < sms else max(PART, seen // splits // 2)
     together = min(LEAST, -(-CLAIMS * sms * rows // max(1, max_seqlen_q))) if causal else 1
     together = min(max(together, SHARED // (2 * head_dim * TILE.value * seen)), MOST)
-    splits = num_splits(items, max(1, seen // PART), sms) if items < sms else 1
     if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
         out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
     numbers = (
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
-        window or NO_WINDOW, splits, together, splits * batch * tokens * num_q_heads,
+        window or NO_WINDOW, splits, least, together, splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     outputs = None
@@ -1448,6 +1458,51 @@ def plan(
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
     return Plan(queries, outputs, width, width // cut.parts, splits, grid, PerStream(_counter, device), numbers, angles, given)
+
+
+class Problem(NamedTuple):
+    """What decides how a launch is cut, of what the host knows."""
+
+    num_seqs: int
+    num_q_heads: int
+    head_dim: int
+    tokens: int  # of a ragged batch, or 0
+    max_seqlen_q: int
+    seen: int  # tiles, where most are
+    causal: bool  # and the first query of a sequence sees fewer
+
+
+def _cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
+    """The ways to cut a problem: a shape, and into how many parts the keys.
+
+    Of items that fill the GPU parts can only make the last wave fuller. How many keys each sequence of a ragged batch has only the device
+    knows, so there they are left whole.
+    """
+    for shape in SHAPES[width]:
+        items = max(1, problem.num_seqs * problem.num_q_heads * -(-problem.max_seqlen_q // (shape.warpgroups * ROWS.value)))
+        if items < sms:
+            most = 4 * sms // items
+        else:
+            most = 1 if problem.tokens else 4
+        for splits in range(1, min(max(1, problem.seen // PART), MAX_SPLITS, most) + 1):
+            yield shape, splits
+
+
+def _microseconds(shape: Shape, splits: int, sms: int, problem: Problem) -> float:
+    """What a launch takes, about: see docs/kernels.md, "How a problem is cut"."""
+    num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, seen, causal = problem
+    rows = shape.warpgroups * ROWS.value
+    blocks = tokens / rows + num_seqs / 2 if tokens else num_seqs * -(-max_seqlen_q // rows)
+    items = num_q_heads * blocks * splits
+    fewest = max(1, seen - max(max_seqlen_q - rows, 0) // TILE.value) if causal else seen
+    longest = shape.item + shape.tile * seen / splits
+    shortest = shape.item + shape.tile * fewest / splits
+    # Long items go first, so those that wait for the last of them have just done a short one.
+    time = max(longest, (items * (longest + shortest) / 2 + -items % sms * shortest) / sms)
+    if splits > 1:
+        launch, byte = COMBINE
+        time += launch + byte * 4 * head_dim * num_q_heads * (tokens or num_seqs * max_seqlen_q) * splits
+    return time
 
 
 def turns(rope_cos: torch.Tensor) -> bool:

@@ -1,0 +1,58 @@
+"""How a problem is cut, and what the host thinks that it takes, beside what an H100 took (microseconds; a lab run, 16-bit queries)."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from fp8attn.kernels import prefill
+
+SMS = 132
+# Sequences, query heads, queries, keys, causal: with two warpgroups, and with three.
+MEASURED = {
+    (1, 32, 768, 768, False): (22.9, 18.2),
+    (1, 32, 1024, 1024, False): (31.2, 36.1),
+    (1, 32, 2048, 2048, False): (86.4, 89.7),
+    (1, 32, 3072, 3072, False): (183.4, 169.4),
+    (1, 32, 4096, 4096, False): (316.4, 325.4),
+    (8, 16, 2048, 2048, False): (339.0, 322.9),
+    (1, 8, 4096, 4096, False): (82.1, 109.0),
+    (16, 16, 1024, 1024, True): (138.8, 162.6),
+    (1, 32, 2048, 2048, True): (58.6, 62.8),
+    (8, 16, 2048, 2048, True): (198.0, 207.7),
+    (4, 16, 4096, 4096, True): (342.8, 338.4),
+    (1, 32, 512, 8192, True): (80.3, 104.9),
+    (1, 32, 2048, 8192, True): (264.3, 272.2),
+    (1, 32, 1024, 131072, True): (2437.7, 3301.0),
+}
+
+
+def problem(sequences, heads, queries, keys, causal):
+    return prefill.Problem(sequences, heads, 128, 0, queries, -(-keys // 128), causal)
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_what_a_launch_takes_is_known(case):
+    times = [prefill._microseconds(shape, 1, SMS, problem(*case)) for shape in prefill.SHAPES[128]]
+    for expected, measured in zip(times, MEASURED[case], strict=True):
+        assert expected == pytest.approx(measured, rel=0.2)  # launches of 20 us have a fifth of overhead; the rest is within a tenth
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_the_faster_cut_is_taken(case):
+    shape, _ = min(prefill._cuts(128, SMS, problem(*case)), key=lambda cut: prefill._microseconds(*cut, SMS, problem(*case)))
+    two, three = MEASURED[case]
+    assert (shape.warpgroups == 3) == (three < two)
+
+
+def test_parts_make_waves_even():
+    def parts(*case):
+        cuts = prefill._cuts(128, SMS, problem(*case))
+        shape, splits = min(cuts, key=lambda cut: prefill._microseconds(*cut, SMS, problem(*case)))
+        return shape.warpgroups, splits
+
+    assert parts(1, 32, 192, 131072, True) == (3, 4)  # 32 items of 1,024 tiles: 128 of 256
+    assert parts(1, 32, 2048, 131072, True) == (3, 3)  # 352 items are 2.7 waves, 1,056 are 8
+    assert parts(1, 32, 2048, 8192, True) == (2, 1)  # not worth the combination
+    assert parts(1, 8, 1024, 1024, True) == (2, 1)
+    ragged = prefill.Problem(2, 32, 128, 2100, 2048, 1024, True)
+    assert {splits for _, splits in prefill._cuts(128, SMS, ragged)} == {1}  # most of its keys may be a short sequence's
