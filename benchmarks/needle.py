@@ -2,11 +2,12 @@
 
     python -m benchmarks.needle samples --task niah_multikey_2 --lengths 4096,131072  # needs fp8attn[ruler], and no GPU
     python -m benchmarks.needle run --task niah_multikey_2 --lengths 4096,131072 [--stress 0,3] [--impl bf16,fp8attn] [--seconds 500]
+    python -m benchmarks.needle merge results/h200 /tmp/a/results/h200 /tmp/b/results/h200  # of runs in two checkouts, and needs no GPU
 
 `samples` writes `.needle/`, which git ignores. `run` asks every implementation for an answer to each of them, a process a GPU, each with
 every n-th sample, and writes `results/h200/needle.json` and all answers beside it. Answers that an earlier run of the same sources left
 there are kept and not asked for again. Meanwhile they go to `.needle/outcomes/`, line by line: what a run that was killed leaves there
-counts too.
+counts in the next. `merge` puts together what runs answered side by side, each in a checkout of its own.
 
 What is measured is RULER's, but that an answer ends with its first line, for everybody: the model writes a value and a line end.
 
@@ -44,7 +45,7 @@ from fp8attn.numerics import E4M3, quantize
 
 from . import peers
 from .problem import Shape
-from .results import ROOT, hashes, write
+from .results import ROOT, about, hashes, save
 
 SAMPLES = ROOT / ".needle"
 OUTCOMES = SAMPLES / "outcomes"  # of a run that has not ended
@@ -352,8 +353,13 @@ def run_everywhere(work: Work) -> int:
         processes.append(get_context("spawn").Process(target=work.run, args=(number, count)))
         processes[-1].start()
     os.environ["CUDA_VISIBLE_DEVICES"] = seen
-    for process in processes:
-        process.join()
+    try:
+        for process in processes:
+            process.join()
+    finally:  # interrupted: none goes on answering
+        for process in processes:
+            process.terminate()
+            process.join()
     return sum(process.exitcode != 0 for process in processes)
 
 
@@ -366,12 +372,59 @@ def key(outcome: Outcome) -> tuple:
     return (outcome.cache, *outcome.sample)
 
 
-def load() -> list[Outcome]:
-    """The outcomes that need not be had again: those of earlier runs, if the sources are theirs, and of one that was killed."""
-    files = sorted(OUTCOMES.glob("*.jsonl"))
-    if KEPT.exists() and json.loads(RESULTS.read_text())["meta"]["sources"] == hashes(SOURCES):
+def load() -> tuple[list[Outcome], list[str]]:
+    """The outcomes that need not be had again (those of earlier runs, if the sources are theirs, and of one that was killed), and the
+    commands of those runs."""
+    files, commands = sorted(OUTCOMES.glob("*.jsonl")), []
+    if KEPT.exists() and (meta := meta_of(RESULTS.parent))["sources"] == hashes(SOURCES):
         files.append(KEPT)
-    return list({key(outcome): outcome for file in files for outcome in needle.load_outcomes(file)}.values())
+        commands.append(meta["command"])
+    return list({key(outcome): outcome for file in files for outcome in needle.load_outcomes(file)}.values()), commands
+
+
+def meta_of(folder: Path) -> dict:
+    """The `meta` of the results in a folder."""
+    return json.loads((folder / RESULTS.name).read_text())["meta"]
+
+
+def keep(folder: Path, outcomes: list[Outcome], meta: dict, commands: Iterable[str]) -> None:
+    """Write outcomes, and what is counted from them, as the results of these commands: runs, or several with `; ` between them."""
+    each = dict.fromkeys(part for command in commands for part in command.split("; "))
+    needle.save_outcomes(folder / KEPT.name, outcomes)
+    save(folder / RESULTS.name, meta | {"command": "; ".join(each)}, rows(outcomes))
+
+
+def merge(folder: Path, runs: Sequence[Path]) -> None:
+    """Write what several runs answered as the results of all of them.
+
+    Args:
+        folder: `results/h200`, or another.
+        runs: each the folder of a run's results.
+    Raises:
+        ValueError: a run is of other sources than this checkout's, or on another device or release than the first; or two runs have
+            unlike answers of one implementation to one sample.
+    """
+    sources, metas = hashes(SOURCES), []
+    for run in runs:
+        if not (run / RESULTS.name).exists():
+            raise ValueError(f"{run} has no {RESULTS.name}: name the folder of a run's results, which it writes when it ends")
+        metas.append(meta_of(run))
+        if metas[-1]["sources"] != sources:
+            theirs = metas[-1]["sources"]
+            other = sorted(path for path in sources.keys() | theirs.keys() if sources.get(path) != theirs.get(path))
+            raise ValueError(f"{run} is of other sources than this checkout's: {', '.join(other)}; leave it out, or run it again")
+        for name in ("device", "torch", "triton"):
+            if metas[-1][name] != metas[0][name]:
+                raise ValueError(f"{name} is {metas[-1][name]} in {run} and {metas[0][name]} in {runs[0]}: merge runs on one")
+    found: dict[tuple, tuple[Outcome, Path]] = {}
+    for run in runs:
+        for outcome in needle.load_outcomes(run / KEPT.name):
+            first, where = found.setdefault(key(outcome), (outcome, run))
+            if first != outcome:
+                name = f"{outcome.cache} on sample {outcome.index} of {outcome.task} at {outcome.length}"
+                raise ValueError(f"{name} answers {outcome.text!r} in {run} and {first.text!r} in {where}: leave one of the runs out")
+    date = max(meta["date"] for meta in metas)
+    keep(folder, [outcome for outcome, _ in found.values()], metas[0] | {"date": date}, [meta["command"] for meta in metas])
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict]:
@@ -385,7 +438,8 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict]:
             right = [o.right for o in here if o.cache == name]
             row = {"case": f"{task}-S{length}", "impl": name, "accuracy": sum(right) / len(right)}
             row |= {"interval": wilson(sum(right), len(right)), "samples": len(right)}
-            if name != "bf16" and any(o.cache == "bf16" for o in here):
+            both = {o.index for o in here if o.cache == name} & {o.index for o in here if o.cache == "bf16"}
+            if name != "bf16" and both:
                 pair = compare(here, "bf16", name)
                 discordant = [a.index for a, _ in pair.discordant]
                 row |= {"paired": pair.samples, "difference": pair.difference, "difference_interval": pair.interval, "p": pair.p}
@@ -400,17 +454,26 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["samples", "run"])
-    parser.add_argument("--model", help="a folder or Hugging Face id; default: the committed model")
-    parser.add_argument("--task", default="niah_multikey_2", help="some of " + ", ".join(ruler.NAMES))
-    parser.add_argument("--lengths", type=numbers, default="4096,8192,16384,32768,65536,131072")
-    parser.add_argument("--samples", type=int, help="of each task and length; default: 500, or all that were made")
-    parser.add_argument("--impl", default=",".join(IMPLS))
-    parser.add_argument("--stress", type=numbers, default="0", help="strengths, joined by commas")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after so many, begin no other batch")
-    parser.add_argument("--chunk", type=int, default=1 << 20, help="tokens of a prefill's forward; default: the whole prompt")
-    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of the prompts that run side by side")
+    verbs = parser.add_subparsers(dest="what", required=True)
+    asked = argparse.ArgumentParser(add_help=False)
+    asked.add_argument("--model", help="a folder or Hugging Face id; default: the committed model")
+    asked.add_argument("--task", default="niah_multikey_2", help="some of " + ", ".join(ruler.NAMES))
+    asked.add_argument("--lengths", type=numbers, default="4096,8192,16384,32768,65536,131072")
+    asked.add_argument("--samples", type=int, help="of each task and length; default: 500, or all that were made")
+    verbs.add_parser("samples", parents=[asked])
+    run = verbs.add_parser("run", parents=[asked])
+    run.add_argument("--impl", default=",".join(IMPLS))
+    run.add_argument("--stress", type=numbers, default="0", help="strengths, joined by commas")
+    run.add_argument("--seconds", type=float, default=float("inf"), help="after so many, begin no other batch")
+    run.add_argument("--chunk", type=int, default=1 << 20, help="tokens of a prefill's forward; default: the whole prompt")
+    run.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of the prompts that run side by side")
+    merging = verbs.add_parser("merge")
+    merging.add_argument("folder", type=Path, help="to write to")
+    merging.add_argument("runs", type=Path, nargs="+", help="the folders of runs' results")
     args = parser.parse_args()
+    if args.what == "merge":
+        merge(args.folder, args.runs)
+        return
     cases = [(task, length) for task in args.task.split(",") for length in args.lengths]
     files = tuple(SAMPLES / f"{task}-{length}.zip" for task, length in cases)
     if args.what == "samples":
@@ -424,17 +487,23 @@ def main() -> None:
     names = tuple(args.impl.split(","))
     check(names)
     names = tuple(name for name in names if name in OURS or NEEDS[name.partition(":")[0]] in peers.available())
-    done = frozenset(map(key, load()))
+    done = frozenset(map(key, load()[0]))
     deadline = time.time() + args.seconds
     work = Work(args.model, files, names, args.stress, args.samples, args.chunk, args.batch_tokens, deadline, done)
-    failed = run_everywhere(work)
-    outcomes = load()
-    needle.save_outcomes(KEPT, outcomes)
-    write(RESULTS, rows(outcomes), SOURCES)
+    ending = ""
+    try:
+        if failed := run_everywhere(work):
+            ending = f"{failed} processes failed; what the others answered is kept"
+    except KeyboardInterrupt:
+        ending = "interrupted; what was answered is kept"
+    outcomes, commands = load()
+    if outcomes:
+        meta = about(SOURCES)
+        keep(RESULTS.parent, outcomes, meta, [*commands, meta["command"]])
     for file in OUTCOMES.glob("*.jsonl"):
         file.unlink()
-    if failed:
-        sys.exit(f"{failed} processes failed; what the others answered is kept")
+    if ending:
+        sys.exit(ending)
 
 
 if __name__ == "__main__":

@@ -46,18 +46,22 @@ def imported(path: Path) -> set[Path]:
 
 
 def write(path: str | Path, rows: list[dict], sources: Iterable[str]) -> None:
-    """Write rows in the place of what the file held.
+    """Write rows that this process measured in the place of what the file held.
 
     Args:
         path: below the repository.
         rows: each with `case` and `impl`.
         sources: files and folders whose change makes the rows stale, as `hashes` takes them.
     """
+    save(ROOT / path, about(sources), rows)
+
+
+def about(sources: Iterable[str]) -> dict:
+    """The `meta` of what this process measures."""
     import torch
     import triton
 
-    path = ROOT / path
-    meta = {
+    return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -65,6 +69,9 @@ def write(path: str | Path, rows: list[dict], sources: Iterable[str]) -> None:
         "command": "python " + " ".join(sys.orig_argv[1:]),
         "sources": hashes(sources),
     }
+
+
+def save(path: Path, meta: dict, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     path.write_text(f'{{\n "meta": {json.dumps(meta, indent=2)},\n "rows": [\n{lines}\n ]\n}}\n')

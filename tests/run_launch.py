@@ -191,6 +191,12 @@ def attended(launches: list, compiled: dict) -> dict:
         held = {"q": q, "k": pages.k, "table": pages.page_table, "sinks": sinks, "out": out, "lse": lse}
         rows[name] = row | {"calls": called(call), "last takes": [name for name, x in held.items() if x.data_ptr() in words]}
 
+    before, earlier = len(launches), made.value
+    for num_seqs, queries in ((3, 1), (1, 300)):
+        other = torch.zeros(num_seqs * queries, 32, 128, dtype=torch.bfloat16)
+        ops.attention(other, KVPages.empty(4 * num_seqs, 8, 128, num_seqs, 4), return_lse=True)
+    rows["other sizes"] = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+
     def dense(q: torch.Tensor, *pages: torch.Tensor) -> torch.Tensor:
         return ops.attention(q, KVPages(*pages))
 

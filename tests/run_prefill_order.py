@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fp8attn.kernels.gluon import gl, gluon
-from fp8attn.kernels.prefill import NO_WINDOW, _outset, _seek
+from fp8attn.kernels.prefill import NO_WINDOW, _advance_to, _outset
 
 PROGRAMS = 5
 BLOCK = 192
@@ -29,10 +29,12 @@ def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims
     base = 0
     start = 0
     q_len = 0
+    blocks = 0
     claim = gl.program_id(0)
     while claim < claims:
-        while (seq <= num_seqs) & (claim >= base + (q_len + BLOCK - 1) // BLOCK * heads):
-            place, seq, base, start, q_len = _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, heads, window, BLOCK)
+        place, seq, base, start, q_len, blocks = _advance_to(
+            claim, (place, seq, base, start, q_len, blocks), num_seqs + 1, heads, cu_ptr, lens_ptr, num_tokens, num_seqs, heads, window,
+            BLOCK)  # fmt: skip
         gl.store(out_ptr + 4 * claim, seq)
         gl.store(out_ptr + 4 * claim + 1, base)
         gl.store(out_ptr + 4 * claim + 2, start)

@@ -1,5 +1,6 @@
 """The comparison of retrieval runs whole on a CPU, with a kernel of torch's in the place of the others'."""
 
+import json
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import needle as bench
+from benchmarks.results import hashes
 from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import cache_factory, forward, prefill
 from fp8attn.evaluation.recall import recall_samples
@@ -56,7 +58,7 @@ def work(folder, tiny_model, names, **options):
 def test_every_implementation_answers_every_sample_once(folder, tiny_model):
     for number in range(2):
         work(folder, tiny_model, bench.IMPLS).run(number, 2)
-    outcomes = bench.load()
+    outcomes, _ = bench.load()
     assert len(outcomes) == len(bench.IMPLS) * 2 * 4 == len({bench.key(o) for o in outcomes})
     rows = bench.rows(outcomes)
     cases = ["recall-S600", "recall-stress2-S600"]
@@ -64,25 +66,106 @@ def test_every_implementation_answers_every_sample_once(folder, tiny_model):
     assert all(row["paired"] == 4 and row["p"] == 1 for row in rows if row["impl"] != "bf16")
     again = work(folder, tiny_model, bench.IMPLS, done=frozenset(map(bench.key, outcomes)))
     again.run(0, 2)
-    assert len(bench.load()) == len(outcomes)
+    assert len(bench.load()[0]) == len(outcomes)
 
 
 def test_time_is_kept(folder, tiny_model):
     work(folder, tiny_model, ("bf16",), deadline=0.0).run()
-    assert bench.load() == []
+    assert bench.load() == ([], [])
 
 
-def test_results_are_merged_while_the_sources_are_the_same(folder, tiny_model, monkeypatch):
-    monkeypatch.setattr(bench, "SOURCES", ("benchmarks/needle.py",))
-    monkeypatch.setattr(sys, "argv", f"needle run --task recall --lengths 600 --impl fp8attn --model {tiny_model} --samples 3".split())
-    bench.main()
-    assert [(row["impl"], row["samples"]) for row in bench.json.loads(bench.RESULTS.read_text())["rows"]] == [("fp8attn", 3)]
-    assert len(bench.load()) == 3 and not list(bench.OUTCOMES.glob("*"))
-    monkeypatch.setattr(bench, "SOURCES", ("benchmarks/peers.py",))
-    assert bench.load() == []
-    monkeypatch.setattr(sys, "argv", ["needle", "run", "--impl", "fa4"])
-    with pytest.raises(ValueError, match="no implementation is called 'fa4'; choose from bf16, fp8attn"):
+def test_answers_are_kept_while_the_sources_are_the_same(folder, tiny_model, monkeypatch):
+    """Those of earlier runs, and of one that is interrupted; with the commands that gave them."""
+
+    def run(*arguments):
+        line = ["needle", "run", "--task", "recall", "--lengths", "600", "--model", str(tiny_model), *arguments]
+        monkeypatch.setattr(sys, "argv", line)
+        monkeypatch.setattr(sys, "orig_argv", ["python", *line])
         bench.main()
+        results = json.loads(bench.RESULTS.read_text())
+        return [(row["impl"], row["samples"]) for row in results["rows"]], results["meta"]["command"].replace(str(tiny_model), "tiny")
+
+    monkeypatch.setattr(bench, "SOURCES", ("benchmarks/needle.py",))
+    first = "python needle run --task recall --lengths 600 --model tiny --impl fp8attn --samples 3"
+    assert run("--impl", "fp8attn", "--samples", "3") == ([("fp8attn", 3)], first)
+    assert len(bench.load()[0]) == 3 and not list(bench.OUTCOMES.glob("*"))
+
+    def interrupted(*arguments):
+        answers, _ = bench.load()
+        needle.save_outcomes(bench.OUTCOMES / "0.jsonl", [bench.replace(answers[0], cache="bf16")])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "run_everywhere", interrupted)
+        with pytest.raises(SystemExit, match="interrupted; what was answered is kept"):
+            run("--impl", "bf16")
+    second = first.replace("fp8attn --samples 3", "bf16")
+    want = [("bf16", 4), ("fp8attn", 3)], f"{first}; {second}"
+    assert len(bench.load()[0]) == 4 and bench.load()[1] == [want[1].replace("tiny", str(tiny_model))]
+    assert run("--impl", "bf16") == want
+    monkeypatch.setattr(bench, "SOURCES", ("benchmarks/peers.py",))
+    assert bench.load() == ([], [])
+    with pytest.raises(ValueError, match="no implementation is called 'fa4'; choose from bf16, fp8attn"):
+        run("--impl", "fa4")
+
+
+class TestMerge:
+    """Of made-up runs: of each sample, who was asked, and whether they had it right."""
+
+    @pytest.fixture(autouse=True)
+    def sources(self, monkeypatch):
+        monkeypatch.setattr(bench, "SOURCES", ("benchmarks/needle.py",))
+
+    @pytest.fixture
+    def save(self, tmp_path):
+        def save(name, answers, command="run", **changed):
+            """A run's results: `answers` are of implementations, their answers to samples 0, 1, ..., True, False or None for not asked."""
+            folder = tmp_path / name
+            outcomes = [
+                needle.Outcome(impl, "recall", 600, index, 0.5, ("7",), "7" if right else "8", float(right))
+                for impl, given in answers.items() for index, right in enumerate(given) if right is not None
+            ]  # fmt: skip
+            meta = {"device": "H", "torch": "2", "triton": "3", "date": f"2026-01-0{len(outcomes)}", "sources": hashes(bench.SOURCES)}
+            bench.keep(folder, outcomes, meta | changed, [command])
+            return folder
+
+        return save
+
+    def test_numbers_are_those_of_all_answers(self, save, tmp_path, monkeypatch):
+        a = save("a", {"bf16": [True, True, None, None], "fp8attn": [True]}, "python a")
+        b = save("b", {"fp8attn": [True, False, True]}, "python b")
+        c = save("c", {"bf16": [None, True, False]}, "python c; python a")
+        out = tmp_path / "out"
+        monkeypatch.setattr(sys, "argv", ["needle", "merge", *map(str, (out, a, b, c))])
+        bench.main()
+        results = json.loads((out / "needle.json").read_text())
+        assert results["meta"] == {
+            "device": "H", "torch": "2", "triton": "3", "date": "2026-01-03", "command": "python a; python b; python c",
+            "sources": hashes(bench.SOURCES),
+        }  # fmt: skip
+        bf16, ours = results["rows"]
+        assert (bf16["case"], bf16["impl"], bf16["samples"], bf16["accuracy"]) == ("recall-S600", "bf16", 3, 2 / 3)
+        assert (ours["impl"], ours["samples"], ours["accuracy"]) == ("fp8attn", 3, 2 / 3)
+        assert (ours["paired"], ours["lost"], ours["won"], ours["discordant"]) == (3, 1, 1, [1, 2])
+        kept = needle.load_outcomes(out / "needle.jsonl.xz")
+        asked = [("bf16", 0), ("bf16", 1), ("fp8attn", 0), ("fp8attn", 1), ("fp8attn", 2), ("bf16", 2)]
+        assert [(o.cache, o.index) for o in kept] == asked
+
+    def test_who_shares_no_sample_with_bf16_is_not_compared(self, save):
+        rows = json.loads((save("a", {"bf16": [True], "fp8attn": [None, False]}) / "needle.json").read_text())["rows"]
+        assert [(row["samples"], row["accuracy"], "paired" in row) for row in rows] == [(1, 1.0, False), (1, 0.0, False)]
+
+    def test_runs_that_are_not_of_one_kind(self, save, tmp_path):
+        a = save("a", {"bf16": [True, True]})
+        with pytest.raises(ValueError, match=r"bf16 on sample 1 of recall at 600 answers '8' in .*b and '7' in .*a: leave one of the runs"):
+            bench.merge(tmp_path / "out", [a, save("b", {"bf16": [None, False]})])
+        with pytest.raises(ValueError, match=r"b is of other sources than this checkout's: benchmarks/needle.py; leave it out"):
+            bench.merge(tmp_path / "out", [a, save("b", {}, sources=hashes(bench.SOURCES) | {"benchmarks/needle.py": "0"})])
+        with pytest.raises(ValueError, match=r"device is L in .*b and H in .*a: merge runs on one"):
+            bench.merge(tmp_path / "out", [a, save("b", {}, device="L")])
+        with pytest.raises(ValueError, match=r"nothing has no needle.json: name the folder of a run's results"):
+            bench.merge(tmp_path / "out", [tmp_path / "nothing"])
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["bf16", "fa3-fp8", "fa3-fp8:calibrated", "fa3-fp8:calibrated+means"])

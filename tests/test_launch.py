@@ -67,6 +67,11 @@ def test_attention_is_checks_a_plan_and_launches(launches, case, made, most):
     assert row["calls"] <= most, "ops.attention calls more Python than it did: benchmarks.overhead tells what that costs"
 
 
+def test_what_was_compiled_serves_other_sizes(launches):
+    """Plans of other batch sizes and lengths than those met before have the same constants, of which the kernel is known."""
+    assert launches["rows"]["attended"]["other sizes"] == {"ordinary": 0, "launches": 2}
+
+
 def test_parts_are_put_together_by_the_last_launch(launches):
     rows = launches["rows"]["attended"]
     assert rows["64 queries in parts"]["last takes"] == ["out", "lse"]  # the parts are between

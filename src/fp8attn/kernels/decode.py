@@ -752,10 +752,10 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def plan(device: torch.device, num_sms: int, heads: int, *shape) -> Plan:
+def plan(device: torch.device, heads: int, *shape) -> Plan:
     """The plan for `Launch(*shape)` and `heads` heads of all sequences together."""
     how = Launch(*shape)
-    workers = how.workers(num_sms, heads)
+    workers = how.workers(_num_sms(device), heads)
     given = constants("decode", device, **how.constants(), **how.options())
     return Plan(workers, (workers * how.tiles,), 2 * workers * how.tiles * how.rows, how.width, given)
 
@@ -844,8 +844,8 @@ def attention(
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     group = num_q_heads // heads
     workers, grid, plane, width, given = plan(
-        device, _num_sms(device), heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1,
-        cu_seqlens_q is not None, window > 0, softcap > 0, sinks is not None, leftpad_k is not None,
+        device, heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1, cu_seqlens_q is not None,
+        window > 0, softcap > 0, sinks is not None, leftpad_k is not None,
     )  # fmt: skip
     scratch = _scratch(device)
     _, _, k_scale, v_scale, k_mean, v_mean, table, lengths = pages.tensors

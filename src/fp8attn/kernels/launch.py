@@ -80,7 +80,10 @@ class Constants(dict):
 
 @lru_cache(maxsize=4096)
 def constants(kernel: str, device: torch.device, **values: Any) -> Constants:
-    """The same `Constants` for the same values; `kernel` tells apart kernels that have equal ones."""
+    """The same `Constants` for the same values; `kernel` tells apart kernels that have equal ones.
+
+    Plans are kept too, and share them: the plan of another batch size that had its own would learn the same kernel anew.
+    """
     return Constants(device, **values)
 
 

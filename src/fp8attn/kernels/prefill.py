@@ -996,6 +996,27 @@ def _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, win
 
 
 @gluon.jit
+def _advance_to(claim, at, seqs, heads, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window, BLOCK: gl.constexpr):
+    """The sequence that item `claim` is of, from that of the claim before: a dense batch is one, of all sequences' `heads`.
+
+    Args:
+        at: `_seek`'s place (dense: unused), the sequence, the items before it, its first query, its queries, its blocks of queries.
+        seqs: sequences, and what the sequence is behind the last item.
+    Returns:
+        As `at`.
+    """
+    place, seq, base, start, q_len, blocks = at
+    while (seq < seqs) & (claim >= base + blocks * heads):
+        if cu_ptr is None:
+            base += blocks * heads
+            seq += 1
+        else:
+            place, seq, base, start, q_len = _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window, BLOCK)
+            blocks = (q_len + BLOCK - 1) // BLOCK
+    return place, seq, base, start, q_len, blocks
+
+
+@gluon.jit
 def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
              window, parts, least, together, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q16: gl.constexpr,
@@ -1034,13 +1055,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         seqs = 1
         heads = num_seqs * num_q_heads
     blocks = (q_len + BLOCK - 1) // BLOCK
-    while (seq < seqs) & (claim >= base + blocks * heads):
-        if cu_ptr is None:
-            base += blocks * heads
-            seq += 1
-        else:
-            place, seq, base, start, q_len = _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window, BLOCK)
-            blocks = (q_len + BLOCK - 1) // BLOCK
+    place, seq, base, start, q_len, blocks = _advance_to(
+        claim, (place, seq, base, start, q_len, blocks), seqs, heads, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window,
+        BLOCK)  # fmt: skip
     while seq < seqs:
         if cu_ptr is None:
             ticket = _claim(counter_ptr, LANES)
@@ -1150,13 +1167,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         if SPLIT:
             part = claim % parts
             claim = claim // parts
-        while (seq < seqs) & (claim >= base + blocks * heads):
-            if cu_ptr is None:
-                base += blocks * heads
-                seq += 1
-            else:
-                place, seq, base, start, q_len = _seek(place, claim, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window, BLOCK)
-                blocks = (q_len + BLOCK - 1) // BLOCK
+        place, seq, base, start, q_len, blocks = _advance_to(
+            claim, (place, seq, base, start, q_len, blocks), seqs, heads, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window,
+            BLOCK)  # fmt: skip
     if SPLIT:
         claim = claim * parts + part
         base = base * parts
