@@ -43,6 +43,7 @@ CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
     "d128-ragged": {"head_dim": 128, "cu_seqlens_q": True},
     "d128-long-ragged": {"head_dim": 128, "long": True, "cu_seqlens_q": True},
     "d128-q8-long-ragged": {"head_dim": 128, "long": True, "dtype": torch.float8_e4m3fn, "cu_seqlens_q": True},
+    "d256-q8": {"head_dim": 256, "dtype": torch.float8_e4m3fn},
     "d256-ragged": {"head_dim": 256, "cu_seqlens_q": True},
     "d64-window": {"head_dim": 64, "window": 300},
     "d128-window": {"head_dim": 128, "window": 300},

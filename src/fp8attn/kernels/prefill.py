@@ -227,24 +227,30 @@ def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, q_rest, k, REST: gl.constexpr):
-    """Q K, begun: of the queries and, with REST, of what rounding cut off them."""
+def _scores(q, k):
+    """Q K, begun."""
     s = gl.zeros([ROWS, TILE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]))
-    if REST:
-        s = warpgroup_mma(q_rest, k.permute([1, 0]), s, use_acc=False, is_async=True)
-    return warpgroup_mma(q, k.permute([1, 0]), s, use_acc=REST, is_async=True)
+    return warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _weigh(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase, P: gl.constexpr, WG: gl.constexpr,
+def _weigh(q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase, P: gl.constexpr, WG: gl.constexpr,
            STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr,
            REST: gl.constexpr):  # fmt: skip
-    """A tile's weights as operands of P V, in FP32 and FP8; what sums and the output so far shrink by; the rows' new maxima."""
+    """A tile's weights as operands of P V, in FP32 and FP8; what sums and the output so far shrink by; the rows' new maxima.
+
+    With REST `rest_s` holds, for every other index, what rounding cut off the queries: their products come on top.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_s, _, scale_s, _ = ring
     k_full, k_empty, _, _ = bars
     mbarrier.wait(k_full.index(stage), phase)
-    s = _scores(q, q_rest, k_s.index(stage), REST)
+    if REST:
+        # `tile >> 30` is zero, and ptxas cannot know: descriptors that it kept would leave no uniform registers to the ring's place.
+        s = _scores(rest_s.index(2 * WG + (tile >> 30)), k_s.index(stage + (tile >> 30)))
+        s = warpgroup_mma(q, k_s.index(stage).permute([1, 0]), s, use_acc=True, is_async=True)
+    else:
+        s = _scores(q, k_s.index(stage))
     factor = q_factor * _number(scale_s.index(stage))
     ratio = _number(scale_s.index(STAGES + stage))
     s = warpgroup_mma_wait(0, deps=[s])
@@ -360,7 +366,7 @@ def _tile(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, 
     k_s, v_s, scale_s, ones_s = ring
     k_full, k_empty, v_full, v_empty = bars
     mbarrier.wait(k_full.index(stage), phase)
-    s = _scores(q, q, k_s.index(stage), False)
+    s = _scores(q, k_s.index(stage))
     if Q16:
         q_factor = factor_s.load(gl.SliceLayout(1, S))  # no registers for it between tiles
     factor = q_factor * _number(scale_s.index(stage))
@@ -438,7 +444,7 @@ def _add_both(acc, shrink, zero, rest, p8, v):
 
 
 @gluon.jit
-def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stage, phase,
+def _attend_few(q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, n, stage, phase,
                 WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr, LO: gl.constexpr,
                 CAP: gl.constexpr):  # fmt: skip
     """`_attend` where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as well."""
@@ -451,7 +457,7 @@ def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stag
     none, z = _nothing()
     for _ in range(n):
         p, p8, alpha, shrink, m = _weigh(
-            q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase,
+            q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase,
             gl.DotOperandLayout(0, OUT, 4), WG, STAGES, CUBICS, True, LO, CAP, Q16)  # fmt: skip
         rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
         mbarrier.wait(v_full.index(stage), phase)
@@ -481,7 +487,7 @@ def _attend_few(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, n, stag
 
 
 @gluon.jit
-def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+def _tile_wide(q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
                WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
                CAP: gl.constexpr, FEW: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """A whole tile. P V in four slices of channels, for want of registers; the other warpgroup fills the tensor core meanwhile.
@@ -494,7 +500,7 @@ def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0
     _, v_s, _, ones_s = ring
     _, _, v_full, v_empty = bars
     p, p8, alpha, shrink, m = _weigh(
-        q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase,
+        q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, stage, phase,
         gl.DotOperandLayout(0, OUT, 4), WG, STAGES, CUBICS, MASK, LO, CAP, REST)  # fmt: skip
     if FEW:
         rest = gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
@@ -536,7 +542,7 @@ def _tile_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0
 
 
 @gluon.jit
-def _attend_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+def _attend_wide(q, rest_s, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                  WG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr,
                  FEW: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """As `_attend` and `_attend_few`; tile `top` is one of the masked ones here."""
@@ -551,21 +557,21 @@ def _attend_wide(q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n
     tile = top
     if FEW:
         n_hi += n_free + n_lo
-    for _ in range(n_hi + 1):
+    for _ in range(n_hi + 1 if FEW else gl.maximum(n_hi + 1, 1)):  # as in `_attend_in_turn`
         m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-            q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+            q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
             WG, D, STAGES, CUBICS, True, LO, CAP, FEW, REST)  # fmt: skip
         tile -= 1
     if not FEW:
         for _ in range(n_free):
             m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-                q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+                q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
                 WG, D, STAGES, CUBICS, False, LO, CAP, False, False)  # fmt: skip
         if LO:
             tile -= n_free
             for _ in range(n_lo):
                 m, z, a0, a1, a2, a3, stage, phase = _tile_wide(
-                    q, q_rest, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
+                    q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, z, a0, a1, a2, a3, stage, phase,
                     WG, D, STAGES, CUBICS, True, LO, CAP, False, False)  # fmt: skip
                 tile -= 1
     return a0, a1, a2, a3, m, _row_sums(z, S), stage, phase
@@ -784,7 +790,6 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
     q_full, q_empty = q_bars
-    q_rest = rest_s.index(2 * WG if Q16 else WG)
     item = 0
     stage = 0
     phase = 0
@@ -843,16 +848,16 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             stage, phase = advance(stage, phase, STAGES)
         if few:
             if Q16:
-                _keep_rest(q_rest, q16_s.index(WG), q_factor, scale)
+                _keep_rest(rest_s.index(2 * WG), q16_s.index(WG), q_factor, scale)
             else:
                 mbarrier.arrive(q_empty.index(WG))  # the next item's FP8 rows have memory of their own
             if D == 256:
                 a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
-                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    q, rest_s, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP, True, Q16)  # fmt: skip
             else:
                 a0, m, z, stage, phase = _attend_few(
-                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
+                    q, rest_s, ring, bars, q_factor, shift, cap, edge, top, top - bottom + 1, stage, phase,
                     WG, D, STAGES, CUBICS, Q16, LO, CAP)  # fmt: skip
             if Q16:
                 mbarrier.arrive(q_empty.index(WG))
@@ -860,7 +865,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             mbarrier.arrive(q_empty.index(WG))
             if D == 256:
                 a0, a1, a2, a3, m, z, stage, phase = _attend_wide(
-                    q, q_rest, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
+                    q, rest_s, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP, False, False)  # fmt: skip
             elif WGS == 3:
                 if Q16:
