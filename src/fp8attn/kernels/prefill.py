@@ -938,10 +938,11 @@ def _put(info_s, slot, i: gl.constexpr, x):
 
 
 @gluon.jit
-def _claim(counter_ptr, ORDER: gl.constexpr):
-    """The next number of the launch's counter: one lane asks. Summed up only where it is needed, so that its latency hides."""
-    lane = gl.arange(0, 32, ORDER)
-    return gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, ORDER), mask=lane == 0, sem="relaxed")
+def _claim(counter_ptr):
+    """The next number of the launch's counter: one lane asks."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    ticket = gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, lane.type.layout), mask=lane == 0, sem="relaxed")
+    return gl.sum(gl.where(lane == 0, ticket, 0), 0)
 
 
 @gluon.jit
@@ -1064,8 +1065,6 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         claim, (place, seq, base, start, q_len, blocks), seqs, heads, cu_ptr, lens_ptr, num_tokens, num_seqs, num_q_heads, window,
         BLOCK)  # fmt: skip
     while seq < seqs:
-        if cu_ptr is None:
-            ticket = _claim(counter_ptr, LANES)
         rest = claim - base
         lot = rest // (together * blocks)
         rest -= lot * together * blocks
@@ -1165,10 +1164,8 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             fetch_v(v_d, here, v_full.index(stage), v_s, stage, STAGES)
             stage, phase = advance(stage, phase, STAGES)
         item += 1
-        if cu_ptr is not None:  # not before: items differ, and who has just begun a long one would keep the next from others
-            ticket = _claim(counter_ptr, LANES)
-        lane = gl.arange(0, 32, LANES)
-        claim = gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+        # Not before: items differ, and who has just begun a long one would keep the next from others.
+        claim = gl.num_programs(0) + _claim(counter_ptr)
         if SPLIT:
             part = claim % parts
             claim = claim // parts
