@@ -1,25 +1,30 @@
-"""Runs a Hopper kernel's PTX on a CPU: enough of the ISA to execute `kernels/decode.py` whole, warps, barriers, TMA and all.
+"""Runs a Hopper kernel's PTX on a CPU: enough of the ISA to execute `kernels/decode.py` and `kernels/prefill.py` whole, warps, barriers,
+TMA, wgmma and all.
 
 No interpreter knows Gluon, and CI has no GPU; this is what stands between an edit and a GPU that hangs. Lanes are numpy vectors; warps are
 scheduled at random, TMA copies land at random times, shared memory starts as NaN, and an access outside a tensor is an error. It models
-neither timing nor the memory model: a missing fence goes unseen.
+neither timing nor the memory model: a missing fence goes unseen, and so does a missing wait for wgmma, which is done when it is begun.
 
-Semantics follow the PTX ISA 8.7; fragment layouts are those of its figures for mma.m16n8k16, ldmatrix and movmatrix.
+Semantics follow the PTX ISA 8.7; fragment layouts are those of its figures for mma.m16n8k16, ldmatrix, stmatrix, movmatrix and
+wgmma.m64nNk32, and of matrices in shared memory those of its wgmma descriptors.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 LANES = np.arange(32)
-E4M3_TO_F16 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy().view(np.uint16)
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+E4M3_TO_F16 = E4M3.astype(np.float16).view(np.uint16)
 DESCRIPTORS = 0xDE5C0000  # tensor maps live in kernel parameters; their "addresses" start here
 NUMPY = {"u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "s16": np.int16, "s32": np.int32, "s64": np.int64, "b16": np.uint16,
-         "b32": np.uint32, "b64": np.uint64, "f32": np.float32, "pred": np.bool_, "b8": np.uint8, "u8": np.uint8}  # fmt: skip
+         "b32": np.uint32, "b64": np.uint64, "f32": np.float32, "pred": np.bool_, "b8": np.uint8, "u8": np.uint8,
+         **dict.fromkeys(("f16", "bf16"), np.uint16), **dict.fromkeys(("f16x2", "bf16x2"), np.uint32)}  # fmt: skip
 
 
 class Memory:
@@ -52,22 +57,32 @@ class Memory:
 
 
 class TensorMap:
-    """A tensor map: a contiguous tensor of bytes, a box, a swizzle."""
+    """A tensor map: a tensor of elements of `size` bytes at an address of `memory`, strides counted in them; a box, a swizzle."""
 
-    def __init__(self, memory: Memory, tensor: torch.Tensor, box: list[int], swizzle: int) -> None:
-        self.address, self.shape, self.strides = memory.add(tensor), tensor.shape, tensor.contiguous().stride()
-        self.memory, self.box, self.swizzle = memory, box, swizzle
-        self.nbytes = int(np.prod(box))
+    def __init__(self, memory: Memory, address: int, size: int, shape: list[int], strides: list[int], box: list[int], swizzle: int) -> None:
+        self.memory, self.address = memory, address
+        self.shape, self.strides, self.box = (*shape, size), (*(n * size for n in strides), 1), (*box, size)
+        self.swizzle = swizzle
+        self.nbytes = int(np.prod(self.box))
 
     def load(self, shared: np.ndarray, target: int, corner: list[int]) -> None:
-        inside, source = np.bool_(True), np.int64(self.address)
-        for size, stride, length, first in zip(self.shape, self.strides, self.box, corner, strict=True):
+        at, source, inside = self._places(target, corner)
+        shared[at] = np.where(inside, self.memory.bytes[source], 0)
+
+    def store(self, shared: np.ndarray, source: int, corner: list[int]) -> None:
+        at, target, inside = self._places(source, corner)
+        self.memory.bytes[target[inside]] = shared[at[inside]]
+
+    def _places(self, start: int, corner: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each byte of the box at `corner`: where it lies in shared memory and in global memory, and whether the tensor has it."""
+        inside, place = np.bool_(True), np.int64(self.address)
+        for size, stride, length, first in zip(self.shape, self.strides, self.box, (*corner, 0), strict=True):
             i = np.arange(length) + first
             inside = inside[..., None] & (i >= 0) & (i < size)
-            source = source[..., None] + i.clip(0, size - 1) * stride
-        at = target + np.arange(self.nbytes).reshape(self.box)
-        at ^= ((at >> 7) & (self.swizzle // 16 - 1)) << 4
-        shared[at] = np.where(inside, self.memory.bytes[source], 0)
+            place = place[..., None] + i.clip(0, size - 1) * stride
+        self.memory.check(place)
+        at = start + np.arange(self.nbytes).reshape(self.box)
+        return at ^ ((at >> 7) & (self.swizzle // 16 - 1)) << 4, place, inside
 
 
 class Barrier:
@@ -112,9 +127,9 @@ class Program:
         self.params = re.findall(r"\.param \.(?:align \d+ \.)?(\w+).*?(\w+_param_\d+)", header)
         body = re.sub(r"//.*", "", body.split("// -- End function")[0])
         body = re.sub(r"\.(loc|section|file|pragma)\b.*", "", body)
-        for name, targets in re.findall(r"(\$\w+):\s*\.branchtargets([^;]*);", body):
+        for name, targets in re.findall(r"([$\w]+):\s*\.branchtargets([^;]*);", body):
             self.tables[name] = [x.strip() for x in targets.split(",")]
-        body = re.sub(r"\$\w+:\s*\.branchtargets[^;]*;", "", body)
+        body = re.sub(r"[$\w]+:\s*\.branchtargets[^;]*;", "", body)
         scopes, scope, local = 0, 0, {}  # names declared between braces are renamed
         for brace, label, statement in re.findall(r"\s*(?:([{}])|([$\w]+):(?!:)|([^;]*);)", body):
             if brace:
@@ -152,7 +167,7 @@ class Cta:
         self.shared = np.full(shared + 1024, 0xFF, np.uint8)
         self.barriers: dict[int, Barrier] = {}
         self.waiting: dict[tuple, list[Warp]] = {}
-        self.copies: list = []
+        self.copies: list[Callable[[], None]] = []  # of TMA, and arrivals with those of cp.async
         self.index, self.grid = index, grid
         self.warps = [Warp(program, self, w) for w in range(program.threads // 32)]
 
@@ -169,7 +184,8 @@ class Warp:
         self.r["%ctaid.x"] = np.full(32, cta.index, np.uint32)
         self.r["%nctaid.x"] = np.full(32, cta.grid, np.uint32)
         self.parked: tuple | None = None
-        self.copies: list[tuple[int, int, int]] = []  # of cp.async, since the last arrival
+        self.copies: list[Callable[[], None]] = []  # of cp.async, that have not landed
+        self.sends: list[list[Callable[[], None]]] = [[]]  # copies to global memory that have not left: groups, the last of them open
 
 
 class Machine:
@@ -280,6 +296,8 @@ class Machine:
         if name.startswith(("0f", "0F")):
             return np.full(32, int(name[2:], 16), np.uint32).view(np.float32)
         value = int(name, 0)
+        if kind == "pred":
+            return np.full(32, value != 0)
         size = np.dtype(dtype).itemsize
         return np.full(32, value & ((1 << 8 * size) - 1), f"u{size}").view(dtype)
 
@@ -302,10 +320,9 @@ class Machine:
     def arithmetic(self, warp, opcode, operands, mask, active) -> None:
         kind = opcode[-1]
         name = opcode[0]
-        source = "b32" if kind not in NUMPY else kind
-        if name in ("bar", "barrier", "mma", "ldmatrix"):
-            raise NotImplementedError(opcode)
-        x = [self.get(warp, o, source) for o in operands[1:]] if name not in ("mov", "cvt", "selp", "setp") else []
+        if kind not in NUMPY and name != "cvt":
+            raise NotImplementedError(".".join(opcode))
+        x = [self.get(warp, o, kind) for o in operands[1:]] if name not in ("mov", "cvt", "selp", "setp") else []
         with np.errstate(all="ignore"):
             match name:
                 case "mov":
@@ -363,6 +380,8 @@ class Machine:
                     out = np.logical_not(x[0]) if kind == "pred" else ~x[0]
                 case "neg":
                     out = -x[0]
+                case "abs" if kind in ("f16", "bf16"):
+                    out = x[0] & 0x7FFF
                 case "abs":
                     out = np.abs(x[0])
                 case "shl" | "shr":
@@ -372,6 +391,17 @@ class Machine:
                     if name == "shr":
                         shifted = np.right_shift(x[0], np.minimum(by, bits - 1).astype(x[0].dtype))
                     out = shifted if (by < bits).all() or (name == "shr" and kind[0] == "s") else np.where(by < bits, shifted, 0)
+                case "max" if kind in ("f16", "bf16"):
+                    out = _round(np.fmax(*(_widen(v, kind) for v in x)), kind)
+                case "max" if kind in ("f16x2", "bf16x2"):
+                    assert opcode[1:3] == ["xorsign", "abs"], opcode
+                    a, b = (np.ascontiguousarray(v).view(np.uint16) for v in x)
+                    out = _round(np.fmax(*(_widen(v & 0x7FFF, kind[:-2]) for v in (a, b))), kind[:-2])
+                    out = (out | (a ^ b) & 0x8000).view(np.uint32)
+                case "max" if "NaN" in opcode:
+                    out = np.maximum(x[0], x[1])
+                case "min" if "relu" in opcode:
+                    out = np.maximum(np.minimum(x[0], x[1]), 0)
                 case "min" | "max" if kind == "f32":
                     out = (np.fmin if name == "min" else np.fmax)(x[0], x[1])
                 case "min" | "max":
@@ -414,15 +444,16 @@ class Machine:
         if to == "f16x2" and frm == "e4m3x2":
             codes = self.get(warp, operands[1], "b16")
             out = E4M3_TO_F16[codes & 0xFF].astype(np.uint32) | E4M3_TO_F16[codes >> 8].astype(np.uint32) << 16
+        elif to == "e4m3x2":
+            high, low = (_round(self.get(warp, o, "f32"), to).astype(np.uint16) for o in operands[1:])
+            out = low | high << 8
         elif to in ("f16x2", "bf16x2"):
             high, low = (_round(self.get(warp, o, "f32"), to[:-2]).astype(np.uint32) for o in operands[1:])
             out = low | high << 16
         elif to in ("f16", "bf16"):
             out = _round(self.get(warp, operands[1], "f32"), to)
-        elif frm == "bf16":
-            out = (self.get(warp, operands[1], "b16").astype(np.uint32) << 16).view(np.float32)
-        elif frm == "f16":
-            out = self.get(warp, operands[1], "b16").view(np.float16).astype(np.float32)
+        elif frm in ("f16", "bf16"):
+            out = _widen(self.get(warp, operands[1], "b16"), frm)
         else:
             out = self.get(warp, operands[1], frm).astype(NUMPY[to])
         self.put(warp, operands[0], out, mask)
@@ -478,44 +509,76 @@ class Machine:
         self.put(warp, operands[0], old, mask)
 
     def op_cp(self, warp, opcode, operands, mask, active) -> None:
-        if opcode[:3] == ["cp", "async", "mbarrier"]:
-            return self._arrive_with_copies(warp, operands, mask)
-        if opcode[:3] == ["cp", "async", "ca"]:
-            return self._copy(warp, operands, mask)
-        assert opcode[:4] == ["cp", "async", "bulk", "tensor"], opcode
-        source, coordinates = _operands(operands[1][1:-1])
-        (lane,) = LANES[mask]
-        target, barrier = int(self.address(warp, operands[0])[lane]), int(self.address(warp, operands[2])[lane])
+        match opcode[2:4]:
+            case ["mbarrier", _]:
+                self._arrive_with_copies(warp, operands, mask)
+            case ["ca" | "cg", _]:
+                self._copy(warp, operands, mask)
+            case ["bulk", "tensor"]:
+                (lane,) = LANES[mask]
+                self._copy_tile(warp, operands, lane)
+            case ["bulk", "commit_group"]:
+                warp.sends.append([])
+            case ["bulk", "wait_group"]:
+                if due := [copy for group in warp.sends[: -1 - int(operands[0])] for copy in group]:
+                    warp.cta.copies += [copy for copy in due if copy not in warp.cta.copies]
+                    raise Blocked
+            case _:
+                raise NotImplementedError(opcode)
+
+    def _copy_tile(self, warp, operands, lane) -> None:
+        """TMA, to shared memory if a barrier is named that counts its bytes, or else from there."""
+        load = len(operands) == 3
+        memory, tile = operands[:2] if load else operands[1::-1]
+        source, coordinates = _operands(tile[1:-1])
         tensor = self.maps[int(self.get(warp, source, "u64")[lane]) - DESCRIPTORS]
         corner = [int(self.get(warp, x, "s32")[lane]) for x in reversed(_operands(coordinates[1:-1]))]
-        cta = warp.cta
+        at, cta = int(self.address(warp, memory)[lane]), warp.cta
+        if load:
+            barrier = int(self.address(warp, operands[2])[lane])
+        else:
+            group = warp.sends[-1]
 
         def land() -> None:
-            tensor.load(cta.shared, target, corner)
+            tensor.load(cta.shared, at, corner)
             cta.barriers[barrier].update(expected=-tensor.nbytes)
 
-        cta.copies.append(land)
+        def leave() -> None:
+            tensor.store(cta.shared, at, corner)
+            group.remove(leave)
+
+        if not load:
+            group.append(leave)
+        if load or self.random.random() < 0.5:  # or else not before it is waited for
+            cta.copies.append(land if load else leave)
 
     def _copy(self, warp, operands, mask) -> None:
-        """`cp.async`: lands when the arrival that follows it does, at the latest."""
-        target, source = (self.address(warp, x) for x in operands[:2])
-        count = int(operands[2], 0)
-        self.memory.check(source[mask])
-        for lane in LANES[mask]:
-            warp.copies.append((int(target[lane]), int(source[lane]), count))
-
-    def _arrive_with_copies(self, warp, operands, mask) -> None:
-        """`cp.async.mbarrier.arrive`: one more arrival is pending until the copies have landed."""
-        barrier, copies, cta = int(self.address(warp, operands[0])[mask][0]), warp.copies, warp.cta
-        warp.copies = []
-        cta.barriers[barrier].pending += int(mask.sum())
+        """`cp.async`: lands when an arrival that follows it does, at the latest. What it is not given of its bytes is zero."""
+        target, source = (self.address(warp, x)[mask] for x in operands[:2])
+        count, shared = int(operands[2], 0), warp.cta.shared
+        given = self.get(warp, operands[3], "u32")[mask] if len(operands) > 3 else np.full(len(target), count)
+        self.memory.check(source[given > 0])
 
         def land() -> None:
-            for target, source, count in copies:
-                cta.shared[target : target + count] = self.memory.bytes[source : source + count]
-            cta.barriers[barrier].update(arrivals=int(mask.sum()))
+            for to, start, size in zip(target.tolist(), source.tolist(), given.tolist(), strict=True):
+                shared[to : to + count] = 0
+                shared[to : to + size] = self.memory.bytes[start : start + size]
 
-        cta.copies.append(land)
+        warp.copies.append(land)
+
+    def _arrive_with_copies(self, warp, operands, mask) -> None:
+        """`cp.async.mbarrier.arrive`: one more arrival is pending until all copies before it have landed."""
+        barrier, copies = warp.cta.barriers[int(self.address(warp, operands[0])[mask][0])], list(warp.copies)
+        barrier.pending += int(mask.sum())
+
+        def land() -> None:
+            for copy in copies:
+                if copy in warp.copies:  # another barrier's arrival may have been first
+                    warp.copies.remove(copy)
+                    copy()
+            barrier.update(arrivals=int(mask.sum()))
+
+        warp.cta.copies.append(land)
 
     def op_prefetch(self, warp, opcode, operands, mask, active) -> None:
         self.memory.check(self.address(warp, operands[0])[mask])
@@ -573,6 +636,9 @@ class Machine:
     def op_pragma(self, *_) -> None:
         pass
 
+    def op_griddepcontrol(self, *_) -> None:
+        pass
+
     # Exchange between lanes
 
     def op_shfl(self, warp, opcode, operands, mask, active) -> None:
@@ -611,6 +677,48 @@ class Machine:
             assert (rows % 16 == 0).all()
             self.put(warp, target, warp.cta.shared[rows[:, None] + np.arange(16)].reshape(-1).view(np.uint32), mask)
 
+    def op_stmatrix(self, warp, opcode, operands, mask, active) -> None:
+        assert active.all() and "trans" not in opcode
+        address = self.address(warp, operands[0])
+        for i, source in enumerate(_operands(operands[1][1:-1])):
+            rows = address[8 * i : 8 * i + 8]
+            assert (rows % 16 == 0).all() and (rows >= 0).all() and (rows < self.shared).all()
+            matrix = np.ascontiguousarray(self.get(warp, source, "b32")).view(np.uint8).reshape(8, 16)
+            warp.cta.shared[rows[:, None] + np.arange(16)] = matrix
+
+    def op_wgmma(self, warp, opcode, operands, mask, active) -> None:
+        """A warp's 16 rows of the product: each multiplies when it comes here, the others of its warpgroup when they do."""
+        assert active.all()
+        if opcode[1] != "mma_async":
+            return
+        assert opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"], opcode
+        columns = int(re.fullmatch(r"m64n(\d+)k32", opcode[4])[1])
+        if operands[1][0] == "{":
+            registers = np.stack([self.get(warp, x, "b32") for x in _operands(operands[1][1:-1])]).view(np.uint8)
+            left = registers.reshape(2, 2, 8, 4, 4).transpose(1, 2, 0, 3, 4).reshape(16, 32)  # [k half, row half, group, thread, byte]
+        else:
+            left = self._matrix(warp, operands[1], 64)[16 * (warp.index % 4) :][:16]
+        right = self._matrix(warp, operands[2], columns)
+        with np.errstate(all="ignore"):
+            product = E4M3[left] @ E4M3[right].T
+            product = product.reshape(2, 8, columns // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(columns // 2, 32)
+            scale = self.get(warp, operands[3], "pred") if operands[3][0] == "%" else np.full(32, operands[3] != "0")
+            for register, more in zip(_operands(operands[0][1:-1]), product, strict=True):
+                self.put(warp, register, np.where(scale, self.get(warp, register, "f32"), 0) + more, mask)
+
+    def _matrix(self, warp, descriptor, rows) -> np.ndarray:
+        """Rows of 32 bytes, of a matrix in shared memory whose channels of K are contiguous."""
+        (value,) = set(self.get(warp, descriptor, "u64").tolist())
+        start, leading, stride = (((value >> bit) & 0x3FFF) << 4 for bit in (0, 16, 32))
+        row, column = np.arange(rows)[:, None], np.arange(32)
+        if width := (0, 128, 64, 32)[value >> 62]:  # that it is swizzled by
+            at = start + row // 8 * stride + row % 8 * width + column
+            at ^= ((at >> 7) & (width // 16 - 1)) << 4
+        else:
+            at = start + row // 8 * stride + row % 8 * 16 + column // 16 * leading + column % 16
+        assert at.max() < self.shared, "outside shared memory"
+        return warp.cta.shared[at]
+
     def op_mma(self, warp, opcode, operands, mask, active) -> None:
         assert active.all() and opcode[3:] == ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"], opcode
         d, a, b, c = (_operands(o[1:-1]) for o in operands)
@@ -625,8 +733,16 @@ class Machine:
 
 
 def _round(x: np.ndarray, to: str) -> np.ndarray:
-    """FP32 to the bits of FP16 or BF16, to nearest even."""
+    """FP32 to the bits of FP16, BF16 or (without infinities) E4M3, to nearest even."""
     with np.errstate(all="ignore"):
         if to == "f16":
             return x.astype(np.float16).view(np.uint16)
-    return torch.from_numpy(np.ascontiguousarray(x)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    x = torch.from_numpy(np.ascontiguousarray(x))
+    if to == "e4m3x2":
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return x.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+def _widen(x: np.ndarray, kind: str) -> np.ndarray:
+    """The bits of FP16 or BF16 to FP32."""
+    return x.view(np.float16).astype(np.float32) if kind == "f16" else (x.astype(np.uint32) << 16).view(np.float32)

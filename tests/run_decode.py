@@ -141,7 +141,7 @@ class Kernel:
 
         for i, param in enumerate(self.jitted.params):
             value = values[param.name]
-            if param.is_constexpr:
+            if param.is_constexpr or value is None:
                 signature[param.name], constants[(i,)] = "constexpr", value
             elif isinstance(value, TensorDescriptor):
                 signature[param.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
@@ -157,15 +157,15 @@ class Kernel:
                     attributes[(i,)] = [["tt.divisibility", 16]]
                 arguments.append(value)
         source = GluonASTSource(self.jitted, signature, constants, attributes)
-        options = {k: options[k] for k in ("num_warps", "maxnreg")}
+        options = {k: options[k] for k in ("num_warps", "maxnreg") if k in options}
         self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         if self.run:
             metas = iter(self.compiled.metadata.tensordesc_meta)
             for i, value in enumerate(arguments):
                 if isinstance(value, TensorDescriptor):
-                    meta = next(metas)
-                    base = value.base.view(torch.uint8).view(value.shape)
-                    arguments[i] = TensorMap(memory, base, list(meta["block_size"]), 16 << meta["swizzle"])
+                    meta, base = next(metas), value.base
+                    about = base.itemsize, value.shape, value.strides, meta["block_size"], 16 << meta["swizzle"]
+                    arguments[i] = TensorMap(memory, address(base), *about)
             machine = Machine(self.compiled.asm["ptx"], self.compiled.metadata.shared, memory, [*arguments, 0, 0], grid)
             machine.run(late=self.late)
 

@@ -1,0 +1,59 @@
+"""Runs the Hopper prefill kernel on the CPU (`ptx.py`), and prints as JSON how far it is from float64.
+
+A process of its own (`test_prefill.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile. The launcher itself runs, on CPU
+tensors, with the kernel replaced: what is run is what it asks for.
+
+    python tests/run_prefill.py [case ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from run_decode import Kernel, build
+
+from fp8attn import reference
+from fp8attn.kernels import prefill
+from fp8attn.layout import FP8
+from fp8attn.numerics import dequantize, power_of_two_scale, quantize
+
+# Keys end within a tile, queries within a warpgroup's rows (behind which one of the first case has none). Rows see few keys and many.
+CASES = {
+    "16-bit queries": {"lengths": [330], "head_dim": 128, "dtype": torch.bfloat16},
+    "FP8 queries, three warpgroups": {"lengths": [330, 190], "head_dim": 64, "dtype": FP8},
+}
+QUERIES = 170
+
+
+def emulate(name: str) -> dict:
+    case = CASES[name]
+    torch.manual_seed(0)
+    pages = build(case["lengths"], 1, case["head_dim"], v_mean=1.0)
+    q = torch.randn(len(case["lengths"]) * QUERIES, 1, case["head_dim"])
+    scale = power_of_two_scale(q.abs().amax(-1))[..., None]
+    q = dequantize(quantize(q, scale), scale)  # what is left is the kernel's own error
+    q = quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
+    options = {
+        "cu_seqlens_q": None, "max_seqlen_q": QUERIES, "causal": True, "softmax_scale": case["head_dim"] ** -0.5, "window": 0,
+        "softcap": 0.0, "sinks": None, "leftpad_k": None,
+    }  # fmt: skip
+    kernel = Kernel(run=True)
+    kernel.jitted, prefill._prefill = prefill._prefill, kernel
+    prefill._num_sms = lambda device: 1  # one CTA has all items
+    prefill._counter = lambda device: kernel.state
+    prefill.plan.cache_clear()  # a plan keeps what these gave
+    out, lse = prefill.attention(q, pages, **options)
+    prefill._prefill = kernel.jitted
+    ref, ref_lse = reference.attention(q, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
+    off = out.double() - ref
+    return {
+        "case": name, "rel_err": float(off.norm() / ref.norm()), "row_err": float((off.norm(dim=-1) / ref.norm(dim=-1)).max()),
+        "lse_err": float((lse - ref_lse).abs().max()), "nan": bool(out.isnan().any() | lse.isnan().any()),
+        "counters": int(kernel.state.abs().sum()),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps([emulate(name) for name in sys.argv[1:] or CASES]))
