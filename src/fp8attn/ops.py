@@ -271,20 +271,21 @@ def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPa
     return KVPages(*torch.ops.fp8attn.quantize(k, v, *options.values(), name))
 
 
-def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> str:
-    """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name."""
-    _check_tokens(k, pages)
-    if k.shape != v.shape or k.shape[1:] != (pages.num_kv_heads, pages.head_dim) or k.dtype != v.dtype:
+def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
+    """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name. `cache` is whatever has
+    `num_kv_heads`, `head_dim` and `device`: the pages, or a `PagedKVCache` that may have none yet."""
+    _check_tokens(k, cache)
+    if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
         raise ValueError(
-            f"k and v must both be [T, {pages.num_kv_heads}, {pages.head_dim}] and of one dtype; "
+            f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and of one dtype; "
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
-    _check_tokens(v, pages)
+    _check_tokens(v, cache)
     _given_together(rope_cos, rope_sin)
     if rope_cos is not None:
         check_rope(k, rope_cos, rope_sin)
     if q is not None:
-        _check_tokens(q, pages)
+        _check_tokens(q, cache)
         if rope_cos is None or q.shape[::2] != k.shape[::2]:
             raise ValueError(
                 f"q is there to be rotated: it must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
@@ -306,11 +307,11 @@ def unobserved(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
-def _check_tokens(x: torch.Tensor, pages: KVPages, dims: int = 3) -> None:
+def _check_tokens(x: torch.Tensor, cache, dims: int = 3) -> None:
     if x.dim() != dims or x.stride(-1) != 1:
         raise ValueError(f"tokens must be [T, heads, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
-    if x.device != pages.k.device:
-        raise ValueError(f"the cache is on {pages.device} and the tokens are on {x.device}; move one of them")
+    if x.device != cache.device:
+        raise ValueError(f"the cache is on {cache.device} and the tokens are on {x.device}; move one of them")
     _check_gradient(x)
 
 
