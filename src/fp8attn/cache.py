@@ -15,7 +15,6 @@ import torch
 
 from . import ops
 from .layout import HEAD_DIMS, PAGE_SIZE, KVPages
-from .numerics import E4M3, MIN_SCALE, power_of_two_scale
 from .scales import LayerScales
 
 
@@ -347,8 +346,8 @@ class PagedKVCache:
         self._free = list(reversed(range(size, size + count))) + self._free
 
     def _use_static_scales(self, pages: KVPages) -> None:
-        for scale, calibrated in ((pages.k_scale, self._scales.k_scale), (pages.v_scale, self._scales.v_scale)):
-            scale.copy_(self._to_device(power_of_two_scale(calibrated * E4M3.max).clamp_min(MIN_SCALE)))
+        for scale, calibrated in zip((pages.k_scale, pages.v_scale), self._scales.page_scales, strict=True):
+            scale.copy_(self._to_device(calibrated))
 
     def _write_table(self, entries: list[tuple[int, int]]) -> None:
         """Bring (sequence, column) `entries` to the device; the table grows wider where it must."""
