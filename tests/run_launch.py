@@ -26,12 +26,13 @@ STUB = ctypes.CDLL(FOLDER / "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
-from fp8attn import KVPages, kernels, ops  # noqa: E402
-from fp8attn.kernels import combine, decode, prefill, replay  # noqa: E402
+from fp8attn import KVPages, PagedKVCache, kernels, ops  # noqa: E402
+from fp8attn.kernels import append, combine, decode, prefill, replay  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, PerStream, Tiles, View, is_direct, launch, own  # noqa: E402
 from fp8attn.kernels.replay import Replay, Replays  # noqa: E402
@@ -156,6 +157,19 @@ def called(function: Callable[[], Any]) -> int:
     return events.count("call")
 
 
+class Made(TorchFunctionMode):
+    """Counts the calls of torch whose results are tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.count += isinstance(result, torch.Tensor) or (isinstance(result, list | tuple) and isinstance([*result, 0][0], torch.Tensor))
+        return result
+
+
 def attended(launches: list, compiled: dict) -> dict:
     """What calls of `ops.attention` come to, on a CPU that passes for a Hopper; `launches` and `compiled` as for `replayed`."""
     device = torch.device("cpu")
@@ -209,6 +223,29 @@ def attended(launches: list, compiled: dict) -> dict:
     rows["replayed in parts"] = {
         "replayed": isinstance(kind, Replay), "launches": made.value - earlier, "out": out.data_ptr() in words,
     }  # fmt: skip
+    return rows
+
+
+def prompted(launches: list) -> dict:
+    """What a new cache and its first append come to, after `attended`: on the same CPU."""
+    append._means_kernel, append._page_kernel = stand_in(append._means_kernel), stand_in(append._page_kernel)
+    append.is_native = append.overlaps = lambda device: True
+    made = ctypes.c_int.in_dll(STUB, "stub_launches")
+    (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0
+    k, v = (torch.zeros(600, 8, 128, dtype=torch.bfloat16) for _ in "kv")
+    rows = {}
+    for name, num_pages in (("grows", None), ("fixed", 8)):
+
+        def call(num_pages=num_pages):
+            PagedKVCache(8, 128, num_seqs=2, num_pages=num_pages).append(k, v)
+
+        call()
+        before, earlier = len(launches), made.value
+        call()
+        row = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+        with Made() as tensors:
+            call()
+        rows[name] = row | {"calls": called(call), "tensors": tensors.count}
     return rows
 
 
@@ -319,6 +356,7 @@ def main() -> None:
     knobs.runtime.launch_enter_hook.remove(hooked.append)
     rows["replayed"] = replayed(ordinary, compiled)
     rows["attended"] = attended(ordinary, compiled)
+    rows["prompted"] = prompted(ordinary)
     rows["planned"] = planned()
     print(json.dumps({"same": list(same), "others": list(others), "learned": len(constants.compiled) > 0, "rows": rows}))
 

@@ -45,6 +45,30 @@ def test_prompts_then_single_tokens(num_pages):
         assert_quantised(cache, seq, k, v)
 
 
+@pytest.mark.parametrize("means", [True, False])
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(("num_seqs", "length"), [(1, 1), (1, 128), (3, 300)])
+def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope, means):
+    """A pool without pages has them made by `quantize`; one of fixed size, by `reserve`, before anything is written to them."""
+    caches = [PagedKVCache(HEADS, DIM, num_seqs=num_seqs, num_pages=count, remove_means=means) for count in (None, 12)]
+    for count in (length, 2, 200):
+        k, v = tokens(num_seqs * count, count)
+        k += 3.0
+        tables = {f"rope_{name}": torch.randn(len(k), DIM // 2) for name in ("cos", "sin")} if rope else {}
+        for cache in caches:
+            cache.append(k, v, **tables)
+        grown, fixed = caches
+        held = grown.pages.num_pages
+        assert grown.lengths == fixed.lengths and (grown.num_free_pages, held) == (0, 12 - fixed.num_free_pages)
+        for name in ("k_mean", "v_mean", "page_table", "cache_seqlens"):
+            assert torch.equal(getattr(grown.pages, name), getattr(fixed.pages, name)), name
+        for name in ("k_scale", "v_scale"):
+            assert torch.equal(getattr(grown.pages, name), getattr(fixed.pages, name)[:held]), name
+        assert torch.equal(grown.pages.v.view(torch.uint8), fixed.pages.v.view(torch.uint8)[:held])
+        for seq in range(num_seqs):
+            assert torch.equal(grown.read(seq)[0], fixed.read(seq)[0])
+
+
 def test_a_growing_scale_shifts_older_tokens_exactly():
     """Integers up to 15 keep every bit under every scale that a value of 448 * 16 asks for."""
     cache = PagedKVCache(HEADS, DIM, remove_means=False)

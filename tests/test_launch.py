@@ -72,6 +72,15 @@ def test_what_was_compiled_serves_other_sizes(launches):
     assert launches["rows"]["attended"]["other sizes"] == {"ordinary": 0, "launches": 2}
 
 
+@pytest.mark.parametrize(("pool", "calls", "tensors"), [("grows", 75, 13), ("fixed", 110, 14)])
+def test_a_prompt_s_append_clears_nothing_that_it_writes(launches, pool, calls, tensors):
+    """A model's prompt makes a cache for each layer. Of one that grows torch makes the eight tensors, and views; one of a fixed size it
+    clears and gives a table. (Python functions: 66 and 95.)"""
+    row = launches["rows"]["prompted"][pool]
+    assert row["ordinary"] == 0 and row["launches"] == 2
+    assert row["calls"] <= calls and row["tensors"] <= tensors, row
+
+
 def test_parts_are_put_together_by_the_last_launch(launches):
     rows = launches["rows"]["attended"]
     assert rows["64 queries in parts"]["last takes"] == ["out", "lse"]  # the parts are between

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 
 from . import ops
 from .layout import HEAD_DIMS, PAGE_SIZE, KVPages
-from .numerics import E4M3, MIN_SCALE, power_of_two_scale
 from .scales import LayerScales
 
 
@@ -62,23 +62,28 @@ class PagedKVCache:
             raise ValueError(f"num_seqs, num_kv_heads and num_pages must be positive; got {num_seqs}, {num_kv_heads}, {num_pages}")
         if scales is not None and scales.k_mean.shape != (num_kv_heads, head_dim):
             raise ValueError(f"the scales are for heads {tuple(scales.k_mean.shape)}, the cache is {(num_kv_heads, head_dim)}")
-        self.pages = KVPages.empty(num_pages or 0, num_kv_heads, head_dim, num_seqs, 1, device)
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.device = torch.empty(0, device=device).device  # with its index
         self.backend = backend
         self._fixed = num_pages is not None
         self._scales = scales
         self._remove_means = remove_means and scales is None
         self._lengths = [0] * num_seqs
         self._tables: list[list[int]] = [[] for _ in range(num_seqs)]
-        self._references = [0] * self.pages.num_pages
-        self._free = list(reversed(range(self.pages.num_pages)))  # taken from the end: lowest page first
+        self._references = [0] * (num_pages or 0)
+        self._free = list(reversed(range(num_pages or 0)))  # taken from the end: lowest page first
         self._stale: set[int] = set()  # free pages that have held tokens
         self._room = 0  # tokens that every sequence can surely take as it is; `reserve` finds out, what moves sequences forgets it
-        if scales is not None:
-            self._use_static_scales()
-            self.pages.k_mean.copy_(self._to_device(scales.k_mean))
-            self.pages.v_mean.copy_(self._to_device(scales.v_mean))
+        if self._fixed:
+            _ = self.pages  # held from the start
 
     # What it holds
+
+    @cached_property
+    def pages(self) -> KVPages:
+        """What is on the device. A pool that grows has nothing there until its first append, or until somebody looks."""
+        return self._make_pages(len(self._references))
 
     @property
     def num_seqs(self) -> int:
@@ -135,10 +140,13 @@ class PagedKVCache:
             raise ValueError(f"{k.shape[0]} tokens do not divide over {self.num_seqs} sequences; say how many each gets: lengths=[...]")
         new = [k.shape[0] // self.num_seqs] * self.num_seqs if lengths is None else list(lengths)
         longest = max(new)
-        first = self._remove_means and 0 in self._lengths and any(n and not old for old, n in zip(self._lengths, new, strict=True))
         if longest > self._room:
-            ops.check_append(self.pages, k, v, q, rope_cos, rope_sin, self.backend)
+            name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
+            if not self._references and self._scales is None and lengths is None and q is None:
+                self._begin(name, k, v, longest, rope_cos, rope_sin, rope_interleaved)
+                return None
             self.reserve([old + n for old, n in zip(self._lengths, new, strict=True)])
+        first = self._remove_means and 0 in self._lengths and any(n and not old for old, n in zip(self._lengths, new, strict=True))
         cu_seqlens = None if lengths is None else self._to_device([0, *accumulate(new)], torch.int32)
         turned = ops.append(
             self.pages,
@@ -157,6 +165,21 @@ class PagedKVCache:
         self._lengths = [old + n for old, n in zip(self._lengths, new, strict=True)]
         self._room = max(0, self._room - longest)
         return turned
+
+    def _begin(self, name: str, k, v, length: int, rope_cos, rope_sin, rope_interleaved: bool) -> None:
+        """The first append to a pool without pages, `length` tokens a sequence, by the backend `name`: `ops.quantize` makes the pages along
+        with what is in them, in the order in which `reserve` would hand them out."""
+        columns = _num_pages(length)
+        k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+        if rope_cos is not None:
+            rope_cos, rope_sin = (x.unflatten(0, (-1, length)) for x in (rope_cos, rope_sin))
+        self.pages = ops.run_quantize(
+            name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=self._remove_means
+        )
+        self._references = [1] * (self.num_seqs * columns)
+        self._tables = [list(range(seq * columns, (seq + 1) * columns)) for seq in range(self.num_seqs)]
+        self._lengths = [length] * self.num_seqs
+        self._room = columns * PAGE_SIZE - length
 
     def reserve(self, lengths: int | Sequence[int]) -> None:
         """Give each sequence the pages to hold `lengths` tokens, so that appends up to there need nothing from the host.
@@ -277,10 +300,10 @@ class PagedKVCache:
         if short > 0:
             if self._fixed:
                 raise OutOfPagesError(
-                    f"the cache needs {count} more pages of {PAGE_SIZE} tokens and has {len(self._free)} of {self.pages.num_pages} free; "
+                    f"the cache needs {count} more pages of {PAGE_SIZE} tokens and has {len(self._free)} of {len(self._references)} free; "
                     "truncate or drop sequences, or make it with a larger num_pages (None grows without limit)"
                 )
-            self._grow(max(short, self.pages.num_pages // 64))  # 1/64: a long decode copies its pool rarely, and wastes little
+            self._grow(max(short, len(self._references) // 64))  # 1/64: a long decode copies its pool rarely, and wastes little
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._references[page] = 1
@@ -297,41 +320,55 @@ class PagedKVCache:
                 self._free.append(page)
                 self._stale.add(page)
 
+    def _make_pages(self, count: int) -> KVPages:
+        pages = KVPages.empty(count, self.num_kv_heads, self.head_dim, self.num_seqs, 1, self.device)
+        if self._scales is not None:
+            self._use_static_scales(pages)
+            pages.k_mean.copy_(self._to_device(self._scales.k_mean))
+            pages.v_mean.copy_(self._to_device(self._scales.v_mean))
+        return pages
+
     def _grow(self, count: int) -> None:
-        old, size = self.pages, self.pages.num_pages
-        new = KVPages.empty_pool(size + count, old.num_kv_heads, old.head_dim, old.device)
-        if size:
+        size = len(self._references)
+        if "pages" in vars(self):
+            new = KVPages.empty_pool(size + count, self.num_kv_heads, self.head_dim, self.device)
             for name, target in new.items():
-                source = getattr(old, name)
+                source = getattr(self.pages, name)
                 if target.element_size() == 1:
                     source, target = source.view(torch.uint8), target.view(torch.uint8)
                 target[:size] = source
-        self.pages = replace(old, **new)
-        self._use_static_scales()
+            self.pages = replace(self.pages, **new)
+            if self._scales is not None:
+                self._use_static_scales(self.pages)
+        else:
+            self.pages = self._make_pages(count)
         self._references += [0] * count
         self._free = list(reversed(range(size, size + count))) + self._free
 
-    def _use_static_scales(self) -> None:
-        if self._scales is not None:
-            for scale, calibrated in ((self.pages.k_scale, self._scales.k_scale), (self.pages.v_scale, self._scales.v_scale)):
-                scale.copy_(self._to_device(power_of_two_scale(calibrated * E4M3.max).clamp_min(MIN_SCALE)))
+    def _use_static_scales(self, pages: KVPages) -> None:
+        for scale, calibrated in zip((pages.k_scale, pages.v_scale), self._scales.page_scales, strict=True):
+            scale.copy_(self._to_device(calibrated))
 
     def _write_table(self, entries: list[tuple[int, int]]) -> None:
-        width = max(len(table) for table in self._tables)
-        table = self.pages.page_table
+        """Bring (sequence, column) `entries` to the device; the table grows wider where it must."""
+        table, width = self.pages.page_table, max(map(len, self._tables))
         if width > table.shape[1]:
             # Entries past a sequence's length must name a valid page: zero does.
-            wider = table.new_zeros(table.shape[0], width)
-            wider[:, : table.shape[1]] = table
-            self.pages = replace(self.pages, page_table=wider)
+            if len(entries) == sum(map(len, self._tables)):  # all there are
+                rows = [row + [0] * (width - len(row)) for row in self._tables]
+                self.pages = replace(self.pages, page_table=self._to_device(rows, torch.int32))
+                return
+            table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
+            self.pages = replace(self.pages, page_table=table)
         if entries:
-            rows = [(seq, column, self._tables[seq][column]) for seq, column in entries]
-            seqs, columns, pages = self._to_device(rows).T
-            self.pages.page_table[seqs, columns] = pages.int()
+            places = [seq * table.shape[1] + column for seq, column in entries]
+            pages = [self._tables[seq][column] for seq, column in entries]
+            places, pages = self._to_device([places, pages])
+            table.view(-1)[places] = pages.int()
 
     def _write_lengths(self) -> None:
         self.pages.cache_seqlens.copy_(self._to_device(self._lengths, torch.int32))
 
     def _to_device(self, values: list | torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`values` on the device, without waiting for what the GPU has to do before."""
-        return torch.as_tensor(values, dtype=dtype).to(self.pages.device, non_blocking=True)
+        return torch.as_tensor(values, dtype=dtype).to(self.device, non_blocking=True)

@@ -126,7 +126,7 @@ def attention(
         max_seqlen_q = q.shape[1]
     else:
         max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    _check_tokens(q, pages, 4 if q.dim() == 4 else 3)
+    _check_tokens(q, pages.k.device, 4 if q.dim() == 4 else 3)
     *_, num_q_heads, q_dim = q.shape
     _, num_kv_heads, _, head_dim = pages.k.shape
     if num_q_heads % num_kv_heads or q_dim != head_dim:
@@ -271,20 +271,22 @@ def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPa
     return KVPages(*torch.ops.fp8attn.quantize(k, v, *options.values(), name))
 
 
-def check_append(pages: KVPages, k, v, q, rope_cos, rope_sin, backend: str) -> str:
-    """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name."""
-    _check_tokens(k, pages)
-    if k.shape != v.shape or k.shape[1:] != (pages.num_kv_heads, pages.head_dim) or k.dtype != v.dtype:
+def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
+    """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name. `cache` is whatever has
+    `num_kv_heads`, `head_dim` and `device`: the pages, or a `PagedKVCache` that may have none yet."""
+    device = cache.device
+    _check_tokens(k, device)
+    if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
         raise ValueError(
-            f"k and v must both be [T, {pages.num_kv_heads}, {pages.head_dim}] and of one dtype; "
+            f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and of one dtype; "
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
-    _check_tokens(v, pages)
+    _check_tokens(v, device)
     _given_together(rope_cos, rope_sin)
     if rope_cos is not None:
         check_rope(k, rope_cos, rope_sin)
     if q is not None:
-        _check_tokens(q, pages)
+        _check_tokens(q, device)
         if rope_cos is None or q.shape[::2] != k.shape[::2]:
             raise ValueError(
                 f"q is there to be rotated: it must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
@@ -306,11 +308,11 @@ def unobserved(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
-def _check_tokens(x: torch.Tensor, pages: KVPages, dims: int = 3) -> None:
+def _check_tokens(x: torch.Tensor, device: torch.device, dims: int = 3) -> None:
     if x.dim() != dims or x.stride(-1) != 1:
         raise ValueError(f"tokens must be [T, heads, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
-    if x.device != pages.k.device:
-        raise ValueError(f"the cache is on {pages.device} and the tokens are on {x.device}; move one of them")
+    if x.device != device:
+        raise ValueError(f"the cache is on {device} and the tokens are on {x.device}; move one of them")
     _check_gradient(x)
 
 

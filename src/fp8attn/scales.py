@@ -6,11 +6,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from .numerics import E4M3, MIN_SCALE, power_of_two_scale
 
 FORMAT = "fp8attn.kv_scales.1"  # what the metadata of a file calls itself
 RECALIBRATE = "calibrate again (fp8attn calibrate --model MODEL --out FILE)"
@@ -31,6 +34,12 @@ class LayerScales:
     v_scale: torch.Tensor
     k_mean: torch.Tensor
     v_mean: torch.Tensor
+
+    @cached_property
+    def page_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K's and V's scales as pages have them, powers of two. Kept, because every cache asks."""
+        k, v = (power_of_two_scale(scale * E4M3.max).clamp_min(MIN_SCALE) for scale in (self.k_scale, self.v_scale))
+        return k, v
 
 
 @dataclass(frozen=True, eq=False)

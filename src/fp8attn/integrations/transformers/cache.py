@@ -118,18 +118,19 @@ class FP8Layer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        pages = self.cache.pages
+        cache = self.cache
         batch, heads, length, head_dim = key_states.shape
-        if (batch, heads, head_dim) != (pages.num_seqs, pages.num_kv_heads, pages.head_dim):
+        if (batch, heads, head_dim) != (self.batch_size, cache.num_kv_heads, cache.head_dim):
             raise ValueError(
-                f"layer {self.index} of this cache holds {pages.num_seqs} sequences of {pages.num_kv_heads} heads of {pages.head_dim}; "
+                f"layer {self.index} of this cache holds {self.batch_size} sequences of {cache.num_kv_heads} heads of {cache.head_dim}; "
                 f"got K {tuple(key_states.shape)}. Use a new FP8Cache for another batch"
             )
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
         if self.max_cache_len is None:
-            self.cache.append(k, v)
-            pages, total = self.cache.pages, self.cache.lengths[0]
+            cache.append(k, v)
+            pages, total = cache.pages, cache.lengths[0]
         else:
+            pages = cache.pages
             # Device state alone, so that this compiles once. Tokens past the reserved pages would overwrite others: stop there, as an
             # index out of range does.
             if self.checks_room:
