@@ -17,7 +17,7 @@ from .fp8 import is_native, round_to
 from .launch import Constants, constants, launch
 
 MAX_SPLITS = 128
-MANY = 4096  # rows
+MANY = 1024  # rows
 _TILE_OVERHEAD = 1.5  # what a program costs besides its pages, in pages
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -76,12 +76,15 @@ def _combine_kernel(
     d = tl.arange(0, DP)
     out = tl.zeros((ROWS, DP), tl.float32)
     for first in range(0, num_splits, CHUNK):
-        part = first + tl.arange(0, CHUNK)
-        offset = part[None, :].to(tl.int64) * num_rows + row[:, None]
-        part_lse = tl.load(partial_lse_ptr + offset, mask=real[:, None] & (part < num_splits)[None, :], other=float("-inf"))
-        mask = (part_lse != float("-inf"))[:, :, None] & (d < D)[None, None, :]
-        partial = tl.load(partial_ptr + offset[:, :, None] * D + d[None, None, :], mask=mask, other=0.0)
-        out += tl.sum(partial * tl.exp2(part_lse - top[:, None])[:, :, None], 1)
+        part = first + tl.arange(0, CHUNK)  # of one row, or of each row one part
+        offset = part.to(tl.int64) * num_rows + row
+        part_lse = tl.load(partial_lse_ptr + offset, mask=real & (part < num_splits), other=float("-inf"))
+        mask = (part_lse != float("-inf"))[:, None] & (d < D)[None, :]
+        partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0) * tl.exp2(part_lse - top)[:, None]
+        if ROWS == 1:
+            out += tl.sum(partial, 0)[None, :]
+        else:
+            out += partial
     out = out * (share / tl.where(total == 0.0, 1.0, total))[:, None]
     token = row // num_q_heads
     at = (token // num_tokens).to(tl.int64) * out_stride_b + (token % num_tokens).to(tl.int64) * out_stride_t
@@ -113,8 +116,8 @@ def _plan(
     splits, num_rows, head_dim = parts
     padded = 1 << (head_dim - 1).bit_length()
     capacity = 1 << (splits - 1).bit_length()
-    # Of few rows each is a program, which has all parts on their way together; of many, several are, whose loads do as well.
-    many = num_rows >= MANY
+    # A row is a program, which has its parts on their way together; of many rows and few parts, several are.
+    many = num_rows >= MANY and splits <= 8
     together = 8 if many else 1
     given = constants(
         "combine", device, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity, CHUNK=1 if many else min(capacity, 4096 // padded),

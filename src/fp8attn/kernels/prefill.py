@@ -812,6 +812,8 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
         else:
             blind = hi_min < 0  # the first row sees fewest
         few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
+        if SPLIT:
+            few = few & (length > 0)
         if D < 256:
             k_mean = means_s.index(slot)
         else:
@@ -1307,7 +1309,7 @@ SHAPES = {
     256: (Shape(2, 4, 2, 0, 240, 24, tile=2.2, item=6.0),),
 }
 COMBINE = 6.0, 0.9e-6  # microseconds of a combination, and for a byte of the parts of the output that it puts together
-PART = 8  # tiles of a part, at least
+PART, LONG_PART = 8, 128  # tiles of a part, at least: of items that leave SMs idle, and of others
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 NO_WINDOW = 1 << 30
 # Heads of Q whose items stand in one order: as many as L2 holds K and V of, up to MOST. (Of groups, which share theirs, no more.) Causal
@@ -1496,10 +1498,10 @@ def _cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]
     for shape in SHAPES[width]:
         items = max(1, problem.num_seqs * problem.num_q_heads * -(-problem.max_seqlen_q // (shape.warpgroups * ROWS.value)))
         if items < sms:
-            most = 4 * sms // items
+            most = min(problem.seen // PART, 4 * sms // items, MAX_SPLITS)
         else:
-            most = 1 if problem.tokens else 4
-        for splits in range(1, min(max(1, problem.seen // PART), MAX_SPLITS, most) + 1):
+            most = 1 if problem.tokens else min(problem.seen // LONG_PART, 4)
+        for splits in range(1, max(1, most) + 1):
             yield shape, splits
 
 
