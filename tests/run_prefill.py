@@ -18,25 +18,34 @@ from fp8attn import reference
 from fp8attn.kernels import prefill
 from fp8attn.layout import FP8
 from fp8attn.numerics import dequantize, power_of_two_scale, quantize
+from fp8attn.rope import apply_rope
 
-# Keys end within a tile, queries within a warpgroup's rows (behind which one of the first case has none). Rows see few keys and many.
+# Keys end within a tile, queries within a warpgroup's rows, and before the first block's some warpgroups have none: stored by TMA and,
+# of the ragged batch, by masks. Rows see few keys and many.
 CASES = {
-    "16-bit queries": {"lengths": [330], "head_dim": 128, "dtype": torch.bfloat16},
-    "FP8 queries, three warpgroups": {"lengths": [330, 190], "head_dim": 64, "dtype": FP8},
+    "16-bit queries": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16},
+    "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8},
+    "ragged, turned queries": {"lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "turned": True},
 }
-QUERIES = 170
 
 
 def emulate(name: str) -> dict:
     case = CASES[name]
     torch.manual_seed(0)
     pages = build(case["lengths"], 1, case["head_dim"], v_mean=1.0)
-    q = torch.randn(len(case["lengths"]) * QUERIES, 1, case["head_dim"])
+    queries = case["queries"]
+    q = torch.randn(sum(queries), 1, case["head_dim"])
     scale = power_of_two_scale(q.abs().amax(-1))[..., None]
     q = dequantize(quantize(q, scale), scale)  # what is left is the kernel's own error
     q = quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
+    tables, asked = {}, q
+    if case.get("turned"):
+        quarters = torch.randint(4, (sum(queries), case["head_dim"] // 2))  # of a turn: what is a number of FP8 remains one
+        tables = {"rope_cos": torch.tensor([1.0, 0.0, -1.0, 0.0])[quarters], "rope_sin": torch.tensor([0.0, 1.0, 0.0, -1.0])[quarters]}
+        asked = apply_rope(q, *tables.values())
+    bounds = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int() if len(set(queries)) > 1 else None
     options = {
-        "cu_seqlens_q": None, "max_seqlen_q": QUERIES, "causal": True, "softmax_scale": case["head_dim"] ** -0.5, "window": 0,
+        "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": True, "softmax_scale": case["head_dim"] ** -0.5, "window": 0,
         "softcap": 0.0, "sinks": None, "leftpad_k": None,
     }  # fmt: skip
     kernel = Kernel(run=True)
@@ -44,9 +53,9 @@ def emulate(name: str) -> dict:
     prefill._num_sms = lambda device: 1  # one CTA has all items
     prefill._counter = lambda device: kernel.state
     prefill.plan.cache_clear()  # a plan keeps what these gave
-    out, lse = prefill.attention(q, pages, **options)
+    out, lse = prefill.attention(q, pages, **options, **tables)
     prefill._prefill = kernel.jitted
-    ref, ref_lse = reference.attention(q, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
+    ref, ref_lse = reference.attention(asked, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
     off = out.double() - ref
     return {
         "case": name, "rel_err": float(off.norm() / ref.norm()), "row_err": float((off.norm(dim=-1) / ref.norm(dim=-1)).max()),

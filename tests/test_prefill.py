@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CASES = "16-bit queries", "FP8 queries, three warpgroups"
+CASES = "16-bit queries", "FP8 queries, three warpgroups", "ragged, turned queries"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,8 @@ def emulated():
 
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_reference(emulated, case):
-    """Rows of few keys and of many, items and tiles that end early, two items' memory and a ring that wraps; NaN where nobody may look.
+    """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory and a ring that wraps;
+    NaN where nobody may look.
 
     Bounds are those of `benchmarks.prefill_check` on a GPU, for V with a mean and for sums of weights that are rounded to 3 bits. A row of
     some 300 keys has not averaged its own roundings: 3.5% by sqrt(300), of scores so unlike that a few keys count.

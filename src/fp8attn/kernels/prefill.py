@@ -55,8 +55,8 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))  # t
 LN2 = gl.constexpr(math.log(2))
 LOG2E = gl.constexpr(math.log2(math.e))
 
-# What the producer tells the multiplying warps of an item, one int32 each.
-TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT, ANGLES = (gl.constexpr(i) for i in range(11))
+# What the producer tells the multiplying warps of an item, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
+TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT, ANGLES, FIRST = (gl.constexpr(i) for i in range(12))
 FIELDS = gl.constexpr(16)
 
 
@@ -217,6 +217,12 @@ def _number(memory):
 def _field(info_s, slot, i: gl.constexpr):
     """One of the integers that the producer announced an item with."""
     return _number(info_s.index(slot * FIELDS + i))
+
+
+@gluon.jit
+def _count(info_s, slot, WG: gl.constexpr):
+    """Rows of a warpgroup that are queries, its first ones; none where that is zero or less."""
+    return gl.where(_field(info_s, slot, FIRST) > WG * ROWS, 0, _field(info_s, slot, COUNT) - WG * ROWS)
 
 
 @gluon.jit
@@ -614,9 +620,8 @@ def _turn_pairs(a, b, cos, sin, row, first: gl.constexpr, STEP: gl.constexpr):
 
 
 @gluon.jit
-def _turn_q(q16_s, cos, sin, stride, last, WG: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
-            STEP: gl.constexpr):  # fmt: skip
-    """RoPE on a warpgroup's rows of Q where they stand, with the bits of `reference.rotate`; `last` is the item's last query.
+def _turn_q(q16_s, cos, sin, stride, last, D: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr, STEP: gl.constexpr):
+    """RoPE on a warpgroup's rows of Q where they stand, with the bits of `reference.rotate`; `last` is the last that is a query.
 
     Channels are taken as tiles of so many that pairs are a whole number of tiles apart: then a thread has both of a pair, and what goes
     with what is a matter of names. Lanes lie down the rows first: eight rows of 16 bytes meet no bank of shared memory twice, and the
@@ -626,7 +631,7 @@ def _turn_q(q16_s, cos, sin, stride, last, WG: gl.constexpr, D: gl.constexpr, HA
     OWN: gl.constexpr = PAIRS // 2 if PAIRS < 16 else 8  # of a thread, one after the other
     WIDTH: gl.constexpr = 2 * PAIRS if INTERLEAVED else PAIRS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2 * OWN if INTERLEAVED else OWN], [32 * OWN // PAIRS, PAIRS // OWN], [4, 1], [0, 1])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + WG * ROWS
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     row = gl.minimum(row, last) * (stride * 8)  # what lies behind the last query has no angles, and counts for nothing
     x = _split(q16_s.load(LAYOUT), D // WIDTH)
     first = ()
@@ -732,7 +737,7 @@ def _reciprocal(x):
 
 @gluon.jit
 def _send(out_d, out_s, at, y):
-    """A warpgroup's rows of the output by TMA, which leaves out what lies behind a sequence's last query or the last channel."""
+    """A warpgroup's rows of the output by TMA, which leaves out what lies beside a sequence's queries or behind the last channel."""
     SHAPE: gl.constexpr = [ROWS, y.shape[1]]
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, out_d.dtype)
     send_wait(0)  # who sent the item before waits until it has left this memory,
@@ -798,7 +803,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
     while tiles > 0:
         slot = item & 1
         last = _field(info_s, slot, LAST)
-        count = _field(info_s, slot, COUNT) - WG * ROWS
+        count = _count(info_s, slot, WG)
         position = _field(info_s, slot, POSITION)
         length = _field(info_s, slot, LENGTH)
         # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
@@ -821,10 +826,12 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
         q = q_s.index(WG if Q16 else slot * WGS + WG)
         if HALF:
             cos_ptr, sin_ptr, angle_stride_b, angle_stride_t = rope
-            angles = _field(info_s, slot, ANGLES).to(gl.int64) * angle_stride_b + _field(info_s, slot, TOKEN).to(gl.int64) * angle_stride_t
-            _turn_q(
-                q16_s.index(WG), cos_ptr + angles * 8, sin_ptr + angles * 8, angle_stride_t, _field(info_s, slot, COUNT) - 1,
-                WG, D, HALF, INTERLEAVED, STEP)  # fmt: skip
+            if count > 0:  # rows before a sequence have no angles
+                token = _field(info_s, slot, TOKEN) + WG * ROWS
+                angles = _field(info_s, slot, ANGLES).to(gl.int64) * angle_stride_b + token.to(gl.int64) * angle_stride_t
+                _turn_q(
+                    q16_s.index(WG), cos_ptr + angles * 8, sin_ptr + angles * 8, angle_stride_t, count - 1,
+                    D, HALF, INTERLEAVED, STEP)  # fmt: skip
         q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16, SHIFT)
         if SHIFT and not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
@@ -880,7 +887,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
                     q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, stage, phase,
                     WG, D, STAGES, CUBICS, LO, CAP)  # fmt: skip
 
-        count = _field(info_s, slot, COUNT) - WG * ROWS
+        count = _count(info_s, slot, WG)
         head = _field(info_s, slot, HEAD)
         batch = _field(info_s, slot, BATCH)
         token = _field(info_s, slot, TOKEN) + WG * ROWS
@@ -1044,7 +1051,8 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
     phase = 1
     item = 0
     # Items in order: sequence by sequence, of a ragged batch those of many keys first; in one, `together` heads at a time (whose K and V
-    # L2 holds), of these the last block of queries first, which sees most keys.
+    # L2 holds), of these the last block of queries first, which sees most keys. Blocks end where the last query's warpgroup does: so the
+    # one that is not full, which takes no less time for it, is the first block, of fewest keys, and begins before the sequence.
     claim = gl.program_id(0)
     part = 0
     if SPLIT:
@@ -1072,10 +1080,10 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         rest -= lot * together * blocks
         some = gl.minimum(heads - lot * together, together)
         head = lot * together + rest % some
-        block = blocks - 1 - rest // some
+        begin = (q_len + ROWS - 1) // ROWS * ROWS - (rest // some + 1) * BLOCK
         owner = seq
         batch = 0
-        token = start + block * BLOCK
+        token = start + begin
         if cu_ptr is None:
             owner = head // num_q_heads
             head -= owner * num_q_heads
@@ -1097,18 +1105,18 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         for i in gl.static_range(WGS):
             fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i if Q16 else slot * WGS + i))
         length = gl.where(owner < num_seqs, length, 0)
-        count = gl.minimum(q_len - block * BLOCK, BLOCK)
-        position = length - q_len + block * BLOCK
+        first = gl.maximum(-begin, 0)  # whole warpgroups
+        position = length - q_len + begin
         last = length - 1
         if causal:
-            last = gl.minimum(last, position + count - 1)
+            last = gl.minimum(last, position + BLOCK - 1)
         last = gl.maximum(last, 0) // TILE
         bottom = 0
         left = 0
         if LO:
             if left_ptr is not None:
                 left = gl.load(left_ptr + held)
-            bottom = gl.minimum(gl.maximum(gl.maximum(position - window + 1, left), 0) // TILE, last)
+            bottom = gl.minimum(gl.maximum(gl.maximum(position + first - window + 1, left), 0) // TILE, last)
         slab = batch  # of the output
         if SPLIT:
             tiles = gl.maximum((last - bottom + parts) // parts, least)
@@ -1125,12 +1133,13 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         _put(info_s, slot, LAST, last)
         _put(info_s, slot, BATCH, slab)
         _put(info_s, slot, TOKEN, token)
-        _put(info_s, slot, COUNT, count)
+        _put(info_s, slot, COUNT, q_len - begin)
         _put(info_s, slot, POSITION, position)
         _put(info_s, slot, LENGTH, length)
         _put(info_s, slot, HEAD, head)
         _put(info_s, slot, MEAN, held * num_kv_heads + kv_head)
         _put(info_s, slot, LEFT, left)
+        _put(info_s, slot, FIRST, first)
         if HALF:
             _put(info_s, slot, ANGLES, batch)
         sync()
@@ -1448,7 +1457,7 @@ def plan(
     problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, seen, causal and not window)
     cut, splits = min(_cuts(width, sms, problem), key=lambda cut: _microseconds(*cut, sms, problem))
     rows = cut.warpgroups * ROWS.value
-    if ragged:  # at most: every sequence, and the rows behind the last, end in a block that is not full
+    if ragged:  # at most: every sequence, and the rows behind the last, have a block that is not full
         items = num_q_heads * (tokens // rows + num_seqs + 1)
     else:
         items = num_seqs * num_q_heads * -(-tokens // rows)
@@ -1464,7 +1473,7 @@ def plan(
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     outputs = None
-    # Ragged blocks end where the next sequence's rows begin, parts are in FP32, and head_dim 256 leaves no shared memory.
+    # Ragged blocks have other sequences' rows beside their own, parts are in FP32, and head_dim 256 leaves no shared memory.
     if not ragged and splits == 1 and width < 256:
         outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     given = constants(
@@ -1509,9 +1518,10 @@ def _microseconds(shape: Shape, splits: int, sms: int, problem: Problem) -> floa
     """What a launch takes, about: see docs/kernels.md, "How a problem is cut"."""
     num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, seen, causal = problem
     rows = shape.warpgroups * ROWS.value
-    blocks = tokens / rows + num_seqs / 2 if tokens else num_seqs * -(-max_seqlen_q // rows)
+    most = -(-max_seqlen_q // rows)  # blocks of a sequence
+    blocks = tokens / rows + num_seqs / 2 if tokens else num_seqs * most
     items = num_q_heads * blocks * splits
-    fewest = max(1, seen - max(max_seqlen_q - rows, 0) // TILE.value) if causal else seen
+    fewest = max(1, seen - (most - 1) * rows // TILE.value) if causal else seen
     longest = shape.item + shape.tile * seen / splits
     shortest = shape.item + shape.tile * fewest / splits
     # Long items go first, so those that wait for the last of them have just done a short one.
