@@ -6,6 +6,7 @@ from transformers import CompileConfig, LlamaConfig, StaticCache
 from transformers_models import FAMILIES, MIXED, SHAPE, Oracle, close, fp8, generated, logits, make, one_thread, plain, prompt, using  # noqa: F401
 
 from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention, fp8_kv_mask
+from fp8attn.integrations.transformers.tensors import pages_of
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 
@@ -211,6 +212,19 @@ def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
     # transformers' own static sliding layers count their tokens in an int, which costs one recompilation.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if family == "gemma3" else 1)
     close(outs[1], outs[0], 1e-5)
+
+
+def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama):
+    cache = FP8Cache(llama.config, max_cache_len=1000)
+    heads, dim = llama.config.num_key_value_heads, llama.config.head_dim
+    k = torch.randn(2, heads, 130, dim)
+    prompt_k, _ = cache.update(k, k, 0)
+    assert pages_of(prompt_k).page_table.shape == (2, 2)
+    held = prompt_k.dequantise()
+    step_k, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
+    assert pages_of(step_k).page_table.shape == (2, 8)
+    assert prompt_k.shape == step_k.shape == held.shape == (2, heads, 1000, dim)
+    assert torch.equal(step_k.dequantise()[:, :, :130], held[:, :, :130]) and not held[:, :, 130:].any()
 
 
 def test_generate_compiles_the_static_form(llama):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from transformers import MODEL_MAPPING, PreTrainedConfig
@@ -116,7 +117,8 @@ class FP8Layer(CacheLayerMixin):
             raise RuntimeError(
                 "FP8Cache is for inference: no gradient flows through FP8 pages. Use torch.no_grad() or torch.inference_mode()"
             )
-        if not self.is_initialized:
+        first = not self.is_initialized
+        if first:
             self.lazy_initialization(key_states, value_states)
         cache = self.cache
         batch, heads, length, head_dim = key_states.shape
@@ -139,6 +141,8 @@ class FP8Layer(CacheLayerMixin):
             fix_means = self.remove_means and self.scales is None and length > 1
             ops.append(pages, k, v, static_scales=self.scales is not None, fix_means=fix_means, backend=self.backend)
             total = self.max_cache_len
+            if first:  # the one time that the host knows how many tokens there are: kernels are launched for as many, not for all room
+                pages = replace(pages, page_table=pages.page_table[:, : -(-length // PAGE_SIZE)])
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
             return tuple(PagedKV(pages, which, total, key_states.dtype, self.backend) for which in "kv")
         return tuple(dequantise(pages, which, total, key_states.dtype) for which in "kv")

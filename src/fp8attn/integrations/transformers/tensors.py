@@ -19,7 +19,7 @@ def dequantise(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     Args:
         pages: the cache.
         which: `"k"` or `"v"`.
-        length: tokens to return; at most the page table's width in tokens.
+        length: tokens to return.
         dtype: of the result. The arithmetic is FP32.
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
@@ -32,6 +32,7 @@ def dequantise(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
         x = x.unflatten(-1, (4, 2, 2)).transpose(-2, -3).flatten(-3).transpose(-1, -2).flatten(-3, -2)
     x = x * scale[ids][..., None, None]
     x = x.transpose(1, 2).flatten(2, 3)[:, :, :length] + mean[:, :, None]
+    x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # a table may name no more pages than there are tokens for
     # Bytes past the length are unspecified in K: a NaN there would survive a mask that is added.
     held = pages.cache_seqlens.new_ones(length).cumsum(0) <= pages.cache_seqlens[:, None]
     return torch.where(held[:, None, :, None], x, 0.0).to(dtype)
