@@ -1,22 +1,16 @@
 """Every launch of the Triton kernels compiles for Hopper without spilling, and for older GPUs too; no GPU is needed."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 
 pytest.importorskip("triton")
 
 
 def compiled(*arguments: str) -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_kernels.py")
-    output = subprocess.run([sys.executable, script, *arguments], env=environment, capture_output=True, text=True, check=False)
-    assert output.returncode == 0, output.stderr[-3000:]
-    return [json.loads(line) for line in output.stdout.splitlines() if line.startswith("{")]
+    printed = compiling.run("tests/compile_kernels.py", *arguments)
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_89"])

@@ -1,16 +1,12 @@
 """The Hopper prefill kernel compiles for sm_90 as it was tuned: no spills in the hot loop, no serialised MMAs, within shared memory."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-ROOT = Path(__file__).parent.parent
 # Hot loop's instructions, spills in it, and spilled bytes outside: what Triton 3.6 and 3.9 give, and a little.
 BOUNDS = {
     "d64": (360, 0, 20), "d128": (430, 0, 90), "d128-no-lse": (425, 0, 40), "d128-long": (415, 6, 290), "d256": (560, 4, 280),
@@ -20,11 +16,7 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def compiled() -> dict:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "tests/compile_prefill.py"), "--exact", *BOUNDS]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return {row["case"]: row for row in json.loads(run.stdout)}
+    return {row["case"]: row for row in json.loads(compiling.run("tests/compile_prefill.py", "--exact", *BOUNDS, timeout=300))}
 
 
 @pytest.mark.parametrize("case", BOUNDS)

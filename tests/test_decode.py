@@ -1,17 +1,13 @@
 """The Hopper decode kernel without a GPU: fragment maps, what the compiler makes of it, and its PTX run on the CPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 import torch
 
 from fp8attn.layout import V_ORDER
 
-ROOT = Path(__file__).parent.parent
 # What is compiled in CI, and the most instructions in its loop over a page: what Triton 3.6 and 3.9 give, and a little.
 LOOPS = {"D64 rows4": 300, "D96 rows16": 580, "D128 rows4": 420, "D128 rows16": 580, "D256 rows4": 650}
 EMULATED = ("ragged", "split", "D64 rows16", "everything", "idle", "parts", "late consumer", "late producer")
@@ -19,11 +15,7 @@ EMULATED = ("ragged", "split", "D64 rows16", "everything", "idle", "parts", "lat
 
 def script(*arguments: str) -> dict[str, dict]:
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "tests/run_decode.py"), *arguments]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return {row["case"]: row for row in json.loads(run.stdout)}
+    return {row["case"]: row for row in json.loads(compiling.run("tests/run_decode.py", *arguments, timeout=600))}
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """Direct launches hand the driver what Triton's own would: no GPU, but a libcuda that notes what it is given."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import compiling
 import pytest
 
 TESTS = Path(__file__).parent
@@ -22,11 +21,7 @@ def launches(tmp_path_factory):
     include = Path(triton.__file__).parent / "backends/nvidia/include"
     command = ["gcc", "-shared", "-fPIC", f"-I{include}", TESTS / "stub_cuda.c", "-o", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1"]
     subprocess.run(command, check=True)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"LD_LIBRARY_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(TESTS.parent / "src")}
-    run = subprocess.run([sys.executable, TESTS / "run_launch.py", folder], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    return json.loads(compiling.run(TESTS / "run_launch.py", folder, LD_LIBRARY_PATH=str(folder), TRITON_CACHE_DIR=str(folder / "cache")))
 
 
 def test_this_triton_is_known(launches):

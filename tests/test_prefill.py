@@ -1,25 +1,17 @@
 """The Hopper prefill kernel without a GPU: its PTX, run on the CPU. (What the compiler makes of it: `test_compile_prefill.py`.)"""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 
-ROOT = Path(__file__).parent.parent
 CASES = "16-bit queries", "FP8 queries, three warpgroups", "ragged, turned queries"
 
 
 @pytest.fixture(scope="module")
 def emulated():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "tests/run_prefill.py"), *CASES]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return {row["case"]: row for row in json.loads(run.stdout)}
+    return {row["case"]: row for row in json.loads(compiling.run("tests/run_prefill.py", *CASES, timeout=300))}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,25 +1,17 @@
 """The order in which Hopper prefill takes the items of a ragged batch, without a GPU: its search's PTX, run on the CPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 
-ROOT = Path(__file__).parent.parent
 BLOCK = 192
 
 
 @pytest.fixture(scope="module")
 def batches() -> list[dict]:
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "tests/run_prefill_order.py")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout)
+    return json.loads(compiling.run("tests/run_prefill_order.py", timeout=300))
 
 
 def test_every_item_is_claimed_once_and_those_of_many_keys_first(batches):
