@@ -1,7 +1,7 @@
 """Attention over all keys from attention over parts of them, which programs side by side have computed (Flash-Decoding).
 
-`num_splits` says into how many parts, from what the host knows; `combine` adds them up in a launch of its own. What the parts are in memory
-is `combine`'s to say.
+`num_splits` says into how many parts, from what the host knows (`prefill`, whose CTAs take one item after another, has an estimate of its
+own); `combine` adds them up in a launch of its own. What the parts are in memory is `combine`'s to say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .fp8 import is_native, round_to
 from .launch import Constants, constants, launch
 
 MAX_SPLITS = 128
-MANY = 1024  # rows
+MANY = 1024  # rows, from which on a program takes several
 _TILE_OVERHEAD = 1.5  # what a program costs besides its pages, in pages
 
 _LOG2E = tl.constexpr(1.4426950408889634)

@@ -4,9 +4,9 @@
     acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     the partial starts from zero: the tensor core's short accumulator
     out = acc * v_scale / L + v_mean * l / L                         never holds more than 128 products
 
-A CTA is three (two at head_dim 256 and for short prompts) warpgroups that multiply, 64 query rows each, and one warp that claims work,
-reads the page table and feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression stands as
-it does because of them.
+A CTA is three (two at head_dim 256, and at 128 where that takes less time) warpgroups that multiply, 64 query rows each, and one warp that
+claims work, reads the page table and feeds them by TMA. Registers, not shared memory, are what is short: comments say where an expression
+stands as it does because of them.
 """
 
 # ruff: noqa: SIM108 - an `if` on a constexpr is no choice between values
@@ -1527,8 +1527,8 @@ def _microseconds(shape: Shape, splits: int, sms: int, problem: Problem) -> floa
     # Long items go first, so those that wait for the last of them have just done a short one.
     time = max(longest, (items * (longest + shortest) / 2 + -items % sms * shortest) / sms)
     if splits > 1:
-        launch, byte = COMBINE
-        time += launch + byte * 4 * head_dim * num_q_heads * (tokens or num_seqs * max_seqlen_q) * splits
+        once, byte = COMBINE
+        time += once + byte * 4 * head_dim * num_q_heads * (tokens or num_seqs * max_seqlen_q) * splits
     return time
 
 
