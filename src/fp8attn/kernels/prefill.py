@@ -770,7 +770,8 @@ def _write(out, at, v_mean, acc, inverse, share, unseen, blind, count, first: gl
         out_d, out_s, out_ptr, stride_b, stride_t, stride_h = out
         batch, token, head = at
         if out_d is not None:
-            _send(out_d, out_s.index(WG), [batch, token, head, 0], y)
+            if count > 0:  # TMA refuses to store rows that all lie before the first
+                _send(out_d, out_s.index(WG), [batch, token, head, 0], y)
         else:
             y = y.to(out_ptr.dtype.element_ty)
             if D < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
