@@ -16,13 +16,15 @@ MEASURED = {
     (1, 32, 4096, 4096, False): (316.4, 325.4),
     (8, 16, 2048, 2048, False): (339.0, 322.9),
     (1, 8, 4096, 4096, False): (82.1, 109.0),
-    (16, 16, 1024, 1024, True): (138.8, 162.6),
-    (1, 32, 2048, 2048, True): (58.6, 62.8),
-    (8, 16, 2048, 2048, True): (198.0, 207.7),
-    (4, 16, 4096, 4096, True): (342.8, 338.4),
-    (1, 32, 512, 8192, True): (80.3, 104.9),
-    (1, 32, 2048, 8192, True): (264.3, 272.2),
-    (1, 32, 1024, 131072, True): (2437.7, 3301.0),
+    (16, 16, 1024, 1024, True): (139.9, 164.8),
+    (1, 32, 2048, 2048, True): (57.1, 60.6),
+    (8, 16, 2048, 2048, True): (200.3, 206.4),
+    (1, 16, 3000, 3000, True): (61.8, 63.7),  # FP8 queries 60.5, 54.6
+    (1, 16, 5000, 5000, True): (134.8, 132.1),
+    (4, 16, 4096, 4096, True): (345.7, 338.3),
+    (1, 32, 512, 8192, True): (81.2, 111.6),
+    (1, 32, 2048, 8192, True): (271.0, 277.3),
+    (1, 32, 1024, 131072, True): (2329.9, 3097.5),
 }
 
 
@@ -34,14 +36,14 @@ def problem(sequences, heads, queries, keys, causal):
 def test_what_a_launch_takes_is_known(case):
     times = [prefill._microseconds(shape, 1, SMS, problem(*case)) for shape in prefill.SHAPES[128]]
     for expected, measured in zip(times, MEASURED[case], strict=True):
-        assert expected == pytest.approx(measured, rel=0.2)  # launches of 20 us have a fifth of overhead; the rest is within a tenth
+        assert expected == pytest.approx(measured, rel=0.1 if measured > 100 else 0.25)  # short ones have overheads of their own
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
-def test_the_faster_cut_is_taken(case):
+def test_the_faster_cut_is_taken_or_one_about_as_fast(case):
     shape, _ = min(prefill._cuts(128, SMS, problem(*case)), key=lambda cut: prefill._microseconds(*cut, SMS, problem(*case)))
-    two, three = MEASURED[case]
-    assert (shape.warpgroups == 3) == (three < two)
+    taken = MEASURED[case][shape.warpgroups - 2]
+    assert taken <= 1.04 * min(MEASURED[case])  # of FP8 queries, which are cut alike, three warpgroups take up to 10% less
 
 
 def test_parts_make_waves_even():
