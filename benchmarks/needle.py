@@ -5,9 +5,10 @@
     python -m benchmarks.needle merge results/h200 /tmp/a/results/h200 /tmp/b/results/h200  # of runs in two checkouts, and needs no GPU
 
 `samples` writes `.needle/`, which git ignores. `run` asks every implementation for an answer to each of them, a process a GPU, each with
-every n-th sample, and writes `results/h200/needle.json` and all answers beside it. Answers that an earlier run of the same sources left
-there are kept and not asked for again. Meanwhile they go to `.needle/outcomes/`, line by line: what a run that was killed leaves there
-counts in the next. `merge` puts together what runs answered side by side, each in a checkout of its own.
+every n-th sample, and writes `results/h200/needle.json` and all answers beside it. Meanwhile they go to `.needle/outcomes/`, line by line:
+what a run that was killed leaves there counts in the next. Earlier answers are kept and not asked for again where they are of this device,
+torch and Triton, and the sources of their implementation are unchanged: our kernels make nobody else's answers stale. `merge` puts together
+what runs answered side by side, each in a checkout of its own.
 
 What is measured is RULER's, but that an answer ends with its first line, for everybody: the model writes a value and a line end.
 
@@ -22,6 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +51,7 @@ from .problem import Shape
 from .results import ROOT, about, hashes, save
 
 SAMPLES = ROOT / ".needle"
-OUTCOMES = SAMPLES / "outcomes"  # of a run that has not ended
+OUTCOMES = SAMPLES / "outcomes"  # of runs that have not ended, in a folder each
 RESULTS, KEPT = (ROOT / f"results/h200/needle.{ending}" for ending in ("json", "jsonl.xz"))
 OURS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static", "fp8attn-no-means": "fp8-no-means"}
 KERNELS = {"bf16": peers.fa3, "fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
@@ -57,11 +60,17 @@ OPTIONS = ("", ":calibrated", ":means", ":calibrated+means")
 IMPLS = ("bf16", *OURS, *(f"{kernel}{options}" for kernel in KERNELS if kernel != "bf16" for options in OPTIONS))
 BATCH_TOKENS = 1 << 21  # 16 prompts of 131,072: 13 GB of K and V in BF16, and twice that for one layer's activations
 CALIBRATION = (8192, 4)  # tokens of a window, windows
-SOURCES = (
-    *("benchmarks/needle.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/cache.py", "src/fp8attn/integrations/transformers"),
-    *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "needle", "ruler", "stress", "paired")),
+SHARED_SOURCES = (  # what everybody's answers depend on; of the layout and the numerics, what FP8 is and how it is rounded to
+    *("benchmarks/needle.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py"),
+    *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "models", "needle", "ruler", "stress")),
     "models/stdlib-llama/model.safetensors",
 )
+OUR_SOURCES = (  # and ours besides
+    *("src/fp8attn/kernels", "src/fp8attn/integrations/transformers"),
+    *(f"src/fp8attn/{name}.py" for name in ("backends", "cache", "calibrate", "ops", "scales")),
+)
+SOURCES = (*SHARED_SOURCES, *OUR_SOURCES, "src/fp8attn/evaluation/paired.py")  # the last counts answers, which it does not change
+MACHINE = ("device", "torch", "triton")  # of a `meta`; answers on different ones are not mixed
 ATTENTION = "kernel_over_rows"  # what transformers calls the kernels that are not ours
 Scales = tuple[float, float, float]  # of Q, K and V
 
@@ -274,8 +283,8 @@ class Systems:
         """Make the model attend as `name` does; what makes its cache."""
         config = self.model.config
         if name in OURS:
+            self.model.set_attn_implementation("fp8_kv")  # by which scales are found too, whoever was asked before
             scales = self.static if name == "fp8attn-static" else None
-            self.model.set_attn_implementation("fp8_kv")
             return cache_factory(OURS[name], config, scales=scales)
         kernel, _, options = name.partition(":")
         rows = Rows(KERNELS[kernel])
@@ -287,8 +296,10 @@ class Systems:
 
 @dataclass(frozen=True)
 class Work:
-    """What to ask of whom: `samples` (all if None) of each file in `.needle/`, of the model at each of the strengths of stress."""
+    """What to ask of whom: `samples` (all if None) of each file in `.needle/`, of the model at each of the strengths of stress. Answers go
+    to `folder`, from `begin`."""
 
+    folder: Path
     model: str | None
     files: tuple[Path, ...]
     names: tuple[str, ...]
@@ -302,8 +313,7 @@ class Work:
     def run(self, number: int = 0, processes: int = 1) -> None:
         """One process's part, on the GPU that it sees: sample `number` and every `processes`-th after it."""
         peers.available()  # which loads them
-        OUTCOMES.mkdir(parents=True, exist_ok=True)
-        with open(OUTCOMES / f"{time.time_ns()}-{number}.jsonl", "w", encoding="utf-8") as file:
+        with open(self.folder / f"{RESULTS.stem}-{number}.jsonl", "w", encoding="utf-8") as file:
             for strength in self.strengths:
                 model, tokenizer = models.load(self.model)
                 plant(model, STRENGTHS[strength])
@@ -372,26 +382,78 @@ def key(outcome: Outcome) -> tuple:
     return (outcome.cache, *outcome.sample)
 
 
-def load() -> tuple[list[Outcome], list[str]]:
-    """The outcomes that need not be had again (those of earlier runs, if the sources are theirs, and of one that was killed), and the
-    commands of those runs."""
-    files, commands = sorted(OUTCOMES.glob("*.jsonl")), []
-    if KEPT.exists() and (meta := meta_of(RESULTS.parent))["sources"] == hashes(SOURCES):
-        files.append(KEPT)
-        commands.append(meta["command"])
-    return list({key(outcome): outcome for file in files for outcome in needle.load_outcomes(file)}.values()), commands
+@dataclass(frozen=True)
+class Answers:
+    """What one or more runs answered, and the `meta` of their results, whose `command` is all of theirs, with `; ` between them."""
+
+    meta: dict
+    outcomes: list[Outcome]
 
 
-def meta_of(folder: Path) -> dict:
-    """The `meta` of the results in a folder."""
-    return json.loads((folder / RESULTS.name).read_text())["meta"]
+def begin(meta: dict) -> Path:
+    """A folder for the answers of a run until it ends."""
+    folder = OUTCOMES / str(time.time_ns())
+    save(folder / RESULTS.name, meta, [])
+    return folder
 
 
-def keep(folder: Path, outcomes: list[Outcome], meta: dict, commands: Iterable[str]) -> None:
-    """Write outcomes, and what is counted from them, as the results of these commands: runs, or several with `; ` between them."""
-    each = dict.fromkeys(part for command in commands for part in command.split("; "))
-    needle.save_outcomes(folder / KEPT.name, outcomes)
-    save(folder / RESULTS.name, meta | {"command": "; ".join(each)}, rows(outcomes))
+def read(folder: Path) -> Answers:
+    """The answers in a folder, of results or from `begin`."""
+    meta = json.loads((folder / RESULTS.name).read_text())["meta"]
+    files = sorted(folder.glob(f"{RESULTS.stem}*.jsonl*"))
+    return Answers(meta, [outcome for file in files for outcome in needle.load_outcomes(file)])
+
+
+def load(meta: dict) -> list[Answers]:
+    """What a run of this `meta` need not ask again: answers of earlier runs, and of those that were killed, on the same machine, by
+    implementations whose sources are the same. Which are not kept, and why, is said."""
+    kept = []
+    for file in (RESULTS, *sorted(OUTCOMES.glob(f"*/{RESULTS.name}"))):
+        if file.exists():
+            there = read(file.parent)
+            names = sorted({outcome.cache for outcome in there.outcomes}, key=IMPLS.index)
+            machine = [name for name in MACHINE if there.meta[name] != meta[name]]
+            other = {name: machine or changed(there, name) for name in names}
+            for name in names:
+                if other[name]:
+                    print(f"{file.parent}: answers of {name} are not kept, for they are of another {', '.join(other[name])}", flush=True)
+            kept.append(only(there, {name for name in names if not other[name]}))
+    return kept
+
+
+def changed(answers: Answers, name: str) -> list[str]:
+    """The sources that an implementation's answers depend on and that are not what they were."""
+    then, now = answers.meta["sources"], hashes(SHARED_SOURCES + (OUR_SOURCES if name in OURS else ()))
+    return [path for path, digest in now.items() if then.get(path) != digest]
+
+
+def only(answers: Answers, names: set[str]) -> Answers:
+    """The answers of some implementations, and the commands that asked any of them."""
+    commands = [command for command in answers.meta["command"].split("; ") if names & asks(command)]
+    return Answers(answers.meta | {"command": "; ".join(commands)}, [outcome for outcome in answers.outcomes if outcome.cache in names])
+
+
+def asks(command: str) -> set[str]:
+    """The implementations that a `run` asks."""
+    named = re.search(r"--impl[ =](\S+)", command)
+    return set(named[1].split(",") if named else IMPLS)
+
+
+def keep(folder: Path, meta: dict, runs: Sequence[Answers]) -> None:
+    """Write what runs on one machine answered, and what is counted from it, as the results of all of them.
+
+    Args:
+        folder: `results/h200`, or another.
+        meta: of the results, but for `date`, the latest of the runs', and `command`.
+        runs: where several have an answer of one implementation to one sample, the first of them counts.
+    """
+    outcomes: dict[tuple, Outcome] = {}
+    for outcome in (outcome for run in runs for outcome in run.outcomes):
+        outcomes.setdefault(key(outcome), outcome)
+    commands = dict.fromkeys(command for run in runs for command in run.meta["command"].split("; "))
+    needle.save_outcomes(folder / KEPT.name, outcomes.values())
+    date = max(run.meta["date"] for run in runs)
+    save(folder / RESULTS.name, meta | {"date": date, "command": "; ".join(commands)}, rows(list(outcomes.values())))
 
 
 def merge(folder: Path, runs: Sequence[Path]) -> None:
@@ -401,30 +463,29 @@ def merge(folder: Path, runs: Sequence[Path]) -> None:
         folder: `results/h200`, or another.
         runs: each the folder of a run's results.
     Raises:
-        ValueError: a run is of other sources than this checkout's, or on another device or release than the first; or two runs have
-            unlike answers of one implementation to one sample.
+        ValueError: a run has answers of an implementation whose sources are not this checkout's, or is on another device or release than
+            the first; or two runs have unlike answers of one implementation to one sample.
     """
-    sources, metas = hashes(SOURCES), []
+    given: dict[Path, Answers] = {}
     for run in runs:
-        if not (run / RESULTS.name).exists():
-            raise ValueError(f"{run} has no {RESULTS.name}: name the folder of a run's results, which it writes when it ends")
-        metas.append(meta_of(run))
-        if metas[-1]["sources"] != sources:
-            theirs = metas[-1]["sources"]
-            other = sorted(path for path in sources.keys() | theirs.keys() if sources.get(path) != theirs.get(path))
-            raise ValueError(f"{run} is of other sources than this checkout's: {', '.join(other)}; leave it out, or run it again")
-        for name in ("device", "torch", "triton"):
-            if metas[-1][name] != metas[0][name]:
-                raise ValueError(f"{name} is {metas[-1][name]} in {run} and {metas[0][name]} in {runs[0]}: merge runs on one")
+        for name in (RESULTS.name, KEPT.name):
+            if not (run / name).exists():
+                raise ValueError(f"{run} has no {name}: name the folder of a run's results, which it writes when it ends")
+        given[run] = there = read(run)
+        if other := sorted({path for name in {outcome.cache for outcome in there.outcomes} for path in changed(there, name)}):
+            raise ValueError(f"{run} has answers of other sources than this checkout's: {', '.join(other)}; leave it out, or run it again")
+        meta = given[runs[0]].meta
+        for name in MACHINE:
+            if there.meta[name] != meta[name]:
+                raise ValueError(f"{name} is {there.meta[name]} in {run} and {meta[name]} in {runs[0]}: merge runs on one")
     found: dict[tuple, tuple[Outcome, Path]] = {}
-    for run in runs:
-        for outcome in needle.load_outcomes(run / KEPT.name):
+    for run, there in given.items():
+        for outcome in there.outcomes:
             first, where = found.setdefault(key(outcome), (outcome, run))
             if first != outcome:
                 name = f"{outcome.cache} on sample {outcome.index} of {outcome.task} at {outcome.length}"
                 raise ValueError(f"{name} answers {outcome.text!r} in {run} and {first.text!r} in {where}: leave one of the runs out")
-    date = max(meta["date"] for meta in metas)
-    keep(folder, [outcome for outcome, _ in found.values()], metas[0] | {"date": date}, [meta["command"] for meta in metas])
+    keep(folder, meta | {"sources": hashes(SOURCES)}, list(given.values()))
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict]:
@@ -487,21 +548,20 @@ def main() -> None:
     names = tuple(args.impl.split(","))
     check(names)
     names = tuple(name for name in names if name in OURS or NEEDS[name.partition(":")[0]] in peers.available())
-    done = frozenset(map(key, load()[0]))
+    meta = about(SOURCES)
+    earlier, folder = load(meta), begin(meta)
+    done = frozenset(key(outcome) for run in earlier for outcome in run.outcomes)
     deadline = time.time() + args.seconds
-    work = Work(args.model, files, names, args.stress, args.samples, args.chunk, args.batch_tokens, deadline, done)
+    work = Work(folder, args.model, files, names, args.stress, args.samples, args.chunk, args.batch_tokens, deadline, done)
     ending = ""
     try:
         if failed := run_everywhere(work):
             ending = f"{failed} processes failed; what the others answered is kept"
     except KeyboardInterrupt:
         ending = "interrupted; what was answered is kept"
-    outcomes, commands = load()
-    if outcomes:
-        meta = about(SOURCES)
-        keep(RESULTS.parent, outcomes, meta, [*commands, meta["command"]])
-    for file in OUTCOMES.glob("*.jsonl"):
-        file.unlink()
+    if runs := [run for run in (*earlier, read(folder)) if run.outcomes]:
+        keep(RESULTS.parent, meta, runs)
+    shutil.rmtree(OUTCOMES)
     if ending:
         sys.exit(ending)
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import needle as bench
-from benchmarks.results import hashes
+from benchmarks import results
 from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import cache_factory, forward, prefill
 from fp8attn.evaluation.recall import recall_samples
@@ -51,14 +51,33 @@ def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
     return tmp_path
 
 
+META = {"device": "H", "torch": "2", "triton": "3", "date": "2026-01-01", "command": "run", "sources": {}}
+KERNEL = "src/fp8attn/kernels"
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """Set one to make it another; by their names in `SOURCES`."""
+    versions = {}
+
+    def hashes(sources):
+        return {source: versions.get(source, "1") for source in sources}
+
+    for module in (bench, results):
+        monkeypatch.setattr(module, "hashes", hashes)
+    return versions
+
+
 def work(folder, tiny_model, names, **options):
-    return bench.Work(str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, 1 << 20, 10**4, **options)
+    into = bench.begin(META)
+    return bench.Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, 1 << 20, 10**4, **options)
 
 
 def test_every_implementation_answers_every_sample_once(folder, tiny_model):
+    first = work(folder, tiny_model, bench.IMPLS)
     for number in range(2):
-        work(folder, tiny_model, bench.IMPLS).run(number, 2)
-    outcomes, _ = bench.load()
+        first.run(number, 2)
+    outcomes = bench.read(first.folder).outcomes
     assert len(outcomes) == len(bench.IMPLS) * 2 * 4 == len({bench.key(o) for o in outcomes})
     rows = bench.rows(outcomes)
     cases = ["recall-S600", "recall-stress2-S600"]
@@ -66,33 +85,102 @@ def test_every_implementation_answers_every_sample_once(folder, tiny_model):
     assert all(row["paired"] == 4 and row["p"] == 1 for row in rows if row["impl"] != "bf16")
     again = work(folder, tiny_model, bench.IMPLS, done=frozenset(map(bench.key, outcomes)))
     again.run(0, 2)
-    assert len(bench.load()[0]) == len(outcomes)
+    assert bench.read(again.folder).outcomes == []
 
 
 def test_time_is_kept(folder, tiny_model):
-    work(folder, tiny_model, ("bf16",), deadline=0.0).run()
-    assert bench.load() == ([], [])
+    late = work(folder, tiny_model, ("bf16",), deadline=0.0)
+    late.run()
+    assert bench.read(late.folder).outcomes == []
 
 
-def test_answers_are_kept_while_the_sources_are_the_same(folder, tiny_model, monkeypatch):
-    """Those of earlier runs, and of one that is interrupted; with the commands that gave them."""
+def test_scales_do_not_depend_on_who_was_asked_before(tiny_model):
+    model, tokenizer = models.load(tiny_model, device="cpu")
+    text = models.tokenize(tokenizer, models.read_text(model=tiny_model))[:600].view(2, 300)
+    want, after = bench.Systems(model, text), bench.Systems(model, text)
+    want.enter("fp8attn-static")
+    prefill(model, text, after.enter("fa3-fp8")())
+    after.enter("fp8attn-static")
+    for layer, scales in want.static.layers.items():
+        torch.testing.assert_close(after.static.layers[layer].k_scale, scales.k_scale, rtol=0, atol=0)
+
+
+class TestWhichAnswersAreKept:
+    """By implementation: `sources` are those that a change of each makes stale."""
+
+    def test_sources_are_what_leads_to_answers(self):
+        every, ours = (set(results.hashes(paths)) for paths in (bench.SHARED_SOURCES, bench.OUR_SOURCES))
+        assert {f"benchmarks/{name}.py" for name in ("needle", "peers", "problem")} < every
+        assert {f"src/fp8attn/{name}.py" for name in ("layout", "numerics", "evaluation/caches", "evaluation/needle")} < every
+        assert not any(path.startswith((KERNEL, "src/fp8attn/integrations")) for path in every)
+        assert {f"{KERNEL}/{name}.py" for name in ("append", "decode", "prefill")} < ours
+        assert set(results.hashes(bench.SOURCES)) - every - ours == {"src/fp8attn/evaluation/paired.py"}
+
+    @pytest.fixture
+    def kept(self, folder, sources):
+        """Of an earlier run and of one that was killed, two answers each: who is kept, and by which commands; when `meta` is changed."""
+        meta = META | {"sources": results.hashes(bench.SOURCES)}
+
+        def outcomes(index):
+            return [needle.Outcome(name, "recall", 600, index, 0.5, ("7",), "7", 1.0) for name in ("bf16", "fp8attn")]
+
+        earlier = bench.Answers(meta | {"command": "run --impl bf16; run --impl fp8attn,fp8attn-static; run"}, outcomes(0))
+        bench.keep(bench.RESULTS.parent, meta, [earlier])
+        needle.save_outcomes(bench.begin(meta | {"command": "run --impl fp8attn,bf16 --seconds 1"}) / "needle-0.jsonl", outcomes(1))
+
+        def kept(**changed):
+            runs = bench.load(meta | changed)
+            return [(sorted(o.cache for o in run.outcomes), run.meta["command"]) for run in runs]
+
+        return kept
+
+    KILLED = "run --impl fp8attn,bf16 --seconds 1"
+
+    def test_all_of_them(self, kept, sources, capsys):
+        both = ["bf16", "fp8attn"]
+        assert kept() == [(both, "run --impl bf16; run --impl fp8attn,fp8attn-static; run"), (both, self.KILLED)]
+        sources["src/fp8attn/evaluation/paired.py"] = "2"  # which counts them
+        assert [names for names, _ in kept()] == [both, both] and not capsys.readouterr().out
+
+    @pytest.mark.parametrize("source", bench.OUR_SOURCES)
+    def test_ours_alone_go_stale(self, kept, sources, source, capsys):
+        sources[source] = "2"
+        assert kept() == [(["bf16"], "run --impl bf16; run"), (["bf16"], self.KILLED)]
+        assert capsys.readouterr().out.count(f"answers of fp8attn are not kept, for they are of another {source}\n") == 2
+
+    @pytest.mark.parametrize("source", bench.SHARED_SOURCES)
+    def test_everybodys_go_stale(self, kept, sources, source):
+        sources[source] = "2"
+        assert kept() == [([], ""), ([], "")]
+
+    @pytest.mark.parametrize("name", ["device", "torch", "triton"])
+    def test_another_machine(self, kept, name, capsys):
+        assert kept(**{name: "another"}) == [([], ""), ([], "")]
+        assert capsys.readouterr().out.count(f"answers of bf16 are not kept, for they are of another {name}\n") == 2
+
+
+def test_a_run_goes_on_from_the_one_before(folder, tiny_model, sources, monkeypatch):
+    """And from one that is interrupted; with the commands that gave its answers."""
 
     def run(*arguments):
         line = ["needle", "run", "--task", "recall", "--lengths", "600", "--model", str(tiny_model), *arguments]
         monkeypatch.setattr(sys, "argv", line)
         monkeypatch.setattr(sys, "orig_argv", ["python", *line])
         bench.main()
-        results = json.loads(bench.RESULTS.read_text())
-        return [(row["impl"], row["samples"]) for row in results["rows"]], results["meta"]["command"].replace(str(tiny_model), "tiny")
+        return found()
 
-    monkeypatch.setattr(bench, "SOURCES", ("benchmarks/needle.py",))
+    def found():
+        meta, rows = json.loads(bench.RESULTS.read_text()).values()
+        assert meta["sources"] == results.hashes(bench.SOURCES) and not bench.OUTCOMES.exists()
+        return [(row["impl"], row["samples"]) for row in rows], meta["command"].replace(str(tiny_model), "tiny")
+
     first = "python needle run --task recall --lengths 600 --model tiny --impl fp8attn --samples 3"
     assert run("--impl", "fp8attn", "--samples", "3") == ([("fp8attn", 3)], first)
-    assert len(bench.load()[0]) == 3 and not list(bench.OUTCOMES.glob("*"))
+    answers = bench.read(bench.RESULTS.parent).outcomes
 
-    def interrupted(*arguments):
-        answers, _ = bench.load()
-        needle.save_outcomes(bench.OUTCOMES / "0.jsonl", [bench.replace(answers[0], cache="bf16")])
+    def interrupted(work):
+        assert work.done == set(map(bench.key, answers))
+        needle.save_outcomes(work.folder / "needle-0.jsonl", [bench.replace(answers[0], cache="bf16")])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -100,11 +188,14 @@ def test_answers_are_kept_while_the_sources_are_the_same(folder, tiny_model, mon
         with pytest.raises(SystemExit, match="interrupted; what was answered is kept"):
             run("--impl", "bf16")
     second = first.replace("fp8attn --samples 3", "bf16")
-    want = [("bf16", 4), ("fp8attn", 3)], f"{first}; {second}"
-    assert len(bench.load()[0]) == 4 and bench.load()[1] == [want[1].replace("tiny", str(tiny_model))]
-    assert run("--impl", "bf16") == want
-    monkeypatch.setattr(bench, "SOURCES", ("benchmarks/peers.py",))
-    assert bench.load() == ([], [])
+    assert found() == ([("bf16", 1), ("fp8attn", 3)], f"{first}; {second}")
+    assert run("--impl", "bf16") == ([("bf16", 4), ("fp8attn", 3)], f"{first}; {second}")
+    assert run("--impl", "bf16", "--samples", "2")[1] == f"{first}; {second}"  # which asked nothing
+    sources[KERNEL] = "2"
+    third = first.replace("--samples 3", "--samples 2")
+    assert run("--impl", "fp8attn", "--samples", "2") == ([("bf16", 4), ("fp8attn", 2)], f"{second}; {third}")
+    sources["benchmarks/needle.py"] = "2"
+    assert run("--impl", "bf16") == ([("bf16", 4)], second)
     with pytest.raises(ValueError, match="no implementation is called 'fa4'; choose from bf16, fp8attn"):
         run("--impl", "fa4")
 
@@ -112,12 +203,8 @@ def test_answers_are_kept_while_the_sources_are_the_same(folder, tiny_model, mon
 class TestMerge:
     """Of made-up runs: of each sample, who was asked, and whether they had it right."""
 
-    @pytest.fixture(autouse=True)
-    def sources(self, monkeypatch):
-        monkeypatch.setattr(bench, "SOURCES", ("benchmarks/needle.py",))
-
     @pytest.fixture
-    def save(self, tmp_path):
+    def save(self, tmp_path, sources):
         def save(name, answers, command="run", **changed):
             """A run's results: `answers` are of implementations, their answers to samples 0, 1, ..., True, False or None for not asked."""
             folder = tmp_path / name
@@ -125,8 +212,8 @@ class TestMerge:
                 needle.Outcome(impl, "recall", 600, index, 0.5, ("7",), "7" if right else "8", float(right))
                 for impl, given in answers.items() for index, right in enumerate(given) if right is not None
             ]  # fmt: skip
-            meta = {"device": "H", "torch": "2", "triton": "3", "date": f"2026-01-0{len(outcomes)}", "sources": hashes(bench.SOURCES)}
-            bench.keep(folder, outcomes, meta | changed, [command])
+            meta = META | {"date": f"2026-01-0{len(outcomes)}", "command": command, "sources": results.hashes(bench.SOURCES)} | changed
+            bench.keep(folder, meta, [bench.Answers(meta, outcomes)])
             return folder
 
         return save
@@ -138,12 +225,11 @@ class TestMerge:
         out = tmp_path / "out"
         monkeypatch.setattr(sys, "argv", ["needle", "merge", *map(str, (out, a, b, c))])
         bench.main()
-        results = json.loads((out / "needle.json").read_text())
-        assert results["meta"] == {
+        meta, (bf16, ours) = json.loads((out / "needle.json").read_text()).values()
+        assert meta == {
             "device": "H", "torch": "2", "triton": "3", "date": "2026-01-03", "command": "python a; python b; python c",
-            "sources": hashes(bench.SOURCES),
+            "sources": results.hashes(bench.SOURCES),
         }  # fmt: skip
-        bf16, ours = results["rows"]
         assert (bf16["case"], bf16["impl"], bf16["samples"], bf16["accuracy"]) == ("recall-S600", "bf16", 3, 2 / 3)
         assert (ours["impl"], ours["samples"], ours["accuracy"]) == ("fp8attn", 3, 2 / 3)
         assert (ours["paired"], ours["lost"], ours["won"], ours["discordant"]) == (3, 1, 1, [1, 2])
@@ -159,13 +245,29 @@ class TestMerge:
         a = save("a", {"bf16": [True, True]})
         with pytest.raises(ValueError, match=r"bf16 on sample 1 of recall at 600 answers '8' in .*b and '7' in .*a: leave one of the runs"):
             bench.merge(tmp_path / "out", [a, save("b", {"bf16": [None, False]})])
-        with pytest.raises(ValueError, match=r"b is of other sources than this checkout's: benchmarks/needle.py; leave it out"):
-            bench.merge(tmp_path / "out", [a, save("b", {}, sources=hashes(bench.SOURCES) | {"benchmarks/needle.py": "0"})])
+        older = results.hashes(bench.SOURCES) | {KERNEL: "0", "benchmarks/needle.py": "0"}
+        with pytest.raises(ValueError, match=r"b has answers of other sources than this checkout's: benchmarks/needle.py; leave it out"):
+            bench.merge(tmp_path / "out", [a, save("b", {"bf16": [True]}, sources=older)])
+        with pytest.raises(ValueError, match=f"b has answers of other sources than this checkout's: benchmarks/needle.py, {KERNEL}; leave"):
+            bench.merge(tmp_path / "out", [a, save("b", {"fp8attn": [True]}, sources=older)])
         with pytest.raises(ValueError, match=r"device is L in .*b and H in .*a: merge runs on one"):
             bench.merge(tmp_path / "out", [a, save("b", {}, device="L")])
         with pytest.raises(ValueError, match=r"nothing has no needle.json: name the folder of a run's results"):
             bench.merge(tmp_path / "out", [tmp_path / "nothing"])
+        (a / "needle.jsonl.xz").unlink()
+        with pytest.raises(ValueError, match=r"a has no needle.jsonl.xz: name the folder of a run's results"):
+            bench.merge(tmp_path / "out", [a])
         assert not (tmp_path / "out").exists()
+
+    def test_older_kernels_of_ours_do_not_matter_to_a_run_of_others(self, save, tmp_path):
+        now = results.hashes(bench.SOURCES)
+        peers = save("peers", {"bf16": [True, True]}, sources=now | {KERNEL: "0"})
+        bench.merge(tmp_path / "out", [peers, save("ours", {"fp8attn": [True, False]})])
+        meta, rows = json.loads((tmp_path / "out/needle.json").read_text()).values()
+        assert meta["sources"] == now and [(row["impl"], row["samples"]) for row in rows] == [("bf16", 2), ("fp8attn", 2)]
+        assert rows[1]["paired"] == 2
+        bench.merge(tmp_path / "out", [tmp_path / "out"])  # counts again
+        assert list(json.loads((tmp_path / "out/needle.json").read_text()).values()) == [meta, rows]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fa3-fp8", "fa3-fp8:calibrated", "fa3-fp8:calibrated+means"])

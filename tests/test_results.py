@@ -43,8 +43,9 @@ def test_a_benchmark_brings_what_it_imports():
 def test_results_go_stale_with_their_benchmark_and_the_kernels_it_imports(file: Path):
     """By the source of `SOURCES`: importing a benchmark takes Triton."""
     tree = ast.parse(file.read_text())
-    sources = next(node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "SOURCES")
-    named = {node.value for node in ast.walk(sources) if isinstance(node, ast.Constant)}
+    values = {ast.unparse(node.targets): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    parts = [values["SOURCES"], *(values[node.id] for node in ast.walk(values["SOURCES"]) if getattr(node, "id", None) in values)]
+    named = {node.value for part in parts for node in ast.walk(part) if isinstance(node, ast.Constant)}
     assert file.relative_to(ROOT).as_posix() in named
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8attn.kernels")]
     modules = {part for node in imports for part in (node.module.split(".")[2:] or [alias.name for alias in node.names])}
