@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import needle as bench
-from benchmarks import results
+from benchmarks import needle_systems, results
+from benchmarks.needle_systems import IMPLS, KERNELS, Systems, Work
 from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import cache_factory, forward, prefill
 from fp8attn.evaluation.recall import recall_samples
@@ -35,8 +37,8 @@ def rows_attention(shape, q, k, v):
 
 @pytest.fixture(autouse=True)
 def cpu_kernels(monkeypatch):
-    monkeypatch.setattr(bench, "KERNELS", dict.fromkeys(bench.KERNELS, rows_attention))
-    monkeypatch.setattr(bench.peers, "available", lambda: {"fa3", "vllm-fa3"})
+    monkeypatch.setattr(needle_systems, "KERNELS", dict.fromkeys(KERNELS, rows_attention))
+    monkeypatch.setattr(needle_systems.peers, "available", lambda: {"fa3", "vllm-fa3"})
 
 
 @pytest.fixture
@@ -44,15 +46,15 @@ def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
     """Samples whose prompts are of unlike lengths, and a place for what comes out."""
     for name, path in {"SAMPLES": ".", "OUTCOMES": "outcomes", "RESULTS": "needle.json", "KEPT": "needle.jsonl.xz"}.items():
         monkeypatch.setattr(bench, name, tmp_path / path)
-    monkeypatch.setattr(bench, "CALIBRATION", (256, 2))
+    monkeypatch.setattr(needle_systems, "CALIBRATION", (256, 2))
     made = recall_samples(tokenizer, models.read_text(model=tiny_model), lengths=(600, 591), depths=(0.5,), samples=2)
-    samples = [bench.replace(sample, index=n, length=600) for n, sample in enumerate(made)]
+    samples = [replace(sample, index=n, length=600) for n, sample in enumerate(made)]
     needle.save_samples(tmp_path / "recall-600.zip", samples)
     return tmp_path
 
 
 META = {"device": "H", "torch": "2", "triton": "3", "date": "2026-01-01", "command": "run", "sources": {}}
-KERNEL = "src/fp8attn/kernels"
+KERNEL, SYSTEMS = "src/fp8attn/kernels", "benchmarks/needle_systems.py"  # of which ours are, and everybody's
 
 
 @pytest.fixture
@@ -70,20 +72,20 @@ def sources(monkeypatch):
 
 def work(folder, tiny_model, names, **options):
     into = bench.begin(META)
-    return bench.Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, 1 << 20, 10**4, **options)
+    return Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, 1 << 20, 10**4, **options)
 
 
 def test_every_implementation_answers_every_sample_once(folder, tiny_model):
-    first = work(folder, tiny_model, bench.IMPLS)
+    first = work(folder, tiny_model, IMPLS)
     for number in range(2):
         first.run(number, 2)
     outcomes = bench.read(first.folder).outcomes
-    assert len(outcomes) == len(bench.IMPLS) * 2 * 4 == len({bench.key(o) for o in outcomes})
+    assert len(outcomes) == len(IMPLS) * 2 * 4 == len({bench.key(o) for o in outcomes})
     rows = bench.rows(outcomes)
     cases = ["recall-S600", "recall-stress2-S600"]
-    assert [(row["case"], row["impl"], row["samples"]) for row in rows] == [(case, name, 4) for case in cases for name in bench.IMPLS]
+    assert [(row["case"], row["impl"], row["samples"]) for row in rows] == [(case, name, 4) for case in cases for name in IMPLS]
     assert all(row["paired"] == 4 and row["p"] == 1 for row in rows if row["impl"] != "bf16")
-    again = work(folder, tiny_model, bench.IMPLS, done=frozenset(map(bench.key, outcomes)))
+    again = work(folder, tiny_model, IMPLS, done=frozenset(map(bench.key, outcomes)))
     again.run(0, 2)
     assert bench.read(again.folder).outcomes == []
 
@@ -97,7 +99,7 @@ def test_time_is_kept(folder, tiny_model):
 def test_scales_do_not_depend_on_who_was_asked_before(tiny_model):
     model, tokenizer = models.load(tiny_model, device="cpu")
     text = models.tokenize(tokenizer, models.read_text(model=tiny_model))[:600].view(2, 300)
-    want, after = bench.Systems(model, text), bench.Systems(model, text)
+    want, after = Systems(model, text), Systems(model, text)
     want.enter("fp8attn-static")
     prefill(model, text, after.enter("fa3-fp8")())
     after.enter("fp8attn-static")
@@ -110,11 +112,11 @@ class TestWhichAnswersAreKept:
 
     def test_sources_are_what_leads_to_answers(self):
         every, ours = (set(results.hashes(paths)) for paths in (bench.SHARED_SOURCES, bench.OUR_SOURCES))
-        assert {f"benchmarks/{name}.py" for name in ("needle", "peers", "problem")} < every
+        assert {f"benchmarks/{name}.py" for name in ("needle_systems", "peers", "problem")} < every
         assert {f"src/fp8attn/{name}.py" for name in ("layout", "numerics", "evaluation/caches", "evaluation/needle")} < every
         assert not any(path.startswith((KERNEL, "src/fp8attn/integrations")) for path in every)
         assert {f"{KERNEL}/{name}.py" for name in ("append", "decode", "prefill")} < ours
-        assert set(results.hashes(bench.SOURCES)) - every - ours == {"src/fp8attn/evaluation/paired.py"}
+        assert set(results.hashes(bench.SOURCES)) - every - ours == set(bench.COUNTS)
 
     @pytest.fixture
     def kept(self, folder, sources):
@@ -139,7 +141,7 @@ class TestWhichAnswersAreKept:
     def test_all_of_them(self, kept, sources, capsys):
         both = ["bf16", "fp8attn"]
         assert kept() == [(both, "run --impl bf16; run --impl fp8attn,fp8attn-static; run"), (both, self.KILLED)]
-        sources["src/fp8attn/evaluation/paired.py"] = "2"  # which counts them
+        sources.update(dict.fromkeys(bench.COUNTS, "2"))
         assert [names for names, _ in kept()] == [both, both] and not capsys.readouterr().out
 
     @pytest.mark.parametrize("source", bench.OUR_SOURCES)
@@ -180,7 +182,7 @@ def test_a_run_goes_on_from_the_one_before(folder, tiny_model, sources, monkeypa
 
     def interrupted(work):
         assert work.done == set(map(bench.key, answers))
-        needle.save_outcomes(work.folder / "needle-0.jsonl", [bench.replace(answers[0], cache="bf16")])
+        needle.save_outcomes(work.folder / "needle-0.jsonl", [replace(answers[0], cache="bf16")])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -194,7 +196,7 @@ def test_a_run_goes_on_from_the_one_before(folder, tiny_model, sources, monkeypa
     sources[KERNEL] = "2"
     third = first.replace("--samples 3", "--samples 2")
     assert run("--impl", "fp8attn", "--samples", "2") == ([("bf16", 4), ("fp8attn", 2)], f"{second}; {third}")
-    sources["benchmarks/needle.py"] = "2"
+    sources[SYSTEMS] = "2"
     assert run("--impl", "bf16") == ([("bf16", 4)], second)
     with pytest.raises(ValueError, match="no implementation is called 'fa4'; choose from bf16, fp8attn"):
         run("--impl", "fa4")
@@ -245,10 +247,10 @@ class TestMerge:
         a = save("a", {"bf16": [True, True]})
         with pytest.raises(ValueError, match=r"bf16 on sample 1 of recall at 600 answers '8' in .*b and '7' in .*a: leave one of the runs"):
             bench.merge(tmp_path / "out", [a, save("b", {"bf16": [None, False]})])
-        older = results.hashes(bench.SOURCES) | {KERNEL: "0", "benchmarks/needle.py": "0"}
-        with pytest.raises(ValueError, match=r"b has answers of other sources than this checkout's: benchmarks/needle.py; leave it out"):
+        older = results.hashes(bench.SOURCES) | {KERNEL: "0", SYSTEMS: "0"}
+        with pytest.raises(ValueError, match=f"b has answers of other sources than this checkout's: {SYSTEMS}; leave it out"):
             bench.merge(tmp_path / "out", [a, save("b", {"bf16": [True]}, sources=older)])
-        with pytest.raises(ValueError, match=f"b has answers of other sources than this checkout's: benchmarks/needle.py, {KERNEL}; leave"):
+        with pytest.raises(ValueError, match=f"b has answers of other sources than this checkout's: {SYSTEMS}, {KERNEL}; leave"):
             bench.merge(tmp_path / "out", [a, save("b", {"fp8attn": [True]}, sources=older)])
         with pytest.raises(ValueError, match=r"device is L in .*b and H in .*a: merge runs on one"):
             bench.merge(tmp_path / "out", [a, save("b", {}, device="L")])
@@ -275,7 +277,7 @@ def test_a_kernel_over_rows_is_the_model_but_for_rounding(tiny_model, name):
     """Prompts of unlike lengths, padded, in chunks, and a token more."""
     model, tokenizer = models.load(tiny_model, device="cpu")
     tokens = models.tokenize(tokenizer, models.read_text(model=tiny_model))
-    systems = bench.Systems(model, tokens[:600].view(2, 300))
+    systems = Systems(model, tokens[:600].view(2, 300))
     batch, mask = tokens[600:1200].view(2, 300), torch.ones(2, 300, dtype=torch.int64)
     mask[0, :11] = 0
     model.set_attn_implementation("fp8_kv")
@@ -293,7 +295,7 @@ def test_means_are_of_a_prompt_and_not_of_its_padding(tiny_model, chunk, first):
     """200 tokens of padding before 100, beside 300: the means are those of the prompt alone, or of what its first chunk has of it."""
     model, tokenizer = models.load(tiny_model, device="cpu")
     batch = models.tokenize(tokenizer, models.read_text(model=tiny_model))[:600].view(2, 300)
-    systems = bench.Systems(model, batch)
+    systems = Systems(model, batch)
     mask = torch.ones(2, 300, dtype=torch.int64)
     mask[0, :200] = 0
 

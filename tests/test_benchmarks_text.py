@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from benchmarks import drift, needle, perplexity, plot
+from benchmarks.needle_systems import stressed
 from fp8attn.evaluation import models
 from fp8attn.evaluation.needle import Outcome, save_outcomes
 
@@ -37,7 +38,7 @@ def test_losses_by_position_and_drift(given, tmp_path, monkeypatch):
 
 def test_retrieval_is_drawn(tmp_path, monkeypatch):
     outcomes = [
-        Outcome(impl, f"niah_multikey_2{needle.stressed(strength)}", length, n, n / 4, ("1",), "1", float(n > strength))
+        Outcome(impl, f"niah_multikey_2{stressed(strength)}", length, n, n / 4, ("1",), "1", float(n > strength))
         for impl in ("bf16", "fp8attn", "fa3-fp8:calibrated")
         for length, strengths in ((4096, (0,)), (8192, (0, 2)))
         for strength in strengths
