@@ -149,6 +149,7 @@ def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int, data: 
             pools, layer_length = (layer.keys, layer.values), layer.cumulative_length
         else:
             pages = layer.cache.pages
+            layer.known_empty = False
             pools, layer_length = (pages.k.view(torch.uint8), pages.v.view(torch.uint8)), pages.cache_seqlens
             pages.k_scale.fill_(1)
             pages.v_scale.fill_(1)

@@ -1,10 +1,13 @@
 """transformers models on an FP8 cache, against the same models on a plain cache that holds the dequantised values."""
 
+import copy
+
 import pytest
 import torch
 from transformers import CompileConfig, LlamaConfig, StaticCache
 from transformers_models import FAMILIES, MIXED, SHAPE, Oracle, close, fp8, generated, logits, make, one_thread, plain, prompt, using  # noqa: F401
 
+from fp8attn import ops
 from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention, fp8_kv_mask
 from fp8attn.integrations.transformers.tensors import pages_of
 from fp8attn.layout import PAGE_SIZE
@@ -214,17 +217,97 @@ def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
     close(outs[1], outs[0], 1e-5)
 
 
-def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama):
+@pytest.fixture
+def widths(monkeypatch):
+    """Of the page tables that attention is launched with, a forward of three layers after another; not of compiled ones."""
+    seen, attention = [], ops.attention
+
+    def noting(q, pages, **given):
+        if not torch.compiler.is_compiling():
+            seen.append(pages.page_table.shape[1])
+        return attention(q, pages, **given)
+
+    monkeypatch.setattr(ops, "attention", noting)
+    return seen
+
+
+def early(cache):
+    cache.early_initialization(2, 2, 64, torch.float32, torch.device("cpu"))
+    return cache
+
+
+@pytest.mark.parametrize("emptied", ["made", "early", "reset", "cropped", "reordered", "copied"])
+def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama, widths, emptied):
+    make, ids = lambda: FP8Cache(llama.config, max_cache_len=1000), prompt()
+    expected = logits(llama, make(), ids)
+    cache = make() if emptied == "made" else early(make())
+    if emptied in ("reset", "cropped"):
+        logits(llama, cache, prompt(length=400).flip(0))
+        cache.reset() if emptied == "reset" else cache.crop(-400)
+    elif emptied == "reordered":
+        cache.reorder_cache(torch.tensor([1, 1]))
+    elif emptied == "copied":
+        cache = copy.deepcopy(cache)
+    widths.clear()
+    assert torch.equal(logits(llama, cache, ids), expected)
+    assert widths == [2] * 3 + [8] * 3 * 12
+
+
+def test_a_narrow_table_changes_no_values(llama):
     cache = FP8Cache(llama.config, max_cache_len=1000)
-    heads, dim = llama.config.num_key_value_heads, llama.config.head_dim
-    k = torch.randn(2, heads, 130, dim)
+    k = torch.randn(2, 2, 130, 64)
     prompt_k, _ = cache.update(k, k, 0)
-    assert pages_of(prompt_k).page_table.shape == (2, 2)
     held = prompt_k.dequantise()
     step_k, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
-    assert pages_of(step_k).page_table.shape == (2, 8)
-    assert prompt_k.shape == step_k.shape == held.shape == (2, heads, 1000, dim)
+    assert prompt_k.shape == step_k.shape == held.shape == (2, 2, 1000, 64)
     assert torch.equal(step_k.dequantise()[:, :, :130], held[:, :, :130]) and not held[:, :, 130:].any()
+
+
+@torch.no_grad()
+def test_what_follows_a_compiled_prompt_sees_all_of_it(llama, widths):
+    ids = prompt(length=60)
+
+    def last(forward, cache):
+        for part in ids[:, :50].split(25, 1):  # an empty cache, and one that is not: the same graph
+            forward(part, past_key_values=cache)
+        widths.clear()
+        return llama(ids[:, 50:], past_key_values=cache).logits
+
+    expected = last(llama, FP8Cache(llama.config, max_cache_len=1000))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, cache = torch.compile(llama, fullgraph=True, backend="aot_eager"), early(FP8Cache(llama.config, max_cache_len=1000))
+    for _ in range(2):
+        close(last(compiled, cache), expected, 1e-5)
+        assert widths == [8] * 3
+        cache.reset()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, widths, monkeypatch):
+    """A replay appends, and the host does not learn of it."""
+    ids, cache = prompt(), early(FP8Cache(llama.config, max_cache_len=1000))
+    expected = logits(llama, FP8Cache(llama.config, max_cache_len=1000), ids)
+    widths.clear()
+    with monkeypatch.context() as capturing, torch.no_grad():
+        capturing.setattr("fp8attn.integrations.transformers.cache._is_capturing", lambda device: True)
+        llama(ids[:, :100], past_key_values=cache)
+    with torch.no_grad():
+        llama(ids[:, 100:], past_key_values=cache)
+    cache.reset()
+    assert torch.equal(logits(llama, cache, ids), expected)
+    assert widths == [8] * 3 * (1 + 1 + 13)
+
+
+def test_tokens_that_the_host_does_not_know_of_are_not_left_out(llama):
+    cache, k = early(FP8Cache(llama.config, max_cache_len=1000)), torch.zeros(2, 2, 10, 64)
+    for layer in cache.layers:
+        layer.cache.pages.cache_seqlens.fill_(300)
+    with pytest.raises(RuntimeError, match="`known_empty = False`"):
+        cache.update(k, k, 0)
+    cache.layers[0].known_empty = False
+    keys, _ = cache.update(k, k, 0)
+    assert pages_of(keys).page_table.shape == (2, 8)
 
 
 def test_generate_compiles_the_static_form(llama):
@@ -251,7 +334,7 @@ def test_early_initialisation(llama):
     ids = prompt()
     for length in (None, 200):
         cache, late = FP8Cache(llama.config, max_cache_len=length), FP8Cache(llama.config, max_cache_len=length)
-        cache.early_initialization(2, 2, 64, torch.float32, torch.device("cpu"))
+        early(cache)
         assert cache.is_initialized
         assert cache.get_seq_length() == 0
         assert torch.equal(logits(llama, cache, ids), logits(llama, late, ids))

@@ -190,8 +190,8 @@ class PagedKVCache:
             OutOfPagesError: the pool is of fixed size and too small; nothing was changed.
         """
         lengths = [lengths] * self.num_seqs if isinstance(lengths, int) else list(lengths)
-        added: list[tuple[int, int]] = []  # (sequence, column of its table)
-        copied: list[tuple[int, int]] = []
+        added = [max(0, _num_pages(length) - len(table)) for table, length in zip(self._tables, lengths, strict=True)]
+        copied: list[tuple[int, int]] = []  # (sequence, column of its table)
         leaving: dict[int, int] = {}  # how many of a page's sharers get copies; the last to write keeps the page
         for seq, (table, length) in enumerate(zip(self._tables, lengths, strict=True)):
             if length > self._lengths[seq]:
@@ -200,29 +200,31 @@ class PagedKVCache:
                     if self._references[page] - leaving.get(page, 0) > 1:
                         leaving[page] = leaving.get(page, 0) + 1
                         copied.append((seq, column))
-            added += [(seq, column) for column in range(len(table), _num_pages(length))]
-        if added or copied:
+        if any(added) or copied:
             self._hand_out(added, copied)
         self._room = min(
             _num_pages(length) * PAGE_SIZE - old if length > old else 0 for old, length in zip(self._lengths, lengths, strict=True)
         )
 
-    def _hand_out(self, added: list[tuple[int, int]], copied: list[tuple[int, int]]) -> None:
-        """A page for each (sequence, column) of `added`, and one of its own for each of `copied`."""
+    def _hand_out(self, added: list[int], copied: list[tuple[int, int]]) -> None:
+        """So many more pages for each sequence, and one of its own for each (sequence, column) of `copied`."""
         sources = [self._tables[seq][column] for seq, column in copied]
-        taken = self._take(len(added) + len(copied))
+        taken = self._take(sum(added) + len(copied))
         targets = taken[: len(copied)]
         for (seq, column), page in zip(copied, targets, strict=True):
             self._references[self._tables[seq][column]] -= 1
             self._tables[seq][column] = page
-        for (seq, _), page in zip(added, taken[len(copied) :], strict=True):
-            self._tables[seq].append(page)
+        written, given = [(seq, column, column + 1) for seq, column in copied], len(copied)
+        for seq, (table, count) in enumerate(zip(self._tables, added, strict=True)):
+            written.append((seq, len(table), len(table) + count))
+            table += taken[given : given + count]
+            given += count
         if copied:
             index = self._to_device([targets, sources])
             for pool in (self.pages.k, self.pages.v, self.pages.k_scale, self.pages.v_scale):
                 bits = pool.view(torch.uint8) if pool.element_size() == 1 else pool
                 bits[index[0]] = bits[index[1]]
-        self._write_table(copied + added)
+        self._write_table(written)
 
     # Tokens out, and sequences moved about
 
@@ -284,7 +286,7 @@ class PagedKVCache:
         self._lengths[target] = length
         for mean in (self.pages.k_mean, self.pages.v_mean):
             mean[target] = mean[source]
-        self._write_table([(target, column) for column in range(len(table))])
+        self._write_table([(target, 0, len(table))])
         self._write_lengths()
 
     def sync(self) -> None:
@@ -304,7 +306,9 @@ class PagedKVCache:
                     "truncate or drop sequences, or make it with a larger num_pages (None grows without limit)"
                 )
             self._grow(max(short, len(self._references) // 64))  # 1/64: a long decode copies its pool rarely, and wastes little
-        taken = [self._free.pop() for _ in range(count)]
+        left = len(self._free) - count
+        taken = self._free[left:][::-1]
+        del self._free[left:]
         for page in taken:
             self._references[page] = 1
         stale = self._stale.intersection(taken)
@@ -349,20 +353,20 @@ class PagedKVCache:
         for scale, calibrated in zip((pages.k_scale, pages.v_scale), self._scales.page_scales, strict=True):
             scale.copy_(self._to_device(calibrated))
 
-    def _write_table(self, entries: list[tuple[int, int]]) -> None:
-        """Bring (sequence, column) `entries` to the device; the table grows wider where it must."""
+    def _write_table(self, written: list[tuple[int, int, int]]) -> None:
+        """Bring columns of the tables, given as (sequence, start, stop), to the device; the table grows wider where it must."""
         table, width = self.pages.page_table, max(map(len, self._tables))
         if width > table.shape[1]:
             # Entries past a sequence's length must name a valid page: zero does.
-            if len(entries) == sum(map(len, self._tables)):  # all there are
+            if sum(stop - start for _, start, stop in written) == sum(map(len, self._tables)):  # all there are
                 rows = [row + [0] * (width - len(row)) for row in self._tables]
                 self.pages = replace(self.pages, page_table=self._to_device(rows, torch.int32))
                 return
             table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
             self.pages = replace(self.pages, page_table=table)
-        if entries:
-            places = [seq * table.shape[1] + column for seq, column in entries]
-            pages = [self._tables[seq][column] for seq, column in entries]
+        places = [seq * table.shape[1] + column for seq, start, stop in written for column in range(start, stop)]
+        if places:
+            pages = [page for seq, start, stop in written for page in self._tables[seq][start:stop]]
             places, pages = self._to_device([places, pages])
             table.view(-1)[places] = pages.int()
 

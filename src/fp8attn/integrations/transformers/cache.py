@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from ... import ops
 from ...cache import PagedKVCache
-from ...layout import HEAD_DIMS, PAGE_SIZE
+from ...layout import HEAD_DIMS, PAGE_SIZE, KVPages
 from ...scales import KVScales, LayerScales
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantise
 
@@ -36,6 +36,8 @@ class FP8Layer(CacheLayerMixin):
         checks_room: whether this layer makes sure that new tokens fit into `max_cache_len`. One layer of a cache does so for all, which
             grow together.
         scales, remove_means, backend: as `PagedKVCache` takes them.
+    Attributes:
+        known_empty: whether the host knows that a static layer holds no tokens. Who writes to its pages directly sets it to False.
     """
 
     is_sliding = False
@@ -62,6 +64,8 @@ class FP8Layer(CacheLayerMixin):
         self.remove_means = remove_means
         self.backend = backend
         self.cache: PagedKVCache | None = None
+        self.known_empty = False
+        self.captured = False  # an append is in a CUDA graph, which may be replayed at any time
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the pages for K and V of this shape, `[B, num_kv_heads, S, head_dim]`; S may be 0.
@@ -99,7 +103,7 @@ class FP8Layer(CacheLayerMixin):
             self.cache.reserve(length)
             for tensor in self.cache.pages.tensors:
                 torch._dynamo.mark_static_address(tensor)  # CUDA graphs write into it in place
-        self.is_initialized = True
+        self.is_initialized = self.known_empty = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantise new tokens onto the end, and return K and V of all.
@@ -117,8 +121,7 @@ class FP8Layer(CacheLayerMixin):
             raise RuntimeError(
                 "FP8Cache is for inference: no gradient flows through FP8 pages. Use torch.no_grad() or torch.inference_mode()"
             )
-        first = not self.is_initialized
-        if first:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache = self.cache
         batch, heads, length, head_dim = key_states.shape
@@ -132,20 +135,36 @@ class FP8Layer(CacheLayerMixin):
             cache.append(k, v)
             pages, total = cache.pages, cache.lengths[0]
         else:
-            pages = cache.pages
-            # Device state alone, so that this compiles once. Tokens past the reserved pages would overwrite others: stop there, as an
-            # index out of range does.
+            # Device state alone, so that this compiles once.
+            pages = self._pages_for(length)
+            # Tokens past the pages that the table names would overwrite others: stop there, as an index out of range does.
             if self.checks_room:
-                fits = pages.cache_seqlens.max() <= self.max_cache_len - length
-                torch._assert_async(fits, "FP8Cache is full: make it with a larger max_cache_len")
+                fits = pages.cache_seqlens.max() <= min(self.max_cache_len, pages.page_table.shape[1] * PAGE_SIZE) - length
+                torch._assert_async(
+                    fits,
+                    "FP8Cache is full: make it with a larger max_cache_len (or, if something else than `update` has filled it, set "
+                    "`known_empty = False` on its layers)",
+                )
             fix_means = self.remove_means and self.scales is None and length > 1
             ops.append(pages, k, v, static_scales=self.scales is not None, fix_means=fix_means, backend=self.backend)
             total = self.max_cache_len
-            if first:  # the one time that the host knows how many tokens there are: kernels are launched for as many, not for all room
-                pages = replace(pages, page_table=pages.page_table[:, : -(-length // PAGE_SIZE)])
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
             return tuple(PagedKV(pages, which, total, key_states.dtype, self.backend) for which in "kv")
         return tuple(dequantise(pages, which, total, key_states.dtype) for which in "kv")
+
+    def _pages_for(self, length: int) -> KVPages:
+        """The pages for an append of `length` tokens, and for their attention.
+
+        Kernels are launched for the tokens that the table has room for. Where the host knows that there are no others, that is `length`.
+        Not in a CUDA graph, which may be replayed on a cache that has grown; and compiled code would be compiled anew if it looked.
+        """
+        pages = self.cache.pages
+        if not torch.compiler.is_compiling():
+            self.captured = self.captured or _is_capturing(self.device)
+            if self.known_empty and not self.captured:
+                pages = replace(pages, page_table=pages.page_table[:, : -(-length // PAGE_SIZE)])
+        self.known_empty = False
+        return pages
 
     # Sizes, as transformers asks for them
 
@@ -181,6 +200,7 @@ class FP8Layer(CacheLayerMixin):
             self.cache.sync()
             move(self.cache)
             self.cache.reserve(self.max_cache_len)  # compiled steps find every page there again, and none shared that they write
+            self.known_empty = not (self.captured or any(self.cache.lengths))
 
     def reset(self) -> None:
         """Forget every token. The growing form also frees its pages; the static form keeps its tensors where they are."""
@@ -238,6 +258,11 @@ class FP8Layer(CacheLayerMixin):
         )
 
     prefetch = offload
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
