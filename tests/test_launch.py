@@ -100,8 +100,8 @@ BOUNDS = {  # us of the CPU, checks included
     "scaled_dot_product_attention of 256 tokens": 60,
     "rope_scaled_dot_product_attention of 256 tokens": 60,
 }
-AS_MEASURED = pytest.mark.xfail(strict=True, reason="48.5 us on a host where torch.relu takes 6.9")
-CASES = [pytest.param(case, marks=AS_MEASURED if case.endswith("in parts") else ()) for case in BOUNDS]
+AS_MEASURED = pytest.mark.xfail(strict=True, reason="36.7 and 55.2 us where torch.relu takes 9.0 (27 and 48.5 where it takes 6.9)")
+CASES = [pytest.param(case, marks=AS_MEASURED if case.endswith(("1 query", "in parts")) else ()) for case in BOUNDS]
 
 
 @pytest.mark.skipif(not OVERHEAD.exists(), reason="not measured yet")
