@@ -127,7 +127,7 @@ def _stream(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, l
 
 def stream(case: Case, pages: KVPages):
     launch = decode.Launch(case.dim, case.group, case.group, len(case.lengths))
-    workers = launch.workers(decode._num_sms(torch.device(DEVICE)), case.heads * len(case.lengths))
+    workers = launch.workers(decode.num_sms(torch.device(DEVICE)), case.heads * len(case.lengths))
     k_desc, v_desc = (x.descriptor() for x in tiles(pages, launch.width, launch.width))
     constants = {name: launch.constants()[name] for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
     return lambda: _stream[(workers,)](

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from fp8attn import PagedKVCache, layout, reference
-from fp8attn.kernels import decode
+from fp8attn.kernels import counters, decode
 
 DEVICE = "cuda"
 KERNEL = 3e-4  # allowed relative error beyond the rounding of the output
@@ -157,11 +157,11 @@ def case(name, lengths, heads=1, group=4, dim=128, dtype=torch.float16, v_mean=0
         if not all(torch.equal(x, y) for other in again for x, y in zip(first, other, strict=True)):
             ok = False
             print(f"  FAIL {name}: not the same bits from run to run", flush=True)
-        counters = decode._scratch(q.device).counters
-        if int(counters.abs().sum()):
-            ok = False
-            print(f"  FAIL {name}: counters left at {counters.nonzero().flatten().tolist()[:10]}", flush=True)
-            counters.zero_()
+        for zeros in counters._streams.values():
+            if int(zeros.abs().sum()):
+                ok = False
+                print(f"  FAIL {name}: counters left at {zeros.nonzero().flatten().tolist()[:10]}", flush=True)
+                zeros.zero_()
     except Exception:
         print(f"  FAIL {name}:\n{traceback.format_exc(limit=6)}", flush=True)
         return False

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from fp8attn import layout, numerics, reference
-from fp8attn.kernels import prefill
+from fp8attn.kernels import counters, prefill
 
 FP8 = layout.FP8
 NORMAL, MEAN = 0.035, 0.004  # allowed relative error: V without a mean (all of it P's rounding), V with one
@@ -301,7 +301,7 @@ def repeats(dim, splits=1) -> str:
         again = plain(q, pages, keys, splits)
         if not (torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])):
             return f"run {i} differs in {int((first[0] != again[0]).sum())} elements"
-    counts = [n for counter in prefill._counters.values() for n in counter.tolist()]
+    counts = [n for counter in counters._streams.values() for n in counter.tolist()]
     return "" if not any(counts) else f"counters were left at {counts}"
 
 

@@ -31,7 +31,7 @@ from .results import ROOT, write
 
 SOURCES = (
     *("benchmarks/sdpa.py", "src/fp8attn/sdpa.py", "src/fp8attn/ops.py"),
-    *(f"src/fp8attn/kernels/{name}.py" for name in ("append", "prefill", "replay")),
+    *(f"src/fp8attn/kernels/{name}.py" for name in ("append", "prefill", "launch")),
 )
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SAMPLE_MS = 8  # calls of a sample together
@@ -148,7 +148,7 @@ def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
 
 def sampled(calls: dict[str, Callable]) -> dict[str, float]:
     """Median milliseconds, samples of several calls: so many that what holds up the host for a moment is in few of them."""
-    once = interleaved(calls, 5)  # the first calls of a kind are not replayed yet
+    once = interleaved(calls, 5)  # the first calls compile
     repeats = {impl: max(1, min(50, int(SAMPLE_MS / max(ms, 0.01)))) for impl, ms in once.items()}
     return interleaved(calls, SHORT_ROUNDS if max(once.values()) < 1 else ROUNDS, repeats=repeats)
 

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fp8attn import KVPages
+from fp8attn import KVPages, kernels
 from fp8attn.kernels import prefill
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.float8_e4m3fn: "fp8e4nv"}
@@ -92,10 +92,10 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
             return lambda *args, **constants: recorded.append(dict(zip(kernel.arg_names, args, strict=False)) | constants)
 
     kernel, prefill._prefill = prefill._prefill, Recorder()
-    prefill._num_sms = lambda device: 132
+    prefill.num_sms = lambda device: 132
     prefill._cuts = lambda width, *_: [(prefill.SHAPES[width][1 if long else 0], splits)]
     prefill.combine = lambda *_: None
-    prefill._counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     prefill.plan.cache_clear()  # a plan keeps what these gave
     pages = KVPages.empty(8, 2, head_dim, 2, 4)
     tables = torch.zeros(64, rotary // 2) if rotary else None

@@ -1,4 +1,4 @@
-"""Launches a kernel the ordinary way and then directly (`kernels.launch`) on a libcuda that only notes what it is given; prints JSON.
+"""Launches a kernel by Triton and then by its compiled kernel (`kernels.launch`) on a libcuda that only notes its arguments; prints JSON.
 
 A process of its own (`test_launch.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
 
@@ -32,10 +32,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn import KVPages, PagedKVCache, kernels, ops  # noqa: E402
-from fp8attn.kernels import append, combine, decode, prefill, replay  # noqa: E402
+from fp8attn.kernels import append, combine, decode, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
-from fp8attn.kernels.launch import Constants, PerStream, Tiles, View, is_direct, launch, own  # noqa: E402
-from fp8attn.kernels.replay import Replay, Replays  # noqa: E402
+from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
 from fp8attn.layout import FP8  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -85,49 +84,27 @@ def sizes(compiled) -> list[int]:
     return [int(n) if n else bytes_of[kind] for kind, n in re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[]*(?:\[(\d+)\])?", declared)]
 
 
-def replayed(launches: list, compiled: dict) -> dict:
-    """What replays of a function of two launches reach the driver with, and which calls are replayed.
-
-    `launches` grows by one for each launch that goes Triton's ordinary way, whose kernel is then `compiled["last"]`.
-    """
-    zeros, asked, calls = torch.zeros(4), [], []
-    hook = lambda metadata: None  # noqa: E731 - a profiler's
-    counter = PerStream(lambda device: asked.append(device) or zeros, DEVICE)
-    constants = cache(lambda case: Constants(DEVICE, D=128, FLAG=False, num_warps=4))  # nothing is learnt of them yet
-    replay.is_direct = lambda device: is_direct(DEVICE)  # for tensors of a CPU
-
-    def function(pool: torch.Tensor, x: torch.Tensor, scale: float, case: str) -> torch.Tensor:
-        calls.append(case)
-        between, pages = own(torch.empty(256)), own(torch.empty(8192, dtype=torch.uint8).view(FP8))
-        out = own(torch.empty_like(x))
-        k, v = Tiles(pool, ROWS), Tiles(pages, View((64, 128), (128, 1), (64, 128), swizzled=False))
-        given = constants(case)
-        launch(kernel, (3, 2), (x if case != "copied" else x.clone(), 16, k, counter, v, between, 77, scale), given)
-        launch(kernel, (1,), (between, 16, k, counter, v, out, 77, scale), given)
-        return out if case != "result" else out + 1
-
-    replays = Replays(function)
+def watched(done: Callable[[], dict]) -> dict:
+    """Whether a launch is bound by Triton, and how often a hook is called, under everything that can ask to see launches."""
+    seen = []
+    enter, leave = (lambda metadata: seen.append(metadata) for _ in range(2))
     rows = {}
-    (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0  # of a kernel that is not compiled yet
-    function(torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256), 0.5, "compiled")
-    expect(compiled["last"])
-    for case in ("launches", "copied", "result", "profiled"):
-        calls.clear()
-        for number in range(5):
-            if case == "profiled" and number == 0:
-                knobs.runtime.launch_enter_hook.add(hook)
-            elif case == "profiled" and number == 3:
-                knobs.runtime.launch_enter_hook.remove(hook)
-            given = torch.zeros(65536, dtype=torch.uint8).view(FP8), torch.zeros(256)
-            before = len(launches)
-            asked.clear()
-            out = replays(given, (0.5, case))
-        addresses = {int.from_bytes(bytes.fromhex(x[:16]), "little") for x in noted(compiled["last"])["parameters"] if len(x) >= 16}
-        held = {"pool": given[0], "out": out, "counter": zeros, "x": given[1]}
-        rows[case] = {
-            "called": len(calls), "ordinary": len(launches) - before, "asked": len(asked),
-            "takes": [name for name, tensor in held.items() if tensor.data_ptr() in addresses],
-        }  # fmt: skip
+
+    def row(name: str) -> None:
+        seen.clear()
+        rows[name] = {"ordinary": done()["ordinary"], "hooks": len(seen)}
+
+    for name, chain, hook in (("enter", knobs.runtime.launch_enter_hook, enter), ("exit", knobs.runtime.launch_exit_hook, leave)):
+        chain.add(hook)
+        row(name)
+        chain.remove(hook)
+    kernel.pre_run_hooks.append(lambda *args, **options: seen.append(args))
+    row("before runs")
+    kernel.pre_run_hooks.clear()
+    with knobs.runtime.scope():
+        knobs.runtime.debug = True
+        row("debug")
+    row("nothing")
     return rows
 
 
@@ -147,14 +124,15 @@ def stand_in(kernel):
 
 
 def called(function: Callable[[], Any]) -> int:
-    """How many Python functions a call of `function` calls, itself among them."""
+    """How many Python functions of fp8attn a call of `function` calls."""
+    ours = str(Path(kernels.__file__).parent.parent)
     events = []
-    sys.setprofile(lambda frame, event, argument: events.append(event))
+    sys.setprofile(lambda frame, event, argument: events.append(event == "call" and frame.f_code.co_filename.startswith(ours)))
     try:
         function()
     finally:
         sys.setprofile(None)
-    return events.count("call")
+    return sum(events)
 
 
 class Made(TorchFunctionMode):
@@ -171,15 +149,14 @@ class Made(TorchFunctionMode):
 
 
 def attended(launches: list, compiled: dict) -> dict:
-    """What calls of `ops.attention` come to, on a CPU that passes for a Hopper; `launches` and `compiled` as for `replayed`."""
-    device = torch.device("cpu")
+    """What calls of `ops.attention` come to, on a CPU that passes for a Hopper.
+
+    `launches` grows by one for each launch that Triton binds, whose kernel is then `compiled["last"]`.
+    """
     decode.decode, prefill._prefill = stand_in(decode.decode), stand_in(prefill._prefill)
-    decode._num_sms = prefill._num_sms = lru_cache(lambda device: 132)
-    kernels.launch.is_direct = replay.is_direct = lambda device: True
-    torch.cuda.is_current_stream_capturing = lambda: False
+    decode.num_sms = prefill.num_sms = lru_cache(lambda device: 132)
     ops._selected = cache(lambda *_: "hopper")
-    zero = prefill._counters[device.index, 7] = torch.zeros(4, dtype=torch.int32)
-    decode._scratches[device.index, 7] = decode.Scratch(zero, torch.zeros(64), torch.zeros(64))
+    kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
     sinks = torch.zeros(32)
     rows = {}
@@ -210,19 +187,6 @@ def attended(launches: list, compiled: dict) -> dict:
         other = torch.zeros(num_seqs * queries, 32, 128, dtype=torch.bfloat16)
         ops.attention(other, KVPages.empty(4 * num_seqs, 8, 128, num_seqs, 4), return_lse=True)
     rows["other sizes"] = {"ordinary": len(launches) - before, "launches": made.value - earlier}
-
-    def dense(q: torch.Tensor, *pages: torch.Tensor) -> torch.Tensor:
-        return ops.attention(q, KVPages(*pages))
-
-    replays = Replays(dense)
-    for _ in range(4):
-        earlier = made.value
-        out = replays((torch.zeros_like(q), *pages.tensors), ())
-    [kind] = replays.known.values()
-    words = {int.from_bytes(bytes.fromhex(x[:16]), "little") for x in noted(compiled["last"])["parameters"] if len(x) >= 16}
-    rows["replayed in parts"] = {
-        "replayed": isinstance(kind, Replay), "launches": made.value - earlier, "out": out.data_ptr() in words,
-    }  # fmt: skip
     return rows
 
 
@@ -255,7 +219,7 @@ def planned() -> dict:
 
     def plain(x: Any) -> Any:
         x = x.view.__dict__ if isinstance(x, Tiles) else x.dtype if isinstance(x, torch.Tensor) else x
-        return repr(x) if not isinstance(x, PerStream) else "counter"
+        return repr(x) if not isinstance(x, Counters) else "counter"
 
     def noting(kernel, grid, args, given) -> None:
         launches.append([kernel.__name__, *grid, *map(plain, args), repr(sorted(given.items()))])
@@ -341,6 +305,9 @@ def main() -> None:
         "stride 1": arguments(stride=1),
         "wide stride": arguments(stride=2**32),
         "present": arguments(absent=y),
+        "wide number": arguments(count=2**32),
+        "integer for a float": arguments(scale=2),
+        "float for an integer": arguments(count=77.0),
         "block": arguments(k=Tiles(pool, replace(ROWS, block=(64, 64)))),
         "swizzle": arguments(k=Tiles(pool, replace(ROWS, swizzled=False))),
     }
@@ -350,11 +317,16 @@ def main() -> None:
         rows[name] = {"direct": direct, "ordinary": done(Constants(DEVICE, **constants), args)}
     again = done(constants, others["dtype"])
     rows["dtype again"] = {"direct": again, "ordinary": rows["dtype"]["ordinary"]}
-    hooked = []
-    knobs.runtime.launch_enter_hook.add(hooked.append)
-    rows["profiled"] = {"direct": done(constants, same["again"]), "hooks": len(hooked)}
-    knobs.runtime.launch_enter_hook.remove(hooked.append)
-    rows["replayed"] = replayed(ordinary, compiled)
+    rows["watched"] = watched(lambda: done(constants, same["again"]))
+    with recording() as notes:
+        done(constants, same["again"])
+    with recording(dry=True) as dry:
+        earlier = len(ordinary)
+        launch(kernel, (3, 2), same["again"], Constants(DEVICE, **constants))
+    rows["recorded"] = {
+        "compiled": [note.compiled is constants.compiled[0].program for note in notes], "dry": [note.compiled for note in dry],
+        "equal": notes[0][:3] == dry[0][:3], "made": len(ordinary) - earlier,
+    }  # fmt: skip
     rows["attended"] = attended(ordinary, compiled)
     rows["prompted"] = prompted(ordinary)
     rows["planned"] = planned()

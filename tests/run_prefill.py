@@ -14,7 +14,7 @@ import sys
 import torch
 from run_decode import Kernel, build
 
-from fp8attn import reference
+from fp8attn import kernels, reference
 from fp8attn.kernels import prefill
 from fp8attn.layout import FP8
 from fp8attn.numerics import dequantize, power_of_two_scale, quantize
@@ -50,8 +50,8 @@ def emulate(name: str) -> dict:
     }  # fmt: skip
     kernel = Kernel(run=True)
     kernel.jitted, prefill._prefill = prefill._prefill, kernel
-    prefill._num_sms = lambda device: 1  # one CTA has all items
-    prefill._counter = lambda device: kernel.state
+    prefill.num_sms = lambda device: 1  # one CTA has all items
+    kernels.launch.counters = lambda device, stream, count: kernel.state[:count]
     prefill.plan.cache_clear()  # a plan keeps what these gave
     out, lse = prefill.attention(q, pages, **options, **tables)
     prefill._prefill = kernel.jitted

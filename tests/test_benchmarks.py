@@ -278,7 +278,7 @@ import torch, triton
 sys.path.insert(0, "tests")
 from run_decode import Kernel
 from benchmarks import decode as bench
-bench.decode._num_sms = lambda device: 132
+bench.decode.num_sms = lambda device: 132
 kernel = Kernel(run=False)
 kernel.jitted, bench._stream = bench._stream, kernel
 for dim in (64, 128, 256):

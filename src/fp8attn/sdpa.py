@@ -13,10 +13,9 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import ops
-from .backends import TRITON_INSTALLED, unsupported_reason
+from .backends import unsupported_reason
 from .layout import HEAD_DIMS
 from .rope import check_device, dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
@@ -114,12 +113,6 @@ def scaled_dot_product_attention(
             f"FP8 attention has no dropout: it is for inference, and dropout_p is {dropout_p}; "
             "call model.eval(), or torch.nn.functional.scaled_dot_product_attention for training"
         )
-    if attn_mask is None and _is_replayable(tensors := (query, key, value)):
-        return _replays(_dot_product)(tensors, (None, is_causal, scale, enable_gqa, backend))
-    return _dot_product(query, key, value, attn_mask, is_causal, scale, enable_gqa, backend)
-
-
-def _dot_product(query, key, value, attn_mask, is_causal: bool, scale: float | None, enable_gqa: bool, backend: str) -> torch.Tensor:
     reason = fallback_reason(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if reason is not None:
         if backend != "auto":
@@ -161,21 +154,13 @@ def rope_scaled_dot_product_attention(
     """
     if (key_rope_cos is None) != (key_rope_sin is None):
         raise ValueError("give key_rope_cos and key_rope_sin together, or neither")
-    tensors = (query, key, value, rope_cos, rope_sin)
-    if key_rope_cos is not None:
-        tensors = (*tensors, key_rope_cos, key_rope_sin)
-    options = rope_interleaved, is_causal, scale, enable_gqa, backend
-    return _replays(_rope_dot_product)(tensors, options) if _is_replayable(tensors) else _rope_dot_product(*tensors, *options)
-
-
-def _rope_dot_product(query, key, value, rope_cos, rope_sin, *rest) -> torch.Tensor:
-    *key_tables, rope_interleaved, is_causal, scale, enable_gqa, backend = rest
     reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
     if reason is None and query.dim() != 4:
         reason = "query, key and value must have four dimensions"
     if reason is not None:
         raise ValueError(f"FP8 attention cannot answer this call: {reason}; rotate query and key, and call scaled_dot_product_attention")
-    key_rope_cos, key_rope_sin = key_tables or (rope_cos, rope_sin)
+    if key_rope_cos is None:
+        key_rope_cos, key_rope_sin = rope_cos, rope_sin
     check_device(query, rope_cos, rope_sin)
     check_device(query, key_rope_cos, key_rope_sin)
     q, k, v = _batched(query), _batched(key), _batched(value)
@@ -183,21 +168,6 @@ def _rope_dot_product(query, key, value, rope_cos, rope_sin, *rest) -> torch.Ten
     q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)
     k_rope = dense_tables(key_rope_cos, key_rope_sin, batch, k.shape[2], head_dim, rope_interleaved)
     return _attend(q, k, v, q_rope, k_rope, rope_interleaved, is_causal, scale, backend)
-
-
-def _is_replayable(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether launches are all that a call with these may be (`kernels.replay`): nobody traces, intercepts or differentiates."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not TRITON_INSTALLED:
-        return False
-    grad = torch.is_grad_enabled()
-    return all(type(x) is torch.Tensor and x.is_cuda and not x.is_nested and not (grad and x.requires_grad) for x in tensors)
-
-
-@cache
-def _replays(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    from .kernels.replay import Replays
-
-    return Replays(function)
 
 
 def _attend(q, k, v, q_rope: Tables, k_rope: Tables, interleaved: bool, is_causal: bool, scale: float | None, backend: str) -> torch.Tensor:

@@ -45,10 +45,10 @@ def test_without_an_lse_the_output_has_the_same_bits(head_dim):
 @pytest.mark.parametrize("options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=["cudagraphs", "inductor"])
 def test_the_first_step_may_be_the_warm_up_of_a_graph(options, monkeypatch):
     """What the kernels keep for good does not come from the pool of that graph, which tolerates nothing that lives on."""
-    from fp8attn.kernels import decode
+    from fp8attn.kernels import counters
 
-    for name in ("_counters", "_rows", "_scratches"):
-        monkeypatch.setattr(decode, name, {})
+    for name in ("_streams", "_pools"):
+        monkeypatch.setattr(counters, name, {})
     torch._dynamo.reset()
     torch.manual_seed(0)
     caches = [PagedKVCache(2, 128, num_seqs=2, num_pages=8, device="cuda") for _ in range(2)]
@@ -66,5 +66,5 @@ def test_the_first_step_may_be_the_warm_up_of_a_graph(options, monkeypatch):
 
     compiled = torch.compile(lambda x: step(x, caches[0].pages), fullgraph=True, **options)
     outs = [compiled(x).clone() for x in queries]
-    assert decode._scratches
+    assert counters._pools
     assert all(torch.equal(out, step(x, caches[1].pages)) for out, x in zip(outs, queries, strict=True))

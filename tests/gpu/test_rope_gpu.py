@@ -96,7 +96,7 @@ def test_the_kernel_turns_queries_to_the_same_bits(head_dim, short, case, monkey
     ids=str,
 )
 def test_whole_calls(lengths, head_dim, half, interleaved, causal):
-    """Ordinary, recorded, replayed: on new inputs and tables each is what its parts give."""
+    """Of new inputs and tables each call gives what its parts give."""
     (q_len, kv_len), options = lengths, {"rope_interleaved": interleaved}
     for _ in range(4):
         query = tokens(2, 4, q_len, head_dim)

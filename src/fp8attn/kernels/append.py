@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..layout import FP8, PAGE_SIZE, V_GROUP, KVPages, page_shapes
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
-from .launch import constants, launch, overlaps, own
+from .launch import constants, launch, overlaps
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
@@ -756,15 +756,15 @@ def quantize(
     pairs = _power_of_two(head_dim // 2)
     row, angles, (cos_strides, sin_strides) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
     k_shape, v_shape = page_shapes(num_pages, heads, head_dim)
-    k_pages, v_pages = own(torch.empty(k_shape, dtype=FP8, device=device)), own(torch.empty(v_shape, dtype=FP8, device=device))
-    k_scale = own(torch.empty(num_pages, heads, dtype=torch.float32, device=device))
-    v_scale = own(torch.empty(num_pages, heads, dtype=torch.float32, device=device))
+    k_pages, v_pages = torch.empty(k_shape, dtype=FP8, device=device), torch.empty(v_shape, dtype=FP8, device=device)
+    k_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
+    v_scale = torch.empty(num_pages, heads, dtype=torch.float32, device=device)
     given_bytes = k.dtype == FP8
-    make_mean = (lambda *given, **kind: own(torch.empty(*given, **kind))) if means or given_bytes else torch.zeros
+    make_mean = torch.empty if means or given_bytes else torch.zeros  # else no launch writes them
     k_mean = make_mean(batch, heads, head_dim, dtype=torch.float32, device=device)
     v_mean = make_mean(batch, heads, head_dim, dtype=torch.float32, device=device)
-    table = own(torch.empty(batch, columns, dtype=torch.int32, device=device))
-    lengths = own(torch.empty(batch, dtype=torch.int32, device=device))
+    table = torch.empty(batch, columns, dtype=torch.int32, device=device)
+    lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
     if batch == 1:  # a stride that leads nowhere can be anything
         k_b = v_b = 0
@@ -794,7 +794,7 @@ def _launch_means(args: tuple, row: dict, heads: int, num_seqs: int, *, dense: b
 
 def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
     """`reference.rotate`, bit for bit."""
-    out = own(torch.empty_like(x))
+    out = torch.empty_like(x)
     if x.numel():
         row, angles, angle_strides = _rotation(x.shape[3], rope_cos, rope_sin, rope_interleaved)
         _rotate_dense(x.transpose(1, 2), out.transpose(1, 2), row, angles, angle_strides)

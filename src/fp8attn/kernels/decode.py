@@ -22,12 +22,10 @@ import torch
 
 from ..layout import PAGE_SIZE, KVPages
 from .gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, mma_v2, sync, tensor_descriptor
-from .launch import Constants, constants, current_stream, kept, launch
+from .launch import Constants, Counters, constants, launch, num_sms
 from .pages import PAGE, fetch_k, fetch_v, tiles, v_layout
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
-STATE_SIZE = 1024  # counters of a call, at most
-STREAMS = 256  # streams of a device that have counters of their own
 MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -721,7 +719,7 @@ class Launch:
         """Ranges that the work of one row tile is cut into: one an SM, or two if there are heads enough for all; or a few less, if then
         sequences of one length are cut alike. (Two are faster by 1% where no head is shared; else one is, with half the parts.)"""
         for ctas in range(self.ctas_per_sm, 0, -1):
-            most = ctas * num_sms // self.tiles
+            most = max(1, ctas * num_sms // self.tiles)
             even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
             workers = max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
             if workers <= heads:
@@ -746,6 +744,7 @@ class Plan(NamedTuple):
 
     workers: int
     grid: tuple[int]
+    counters: Counters  # one for each range of each row tile
     plane: int  # rows of partial results: two a range at most, of a head that began before it and of one that ends after it
     width: int
     constants: Constants
@@ -755,58 +754,9 @@ class Plan(NamedTuple):
 def plan(device: torch.device, heads: int, *shape) -> Plan:
     """The plan for `Launch(*shape)` and `heads` heads of all sequences together."""
     how = Launch(*shape)
-    workers = how.workers(_num_sms(device), heads)
+    workers = how.workers(num_sms(device), heads)
     given = constants("decode", device, **how.constants(), **how.options())
-    return Plan(workers, (workers * how.tiles,), 2 * workers * how.tiles * how.rows, how.width, given)
-
-
-class Scratch(NamedTuple):
-    """What calls on one stream, which follow one another, have in common."""
-
-    counters: torch.Tensor  # `[STATE_SIZE]` int32: zero before a call, and it leaves them zero
-    parts: torch.Tensor  # float32, outputs of parts of heads: room for any plan's
-    sums: torch.Tensor  # float32, their maxima, sums and offsets
-
-
-_counters: dict[int, torch.Tensor] = {}  # by device
-_rows: dict[tuple[int, int], int] = {}  # of them, by device and stream
-_scratches: dict[tuple[int, int], Scratch] = {}  # likewise
-
-
-def _scratch(device: torch.device) -> Scratch:
-    """The scratch memory of the current stream.
-
-    A CUDA graph keeps the counters of the stream it was captured on: two graphs captured on one stream must not be replayed at the same
-    time (cuBLAS's workspaces in PyTorch have the same rule).
-    """
-    key = device.index, current_stream(device)
-    scratch = _scratches.get(key)
-    if scratch is None:
-        capturing = torch.cuda.is_current_stream_capturing()  # nothing that a graph allocates may outlive it
-        if device.index not in _counters:
-            if capturing:
-                return Scratch(_zeros(device)[0], *_workspace(device))
-            _counters[device.index] = kept(_zeros, device)
-        counters = _counters[device.index][_rows.setdefault(key, len(_rows) % STREAMS)]
-        if capturing:
-            return Scratch(counters, *_workspace(device))
-        scratch = _scratches[key] = Scratch(counters, *kept(_workspace, device))
-    return scratch
-
-
-def _zeros(device: torch.device) -> torch.Tensor:
-    return torch.zeros(STREAMS, STATE_SIZE, dtype=torch.int32, device=device)
-
-
-def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = 2 * 16 * 2 * _num_sms(device)  # 2 parts a range, 16 rows, 2 CTAs an SM (at head_dim 256 one)
-    parts = torch.empty(rows * 128, dtype=torch.float32, device=device)
-    return parts, torch.empty(rows * 3, dtype=torch.float32, device=device)
-
-
-@lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return Plan(workers, (workers * how.tiles,), Counters(workers * how.tiles), 2 * workers * how.tiles * how.rows, how.width, given)
 
 
 def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
@@ -843,11 +793,11 @@ def attention(
     if not num_tokens or not num_pages:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     group = num_q_heads // heads
-    workers, grid, plane, width, given = plan(
+    workers, grid, counters, plane, width, given = plan(
         device, heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1, cu_seqlens_q is not None,
         window > 0, softcap > 0, sinks is not None, leftpad_k is not None,
     )  # fmt: skip
-    scratch = _scratch(device)
+    parts = torch.empty(plane * (width + 3), dtype=torch.float32, device=device)
     _, _, k_scale, v_scale, k_mean, v_mean, table, lengths = pages.tensors
     stride_t, stride_h, _ = q.stride()
     args = (
@@ -856,7 +806,7 @@ def attention(
         k_scale, v_scale, k_mean, v_mean, table, table.stride(0), lengths,
         # The lengths stand in for what is not given and not read.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
-        out, lse, scratch.parts, scratch.sums, plane, scratch.counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
+        out, lse, parts, parts[plane * width :], plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
         float(softmax_scale), softcap * LOG2E.value,
     )  # fmt: skip
     launch(decode, grid, args, given)

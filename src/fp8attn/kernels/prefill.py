@@ -13,7 +13,7 @@ stands as it does because of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -39,7 +39,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .launch import Constants, PerStream, Tiles, View, constants, current_stream, kept, launch, own
+from .launch import Constants, Counters, Tiles, View, constants, launch, num_sms
 from .pages import fetch_k, fetch_v, tiles, v_layout
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
@@ -1326,7 +1326,6 @@ NO_WINDOW = 1 << 30
 # items differ in length and go longest first, which balances SMs if each has CLAIMS of them, or the order LEAST heads. Measured.
 MOST, LEAST, CLAIMS = 32, 8, 10
 SHARED = 32 << 20  # bytes of K and V that L2 holds beside all else
-COUNTERS = 1 << 13  # of a device: streams and captured launches
 
 
 def attention(
@@ -1370,10 +1369,10 @@ def attention(
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     # Two kinds of launches write an LSE that nobody reads: without it ptxas spills in their loops (-20%).
     return_lse |= PADDED[head_dim] == 256 and (q.dtype == FP8 or cu_seqlens_q is not None)
-    out = own(torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device))
-    lse = own(torch.empty(*rows, dtype=torch.float32, device=device)) if return_lse else None
+    out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
+    lse = torch.empty(*rows, dtype=torch.float32, device=device) if return_lse else None
     if out.stride(-1) != 1:  # queries whose strides overlap, or say nothing of dimensions of one element, may have no layout to copy
-        out = own(torch.empty(shape, dtype=dtype, device=device))
+        out = torch.empty(shape, dtype=dtype, device=device)
     if not q.numel():
         return out, lse
     if not num_pages or not table.shape[1]:  # no keys anywhere
@@ -1395,9 +1394,9 @@ def attention(
     target, target_lse = out, lse
     if splits > 1:
         if not return_lse:  # `combine` writes it
-            lse = own(torch.empty(*rows, dtype=torch.float32, device=device))
-        target = own(torch.empty(splits, lse.numel(), head_dim, dtype=torch.float32, device=device))
-        target_lse = own(torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device))
+            lse = torch.empty(*rows, dtype=torch.float32, device=device)
+        target = torch.empty(splits, lse.numel(), head_dim, dtype=torch.float32, device=device)
+        target_lse = torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device)
     args = (
         Tiles(q, queries), *tiles(pages, width, part),
         *((None, target) if outputs is None else (Tiles(out, outputs), None)),
@@ -1420,7 +1419,7 @@ class Plan(NamedTuple):
     part: int  # V's channels in one product
     splits: int  # parts of the keys, which `combine` puts together
     grid: tuple[int]
-    counter: PerStream
+    counter: Counters
     numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
     angle_strides: tuple[int, int]
     constants: Constants
@@ -1455,7 +1454,7 @@ def plan(
         batch, tokens = (1, shape[0]) if ragged else (num_seqs, max_seqlen_q)
         q_strides, out_strides, angle_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides, angle_strides))
     width = PADDED[head_dim]
-    sms = _num_sms(device)
+    sms = num_sms(device)
     seen = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # tiles, at most
     problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, seen, causal and not window)
     cut, splits = min(_cuts(width, sms, problem), key=lambda cut: _microseconds(*cut, sms, problem))
@@ -1486,7 +1485,7 @@ def plan(
     )  # fmt: skip
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
-    return Plan(queries, outputs, width, width // cut.parts, splits, grid, PerStream(_counter, device), numbers, angles, given)
+    return Plan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, given)
 
 
 class Problem(NamedTuple):
@@ -1550,35 +1549,3 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
 def _tma_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Whether TMA, which counts in 16 bytes, can fetch queries as they lie."""
     return strides[-1] == 1 and all(stride and not stride * itemsize & 15 for stride in _strides(shape, strides))
-
-
-@lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_zeros: dict[int, Iterator[torch.Tensor]] = {}  # by device, those that nobody has yet
-_counters: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
-
-
-def _counter(device: torch.device) -> torch.Tensor:
-    """A zero that the kernel counts items with and leaves zero: one a stream, whose launches follow one another.
-
-    Every captured launch gets its own, for good: its graph may run beside anything.
-    """
-    key = device.index, current_stream(device)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if not capturing and key in _counters:
-        return _counters[key]
-    zero = next(_zeros.get(device.index, iter(())), None)
-    if capturing:  # without a warm-up before it, or one too many, a graph sets its zero itself: one launch more
-        return torch.zeros(1, dtype=torch.int32, device=device) if zero is None else zero
-    if zero is None:
-        _zeros[device.index] = iter(kept(_make_zeros, device).unbind())
-        zero = next(_zeros[device.index])
-    _counters[key] = zero
-    return zero
-
-
-def _make_zeros(device: torch.device) -> torch.Tensor:
-    return torch.zeros(COUNTERS, 4, dtype=torch.int32, device=device)  # each at 16 bytes, as `launch` likes addresses

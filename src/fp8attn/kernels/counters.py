@@ -1,0 +1,73 @@
+"""Counters for kernels whose blocks count what they have done: int32 zeros on the device, which every launch leaves zero.
+
+Launches may share counters only if they never run at the same time. So:
+
+- Launches on one stream follow one another and share that stream's counters, whichever thread makes them.
+- A captured launch has counters of its own for good: its CUDA graph may run beside anything, other graphs of the same stream too.
+
+Both come from a pool that is made before a graph needs it, since nothing that a graph allocates may outlive the graph. A capture that finds
+the pool empty allocates its zeros in the graph, which then clears them at each replay: one more node, the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+POOL = 1 << 20  # counters in a pool: 4 MB, a thousand captured launches of `decode` or a quarter million of `prefill`
+LOW = POOL // 4  # with fewer left, the next launch outside a graph makes a new pool
+ALIGNED = 4  # counters: 16 bytes, the alignment that kernels are compiled for
+
+_streams: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and count
+_pools: dict[int, torch.Tensor] = {}  # by device, what is left
+_low: set[int] = set()  # devices whose pool wants replacing
+_lock = Lock()
+
+
+def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
+    """`[count]` int32 zeros for one launch on `stream`, a handle: the current stream of `device`, which is the current device."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    key = device.index, stream, count
+    if not capturing and not _low and (zeros := _streams.get(key)) is not None:
+        return zeros
+    with _lock:
+        pool = _pools.get(device.index)
+        if not capturing:
+            if pool is None or len(pool) < max(LOW, count):
+                pool = _pools[device.index] = kept(lambda device: torch.zeros(max(POOL, count), dtype=torch.int32, device=device), device)
+            _low.discard(device.index)
+            if (zeros := _streams.get(key)) is not None:
+                return zeros
+        elif pool is None or len(pool) < count:
+            _low.add(device.index)
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        zeros, rest = pool[:count], pool[-(-count // ALIGNED) * ALIGNED :]
+        _pools[device.index] = rest
+        if len(rest) < LOW:
+            _low.add(device.index)
+        if not capturing:
+            _streams[key] = zeros
+    return zeros
+
+
+def kept(make: Callable[[torch.device], T], device: torch.device) -> T:
+    """What `make(device)` allocates and fills on the GPU, ready for every stream; not while a stream is capturing.
+
+    In a thread of its own: this one may be warming up for a CUDA graph (`torch.compile(mode="reduce-overhead")`), whose pool its memory
+    would come from, and which tolerates nothing that lives on.
+    """
+
+    def work() -> T:
+        with torch.cuda.device(device):
+            made = make(device)
+            torch.cuda.synchronize()
+            return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
