@@ -32,13 +32,16 @@ from kernel_cases import (
 from triton.runtime.interpreter import InterpreterBuilder
 
 import fp8attn
-from fp8attn import reference
+from fp8attn import KVPages, reference
 from fp8attn.kernels import combine as combining
 from fp8attn.kernels import portable
-from fp8attn.kernels.append import append
+from fp8attn.kernels.append import append, rotate
 from fp8attn.kernels.append import quantize as quantize_pages
 from fp8attn.kernels.combine import MAX_SPLITS, combine, num_splits
 from fp8attn.kernels.fp8 import from_e4m3, round_to, to_e4m3
+from fp8attn.kernels.launch import recording
+from fp8attn.kernels.quantize_rows import quantize_rows
+from fp8attn.layout import FP8
 from fp8attn.numerics import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
@@ -190,6 +193,89 @@ def test_no_queries():
     out, lse = portable.attention(torch.zeros(0, 2, 64).half(), pages, **ARGUMENTS | {"max_seqlen_q": 0})
     assert out.shape == (0, 2, 64)
     assert lse.shape == (0, 2)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_behind_the_last_sequence_are_zeros(splits, sinks, backend, monkeypatch):
+    """A serving engine pads its batches; what is allocated is poisoned here."""
+    monkeypatch.setattr(portable, "num_splits", lambda *_: splits)
+    pages, q = _cache_and_queries()
+    q, logits = torch.cat([q, torch.randn(20, 4, 64).half()]), torch.randn(4) if sinks else None
+    bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
+    out, lse = fp8attn.attention(q, pages, cu_seqlens_q=bounds, max_seqlen_q=1, sinks=logits, return_lse=True, backend=backend)
+    alone, alone_lse = fp8attn.attention(q[:2], pages, sinks=logits, return_lse=True, backend=backend)
+    assert torch.equal(out[:2], alone) and torch.equal(lse[:2], alone_lse)
+    assert not out[2:].any() and not out[2:].isnan().any()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_an_idle_step_is_no_error(backend):
+    """No sequence has a query, or there is no sequence at all, and the batch has rows to spare."""
+    pages, _ = _cache_and_queries()
+    q = torch.randn(8, 4, 64).half()
+    none = KVPages.empty(4, 2, 64, num_seqs=0, max_pages=2)
+    for held, bounds in ((pages, torch.zeros(3, dtype=torch.int32)), (none, torch.zeros(1, dtype=torch.int32))):
+        out, lse = fp8attn.attention(q, held, cu_seqlens_q=bounds, max_seqlen_q=0, return_lse=True, backend=backend)
+        assert out.shape == q.shape and out.dtype == q.dtype and not out.any() and (lse == -torch.inf).all()
+        k, before = torch.randn(8, 2, 64).half(), held.cache_seqlens.clone()
+        angle = torch.randn(8, 32)
+        turned = fp8attn.append(
+            held, k, k, q=q, cu_seqlens=bounds, max_seqlen=0, rope_cos=angle.cos(), rope_sin=angle.sin(), backend=backend
+        )
+        assert torch.equal(held.cache_seqlens, before) and not turned.isnan().any()
+    assert fp8attn.attention(q[:0], none, backend=backend).shape == (0, 4, 64)
+
+
+def test_the_hopper_kernels_need_no_table(monkeypatch):
+    """A sequence without pages has a table without columns."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from fp8attn.kernels import decode, prefill
+
+    pages = KVPages.empty(4, 2, 64, num_seqs=2, max_pages=0)
+    for attention, queries in ((decode.attention, 1), (prefill.attention, 100)):
+        q = torch.randn(2 * queries, 4, 64).half()
+        out, lse = attention(q, pages, **ARGUMENTS | {"max_seqlen_q": queries})
+        assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_integers_may_stand_for_floats():
+    pages, q = _cache_and_queries()
+    options = {"softcap": 30.0, "softmax_scale": 1.0, "backend": "triton"}
+    expected = fp8attn.attention(q, pages, **options)
+    assert torch.equal(fp8attn.attention(q, pages, **options | {"softcap": 30, "softmax_scale": 1}), expected)
+
+
+def test_a_window_may_be_wider_than_32_bits():
+    pages, q = _cache_and_queries()
+    expected = fp8attn.attention(q, pages, backend="triton")
+    assert torch.equal(fp8attn.attention(q, pages, window=2**31 - 1, backend="triton"), expected)
+    assert torch.equal(fp8attn.attention(q, pages, window=2**32, backend="triton"), expected)
+
+
+def test_no_batch_is_too_large_for_a_grid(monkeypatch):
+    """Only the first dimension of a CUDA grid goes beyond 65,535."""
+    monkeypatch.setattr(portable, "_device", lambda device: (132, 232448))
+    batch, half = 70_000, {"dtype": torch.float16, "device": "meta"}
+    x = torch.empty(batch, 2, 16, 64, **half)
+    angle = torch.empty(batch, 16, 32, device="meta")
+    tables = {"rope_cos": angle, "rope_sin": angle, "rope_interleaved": False}
+    tokens, prompt = torch.empty(batch, 2, 64, **half), torch.empty(40 * batch, 2, 64, **half)
+    bounds = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+    none = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "static_scales": False}
+    with recording(dry=True) as launches:
+        pages = quantize_pages(x, x, **tables, means=True)
+        quantize_pages(x.to(FP8), x.to(FP8), **{**tables, "rope_cos": None, "rope_sin": None}, means=False)
+        rotate(x, angle, angle, False)
+        quantize_rows(x, **tables, means=True, heads_per_scale=1)
+        append(pages, tokens, tokens, cu_seqlens=None, max_seqlen=1, **none)
+        append(pages, prompt, prompt, cu_seqlens=None, max_seqlen=40, fix_means=True, **none)
+        append(pages, prompt, prompt, cu_seqlens=bounds, max_seqlen=40, **none)
+        portable.attention(tokens.repeat(1, 2, 1), pages, **ARGUMENTS)
+    assert len({note.kernel.fn.__name__ for note in launches}) == 9
+    for note in launches:
+        assert note.grid[0] < 2**31 and all(programs < 65_536 for programs in note.grid[1:]), (note.kernel.fn.__name__, note.grid)
 
 
 def test_splits_fill_the_machine():

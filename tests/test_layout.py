@@ -1,5 +1,8 @@
 """The page layout, byte by byte."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from fp8attn.layout import FP8, PAGE_SIZE, V_ORDER, V_POSITION, KVPages, pack_k, pack_v, unpack_k, unpack_v
@@ -50,3 +53,42 @@ def test_nbytes_counts_every_tensor():
     pages = KVPages.empty(10, 2, 64, num_seqs=3, max_pages=7)
     data, scales, means, table, lengths = 2 * 10 * 2 * 128 * 64, 2 * 10 * 2 * 4, 2 * 3 * 2 * 64 * 4, 3 * 7 * 4, 3 * 4
     assert pages.nbytes == data + scales + means + table + lengths
+
+
+def of_slices(pages: KVPages, heads: slice) -> dict:
+    """What tensor parallelism might take of a pool."""
+    return {
+        name: getattr(pages, name)[:, heads] for name in ("k", "v", "k_scale", "v_scale", "k_mean", "v_mean")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda p: of_slices(p, slice(1, 2)), r"k must be contiguous.*call \.contiguous\(\)"),
+        (lambda p: {"k": torch.zeros(4, 2, 2, 128, 64).to(FP8)[:, 0]}, "k must be contiguous"),  # K and V of one allocation
+        (lambda p: {"v": p.k}, r"v must be \(4, 2, 8, 64, 16\) float8_e4m3fn on cpu; got \(4, 2, 128, 64\)"),
+        (lambda p: {"k": p.k.view(torch.uint8)}, "k must be .* float8_e4m3fn on cpu; got .* uint8"),
+        (lambda p: {"k": p.k[:, :, :64]}, r"k must be \[num_pages, num_kv_heads, 128, head_dim\]"),
+        (lambda p: {"k_scale": p.k_scale.double()}, "k_scale must be .* float32 on cpu; got .* float64"),
+        (lambda p: {"v_scale": p.v_scale.T.contiguous().T}, "v_scale must be contiguous"),
+        (lambda p: {"k_mean": p.k_mean[:2]}, r"k_mean must be \(3, 2, 64\)"),
+        (lambda p: {"v_mean": p.v_mean.to("meta")}, "v_mean must be .* on cpu; got .* on meta"),
+        (lambda p: {"page_table": p.page_table.long()}, "page_table must be .* int32 on cpu; got .* int64"),
+        (lambda p: {"page_table": p.page_table.repeat(1, 2)[:, ::2]}, "page_table must have its rows contiguous"),
+        (lambda p: {"page_table": p.page_table[0]}, r"page_table \[num_seqs, max_pages\]"),
+        (lambda p: {"cache_seqlens": torch.zeros(3, 2, dtype=torch.int32)[:, 0]}, "cache_seqlens must be contiguous"),
+        (lambda p: {"cache_seqlens": [0, 0, 0]}, "cache_seqlens must be a tensor; got list"),
+    ],
+)  # fmt: skip
+def test_pages_are_checked_when_they_are_made(changed, message):
+    """Kernels take these addresses: through a slice they would read and write other heads."""
+    pages = KVPages.empty(4, 2, 64, num_seqs=3, max_pages=2)
+    with pytest.raises(ValueError, match=message):
+        replace(pages, **changed(pages))
+
+
+def test_a_table_may_be_part_of_a_wider_one():
+    pages = KVPages.empty(4, 2, 64, num_seqs=3, max_pages=2)
+    wide = torch.zeros(3, 10, dtype=torch.int32)
+    assert replace(pages, page_table=wide[:, :2]).page_table.stride() == (10, 1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 
@@ -49,9 +50,15 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
 
 @cache
 def _has_gluon() -> bool:
-    """Whether Triton's folder holds Gluon for Hopper; looked up without importing Triton."""
-    triton = importlib.util.find_spec("triton")
-    return triton is not None and (Path(triton.origin).parent / "experimental/gluon/nvidia/hopper.py").exists()
+    """Whether Triton is new enough to hold Gluon as the kernels use it; looked up without importing Triton."""
+    if not TRITON_INSTALLED:
+        return False
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        version = importlib.import_module("triton").__version__
+    major, minor = re.match(r"(\d+)\.(\d+)", version).groups()
+    return (int(major), int(minor)) >= (3, 6)
 
 
 def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype) -> str:
@@ -137,6 +144,8 @@ def attention_kernel(name: str) -> Callable:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Few query rows are bound by memory and stay exact (`decode`); many are bound by arithmetic and go to FP8 (`prefill`). That one
         takes four dimensions and most tables as they are; for the others RoPE is a launch before, rounded to q's dtype."""
+        if not max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: an engine's idle step, with padded rows
+            return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
         many = name == "hopper" and decode.unsupported_reason(q, pages, max_seqlen_q) is not None
         kernel = partial(prefill.attention, return_lse=return_lse) if many else plain if q.dim() == 3 else dense
         if rope_cos is not None:

@@ -8,7 +8,7 @@ those cores read (a core matrix), and no more than `D / 8` lines of memory for a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -50,9 +50,24 @@ def page_shapes(num_pages: int, num_kv_heads: int, head_dim: int) -> tuple[tuple
     return (num_pages, num_kv_heads, PAGE_SIZE, head_dim), (num_pages, num_kv_heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP)
 
 
+def check_tensor(
+    x: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device, *, contiguous: bool = True
+) -> None:
+    """Raise a ValueError, with what to do, for a tensor whose address a kernel cannot take; `dtype` None: any floating-point one."""
+    right_dtype = x.is_floating_point() if dtype is None else x.dtype == dtype
+    if x.shape != shape or not right_dtype or x.device != device:
+        wanted, given = ("floating point" if x is None else str(x).removeprefix("torch.") for x in (dtype, x.dtype))
+        raise ValueError(f"{name} must be {tuple(shape)} {wanted} on {device}; got {tuple(x.shape)} {given} on {x.device}")
+    if contiguous and not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; got strides {x.stride()} for shape {tuple(x.shape)}: call .contiguous()")
+
+
 @dataclass(frozen=True, eq=False)
 class KVPages:
     """The device state of one layer's cache: what the kernels read and write, and nothing else.
+
+    Kernels take the addresses of these tensors, so each must be as described here, contiguous (the table may have a stride between its
+    rows), and on one device. A slice of the heads or of the pages' halves of a larger pool is not: copy it.
 
     `k ~ k_fp8 * k_scale[page, head] + k_mean[seq, head]`, and likewise `v`. Bytes past a sequence's length are unspecified in K and
     finite in V (0 * NaN would be NaN).
@@ -64,6 +79,8 @@ class KVPages:
         k_mean, v_mean: `[num_seqs, num_kv_heads, head_dim]` float32, subtracted before quantisation.
         page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order; entries past its length are any valid page.
         cache_seqlens: `[num_seqs]` int32, tokens held.
+    Raises:
+        ValueError: a tensor that is not so, with what it should be.
     """
 
     k: torch.Tensor
@@ -74,6 +91,37 @@ class KVPages:
     v_mean: torch.Tensor
     page_table: torch.Tensor
     cache_seqlens: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():  # inside compiled code tensors are checked when the code runs: by `fp8attn.append` and the like
+            return
+        for name, x in vars(self).items():
+            if not isinstance(x, torch.Tensor):
+                raise ValueError(f"{name} must be a tensor; got {type(x).__name__}")
+        if self.k.dim() != 4 or self.k.shape[2] != PAGE_SIZE or self.page_table.dim() != 2:
+            raise ValueError(
+                f"k must be [num_pages, num_kv_heads, {PAGE_SIZE}, head_dim] and page_table [num_seqs, max_pages]; "
+                f"got {tuple(self.k.shape)} and {tuple(self.page_table.shape)}"
+            )
+        k_shape, v_shape = page_shapes(self.num_pages, self.num_kv_heads, self.head_dim)
+        scales, means = k_shape[:2], (self.num_seqs, self.num_kv_heads, self.head_dim)
+        for name, shape, dtype in (
+            ("k", k_shape, FP8), ("v", v_shape, FP8), ("k_scale", scales, torch.float32), ("v_scale", scales, torch.float32),
+            ("k_mean", means, torch.float32), ("v_mean", means, torch.float32),
+            ("page_table", self.page_table.shape, torch.int32), ("cache_seqlens", (self.num_seqs,), torch.int32),
+        ):  # fmt: skip
+            check_tensor(getattr(self, name), name, shape, dtype, self.device, contiguous=name != "page_table")
+        if self.page_table.shape[1] > 1 and self.page_table.stride(1) != 1:
+            raise ValueError(f"page_table must have its rows contiguous; got strides {self.page_table.stride()}: call .contiguous()")
+
+    @classmethod
+    def trusted(cls, *tensors: torch.Tensor) -> KVPages:
+        """Pages of tensors that this package made or has checked, in the order of the fields: the checks would cost 15 us."""
+        if torch.compiler.is_compiling():  # Dynamo traces the constructor, which checks nothing there
+            return cls(*tensors)
+        pages = object.__new__(cls)
+        vars(pages).update(zip(FIELDS, tensors, strict=True))
+        return pages
 
     @classmethod
     def empty(
@@ -139,3 +187,6 @@ class KVPages:
         k = unpack_k(k * self.k_scale[ids].to(dtype)[..., None, None])[:length] + self.k_mean[seq].to(dtype)
         v = unpack_v(v * self.v_scale[ids].to(dtype)[..., None, None, None])[:length] + self.v_mean[seq].to(dtype)
         return k, v
+
+
+FIELDS = tuple(field.name for field in fields(KVPages))

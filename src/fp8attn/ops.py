@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import append_kernel, attention_kernel, quantize_kernel, quantize_rows_kernel, rotate_kernel, select_backend
-from .layout import FP8, HEAD_DIMS, PAGE_SIZE, KVPages, page_shapes
+from .layout import FP8, HEAD_DIMS, PAGE_SIZE, KVPages, check_tensor, page_shapes
 from .rope import check_device, check_rope, dense_tables
 
 
@@ -44,7 +44,7 @@ def append(
         k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another, last dimension contiguous.
         q: `[T, num_q_heads, head_dim]`, the same tokens' queries, to be rotated as K is; needs `rope_cos` and `rope_sin`.
         cu_seqlens: `[num_seqs + 1]` int32, where each sequence's tokens begin in T. None: every sequence has T / num_seqs.
-        max_seqlen: the most new tokens of any sequence; needed with `cu_seqlens`.
+        max_seqlen: the most new tokens of any sequence; needed with `cu_seqlens`. It must not be less: tokens would be left out.
         rope_cos, rope_sin: `[T, R / 2]`: K is rotated first (see `rope.apply_rope`); V never is.
         rope_interleaved: which channels are pairs.
         static_scales: the pages' scales are given and stay (calibrated); larger values saturate.
@@ -58,7 +58,8 @@ def append(
     """
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    make = torch.empty if max_seqlen else torch.zeros  # an idle step launches nothing that writes
+    q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
     options = dict(
         q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
         rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
@@ -98,7 +99,7 @@ def attention(
             `[num_seqs, S, num_q_heads, head_dim]`, likewise, of any strides: every sequence has S queries.
         pages: the cache.
         cu_seqlens_q: `[num_seqs + 1]` int32, where each sequence's queries begin in T. None: every sequence has T / num_seqs.
-        max_seqlen_q: the most queries of any sequence; needed with `cu_seqlens_q`.
+        max_seqlen_q: the most queries of any sequence; needed with `cu_seqlens_q`. It must not be less: rows would stay unwritten.
         causal: a query sees its own position and what lies before; otherwise the whole sequence.
         softmax_scale: default `1 / sqrt(head_dim)`.
         window: a query sees its own position and the `window - 1` before it; needs `causal`.
@@ -111,8 +112,9 @@ def attention(
         return_lse: also return the natural logarithm of the softmax denominator (sinks included).
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
-        `out` of q's shape and dtype, contiguous, or in the order of memory of a `q` of four dimensions; rows that see no key are zero. With
-        `return_lse` also `lse`, the same without head_dim, float32, `-inf` in such rows.
+        `out` of q's shape and dtype, contiguous, or in the order of memory of a `q` of four dimensions; rows that see
+        no key are zero, and so are rows behind the last sequence's. With `return_lse` also `lse`, the same without head_dim, float32:
+        `-inf` in rows that see neither a key nor a sink, unspecified behind the last sequence's.
     Raises:
         ValueError: a shape, dtype, option or backend that does not fit, with what would.
         RuntimeError: a gradient is wanted.
@@ -135,15 +137,10 @@ def attention(
         raise ValueError(f"window counts the visible keys of a causal query, so it needs causal=True and window >= 1; got {window}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
-    if sinks is not None and (sinks.shape != (num_q_heads,) or sinks.device != q.device):
-        raise ValueError(
-            f"sinks must be [{num_q_heads}], one logit per query head, on {q.device}; got {tuple(sinks.shape)} on {sinks.device}"
-        )
-    if leftpad_k is not None and (leftpad_k.shape != (pages.num_seqs,) or leftpad_k.device != q.device):
-        raise ValueError(
-            f"leftpad_k must be [{pages.num_seqs}], one count per sequence, on {q.device}; "
-            f"got {tuple(leftpad_k.shape)} on {leftpad_k.device}"
-        )
+    if sinks is not None:
+        check_tensor(sinks, "sinks, one logit per query head,", (num_q_heads,), None, q.device)
+    if leftpad_k is not None:
+        check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
     if rope_cos is not None or rope_sin is not None:
         rope_cos, rope_sin = _query_tables(q, rope_cos, rope_sin, rope_interleaved)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
@@ -356,18 +353,15 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: s
     if cu_seqlens is not None:
         if max_seqlen is None:
             raise ValueError(f"{cu_name} needs {max_name}, the longest of its sequences")
-        if isinstance(max_seqlen, torch.Tensor):
-            raise ValueError(f"{max_name} is a number that the host knows, by which it plans, and no tensor: give int({max_name})")
-        if cu_seqlens.shape != (pages.num_seqs + 1,) or cu_seqlens.dtype != torch.int32 or cu_seqlens.device != x.device:
-            raise ValueError(
-                f"{cu_name} must be [{pages.num_seqs + 1}] int32 on {x.device}; "
-                f"got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype} on {cu_seqlens.device}"
-            )
+        if isinstance(max_seqlen, torch.Tensor) or max_seqlen < 0:
+            raise ValueError(f"{max_name} must be a Python int >= 0, since it decides how much is launched; got {max_seqlen!r}")
+        check_tensor(cu_seqlens, cu_name, (pages.num_seqs + 1,), torch.int32, x.device)
         return max_seqlen
-    length, rest = divmod(x.shape[0], pages.num_seqs)
-    if rest:
+    if not x.shape[0]:
+        return 0
+    if not pages.num_seqs or x.shape[0] % pages.num_seqs:
         raise ValueError(f"{x.shape[0]} tokens do not divide over {pages.num_seqs} sequences; give {cu_name} and {max_name}")
-    return length
+    return x.shape[0] // pages.num_seqs
 
 
 # The torch ops, for `torch.compile` and whatever else traces. `torch.library.custom_op` would wrap each in Python kernels for autograd,
@@ -389,7 +383,7 @@ def _append(
     k, v, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, q, q_out, cu_seqlens, max_seqlen, rope_cos,
     rope_sin, rope_interleaved, static_scales, fix_means, backend,
 ) -> None:  # fmt: skip
-    pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
+    pages = KVPages.trusted(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
     append_kernel(_selected(backend, k.device, k.dtype))(
         pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
         rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
@@ -409,7 +403,7 @@ def _attention(
     q, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, causal, softmax_scale,
     window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    pages = KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
+    pages = KVPages.trusted(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
     out, lse = attention_kernel(_selected(backend, q.device, q.dtype))(
         q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
         softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,

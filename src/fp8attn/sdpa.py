@@ -20,7 +20,6 @@ from .layout import HEAD_DIMS
 from .rope import check_device, dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 
-MAX_BATCH = 65535  # of a CUDA grid's second and third dimension
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, as `rope.dense_tables` gives them
 
 
@@ -68,8 +67,6 @@ def fallback_reason(
         return None if dtype in (torch.bfloat16, torch.float16, torch.float32) else f"{dtype} asks for more than FP8 gives"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels take bfloat16 and float16, not {dtype}"
-    if math.prod(q_shape[:-3]) > MAX_BATCH:
-        return f"a batch of more than {MAX_BATCH} has no room in a launch"
     # Dynamo cannot look at the machine. The op does, and refuses if it must.
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
 

@@ -351,10 +351,11 @@ def _queries_kernel(
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, NATIVE: tl.constexpr,
     T: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    seq = tl.program_id(1).to(tl.int64)
+    programs = tl.cdiv(num_tokens, T) * tl.cdiv(num_heads, HEADS)  # of a sequence
+    seq = (tl.program_id(0) // programs).to(tl.int64)
     _rotate_queries(
-        tl.program_id(0), q_ptr + seq * stride_b, out_ptr + seq * out_stride_b, cos_ptr + seq * cos_stride_b, sin_ptr + seq * sin_stride_b,
-        stride_t, stride_h, out_stride_t, out_stride_h, cos_stride, sin_stride, num_tokens, num_heads,
+        tl.program_id(0) % programs, q_ptr + seq * stride_b, out_ptr + seq * out_stride_b, cos_ptr + seq * cos_stride_b,
+        sin_ptr + seq * sin_stride_b, stride_t, stride_h, out_stride_t, out_stride_h, cos_stride, sin_stride, num_tokens, num_heads,
         D, HP, HALF, INTERLEAVED, STEP, NATIVE, T, HEADS,
     )  # fmt: skip
 
@@ -419,7 +420,9 @@ def _means_kernel(
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
-    seq = tl.program_id(1).to(tl.int64)
+    PARTS: tl.constexpr = D // (2 * PAIRS)  # of a head
+    program = tl.program_id(0) % (2 * PARTS * num_kv_heads)
+    seq = (tl.program_id(0) // (2 * PARTS * num_kv_heads)).to(tl.int64)
     if DENSE:
         start = 0
         new = max_seqlen
@@ -432,12 +435,11 @@ def _means_kernel(
         if tl.load(seqlens_ptr + seq) > 0:
             return
         start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
-    PARTS: tl.constexpr = D // (2 * PAIRS)  # of a head
-    head = (tl.program_id(0) // (2 * PARTS)).to(tl.int64)
-    i = tl.program_id(0) % PARTS * PAIRS + tl.arange(0, PAIRS)
+    head = (program // (2 * PARTS)).to(tl.int64)
+    i = program % PARTS * PAIRS + tl.arange(0, PAIRS)
     mean = (seq * num_kv_heads + head) * D
     row = _sampled_rows(start, new, num_tokens - 1)[:, None]
-    if tl.program_id(0) // PARTS % 2 == 0:
+    if program // PARTS % 2 == 0:
         _fix_mean(
             k_ptr + head * k_stride_h, k_stride_t, k_mean_ptr + mean, row, i, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
             D, HALF, INTERLEAVED, STEP,
@@ -569,15 +571,17 @@ def _page_kernel(
     k_pool_ptr = k_pool_ptr.to(_BYTES)
     v_pool_ptr = v_pool_ptr.to(_BYTES)
     # Heads follow each other, so that programs that run together read memory that lies together.
-    is_v = tl.program_id(0) % 2
-    head = tl.program_id(0) // 2
+    program = tl.program_id(0) % (2 * num_kv_heads)
+    place = tl.program_id(0) // (2 * num_kv_heads)
+    is_v = program % 2
+    head = program // 2
     if cu_seqlens_ptr is None:
-        column = tl.program_id(1)
-        seq = tl.program_id(2)
+        columns = tl.cdiv(max_seqlen, _PAGE) if DENSE else tl.cdiv(max_seqlen - 1, _PAGE) + 1
+        column = place % columns
+        seq = place // columns
         start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
     else:
         # A sequence of n tokens touches at most n // 128 + 2 pages, so its places may begin at start // 128 + 2 * seq.
-        place = tl.program_id(1)
         seq = -1
         for s in range(0, num_seqs, 128):
             seqs = s + tl.arange(0, 128)
@@ -589,8 +593,8 @@ def _page_kernel(
     if DENSE:  # sequences of strides of their own begin here, in pages in order; whoever is first says so in the table
         start = 0
         length = 0
-        page = seq * tl.num_programs(1) + column
-        if tl.program_id(0) == 0:
+        page = place
+        if program == 0:
             tl.store(table_ptr + page, page)
             if column == 0:
                 tl.store(seqlens_ptr + seq, new)
@@ -650,16 +654,17 @@ def _bytes_kernel(
     v_ptr = v_ptr.to(_BYTES)
     k_pool_ptr = k_pool_ptr.to(_BYTES)
     v_pool_ptr = v_pool_ptr.to(_BYTES)
-    is_v = tl.program_id(0) % 2
-    head = (tl.program_id(0) // 2).to(tl.int64)
-    column = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
-    page = tl.program_id(2) * tl.num_programs(1) + column
+    program = tl.program_id(0) % (2 * num_kv_heads)
+    page = tl.program_id(0) // (2 * num_kv_heads)
+    is_v = program % 2
+    head = (program // 2).to(tl.int64)
+    column = page % tl.cdiv(length, _PAGE)
+    seq = (page // tl.cdiv(length, _PAGE)).to(tl.int64)
     first = column * _PAGE
     end = tl.minimum(length - first, _PAGE)
     slot = page.to(tl.int64) * num_kv_heads + head
     d = tl.arange(0, DP)
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(table_ptr + page, page)
         if column == 0:
             tl.store(seqlens_ptr + seq, length)
@@ -734,11 +739,11 @@ def append(
         launch(_step_kernel, (num_seqs * 2 * -(-heads // block) + query_programs,), args, given)
         return
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
-    places = (columns, num_seqs) if cu_seqlens is None else (num_tokens // PAGE_SIZE + 2 * num_seqs,)
+    places = columns * num_seqs if cu_seqlens is None else num_tokens // PAGE_SIZE + 2 * num_seqs
     args = (
         k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads,
     )  # fmt: skip
-    launch(_page_kernel, (2 * heads, *places), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
+    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
     if q is not None:
         _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
     pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
@@ -772,8 +777,8 @@ def quantize(
     if given_bytes:
         args = _typed(k, native), _typed(v, native), *pages, lengths, k_b, k_t, k_h, v_b, v_t, v_h, heads, length
         given = constants("bytes", device, D=head_dim, DP=2 * pairs, num_warps=pairs // 8)
-        launch(_bytes_kernel, (2 * heads, columns, batch), args, given)
-        return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
+        launch(_bytes_kernel, (2 * heads * num_pages,), args, given)
+        return KVPages.trusted(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
     strides = (k_b, k_t, k_h, v_b, v_t, v_h, *cos_strides, *sin_strides)
     overlap = means and overlaps(device)  # pages are read while their means are computed
     if means:
@@ -782,14 +787,14 @@ def quantize(
     args = k, v, *pages, lengths, None, *angles, *strides, columns, batch, length, heads
     options = {"launch_pdl": True} if overlap else {}
     given = constants("page", device, **row, STATIC=False, NATIVE=native, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options)
-    launch(_page_kernel, (2 * heads, columns, batch), args, given)
-    return KVPages(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
+    launch(_page_kernel, (2 * heads * num_pages,), args, given)
+    return KVPages.trusted(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
 
 
 def _launch_means(args: tuple, row: dict, heads: int, num_seqs: int, *, dense: bool, overlap: bool) -> None:
     given = {name: row[name] for name in ("D", "HALF", "INTERLEAVED", "STEP", "enable_fp_fusion")}
     given = constants("means", args[0].device, **given, PAIRS=MEAN_PAIRS, DENSE=dense, OVERLAP=overlap, num_warps=1)
-    launch(_means_kernel, (row["D"] // MEAN_PAIRS * heads, num_seqs), args, given)
+    launch(_means_kernel, (row["D"] // MEAN_PAIRS * heads * num_seqs,), args, given)
 
 
 def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
@@ -808,7 +813,7 @@ def _rotate_dense(x: torch.Tensor, out: torch.Tensor, row: dict, angles: tuple, 
     tile, programs = _query_tile(tokens, heads, row["HP"])
     given = constants("queries", x.device, **row, NATIVE=is_native(x.device), T=tile[0], HEADS=tile[1], num_warps=4)
     args = x, out, *angles, *x.stride()[:3], *out.stride()[:3], *cos_strides, *sin_strides, tokens, heads
-    launch(_queries_kernel, (programs, batch), args, given)
+    launch(_queries_kernel, (programs * batch,), args, given)
 
 
 def _query_tile(tokens: int, heads: int, pairs: int) -> tuple[tuple[int, int], int]:

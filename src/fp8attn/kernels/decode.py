@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layout import PAGE_SIZE, KVPages
+from ..layout import KVPages
 from .gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, mma_v2, sync, tensor_descriptor
 from .launch import Constants, Counters, constants, launch, num_sms
 from .pages import PAGE, fetch_k, fetch_v, tiles, v_layout
@@ -761,12 +761,9 @@ def plan(device: torch.device, heads: int, *shape) -> Plan:
 
 def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
     """Why this kernel does not take these queries; None if it does."""
-    num_pages, heads = pages.k.shape[:2]
-    group = q.shape[-2] // heads
+    group = q.shape[-2] // pages.k.shape[1]
     if max_seqlen_q * group > MAX_ROWS:
         return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
-    if num_pages * heads * PAGE_SIZE >= 2**31:
-        return "the pool is too large for TMA's 32-bit coordinates"
     return None
 
 
@@ -790,7 +787,7 @@ def attention(
     num_seqs = pages.page_table.shape[0]
     out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device)
-    if not num_tokens or not num_pages:
+    if not num_tokens or not num_pages or not pages.page_table.shape[1]:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     group = num_q_heads // heads
     workers, grid, counters, plane, width, given = plan(

@@ -28,6 +28,8 @@ def _views(shape: tuple[int, ...], width: int, part: int) -> tuple[View, View]:
     """Of `tiles`, for `KVPages.v` of this shape."""
     num_pages, heads, groups, head_dim, _ = shape
     slots, parts = num_pages * heads, -(-head_dim // part)
+    if slots * PAGE_SIZE >= 2**31:
+        raise ValueError(f"{num_pages} pages of {heads} KV heads are too many for TMA's 32-bit coordinates; split them over several pools")
     bundles = min(part, head_dim) // BUNDLE
     return (
         View((slots * PAGE_SIZE, head_dim), (head_dim, 1), (PAGE_SIZE, width)),

@@ -29,6 +29,8 @@ from .combine import combine, finish, num_splits
 from .fp8 import from_e4m3, is_native, round_to
 from .launch import constants, launch
 
+CLEARING = 64  # programs that write zeros behind the last sequence of a ragged batch
+
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -116,19 +118,41 @@ def _tiles(
     return acc, denom, m, tl.where(some, v_scale, unit)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_splits", "num_rows", "window"])
+@triton.jit
+def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr):
+    """Zeros for the rows from `first` on, which belong to no sequence; of parts, none that saw a key."""
+    d = tl.arange(0, DP)
+    for start in range(first + program, num_rows, programs):
+        row = (start + tl.arange(0, 1)).to(tl.int64)
+        if SPLIT:
+            for split in range(num_splits):
+                tl.store(lse_ptr + row + num_rows.to(tl.int64) * split, tl.full((1,), float("-inf"), tl.float32))
+        else:
+            tl.store(out_ptr + row * D + d, tl.zeros((DP,), out_ptr.dtype.element_ty), mask=d < D)
+            tl.store(lse_ptr + row, tl.full((1,), float("-inf"), tl.float32))
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_seqs", "num_blocks", "num_splits", "num_rows", "window"]
+)
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr,
-    out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_splits, num_rows,
+    out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows,
     softmax_scale, softcap, window,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # The last queries see the most keys and start first.
     split = tl.program_id(0) % num_splits
-    block = tl.num_programs(0) // num_splits - 1 - tl.program_id(0) // num_splits
-    kv_head = tl.program_id(1)
-    seq = tl.program_id(2)
+    item = tl.program_id(0) // num_splits
+    block = num_blocks - 1 - item % num_blocks
+    kv_head = item // num_blocks % num_kv_heads
+    seq = item // num_blocks // num_kv_heads
+    if cu_seqlens_ptr is not None and seq >= num_seqs:
+        programs = num_seqs * num_kv_heads * num_blocks * num_splits
+        first = tl.load(cu_seqlens_ptr + num_seqs) * (num_kv_heads * G)
+        _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, tl.program_id(0) - programs, tl.num_programs(0) - programs, D, DP, SPLIT)
+        return
     if cu_seqlens_ptr is None:
         start = seq * max_seqlen_q
         q_len = max_seqlen_q
@@ -355,13 +379,15 @@ def attention(
     args = (
         q, k, v, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens,
         cu_seqlens_q, None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1),
-        pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads, splits, num_rows, softmax_scale, softcap, window,
+        pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows,
+        float(softmax_scale), float(softcap), window,
     )  # fmt: skip
     given = constants(
         "attend", device, D=head_dim, DP=padded, G=group, ROWS=rows, TILE=tile, WARPS=key_warps, CAUSAL=causal, WINDOW=window > 0,
         SOFTCAP=softcap > 0, SPLIT=splits > 1, NATIVE=native, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
     )  # fmt: skip
-    launch(_attention_kernel, (blocks * splits, pages.num_kv_heads, pages.num_seqs), args, given)
+    programs = pages.num_seqs * pages.num_kv_heads * blocks * splits
+    launch(_attention_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, given)
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse

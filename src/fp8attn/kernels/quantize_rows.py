@@ -44,14 +44,15 @@ def _extend(x, valid, total, largest, smallest):
     return total + tl.where(valid, x, 0.0), tl.maximum(largest, tl.where(finite, x, -_INF)), tl.minimum(smallest, tl.where(finite, x, _INF))
 
 
-@triton.jit(do_not_specialize=["heads", "length", "size"])
+@triton.jit(do_not_specialize=["heads", "length", "size", "parts"])
 def _statistics_kernel(
     x_ptr, part_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, cos_stride_b, cos_stride, sin_stride_b, sin_stride,
-    heads, length, size,
+    heads, length, size, parts,
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """`part [B * H, parts, 6, HP]`: sum, largest and smallest value of the pairs' first channels, and then of the second."""
-    row = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0) % parts
+    row = (tl.program_id(0) // parts).to(tl.int64)
     x_ptr += row // heads * stride_b + row % heads * stride_h
     if HALF > 0:
         cos_ptr += row // heads * cos_stride_b
@@ -62,7 +63,7 @@ def _statistics_kernel(
     largest_b = tl.full((T, HP), -_INF, tl.float32)
     smallest_a = tl.full((T, HP), _INF, tl.float32)
     smallest_b = tl.full((T, HP), _INF, tl.float32)
-    first = tl.program_id(0) * size
+    first = part * size
     end = tl.minimum(first + size, length)
     for t in range(first, end, T):
         token = t + tl.arange(0, T)
@@ -72,7 +73,7 @@ def _statistics_kernel(
         )  # fmt: skip
         total_a, largest_a, smallest_a = _extend(a, valid, total_a, largest_a, smallest_a)
         total_b, largest_b, smallest_b = _extend(b, valid, total_b, largest_b, smallest_b)
-    part_ptr += (row * tl.num_programs(0) + tl.program_id(0)) * (6 * HP) + tl.arange(0, HP)
+    part_ptr += (row * parts + part) * (6 * HP) + tl.arange(0, HP)
     tl.store(part_ptr, tl.sum(total_a, 0))
     tl.store(part_ptr + HP, tl.max(largest_a, 0))
     tl.store(part_ptr + 2 * HP, tl.min(smallest_a, 0))
@@ -121,13 +122,14 @@ def _rows_kernel(
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, MEANS: tl.constexpr,
     NATIVE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(length, T)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
     batch = row // heads
     head = row % heads
     if HALF > 0:
         cos_ptr += batch * cos_stride_b
         sin_ptr += batch * sin_stride_b
-    token = tl.program_id(0) * T + tl.arange(0, T)
+    token = tl.program_id(0) % blocks * T + tl.arange(0, T)
     a, b = _load_tokens(
         x_ptr + batch * stride_b + head * stride_h, token, length - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride,
         D, HP, HALF, INTERLEAVED, STEP,
@@ -159,12 +161,12 @@ def quantize_rows(
     out = torch.empty_like(x, dtype=torch.uint8)
     strides, angle_strides = x.stride()[:3], (*cos_strides, *sin_strides)
 
-    args = x, part, *angles, *strides, *angle_strides, heads, length, size
-    launch(_statistics_kernel, (parts, batch * heads), args, constants("statistics", device, **row, T=tokens, num_warps=4))
+    args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
+    launch(_statistics_kernel, (parts * batch * heads,), args, constants("statistics", device, **row, T=tokens, num_warps=4))
     given = {name: row[name] for name in ("D", "HP", "HALF", "INTERLEAVED")}
     args = part, mean, scale, parts, length, heads_per_scale
     launch(_scales_kernel, (scale.numel(),), args, constants("scales", device, **given, MEANS=means, num_warps=4))
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
     given = constants("rows", device, **row, MEANS=means, NATIVE=is_native(device), T=tokens, num_warps=4)
-    launch(_rows_kernel, (-(-length // tokens), batch * heads), args, given)
+    launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, given)
     return out.view(FP8), scale, mean

@@ -72,7 +72,7 @@ class PagedKV(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(cls, inner, context, outer_size, outer_stride):
-        return cls(KVPages(*(inner[f"_{name}"] for name in _PAGES)), *context)
+        return cls(KVPages.trusted(*(inner[f"_{name}"] for name in _PAGES)), *context)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -82,4 +82,4 @@ class PagedKV(torch.Tensor):
 
 def pages_of(x: PagedKV) -> KVPages:
     """The pages that `x` stands for. A function, because Dynamo traces into neither methods nor properties of a tensor."""
-    return KVPages(x._k, x._v, x._k_scale, x._v_scale, x._k_mean, x._v_mean, x._page_table, x._cache_seqlens)
+    return KVPages.trusted(x._k, x._v, x._k_scale, x._v_scale, x._k_mean, x._v_mean, x._page_table, x._cache_seqlens)
