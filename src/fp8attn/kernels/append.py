@@ -11,6 +11,8 @@ pair turns within one thread, with nothing exchanged. Where nothing turns, a pai
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..layout import FP8, PAGE_SIZE, V_GROUP, KVPages, page_shapes
 from ..numerics import E4M3, MAX_SCALE_EXPONENT, MEAN_SAMPLES, MIN_SCALE_EXPONENT
 from .fp8 import from_e4m3, is_native, pack_e4m3, round_to, to_e4m3
-from .launch import constants, launch, overlaps
+from .launch import MAX_GRID, Constants, constants, launch, overlaps
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
@@ -27,6 +29,7 @@ QUERY_ELEMENTS = 2048  # of Q, likewise
 MAX_PROGRAMS = 64  # of a step, for one sequence
 MEAN_PAIRS = 4  # of channels, whose means one warp computes
 
+_MAX_GRID = tl.constexpr(MAX_GRID)
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
 _SAMPLES = tl.constexpr(MEAN_SAMPLES)
@@ -344,17 +347,16 @@ def _step_kernel(
         tl.store(v_pool_ptr + rows[:, :, None] + d * _GROUP, to_e4m3(v * factor, NATIVE), mask=valid & (d < D))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_heads"])
+@triton.jit(do_not_specialize=["num_tokens", "num_heads", "first_seq"])
 def _queries_kernel(
     q_ptr, out_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, out_stride_b, out_stride_t, out_stride_h, cos_stride_b, cos_stride,
-    sin_stride_b, sin_stride, num_tokens, num_heads,
+    sin_stride_b, sin_stride, num_tokens, num_heads, first_seq,
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, NATIVE: tl.constexpr,
     T: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    programs = tl.cdiv(num_tokens, T) * tl.cdiv(num_heads, HEADS)  # of a sequence
-    seq = (tl.program_id(0) // programs).to(tl.int64)
+    seq = (first_seq + tl.program_id(1)).to(tl.int64)
     _rotate_queries(
-        tl.program_id(0) % programs, q_ptr + seq * stride_b, out_ptr + seq * out_stride_b, cos_ptr + seq * cos_stride_b,
+        tl.program_id(0), q_ptr + seq * stride_b, out_ptr + seq * out_stride_b, cos_ptr + seq * cos_stride_b,
         sin_ptr + seq * sin_stride_b, stride_t, stride_h, out_stride_t, out_stride_h, cos_stride, sin_stride, num_tokens, num_heads,
         D, HP, HALF, INTERLEAVED, STEP, NATIVE, T, HEADS,
     )  # fmt: skip
@@ -411,18 +413,17 @@ def _fix_mean(
     tl.store(mean_ptr + second, _shrunk_mean(b, new, EPS))
 
 
-@triton.jit(do_not_specialize=["max_seqlen", "num_kv_heads", "num_tokens"])
+@triton.jit(do_not_specialize=["max_seqlen", "num_kv_heads", "num_tokens", "first_seq"])
 def _means_kernel(
     k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, seqlens_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b,
     v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b, sin_stride, max_seqlen, num_kv_heads, num_tokens,
+    first_seq,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr, DENSE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
-    PARTS: tl.constexpr = D // (2 * PAIRS)  # of a head
-    program = tl.program_id(0) % (2 * PARTS * num_kv_heads)
-    seq = (tl.program_id(0) // (2 * PARTS * num_kv_heads)).to(tl.int64)
+    seq = (first_seq + tl.program_id(1)).to(tl.int64)
     if DENSE:
         start = 0
         new = max_seqlen
@@ -435,11 +436,12 @@ def _means_kernel(
         if tl.load(seqlens_ptr + seq) > 0:
             return
         start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
-    head = (program // (2 * PARTS)).to(tl.int64)
-    i = program % PARTS * PAIRS + tl.arange(0, PAIRS)
+    PARTS: tl.constexpr = D // (2 * PAIRS)  # of a head
+    head = (tl.program_id(0) // (2 * PARTS)).to(tl.int64)
+    i = tl.program_id(0) % PARTS * PAIRS + tl.arange(0, PAIRS)
     mean = (seq * num_kv_heads + head) * D
     row = _sampled_rows(start, new, num_tokens - 1)[:, None]
-    if program // PARTS % 2 == 0:
+    if tl.program_id(0) // PARTS % 2 == 0:
         _fix_mean(
             k_ptr + head * k_stride_h, k_stride_t, k_mean_ptr + mean, row, i, new, cos_ptr, sin_ptr, cos_stride, sin_stride,
             D, HALF, INTERLEAVED, STEP,
@@ -560,28 +562,26 @@ def _v_page(
     _store_words(pool_ptr, words, first, old, end, D, 2 * HP)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads"])
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "first_seq"])
 def _page_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
     cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
-    sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads,
+    sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, first_seq,
     D: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, STATIC: tl.constexpr,
     NATIVE: tl.constexpr, DENSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     k_pool_ptr = k_pool_ptr.to(_BYTES)
     v_pool_ptr = v_pool_ptr.to(_BYTES)
     # Heads follow each other, so that programs that run together read memory that lies together.
-    program = tl.program_id(0) % (2 * num_kv_heads)
-    place = tl.program_id(0) // (2 * num_kv_heads)
-    is_v = program % 2
-    head = program // 2
+    is_v = tl.program_id(0) % 2
+    head = tl.program_id(0) // 2
     if cu_seqlens_ptr is None:
-        columns = tl.cdiv(max_seqlen, _PAGE) if DENSE else tl.cdiv(max_seqlen - 1, _PAGE) + 1
-        column = place % columns
-        seq = place // columns
+        column = tl.program_id(1)
+        seq = first_seq + tl.program_id(2)
         start, new = _new_tokens(cu_seqlens_ptr, seq, max_seqlen)
     else:
         # A sequence of n tokens touches at most n // 128 + 2 pages, so its places may begin at start // 128 + 2 * seq.
+        place = tl.program_id(1) + tl.program_id(2) * _MAX_GRID
         seq = -1
         for s in range(0, num_seqs, 128):
             seqs = s + tl.arange(0, 128)
@@ -593,8 +593,8 @@ def _page_kernel(
     if DENSE:  # sequences of strides of their own begin here, in pages in order; whoever is first says so in the table
         start = 0
         length = 0
-        page = place
-        if program == 0:
+        page = seq * tl.num_programs(1) + column
+        if tl.program_id(0) == 0:
             tl.store(table_ptr + page, page)
             if column == 0:
                 tl.store(seqlens_ptr + seq, new)
@@ -643,10 +643,11 @@ def _bytes(x_ptr, token, end, stride_t, D: tl.constexpr, DP: tl.constexpr):
         return tl.load(rows + d, mask=tl.zeros(rows.shape, tl.int32) + d < D, other=0)
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "length"])
+@triton.jit(do_not_specialize=["num_kv_heads", "length", "first_seq"])
 def _bytes_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr,
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads, length,
+    first_seq,
     D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Pages of what is E4M3 already: its bytes as they are, scales of one, means of zero."""
@@ -654,17 +655,16 @@ def _bytes_kernel(
     v_ptr = v_ptr.to(_BYTES)
     k_pool_ptr = k_pool_ptr.to(_BYTES)
     v_pool_ptr = v_pool_ptr.to(_BYTES)
-    program = tl.program_id(0) % (2 * num_kv_heads)
-    page = tl.program_id(0) // (2 * num_kv_heads)
-    is_v = program % 2
-    head = (program // 2).to(tl.int64)
-    column = page % tl.cdiv(length, _PAGE)
-    seq = (page // tl.cdiv(length, _PAGE)).to(tl.int64)
+    is_v = tl.program_id(0) % 2
+    head = (tl.program_id(0) // 2).to(tl.int64)
+    column = tl.program_id(1)
+    seq = (first_seq + tl.program_id(2)).to(tl.int64)
+    page = (first_seq + tl.program_id(2)) * tl.num_programs(1) + column
     first = column * _PAGE
     end = tl.minimum(length - first, _PAGE)
     slot = page.to(tl.int64) * num_kv_heads + head
     d = tl.arange(0, DP)
-    if program == 0:
+    if tl.program_id(0) == 0:
         tl.store(table_ptr + page, page)
         if column == 0:
             tl.store(seqlens_ptr + seq, length)
@@ -711,42 +711,58 @@ def append(
         return
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
     _, heads, _, head_dim = pages.k.shape
-    pairs = _power_of_two(head_dim // 2)
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = _rotation(head_dim, rope_cos, rope_sin, rope_interleaved)
     native = is_native(device)
-    write = row | {"STATIC": static_scales, "NATIVE": native}
     means, lengths = (pages.k_mean, pages.v_mean), (pages.cache_seqlens, cu_seqlens)
     pools = _typed(pages.k, native), _typed(pages.v, native), pages.k_scale, pages.v_scale
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
-    queries, query_strides, query_shape, query_tile, query_programs = (None, None), (0, 0, 0, 0), (0, 0), (1, 1), 0
-    if q is not None:
-        queries, query_strides, query_shape = (q, q_out), (*q.stride()[:2], *q_out.stride()[:2]), q.shape[:2]
-        query_tile, query_programs = _query_tile(num_tokens, q.shape[1], pairs)
     # Sequences follow one another: no strides between them.
     strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
     if fix_means:
         args = k, v, *means, *lengths, *angles, *strides, max_seqlen, heads, num_tokens
         _launch_means(args, row, heads, num_seqs, dense=False, overlap=False)
     if max_seqlen <= MAX_TOKENS:
-        tokens = _power_of_two(max_seqlen)
-        block = min(_power_of_two(heads), max(1, STEP_ELEMENTS // (2 * pairs * tokens)))
-        block = max(block, _power_of_two(-(-2 * heads // MAX_PROGRAMS)))
+        queries, query_strides, query_shape = (None, None), (0, 0, 0, 0), (0, 0)
+        if q is not None:
+            queries, query_strides, query_shape = (q, q_out), (*q.stride()[:2], *q_out.stride()[:2]), q.shape[:2]
         args = (
             k, v, *pools, *means, pages.page_table, *lengths, *queries, *angles, *k_strides, *v_strides, *query_strides, cos_stride,
             sin_stride, pages.page_table.stride(0), num_seqs, max_seqlen, heads, *query_shape,
         )  # fmt: skip
-        given = constants("step", device, **write, T=tokens, HEADS=block, Q_T=query_tile[0], Q_HEADS=query_tile[1], num_warps=4)
-        launch(_step_kernel, (num_seqs * 2 * -(-heads // block) + query_programs,), args, given)
+        grid, given = _step_plan(device, heads, num_seqs, max_seqlen, static_scales, native, *query_shape, *row.items())
+        launch(_step_kernel, grid, args, given)
         return
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
-    places = columns * num_seqs if cu_seqlens is None else num_tokens // PAGE_SIZE + 2 * num_seqs
     args = (
         k, v, *pools, *means, pages.page_table, *lengths, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads,
     )  # fmt: skip
-    launch(_page_kernel, (2 * heads * places,), args, constants("page", device, **write, DENSE=False, OVERLAP=False, num_warps=pairs // 8))
+    pairs = row["HP"]
+    given = constants("page", device, **row, STATIC=static_scales, NATIVE=native, DENSE=False, OVERLAP=False, num_warps=pairs // 8)
+    if cu_seqlens is None:
+        _launch_sequences(_page_kernel, (2 * heads, columns), num_seqs, args, given)
+    else:
+        places = num_tokens // PAGE_SIZE + 2 * num_seqs
+        launch(_page_kernel, (2 * heads, min(places, MAX_GRID), -(-places // MAX_GRID)), (*args, 0), given)
     if q is not None:
         _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
     pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+
+
+@lru_cache(maxsize=4096)
+def _step_plan(
+    device: torch.device, heads: int, num_seqs: int, max_seqlen: int, static: bool, native: bool, num_tokens: int, num_q_heads: int,
+    *row: tuple[str, int],
+) -> tuple[tuple[int], Constants]:  # fmt: skip
+    """Grid and constants of `_step_kernel`, for so many tokens and heads of queries (0: none) and what `_rotation` says of a row."""
+    row = dict(row)
+    pairs, tokens = row["HP"], _power_of_two(max_seqlen)
+    block = min(_power_of_two(heads), max(1, STEP_ELEMENTS // (2 * pairs * tokens)))
+    block = max(block, _power_of_two(-(-2 * heads // MAX_PROGRAMS)))
+    tile, programs = _query_tile(num_tokens, num_q_heads, pairs) if num_q_heads else ((1, 1), 0)
+    given = constants(
+        "step", device, **row, STATIC=static, NATIVE=native, T=tokens, HEADS=block, Q_T=tile[0], Q_HEADS=tile[1], num_warps=4
+    )  # fmt: skip
+    return (num_seqs * 2 * -(-heads // block) + programs,), given
 
 
 def quantize(
@@ -777,7 +793,7 @@ def quantize(
     if given_bytes:
         args = _typed(k, native), _typed(v, native), *pages, lengths, k_b, k_t, k_h, v_b, v_t, v_h, heads, length
         given = constants("bytes", device, D=head_dim, DP=2 * pairs, num_warps=pairs // 8)
-        launch(_bytes_kernel, (2 * heads * num_pages,), args, given)
+        _launch_sequences(_bytes_kernel, (2 * heads, columns), batch, args, given)
         return KVPages.trusted(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
     strides = (k_b, k_t, k_h, v_b, v_t, v_h, *cos_strides, *sin_strides)
     overlap = means and overlaps(device)  # pages are read while their means are computed
@@ -787,14 +803,20 @@ def quantize(
     args = k, v, *pages, lengths, None, *angles, *strides, columns, batch, length, heads
     options = {"launch_pdl": True} if overlap else {}
     given = constants("page", device, **row, STATIC=False, NATIVE=native, DENSE=True, OVERLAP=overlap, num_warps=pairs // 8, **options)
-    launch(_page_kernel, (2 * heads * num_pages,), args, given)
+    _launch_sequences(_page_kernel, (2 * heads, columns), batch, args, given)
     return KVPages.trusted(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, table, lengths)
+
+
+def _launch_sequences(kernel, grid: tuple[int, ...], num_seqs: int, args: tuple, given: Constants) -> None:
+    """A launch for all sequences, which are the grid's last dimension; several where CUDA has no more of that."""
+    for first in range(0, num_seqs, MAX_GRID):
+        launch(kernel, (*grid, min(MAX_GRID, num_seqs - first)), (*args, first), given)
 
 
 def _launch_means(args: tuple, row: dict, heads: int, num_seqs: int, *, dense: bool, overlap: bool) -> None:
     given = {name: row[name] for name in ("D", "HALF", "INTERLEAVED", "STEP", "enable_fp_fusion")}
     given = constants("means", args[0].device, **given, PAIRS=MEAN_PAIRS, DENSE=dense, OVERLAP=overlap, num_warps=1)
-    launch(_means_kernel, (row["D"] // MEAN_PAIRS * heads * num_seqs,), args, given)
+    _launch_sequences(_means_kernel, (row["D"] // MEAN_PAIRS * heads,), num_seqs, args, given)
 
 
 def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
@@ -813,7 +835,7 @@ def _rotate_dense(x: torch.Tensor, out: torch.Tensor, row: dict, angles: tuple, 
     tile, programs = _query_tile(tokens, heads, row["HP"])
     given = constants("queries", x.device, **row, NATIVE=is_native(x.device), T=tile[0], HEADS=tile[1], num_warps=4)
     args = x, out, *angles, *x.stride()[:3], *out.stride()[:3], *cos_strides, *sin_strides, tokens, heads
-    launch(_queries_kernel, (programs * batch,), args, given)
+    _launch_sequences(_queries_kernel, (programs,), batch, args, given)
 
 
 def _query_tile(tokens: int, heads: int, pairs: int) -> tuple[tuple[int, int], int]:

@@ -643,7 +643,7 @@ def _clear_rest(batch, num_tokens, out_ptr, lse_ptr, D: gl.constexpr, WIDTH: gl.
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "num_tokens", "window", "workers", "plane"])
 def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride,
-           lengths_ptr, bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, plane, state_ptr, num_seqs, heads, max_q,
+           lengths_ptr, bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q,
            num_tokens, window, workers, scale, softcap, D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
            USED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
            WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LEFTPAD: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
@@ -655,6 +655,7 @@ def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_p
     )  # fmt: skip
     # Every row tile has its own parts, as its own ranges.
     first = row_tile * (2 * workers) * ROWS
+    sums_ptr = part_ptr + plane * WIDTH
     parts = Parts(part_ptr + first * WIDTH, sums_ptr + 2 * first, sums_ptr + 2 * plane + first, state_ptr + row_tile * workers)
     source = Source(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, D)
     # Before the warps part, all that the first page has to wait for and nothing else; but for the first queries, which would otherwise
@@ -803,7 +804,7 @@ def attention(
         k_scale, v_scale, k_mean, v_mean, table, table.stride(0), lengths,
         # The lengths stand in for what is not given and not read.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
-        out, lse, parts, parts[plane * width :], plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
+        out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
         float(softmax_scale), softcap * LOG2E.value,
     )  # fmt: skip
     launch(decode, grid, args, given)

@@ -6,6 +6,7 @@ Written for Triton 3.6 (the one in PyTorch 2.11); what differs in a newer releas
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,12 +32,11 @@ if TYPE_CHECKING:
     from .launch import View
 
 __all__ = [
-    "Descriptor",
     "TensorDescriptor",
     "advance",
     "aggregate",
     "arrive_with_words",
-    "checked",
+    "descriptor",
     "fence_async_shared",
     "fetch",
     "fetch_words",
@@ -72,20 +72,23 @@ sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
 
 
-class Descriptor(TensorDescriptor):
-    """A TensorDescriptor whose view was checked before, of another tensor: Triton's own checks it anew, which costs 20 us a launch."""
+class Memory:
+    """What a TensorDescriptor asks of its tensor. A descriptor that is kept must not keep the tensor's memory."""
 
-    def __init__(self, checked: TensorDescriptor, base: torch.Tensor) -> None:
-        self.__dict__ = {**checked.__dict__, "base": base}
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
-def checked(view: View, dtype: torch.dtype) -> TensorDescriptor:
-    """A descriptor of no tensor."""
+@lru_cache(maxsize=4096)
+def descriptor(address: int, dtype: torch.dtype, view: View) -> TensorDescriptor:
+    """The descriptor of memory at `address`; making and checking one costs 20 us."""
     layout = gl.NVMMASharedLayout.get_default_for(list(view.block), _TYPES[dtype])
     if not view.swizzled:
         layout = gl.NVMMASharedLayout(0, layout.element_bitwidth, rank=len(view.block))
-    base = torch.empty(0, dtype=dtype)  # no memory, at address zero
-    return TensorDescriptor(base, list(view.shape), list(view.strides), list(view.block), layout)
+    return TensorDescriptor(Memory(address, dtype), list(view.shape), list(view.strides), list(view.block), layout)
 
 
 @gluon.jit

@@ -8,12 +8,11 @@ calls `compiled[grid](*arguments)`, which Triton documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from threading import local
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +31,12 @@ class View:
         shape, strides: in elements.
         block: what one copy brings.
         swizzled: it lies in shared memory in the default layout; or else as it comes, one row behind the other.
-        descriptors: of no tensor, by dtype; checked once.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
     swizzled: bool = True
-    descriptors: dict[torch.dtype, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 class Tiles(NamedTuple):
@@ -50,18 +47,14 @@ class Tiles(NamedTuple):
 
     def descriptor(self) -> Any:
         """As Triton takes it."""
-        x, view = self
-        gluon = _gluon()
-        if x.dtype not in view.descriptors:
-            view.descriptors[x.dtype] = gluon.checked(view, x.dtype)
-        return gluon.Descriptor(view.descriptors[x.dtype], x)
+        return _descriptor()(self.x.data_ptr(), self.x.dtype, self.view)
 
 
 @cache
-def _gluon() -> ModuleType:
-    from . import gluon  # older Tritons have none; and here an import would cost each call a microsecond
+def _descriptor() -> Callable[[int, torch.dtype, View], Any]:
+    from .gluon import descriptor  # older Tritons have no Gluon; and an import in every launch would cost a microsecond
 
-    return gluon
+    return descriptor
 
 
 class Counters(NamedTuple):
@@ -79,7 +72,7 @@ class Constants(dict):
     def __init__(self, device: torch.device, **constants: Any) -> None:
         super().__init__(constants)
         self.device = device
-        self.compiled: list[Compiled] = []  # for arguments of several types and alignments, up to `VARIANTS`
+        self.compiled: list[Compiled] = []  # for arguments of several types, up to `VARIANTS`
 
 
 @lru_cache(maxsize=4096)
@@ -92,6 +85,7 @@ def constants(kernel: str, device: torch.device, **values: Any) -> Constants:
 
 
 VARIANTS = 8
+MAX_GRID = 65535  # of the second and third dimension
 
 
 class Compiled(NamedTuple):
@@ -108,37 +102,40 @@ class Compiled(NamedTuple):
     tiles: tuple[tuple[int, torch.dtype, tuple[int, ...], bool], ...]  # blocks, whether swizzled
     constants: tuple[Any, ...]  # the constexpr parameters, which Triton takes again and ignores
 
-    def takes(self, args: Sequence) -> bool:
-        """Whether the kernel was compiled for arguments like these."""
+    def values(self, args: Sequence) -> list | None:
+        """`args` as `program` takes them, addresses in the place of tensors; None if the kernel was compiled for other types."""
+        values = [*args, *self.constants]
         bits = 0
         for i, dtype in self.pointers:
-            x = args[i]
+            x = values[i]
             if x is None or x.dtype is not dtype:
-                return False
-            bits |= x.data_ptr()
+                return None
+            values[i] = address = x.data_ptr()
+            bits |= address
         if bits & 15:
-            return False
+            return None
         for i in self.absent:
-            if args[i] is not None:
-                return False
+            if values[i] is not None:
+                return None
         for i in self.numbers:
-            x = args[i]
+            x = values[i]
             if type(x) is not int or not -(2**31) <= x < 2**31:
-                return False
+                return None
         for i, aligned in self.specialized:
-            x = args[i]
+            x = values[i]
             if type(x) is not int or (x & 15 == 0) is not aligned or x == 1 or not 0 <= x < 2**31:
-                return False
+                return None
         for i in self.floats:
-            if type(args[i]) is not float:
-                return False
+            if type(values[i]) is not float:
+                return None
         for i, dtype, block, swizzled in self.tiles:
-            if args[i] is None:
-                return False
-            x, view = args[i]
+            if values[i] is None:
+                return None
+            x, view = values[i]
             if x.dtype is not dtype or view.block != block or view.swizzled is not swizzled:
-                return False
-        return True
+                return None
+            values[i] = _descriptor()(x.data_ptr(), dtype, view)
+        return values
 
 
 class Launch(NamedTuple):
@@ -177,7 +174,13 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
         grid: up to three numbers of programs.
         args: the run-time arguments, all of them, on that device.
         given: the others.
+    Raises:
+        ValueError: a second or third number of programs is more than CUDA launches.
     """
+    if len(grid) > 1 and max(grid[1:]) > MAX_GRID:
+        raise ValueError(
+            f"{kernel.__name__} takes a grid of {grid}, and CUDA only {MAX_GRID} in the second and third dimension: split the call"
+        )
     if _recording.dry:
         _recording.launches.append(Launch(kernel, grid, tuple(args), given, None))
         return
@@ -190,13 +193,10 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
                 return launch(kernel, grid, args, given)
         stream = active.get_current_stream(device.index)
     for compiled in given.compiled:
-        if compiled.kernel is kernel and compiled.takes(args) and _as_before(kernel):
+        if compiled.kernel is kernel and _as_before(kernel) and (values := compiled.values(args)) is not None:
             program = compiled.program
-            values = [*args, *compiled.constants]
             for i in compiled.counters:
                 values[i] = counters(device, stream, values[i].count)
-            for i, *_ in compiled.tiles:
-                values[i] = values[i].descriptor()
             program[(*grid, 1, 1)[:3]](*values, stream=stream)
             break
     else:
