@@ -1,7 +1,12 @@
 """Every command, on a tiny model: the numbers in its JSON, the words in its tables, one line for what the user can put right."""
 
 import json
+import os
+import shutil
+import stat
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +15,12 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner
 
-from fp8attn import KVScales, cli
+from fp8attn import KVScales, __version__, cli
 from fp8attn.cli import demo as demo_command
+from fp8attn.cli import report as cli_report
 from fp8attn.cli.app import CACHES, TASKS, app
-from fp8attn.evaluation import models, recall, ruler
+from fp8attn.cli.shared import output
+from fp8attn.evaluation import models, needle, recall, ruler
 from fp8attn.evaluation.caches import NAMES
 
 
@@ -74,6 +81,23 @@ def test_evaluate_perplexity(tiny_model):
     assert "token by token" in text
     assert "FP8" in text
     assert "BF16" not in text
+
+
+def test_calibrated_and_uncalibrated_caches_are_compared_in_one_run(tiny_model, scales_file):
+    options = ("evaluate", "perplexity", "--model", tiny_model, "--context", 200, "--windows", 1)
+
+    def losses(*more):
+        return {row["cache"]: row["nll"] for row in run_json(*options, *more)["rows"]}
+
+    together = losses("--cache", "bf16,fp8,fp8-static", "--scales", scales_file)
+    assert list(together) == ["bf16", "fp8", "fp8-static"]
+    apart = losses("--cache", "both") | losses("--cache", "fp8", "--scales", scales_file)
+    assert together == apart
+    assert together["fp8"] != together["fp8-static"]
+    generated = run_json(
+        "generate", "value_", "--model", tiny_model, "--cache", "bf16,fp8,fp8-static", "--scales", scales_file, "--max-new-tokens", 2
+    )
+    assert [row["cache"] for row in generated["rows"]] == ["bf16", "fp8", "fp8-static"]
 
 
 def test_evaluate_needle(tiny_model, tmp_path):
@@ -165,6 +189,10 @@ def test_help_names_the_caches():
     assert "calibrate" in run("--help")
 
 
+def test_version():
+    assert run("--version") == f"fp8attn {__version__}\n"
+
+
 # `main`: one line and exit code 2
 
 
@@ -192,10 +220,76 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("evaluate",): "say --report FOLDER, or which evaluation",
         ("evaluate", "perplexity", *model, "--context", 10**6): "and the text has 16384",
         ("evaluate", "drift", *model, "--cache", "both"): "drift judges one cache at a time; got 'both'",
-        ("calibrate", *model, "--method", "mse"): "method must be one of",
+        ("calibrate", *model, "--out", tmp_path / "s", "--method", "mse"): "method must be one of",
+        ("generate", "", *model): "the prompt '' has no tokens; give some text to continue",
+        ("generate", "x", *model, "--device", "foo"): "the device 'foo' cannot be used here (",
+        ("generate", "x", *model, "--device", "meta"): "the device 'meta' cannot be used here (",
+        ("generate", "x", *model, "--device", "cuda:99"): "the device 'cuda:99' cannot be used here (",
+        ("generate", "x", "--model", tmp_path / "no"): f"there is no folder {tmp_path / 'no'}; name a model's folder, or a Hugging Face id",
+        ("plan", "--model", "./no"): "there is no folder ./no; name a model's folder, or a Hugging Face id",
+        ("evaluate", "--report", tmp_path / "r", *model, "--context", 50, "--decode", 51): "--decode 51 must not exceed --context 50",
+        ("evaluate", "needle", *model, "--plot", tmp_path / "p.txt"): "a plot is a .png, .svg or .pdf file; got",
     }
     for arguments, message in cases.items():
         assert message in fail(monkeypatch, capsys, *arguments), arguments
+
+
+def test_a_hub_id_that_cannot_be_loaded_is_no_folder_either(monkeypatch, capsys):
+    def offline(*arguments, **options):
+        raise OSError("We couldn't connect to 'https://huggingface.co'")
+
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", offline)
+    message = fail(monkeypatch, capsys, "plan", "--model", "models/no")
+    assert message == (
+        "fp8attn: there is no folder models/no, and loading it from the Hugging Face Hub failed: "
+        "We couldn't connect to 'https://huggingface.co'"
+    )
+
+
+@pytest.mark.parametrize(("name", "size"), [("model.safetensors", 5000), ("model.safetensors", 3), ("tokenizer.json", 100)])
+def test_damaged_models(monkeypatch, capsys, tiny_model, tmp_path, name, size):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / name).write_bytes((folder / name).read_bytes()[:size])
+    message = fail(monkeypatch, capsys, "generate", "x", "--model", folder)
+    assert f"a file of {folder} is damaged or cut short (" in message
+    assert message.endswith("download or copy the model again")
+
+
+@pytest.mark.parametrize("command", [("plan",), ("generate", "x")])
+def test_models_that_are_no_causal_language_models(monkeypatch, capsys, tmp_path, command):
+    cases = {
+        '{"model_type": "t5"}': "is a model of type 't5', which is no causal language model in transformers ",
+        '{"model_type": "foo"}': "The checkpoint you are trying to load has model type `foo` but Transformers does not recognize",
+        '{"model_type": "foo", "auto_map": {"AutoConfig": "a.B"}}': "contains custom code which must be executed",
+        "{}": "Should have a `model_type` key in its config.json",
+        "{": "is not a valid JSON file",
+    }
+    for number, (config, words) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+        message = fail(monkeypatch, capsys, *command, "--model", folder)
+        assert words in message
+        assert str(folder) in message
+        assert len(message) < 300 + 2 * len(str(folder))
+
+
+def test_plan_of_a_sliding_model(monkeypatch, capsys, tmp_path):
+    from transformers import MistralConfig
+
+    MistralConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=128, sliding_window=64).save_pretrained(tmp_path)
+    message = fail(monkeypatch, capsys, "plan", "--model", tmp_path)
+    assert "no layer would be in FP8: every layer of 'mistral' is of a kind whose cache does not grow (sliding_attention)" in message
+
+
+@pytest.mark.parametrize("option", ["--layers", "--kv-heads", "--head-dim"])
+def test_plan_refuses_zero(monkeypatch, capsys, option):
+    given = {"--layers": "3", "--kv-heads": "2", "--head-dim": "64"} | {option: "0"}
+    monkeypatch.setattr(sys, "argv", ["fp8attn", "plan", *(word for pair in given.items() for word in pair)])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert f"'{option}'" in capsys.readouterr().err
 
 
 def test_foreign_scales(monkeypatch, capsys, tiny_model, scales_file):
@@ -211,6 +305,159 @@ def test_missing_extra(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "fp8attn.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)
     assert fail(monkeypatch, capsys, "doctor") == "fp8attn: typer is not installed; pip install 'fp8attn[cli]'"
+
+
+def test_missing_lm_eval_is_found_before_the_run(monkeypatch, capsys, tiny_model, tmp_path):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks.ruler", None)
+    monkeypatch.setattr(needle, "ask", never)
+    monkeypatch.setattr(cli_report, "perplexity", never)
+    tasks = ("--model", tiny_model, "--task", "recall,niah_multikey_2", "--lengths", 600)
+    for command in (("needle",), ("--report", tmp_path)):
+        options = (*command, *tasks) if command == ("needle",) else (*command, *tasks, "--context", 300, "--windows", 1)
+        assert fail(monkeypatch, capsys, "evaluate", *options).endswith("pip install 'fp8attn[ruler]'")
+
+
+@pytest.mark.parametrize("command", [("needle", "--plot", "needle.png"), ("--report", "folder")])
+def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys, command):
+    for name in ("fp8attn.evaluation.plots", "fp8attn.evaluation.page", "fp8attn.cli.report"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("fp8attn.evaluation.plots")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(models, "load", never)
+    assert fail(monkeypatch, capsys, "evaluate", *command) == "fp8attn: matplotlib is not installed; pip install 'fp8attn[cli]'"
+
+
+def interrupted(tiny_model, code):
+    """Exit code, stdout and stderr of `fp8attn generate` after `code`, which arranges for a SIGINT."""
+    command = f"sys.argv = ['fp8attn', 'generate', 'x', '--model', {str(tiny_model)!r}]; _fp8attn_command.main()"
+    code = f"import contextlib, signal, sys\nimport _fp8attn_command\n{code}\n{command}"
+    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("module", ["torch", "typer", "transformers"])
+def test_ctrl_c_during_imports_is_silent(tiny_model, module):
+    """Also where a module that is being imported swallows the exception, as numpy does."""
+    code = f"""
+class CtrlC:
+    def find_spec(name, path, target=None):
+        if name == {module!r}:
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC)"""
+    assert interrupted(tiny_model, code) == (130, "", "")
+
+
+def test_ctrl_c_during_a_run_is_silent_and_cleans_up(tiny_model):
+    code = """
+from fp8attn.evaluation import models
+
+def load(*arguments, **options):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        print("cleaned up")
+
+models.load = load"""
+    assert interrupted(tiny_model, code) == (130, "cleaned up\n", "")
+
+
+# What a command writes
+
+
+def never(*arguments, **options):
+    raise AssertionError("the run began")
+
+
+COMMANDS = {
+    "calibrate --out": ("calibrate", "--out"),
+    "evaluate --report": ("evaluate", "--report"),
+    "needle --plot": ("evaluate", "needle", "--plot"),
+    "needle --save": ("evaluate", "needle", "--save"),
+    "demo --out": ("demo", "--out"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_that_cannot_be_written_is_found_before_the_run(monkeypatch, capsys, tmp_path, command):
+    monkeypatch.setattr(models, "load", never)
+    (tmp_path / "file").write_text("before")
+    (tmp_path / "folder.png").mkdir()
+    wrong = [tmp_path / "file" / "x.png"]
+    if command in ("evaluate --report", "demo --out"):
+        (tmp_path / "folder.png" / "index.html").mkdir()
+        (tmp_path / "folder.png" / "needle.png").mkdir()
+    for path in (*wrong, tmp_path / "folder.png"):
+        message = fail(monkeypatch, capsys, *COMMANDS[command], path)
+        assert message.startswith(f"fp8attn: cannot write {path}")
+        assert message.endswith("name a file in a folder that you can write to")
+    assert (tmp_path / "file").read_text() == "before"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_that_fails_leaves_files_as_they_were(monkeypatch, capsys, tiny_model, tmp_path, command):
+    def fails(*arguments, **options):
+        raise ValueError("the run failed")
+
+    monkeypatch.setattr(models, "load", fails)
+    for name in ("index.html", "report.json", "x.png"):
+        (tmp_path / name).write_text("before")
+    for path in (tmp_path,) if command in ("evaluate --report", "demo --out") else (tmp_path / "x.png", tmp_path / "y.png"):
+        assert fail(monkeypatch, capsys, *COMMANDS[command], path) == "fp8attn: the run failed"
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(("index.html", "report.json", "x.png"), "before")
+
+
+def test_a_length_that_does_not_fit_is_found_before_the_run(monkeypatch, capsys, tiny_model):
+    monkeypatch.setattr(needle, "ask", never)
+    message = fail(monkeypatch, capsys, "evaluate", "needle", "--model", tiny_model, "--lengths", "600,1000000")
+    assert "got 1000000" in message
+
+
+def test_outcomes_are_saved_though_the_page_fails(monkeypatch, capsys, tiny_model, tmp_path):
+    def fails(*arguments):
+        raise ValueError("no page")
+
+    monkeypatch.setattr(cli_report, "page", fails)
+    options = ("--context", 300, "--windows", 1, "--decode", 3, "--lengths", "600", "--samples", 1)
+    assert fail(monkeypatch, capsys, "evaluate", "--report", tmp_path, "--model", tiny_model, *options) == "fp8attn: no page"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["outcomes.jsonl", "report.json"]
+    assert len((tmp_path / "outcomes.jsonl").read_text().splitlines()) == 2 * 5
+
+
+def test_output(tmp_path):
+    path = tmp_path / "a" / "b.txt"
+    write = output(path)
+    assert list((tmp_path / "a").iterdir()) == []
+    seen = []
+    write(lambda draft: (seen.append(draft.suffix), draft.write_text("first")))
+    assert (seen, path.read_text(), list(path.parent.iterdir())) == ([".txt"], "first", [path])
+
+    def fails(draft):
+        draft.write_text("half")
+        raise ValueError("disk full")
+
+    with pytest.raises(ValueError, match="disk full"):
+        output(path)(fails)
+    assert (path.read_text(), list(path.parent.iterdir())) == ("first", [path])
+
+    path.chmod(0o640)
+    link = tmp_path / "link.txt"
+    link.symlink_to(path)
+    output(link)(lambda draft: draft.write_text("second"))
+    assert link.is_symlink() and path.read_text() == "second" and stat.S_IMODE(path.stat().st_mode) == 0o640
+
+    output(None)(never)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_pipe_is_written_in_place(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    seen = []
+    output(pipe)(seen.append)
+    assert seen == [pipe] and stat.S_ISFIFO(pipe.stat().st_mode)
 
 
 def test_success_exits_with_0(monkeypatch, capsys):

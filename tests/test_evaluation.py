@@ -99,6 +99,9 @@ def test_cache_names_and_factory(loaded):
     assert cache_names("fp8") == ("fp8",)
     scales = calibrate(model, [torch.arange(50)[None]])
     assert cache_names("both", scales) == ("bf16", "fp8-static")
+    assert cache_names("bf16,fp8,fp8-static", scales) == ("bf16", "fp8", "fp8-static")
+    with pytest.raises(ValueError, match="no cache of 'bf16,fp8-no-means' takes them; add fp8-static, or leave the scales out"):
+        cache_names("bf16,fp8-no-means", scales)
     with pytest.raises(ValueError, match="no cache is called 'int4'; choose bf16, fp8, both"):
         cache_names("bf16,int4")
     with pytest.raises(ValueError, match="no cache is called 'int4'"):
@@ -197,6 +200,8 @@ def outcomes():
 def test_needle_plot(tmp_path):
     path = tmp_path / "folder" / "needle.png"
     plots.save(plots.needle_maps(outcomes(), heading="Needle"), path)
+    with pytest.raises(ValueError, match=r"a plot is a \.png, \.svg or \.pdf file; got .*needle\.txt"):
+        plots.save(plots.needle_maps(outcomes(), heading="Needle"), tmp_path / "needle.txt")
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))

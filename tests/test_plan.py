@@ -48,10 +48,8 @@ def test_fp8_fits_twice_as_much():
     assert bf16.longest_context == 64 * 10**9 // 131072
 
 
-def test_nothing_fits_and_everything_fits():
+def test_nothing_fits():
     assert [fit.longest_context for fit in plan(LLAMA_8B, 1000)] == [0, 0]
-    windows_alone = CacheShape(0, 2, 64, windows=(16,))
-    assert plan(windows_alone, 10**9)[0].longest_context == 1 << 40
 
 
 def test_errors():
@@ -61,8 +59,9 @@ def test_errors():
         plan(LLAMA_8B, 10**9, batch=0)
     with pytest.raises(ValueError, match=r"no FP8 cache for head_dim 100; it must be one of \(64, "):
         CacheShape(1, 1, 100)
-    with pytest.raises(ValueError, match="must be positive"):
-        CacheShape(1, 0, 64)
+    for shape in ((0, 2, 64, (16,)), (1, 0, 64), (1, 1, 0), (1, 2, 64, (0,))):
+        with pytest.raises(ValueError, match="full_layers, num_kv_heads, head_dim and windows must be positive"):
+            CacheShape(*shape)
     with pytest.raises(ValueError, match=r"cache must be one of \('bf16', 'fp8'\); got 'int4'"):
         LLAMA_8B.nbytes("int4", 1)
 
@@ -108,6 +107,24 @@ class TestConfigs:
     def test_latent_attention_is_refused_by_name(self):
         with pytest.raises(ValueError, match="deepseek_v3 caches a latent vector"):
             shape_of(self.transformers.DeepseekV3Config())
+
+    def test_what_the_cache_refuses_is_refused_in_the_same_words(self):
+        from fp8attn.integrations.transformers import FP8Cache
+
+        small = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128}
+        cases = {
+            r"every layer of 'mistral' is of a kind whose cache does not grow \(sliding_attention\)": self.transformers.MistralConfig(
+                **small, sliding_window=64
+            ),
+            "'bart' is an encoder-decoder": self.transformers.BartConfig(),
+            "'t5' is an encoder-decoder": self.transformers.T5Config(),
+        }
+        for words, config in cases.items():
+            with pytest.raises(ValueError, match=words) as ours:
+                shape_of(config)
+            with pytest.raises(ValueError, match=words) as theirs:
+                FP8Cache(config)
+            assert str(ours.value) == str(theirs.value)
 
     def test_weights(self, tiny_model, tmp_path):
         config = self.transformers.AutoConfig.from_pretrained(tiny_model)

@@ -1,6 +1,7 @@
 """RULER's tasks and lm-eval through a cache: the prompts are lm-eval's own, and so are the answers."""
 
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,12 @@ def test_what_does_not_fit(tokenizer, committed):
         next(ruler.ruler_samples(tokenizer, "ruler_vt", lengths=(2048,)))
     with pytest.raises(ValueError, match="ruler_vt does not fit into 300 tokens"):
         next(ruler.ruler_samples(committed, "ruler_vt", lengths=(300,)))
+
+
+def test_without_lm_eval(committed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks.ruler", None)
+    with pytest.raises(ValueError, match=r"niah_single_1 needs lm-eval, and .* is not installed; pip install 'fp8attn\[ruler\]'"):
+        next(ruler.ruler_samples(committed, "niah_single_1", lengths=(2048,)))
 
 
 def test_lm_eval_asks_the_same_and_hears_the_same(tiny_model, tokenizer, monkeypatch):

@@ -1,6 +1,8 @@
 """KVScales: what is saved comes back, and what is not right is refused with a way out."""
 
+import os
 import pickle
+import stat
 
 import pytest
 import torch
@@ -49,6 +51,24 @@ def test_round_trip(saved):
 def test_tensor_names_are_those_of_the_model(saved):
     assert "model.layers.2.self_attn.k_scale" in load_file(saved)
     assert len(load_file(saved)) == 8
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_file_has_the_permissions_of_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        scales().save(tmp_path / "scales.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "scales.safetensors").stat().st_mode) == mode
+
+
+def test_save_makes_folders(tmp_path):
+    scales().save(tmp_path / "a" / "b" / "scales.safetensors")
+    assert KVScales.load(tmp_path / "a" / "b" / "scales.safetensors").tokens == 4096
+    with pytest.raises(IsADirectoryError):
+        scales().save(tmp_path / "a")
 
 
 def test_missing_layer():

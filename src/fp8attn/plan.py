@@ -32,9 +32,9 @@ class CacheShape:
     other_layers: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.full_layers, self.num_kv_heads - 1, self.head_dim - 1, *(w - 1 for w in self.windows)) < 0:
-            raise ValueError(f"layers, heads, head_dim and windows must be positive; got {self}")
-        if self.full_layers and self.head_dim not in HEAD_DIMS:
+        if min(self.full_layers, self.num_kv_heads, self.head_dim, *self.windows) < 1:
+            raise ValueError(f"full_layers, num_kv_heads, head_dim and windows must be positive; got {self}")
+        if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"no FP8 cache for head_dim {self.head_dim}; it must be one of {HEAD_DIMS}")
 
     @property
@@ -116,10 +116,16 @@ def shape_of(config: Any) -> CacheShape:
     """The cache of a transformers config.
 
     Raises:
-        ValueError: the model has no plain K and V to keep (multi-head latent attention), or its layers differ in shape.
+        ValueError: the model is an encoder-decoder, has no plain K and V to keep (multi-head latent attention), has no layer whose cache
+            grows (all are sliding, for example), or has layers of several shapes.
     """
     from transformers.cache_utils import get_layer_types_and_kwargs
 
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{config.model_type!r} is an encoder-decoder, whose cross-attention cache FP8Cache does not hold; "
+            "use transformers' own cache (EncoderDecoderCache)"
+        )
     config = config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"{config.model_type} caches a latent vector (multi-head latent attention), not K and V: fp8attn does not apply")
@@ -128,7 +134,12 @@ def shape_of(config: Any) -> CacheShape:
         kwargs = [kwargs] * len(kinds)
     layers = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     full = [layer for layer, kind in zip(layers, kinds, strict=True) if kind == "full_attention"]
-    shapes = {_heads(layer) for layer in full or [config]}
+    if not full:
+        raise ValueError(
+            f"no layer would be in FP8: every layer of {config.model_type!r} is of a kind whose cache does not grow "
+            f"({', '.join(sorted(set(kinds)))}). Use transformers' own cache (DynamicCache(config=model.config))"
+        )
+    shapes = {_heads(layer) for layer in full}
     if len(shapes) > 1:
         raise ValueError(f"the layers of {config.model_type} differ in (num_kv_heads, head_dim): {sorted(shapes)}; plan them one by one")
     windowed = ("sliding_attention", "chunked_attention")
@@ -185,14 +196,12 @@ def _page_overhead(num_kv_heads: int) -> int:
 
 
 def _largest(cost: Callable[[int], int], free: int) -> int:
-    """The largest n with `cost(n) <= free`, of a cost that grows with n; 2^40 where it never exceeds it."""
+    """The largest n with `cost(n) <= free`, for a cost that grows with n."""
     if cost(1) > free:
         return 0
     high = 1
     while cost(high) <= free:
         high *= 2
-        if high > 1 << 40:
-            return 1 << 40
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2

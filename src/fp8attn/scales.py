@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from .numerics import E4M3, MIN_SCALE, power_of_two_scale
 
@@ -125,7 +125,10 @@ class KVScales:
             raise ValueError(f"these scales belong to another model: {'; '.join(differences)}; {RECALIBRATE}")
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file: tensors `model.layers.N.self_attn.{k,v}_{scale,mean}`, provenance as metadata strings."""
+        """Write a safetensors file and make the folders above it.
+
+        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`; its metadata strings say where they come from.
+        """
         tensors = {
             f"model.layers.{index}.self_attn.{name}": getattr(layer, name).cpu().contiguous()
             for index, layer in self.layers.items()
@@ -133,7 +136,8 @@ class KVScales:
         }
         metadata = {name: str(getattr(self, name)) for name in _METADATA}
         metadata |= {"format": FORMAT, "sqnr_db": json.dumps({str(index): list(db) for index, db in self.sqnr_db.items()})}
-        save_file(tensors, path, metadata)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(save(tensors, metadata))  # safetensors' own save_file ignores the umask and makes the file private
 
     @classmethod
     def load(cls, path: str | Path) -> KVScales:

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run a command. What the user can put right ends in one line on stderr and exit code 2; anything else is a bug and shows where."""
+    """Run a command. What the user can correct ends in one line on stderr and exit code 2. Anything else is a bug and shows a traceback."""
     try:
         from .app import app
 

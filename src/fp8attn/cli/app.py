@@ -9,7 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .shared import ask_all, encode, load, makers, needle_samples, numbers, out, print_json, progress, read_windows
+from .. import __version__
+from .shared import ask_all, encode, load, makers, needle_samples, numbers, out, output, print_json, progress, read_windows
 
 app = typer.Typer(
     help="An FP8 KV cache and FP8 attention: half the memory, the same answers.",
@@ -24,7 +25,7 @@ Model = Annotated[str | None, typer.Option(help="A model folder or Hugging Face 
 Device = Annotated[str | None, typer.Option(help="Where to run. Default: the GPU where there is one.")]
 CACHES = "bf16, fp8, fp8-static, fp8-no-means, transformers-fp8"
 CacheChoice = Annotated[str, typer.Option("--cache", help=f"both, or some of {CACHES}, joined by commas.")]
-Scales = Annotated[Path | None, typer.Option(help="Calibrated scales for the FP8 cache (fp8attn calibrate).")]
+Scales = Annotated[Path | None, typer.Option(help="Calibrated scales (fp8attn calibrate): fp8 means fp8-static, unless both are named.")]
 Text = Annotated[Path | None, typer.Option(help="A text file, plain or .xz. Default: the held-out text of the committed model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a prefill's forward.", min=1)]
@@ -33,6 +34,19 @@ Stress = Annotated[
 ]
 TASKS = "recall, niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt"
 Tasks = Annotated[str, typer.Option("--task", help=f"Some of {TASKS}, joined by commas; all but the first need fp8attn[ruler].")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fp8attn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Options of `fp8attn` itself."""
 
 
 @app.command()
@@ -101,10 +115,8 @@ def evaluate_all(
     from .report import run
 
     sizes = numbers(lengths, int, "--lengths")
-    loaded, tokenizer = load(model, device, stress)
-    caches = makers(cache, loaded, scales)
-    amounts = {"context": context, "windows": windows, "decode": decode, "lengths": sizes, "samples": samples, "chunk": chunk}
-    run(report, loaded, tokenizer, caches, name=model, text=text, tasks=task, **amounts)
+    what = {"device": device, "stress": stress, "cache": cache, "scales": scales, "text": text, "tasks": task}
+    run(report, model, **what, context=context, windows=windows, decode=decode, lengths=sizes, samples=samples, chunk=chunk)
 
 
 @evaluate.command()
@@ -156,21 +168,24 @@ def needle(
     as_json: Json = False,
 ) -> None:
     """Retrieve what is hidden at each length and depth, through each cache, greedily; the same samples, compared in pairs."""
-    from ..evaluation import plots
     from ..evaluation.needle import cells, same_outcomes, save_outcomes, score
     from ..evaluation.paired import compare
     from ..evaluation.report import accuracy_tables, discordant, meta, needle_table, title
 
+    if plot:
+        from ..evaluation import plots
+
+        plots.check_format(plot)
+    write_plot, write_outcomes = output(plot), output(save)
     grid = {"lengths": numbers(lengths, int, "--lengths"), "depths": numbers(depths, float, "--depths")}
     loaded, tokenizer = load(model, device, stress)
     caches = makers(cache, loaded, scales)
-    questions, total = needle_samples(task, tokenizer, model, text, **grid, samples=samples, distractors=distractors, seed=seed)
-    outcomes = ask_all("answers", loaded, tokenizer, questions, total, caches, chunk=chunk)
+    questions = needle_samples(task, tokenizer, model, text, **grid, samples=samples, distractors=distractors, seed=seed)
+    outcomes = ask_all("answers", loaded, tokenizer, questions, caches, chunk=chunk)
     first, *others = caches
-    if plot:
-        plots.save(plots.needle_maps(outcomes, heading=f"Needle in a haystack: {Path(loaded.config._name_or_path).name}"), plot)
-    if save:
-        save_outcomes(save, outcomes)
+    heading = f"Needle in a haystack: {Path(loaded.config._name_or_path).name}"
+    write_outcomes(lambda path: save_outcomes(path, outcomes))
+    write_plot(lambda path: plots.save(plots.needle_maps(outcomes, heading=heading), path))
     if as_json:
         scores = {name: score(outcomes, name) for name in caches}
         equal = {name: same_outcomes(outcomes, first, name) for name in others}
@@ -233,12 +248,12 @@ def calibrate(
     from .. import calibrate as run
     from ..evaluation.report import meta, sensitivity_table
 
+    write_scales = output(save)
     loaded, tokenizer = load(model, device)
     batches = read_windows(tokenizer, model, text, context, windows, from_end=True)
     with progress("windows") as tick:
         found = run(loaded, batches.split(1), method=method, percentile=percentile, progress=tick)
-    save.parent.mkdir(parents=True, exist_ok=True)
-    found.save(save)
+    write_scales(found.save)
     if as_json:
         rows = [{"layer": index, "k_sqnr_db": k, "v_sqnr_db": v} for index, (k, v) in found.sqnr_db.items()]
         print_json({"meta": meta(loaded), "scales": str(save), "tokens": found.tokens, "method": found.method, "rows": rows})
@@ -250,9 +265,9 @@ def calibrate(
 @app.command()
 def plan(
     model: Model = None,
-    layers: Annotated[int | None, typer.Option(help="Instead of a model: its attention layers.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="... and their KV heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="... and the size of a head.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of a model: its attention layers.", min=1)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="... and their KV heads.", min=1)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="... and the size of a head.", min=1)] = None,
     memory: Annotated[str, typer.Option(help="Of the device, such as 80GB or 24GiB.")] = "80GB",
     weights: Annotated[str | None, typer.Option(help="Bytes of the parameters. Default: counted, where a model is named.")] = None,
     context: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 32768,

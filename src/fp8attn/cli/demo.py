@@ -16,7 +16,7 @@ from ..evaluation.perplexity import perplexity
 from ..evaluation.plots import needle_maps, save
 from ..evaluation.recall import recall_samples
 from ..evaluation.report import meta, needle_table, perplexity_table, sensitivity_table, title, write_json
-from .shared import ask_all, load, out, progress
+from .shared import ask_all, load, out, output, progress
 
 CALIBRATION = (8, 1024)  # windows, tokens of each: from the text's end, where the measurements do not come
 CONTEXT, WINDOWS = 4096, 2  # of the perplexity
@@ -28,6 +28,7 @@ PROMPT = "def read_header(self, name, default=None):\n"
 def run(folder: Path, device: str | None) -> dict[str, Any]:
     """Calibrate, generate, measure; print tables, write `demo.json`, `needle.png` and `scales.safetensors` into `folder`."""
     began = time.monotonic()
+    write_results, write_plot, write_scales = (output(folder / file) for file in ("demo.json", "needle.png", "scales.safetensors"))
     model, tokenizer = load(None, device)
     text = models.read_text()
     tokens = models.tokenize(tokenizer, text)
@@ -36,8 +37,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     count, length = CALIBRATION
     with progress("calibrating") as tick:
         scales = calibrate(model, models.windows(tokens, length, count, from_end=True).split(1), progress=tick)
-    folder.mkdir(parents=True, exist_ok=True)
-    scales.save(folder / "scales.safetensors")
+    write_scales(scales.save)
     out.print(sensitivity_table(scales))
     caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
     static = {"fp8-static": cache_factory("fp8-static", model.config, scales=scales)}
@@ -63,9 +63,10 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
 
     out.rule("4. Needles in haystacks of held-out code", align="left")
     questions = list(recall_samples(tokenizer, text, lengths=LENGTHS, samples=1, seed=2026))
-    outcomes = ask_all("asking", model, tokenizer, questions, len(questions), caches)
+    outcomes = ask_all("asking", model, tokenizer, questions, caches)
     out.print(needle_table(outcomes))
-    save(needle_maps(outcomes, heading=f"Needle in a haystack: {Path(model.config._name_or_path).name}"), folder / "needle.png")
+    heading = f"Needle in a haystack: {Path(model.config._name_or_path).name}"
+    write_plot(lambda path: save(needle_maps(outcomes, heading=heading), path))
 
     bf16, fp8 = chunks[:2]
     results = {
@@ -82,7 +83,8 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
         "greedy_tokens": len(written["bf16"]),
         "seconds": time.monotonic() - began,
     }
-    write_json(folder / "demo.json", {**results, "meta": meta(model), "perplexity": [*chunks, *decoded], "needle": cells(outcomes)})
+    everything = {**results, "meta": meta(model), "perplexity": [*chunks, *decoded], "needle": cells(outcomes)}
+    write_results(lambda path: write_json(path, everything))
     out.print(_summary(results))
     out.print(f"{folder}/demo.json, {folder}/needle.png, {folder}/scales.safetensors; {results['seconds']:.0f} s")
     return results

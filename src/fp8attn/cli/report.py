@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ..evaluation.needle import save_outcomes
 from ..evaluation.page import page, write_page
 from ..evaluation.perplexity import perplexity
 from ..evaluation.report import accuracy_tables, meta, perplexity_table, write_json
-from .shared import ask_all, needle_samples, out, progress, read_windows
+from .shared import ask_all, load, makers, needle_samples, out, output, progress, read_windows
 
 
 def run(
     folder: Path,
-    model: Any,
-    tokenizer: Any,
-    caches: Mapping[str, Callable],
-    *,
     name: str | None,
+    *,
+    device: str | None,
+    stress: int,
+    cache: str,
+    scales: Path | None,
     text: Path | None,
     context: int,
     windows: int,
@@ -29,19 +28,25 @@ def run(
     samples: int,
     chunk: int,
 ) -> None:
-    """Write `index.html`, `report.json` and `outcomes.jsonl` into `folder`."""
+    """Evaluate the model `name`; write `index.html`, `report.json` and `outcomes.jsonl` into `folder`."""
+    if decode > context:
+        raise ValueError(f"--decode {decode} must not exceed --context {context}")
+    write_html, write_report, write_outcomes = (output(folder / file) for file in ("index.html", "report.json", "outcomes.jsonl"))
+    model, tokenizer = load(name, device, stress)
+    caches = makers(cache, model, scales)
     tokens = read_windows(tokenizer, name, text, context + 1, windows)
+    questions = needle_samples(tasks, tokenizer, name, text, lengths=lengths, samples=samples)
     runs = []
     for what, count in (("prefill in chunks", 0), ("token by token", decode)):
         with progress(what) as tick:
             part = tokens[:1] if count else tokens
             runs.append(perplexity(model, part, caches, chunk=chunk, decode_tokens=count, tokenizer=tokenizer, progress=tick))
         out.print(perplexity_table(runs[-1]))
-    questions, total = needle_samples(tasks, tokenizer, name, text, lengths=lengths, samples=samples)
-    outcomes = ask_all("questions", model, tokenizer, questions, total, caches, chunk=chunk)
+    outcomes = ask_all("questions", model, tokenizer, questions, caches, chunk=chunk)
     out.print(*accuracy_tables(outcomes))
     about = meta(model)
-    write_page(folder / "index.html", page(about, runs, outcomes))
-    write_json(folder / "report.json", {"meta": about, "perplexity": [row for rows in runs for row in rows], "needle": outcomes})
-    save_outcomes(folder / "outcomes.jsonl", outcomes)
+    write_outcomes(lambda path: save_outcomes(path, outcomes))
+    rows = [row for run in runs for row in run]
+    write_report(lambda path: write_json(path, {"meta": about, "perplexity": rows, "needle": outcomes}))
+    write_html(lambda path: write_page(path, page(about, runs, outcomes)))
     out.print(f"{folder}/index.html, {folder}/report.json, {folder}/outcomes.jsonl")

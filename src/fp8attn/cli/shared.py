@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,46 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 out = Console()
+
+
+def output(path: Path | None) -> Callable[[Callable[[Path], object]], None]:
+    """Open a file that a command writes at its end, before its long run begins, so that no result is lost to a wrong path.
+
+    Args:
+        path: the file; the folders above it are made. None: the command was given none, and nothing is written.
+    Returns:
+        A function `write(save)`. `save` gets a path of the same ending beside `path`, and the complete file takes the place of `path`.
+        A run that fails creates no file and changes none.
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    if path is None:
+        return lambda save: None
+    target = path.resolve()
+    draft = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
+    try:
+        if target.exists():
+            if not (target.is_file() or target.is_dir()):  # /dev/null, a pipe: nothing may take its place
+                return lambda save: save(path)
+            target.open("ab").close()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.open("wb").close()
+        draft.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {path} ({error.strerror}: {error.filename}); name a file in a folder that you can write to"
+        ) from error
+
+    def write(save: Callable[[Path], object]) -> None:
+        try:
+            save(draft)
+            if target.exists():
+                shutil.copymode(target, draft)
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    return write
 
 
 def load(model: str | None, device: str | None, stress: int = 0) -> tuple[Any, Any]:
@@ -36,12 +78,15 @@ def makers(choice: str, model: Any, scales: Path | None, max_cache_len: int | No
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
-    if not chat:
-        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if not tokenizer.chat_template:
-        raise ValueError("this model's tokenizer has no chat template; leave out --chat")
-    turns = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    if chat:
+        if not tokenizer.chat_template:
+            raise ValueError("this model's tokenizer has no chat template; leave out --chat")
+        messages = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not inputs["input_ids"].numel():
+        raise ValueError(f"the prompt {prompt!r} has no tokens; give some text to continue")
+    return inputs
 
 
 def read_windows(tokenizer: Any, model: str | None, text: Path | None, length: int, count: int, *, from_end: bool = False) -> Any:
@@ -69,30 +114,32 @@ def needle_samples(
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0),
     distractors: int = 3,
     seed: int = 0,
-) -> tuple[Iterator, int]:
-    """The samples of tasks joined by commas, and how many they are: `samples` of each length, and of `recall` also of each depth."""
+) -> list:
+    """The samples of tasks joined by commas: `samples` of each length, and of `recall` also of each depth.
+
+    All are made before the model runs, so that a length that does not fit or a missing package cannot end a long run.
+    """
     from ..evaluation import recall, ruler
     from ..evaluation.models import read_text
 
-    made, total = [], 0
-    for task in tasks.split(","):
-        if task == recall.NAME:
-            grid = {"lengths": lengths, "depths": depths, "samples": samples, "distractors": distractors, "seed": seed}
-            made.append(recall.recall_samples(tokenizer, read_text(text, model), **grid))
-            total += len(lengths) * len(depths) * samples
-        elif task in ruler.NAMES:
-            made.append(ruler.ruler_samples(tokenizer, task, lengths=lengths, samples=samples, seed=seed))
-            total += len(lengths) * samples
-        else:
-            raise ValueError(f"no task is called {task!r}; choose from {', '.join((recall.NAME, *ruler.NAMES))}")
-    return chain(*made), total
+    made = []
+    with progress("prompts"):
+        for task in tasks.split(","):
+            if task == recall.NAME:
+                grid = {"lengths": lengths, "depths": depths, "samples": samples, "distractors": distractors, "seed": seed}
+                made += recall.recall_samples(tokenizer, read_text(text, model), **grid)
+            elif task in ruler.NAMES:
+                made += ruler.ruler_samples(tokenizer, task, lengths=lengths, samples=samples, seed=seed)
+            else:
+                raise ValueError(f"no task is called {task!r}; choose from {', '.join((recall.NAME, *ruler.NAMES))}")
+    return made
 
 
-def ask_all(what: str, model: Any, tokenizer: Any, questions: Iterable, total: int, caches: Mapping[str, Callable], **options: Any) -> list:
-    """The outcomes of `total` questions through each cache, under a bar."""
+def ask_all(what: str, model: Any, tokenizer: Any, questions: Sequence, caches: Mapping[str, Callable], **options: Any) -> list:
+    """The outcomes of all questions through each cache, with a progress bar."""
     from ..evaluation.needle import ask
 
-    answers = total * len(caches)
+    answers = len(questions) * len(caches)
     with progress(what) as tick:
         done = count(1)
         return ask(model, tokenizer, questions, caches, progress=lambda _: tick(next(done), answers), **options)

@@ -82,18 +82,22 @@ def cache_factory(name: str, config: Any, *, scales: KVScales | None = None, max
 
 
 def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
-    """What `--cache` means: `both` is BF16 and FP8, the baseline first; names may be joined by commas. Scales make `fp8` static.
+    """The caches that `choice` names: names joined by commas, or `both` for BF16 and FP8.
+
+    With scales, `fp8` means `fp8-static`, unless `fp8-static` is named too: then `fp8` is the cache that finds its own scales.
 
     Raises:
-        ValueError: no such cache.
+        ValueError: no such cache; scales that no cache takes.
     """
     names = ("bf16", "fp8") if choice == "both" else tuple(choice.split(","))
-    if scales is not None:
-        names = tuple("fp8-static" if name == "fp8" else name for name in names)
     for name in names:
         if name not in NAMES:
             raise ValueError(f"no cache is called {name!r}; choose bf16, fp8, both, or from {', '.join(NAMES)} (several with commas)")
-    return names
+    if scales is None or "fp8-static" in names:
+        return names
+    if "fp8" not in names:
+        raise ValueError(f"scales are given, and no cache of {choice!r} takes them; add fp8-static, or leave the scales out")
+    return tuple("fp8-static" if name == "fp8" else name for name in names)
 
 
 @torch.no_grad()

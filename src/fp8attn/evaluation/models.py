@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..integrations import transformers as _registers_fp8_kv  # noqa: F401
 
@@ -33,8 +44,36 @@ def default_model() -> Path:
 
 
 def load_config(model: str | Path | None = None) -> Any:
-    """The config of a folder or hub id (None: the committed model). Code that comes with a model is never run."""
-    return AutoConfig.from_pretrained(default_model() if model is None else model)
+    """The config of a causal language model. Code that comes with a model is never run.
+
+    Args:
+        model: a folder or Hugging Face id; None: the committed model.
+    Raises:
+        ValueError: no such folder; a type of model that transformers does not know, or that is no causal language model.
+        OSError: transformers finds no config.
+    """
+    source = default_model() if model is None else model
+    is_folder = Path(source).is_dir()
+    if not is_folder:
+        try:
+            validate_repo_id(str(source))
+        except HFValidationError as error:
+            raise ValueError(f"there is no folder {source}; name a model's folder, or a Hugging Face id such as org/name") from error
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except ValueError as error:
+        first = str(error).partition("\n")[0]  # the lines after it are general advice
+        raise ValueError(f"transformers {transformers.__version__} cannot read the config of {source}: {first}") from error
+    except OSError as error:
+        if is_folder:
+            raise
+        raise OSError(f"there is no folder {source}, and loading it from the Hugging Face Hub failed: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{source} is a model of type {config.model_type!r}, which is no causal language model in transformers "
+            f"{transformers.__version__}; name a model that generates text and has no encoder"
+        )
+    return config
 
 
 def load(
@@ -48,18 +87,38 @@ def load(
 
     Args:
         model: a folder or Hugging Face id; None: the committed model.
-        device: default: the GPU where there is one.
+        device: default: the GPU if there is one.
         dtype: default: the checkpoint's on a GPU and float32 on a CPU (whose 16-bit products are slow).
         attn_implementation: of transformers; `fp8_kv` reads both kinds of cache.
     Raises:
-        ValueError: no model given outside a checkout.
+        ValueError: no model given outside a checkout; no such folder or device; not a causal language model; a damaged file.
         OSError: transformers finds no such model.
     """
-    folder = default_model() if model is None else model
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    source = default_model() if model is None else model
+    device = _usable(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    load_config(source)  # its errors are shorter than those of the classes below
     dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn_implementation)
-    return loaded.to(device).eval(), AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False)
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"a file of {source} is damaged or cut short ({error}); download or copy the model again") from error
+    return loaded.to(device).eval(), tokenizer
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """The device, after a tensor was written to it and read back.
+
+    Raises:
+        ValueError: torch knows no such device, or cannot use it on this machine.
+    """
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        usable = "cuda or cpu" if torch.cuda.is_available() else "cpu"
+        raise ValueError(f"the device {str(device)!r} cannot be used here ({reason}); choose {usable}") from error
+    return torch.device(device)
 
 
 def read_text(path: str | Path | None = None, model: str | Path | None = None) -> str:

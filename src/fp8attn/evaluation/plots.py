@@ -6,25 +6,22 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from matplotlib import rc_context
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
 from .needle import Outcome, cells, score
 from .perplexity import Perplexity
 from .report import title
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
 
 
 def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
     """One heat map a cache, as many side by side as a page is wide, length across and depth down, each cell's mean score written in it."""
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.figure import Figure  # no pyplot: no display, no global state
-
     found = cells(outcomes)
     caches = list(dict.fromkeys(cell.cache for cell in found))
     lengths, depths = sorted({cell.length for cell in found}), sorted({cell.depth for cell in found})
@@ -70,8 +67,6 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
 
 def position_curves(rows: Sequence[Perplexity]) -> Figure:
     """Two plots over the position in the context: each cache's loss, and its KL divergence from the first cache's predictions."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9.5, 3.4), dpi=160, layout="constrained")
     loss, divergence = figure.subplots(1, 2)
     for number, row in enumerate(rows):
@@ -96,16 +91,29 @@ def position_curves(rows: Sequence[Perplexity]) -> Figure:
     return figure
 
 
+def check_format(path: str | Path) -> None:
+    """Check before a long run that `save` can write the format that the path's ending names.
+
+    Raises:
+        ValueError: its ending is none of `FORMATS`.
+    """
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"a plot is a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; got {path}")
+
+
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure in the format that the path's ending names, and the folders above."""
+    """Write a figure in the format that the path's ending names, and make the folders above it.
+
+    Raises:
+        ValueError: the ending is none of `FORMATS`.
+    """
+    check_format(path)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
 def svg(figure: Figure) -> str:
     """A figure as an `<svg>` element, to stand in an HTML page; the same figure gives the same bytes."""
-    from matplotlib import rc_context
-
     text = io.StringIO()
     with rc_context({"svg.hashsalt": "fp8attn", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", metadata={"Date": None})

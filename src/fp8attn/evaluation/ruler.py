@@ -39,8 +39,7 @@ def ruler_samples(tokenizer: Any, task: str, *, lengths: Sequence[int], samples:
         lengths: of prompt and answer together, in tokens; prompts come out up to one step of the generator shorter.
         seed: of everything. The first n of more samples are the n of fewer.
     Raises:
-        ValueError: no such task; a length in which it does not fit.
-        ModuleNotFoundError: lm-eval is not installed.
+        ValueError: no such task; a length in which it does not fit; lm-eval is not installed.
     """
     if task not in NAMES:
         raise ValueError(f"no RULER task is called {task!r}; choose from {', '.join(NAMES)}")
@@ -61,7 +60,10 @@ def _docs(tokenizer: Any, task: str, length: int, samples: int, seed: int) -> li
     state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            from lm_eval.tasks.ruler import niah_utils, prepare_niah, vt_utils
+            try:
+                from lm_eval.tasks.ruler import niah_utils, prepare_niah, vt_utils
+            except ModuleNotFoundError as error:
+                raise ValueError(f"{task} needs lm-eval, and {error.name} is not installed; pip install 'fp8attn[ruler]'") from error
 
             random.seed(f"{task} {length} {seed}")
             np.random.seed(random.getrandbits(32))
