@@ -128,12 +128,11 @@ class KVPages:
         cls, num_pages: int, num_kv_heads: int, head_dim: int, num_seqs: int, max_pages: int, device: torch.device | str | None = None
     ) -> KVPages:
         """No tokens: bytes, means and lengths zero, scales the smallest there is."""
-        return cls(
-            **cls.empty_pool(num_pages, num_kv_heads, head_dim, device),
-            k_mean=torch.zeros(num_seqs, num_kv_heads, head_dim, dtype=torch.float32, device=device),
-            v_mean=torch.zeros(num_seqs, num_kv_heads, head_dim, dtype=torch.float32, device=device),
-            page_table=torch.zeros(num_seqs, max_pages, dtype=torch.int32, device=device),
-            cache_seqlens=torch.zeros(num_seqs, dtype=torch.int32, device=device),
+        return cls.trusted(
+            *cls.empty_pool(num_pages, num_kv_heads, head_dim, device).values(),
+            *(torch.zeros(num_seqs, num_kv_heads, head_dim, dtype=torch.float32, device=device) for _ in range(2)),
+            torch.zeros(num_seqs, max_pages, dtype=torch.int32, device=device),
+            torch.zeros(num_seqs, dtype=torch.int32, device=device),
         )
 
     @staticmethod
