@@ -3,6 +3,7 @@
 import lzma
 import os
 import string
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -18,10 +19,10 @@ torch.set_num_threads(1)
 def pytest_configure():
     """Triton's interpreter replaces the functions of `triton.language` by its own at every launch, and again wherever a kernel calls a
     `triton.jit` function. Those calls find all replaced: without this, kernels take nearly twice the time."""
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
+    from triton.runtime import interpreter
+
     replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     replaced: set[ModuleType] = set()  # in this launch
 
