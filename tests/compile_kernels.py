@@ -1,211 +1,145 @@
-"""Compiles, without a GPU, what the launchers of the Triton kernels would launch, and prints what ptxas says of it as JSON.
+"""What the launchers of the Triton kernels would launch, compiled without a GPU: what ptxas says of it.
 
-A process of its own (`test_compile.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile. The launchers themselves run, on
-CPU tensors, with the kernels replaced by recorders: what is compiled is what they ask for.
+`test_compile.py` calls this in a process where Triton compiles. By hand:
 
-    python tests/compile_kernels.py [sm_90 | sm_80 | sm_89 ...] [case substring]
+    python tests/compile_kernels.py [sm_90 | sm_80 | sm_89 ...] [case substring ...]
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import re
 import sys
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from typing import Any
 
 import torch
-import triton
-from triton import knobs
+from machine_code import build, dry
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from fp8attn import KVPages
 from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
+from fp8attn.kernels.launch import Launch
 from fp8attn.layout import FP8, HEAD_DIMS
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes one program may have
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@dataclass
-class Compiled:
-    case: str
-    kernel: str
-    head_dim: int
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    shared_limit: int
-    num_warps: int
-    warnings: str
+def attention(head_dim: int, dtype, queries: int, **features) -> None:
+    """`queries` queries of a sequence; 4 query heads a KV head."""
+    options = {"causal": True, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None} | features
+    q = torch.zeros(queries, 8, head_dim, dtype=dtype)
+    pages = KVPages.empty(48, 2, head_dim, 1, 48)
+    portable.attention(q, pages, cu_seqlens_q=None, max_seqlen_q=queries, softmax_scale=0.1, **options)
 
 
-class Recorder:
-    """Stands in for a jitted kernel: `recorder[grid](...)` notes the arguments."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-        self.launches = []
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.launches.append((args, options))
-
-
-def compile_launch(kernel, args, options, arch: int):
-    """`triton.compile` of one recorded launch, specialised as Triton would: returns (metadata, ptxas's log, asm)."""
-    values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in options.items() if k not in OPTIONS}
-    signature, constants, attributes = {}, {}, {}
-    for i, param in enumerate(kernel.params):
-        value = values[param.name]
-        special = not param.do_not_specialize
-        if param.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
-            signature[param.name] = "constexpr"
-            constants[(i,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = TYPES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[param.name] = "i32"
-            if special and value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[param.name] = "fp32"
-    log = io.StringIO()
-    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), contextlib.redirect_stdout(log):
-        knobs.cache.dir = cache
-        knobs.nvidia.dump_ptxas_log = True
-        source = ASTSource(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={k: options[k] for k in OPTIONS if k in options})
-    return compiled.metadata, log.getvalue(), compiled.asm
-
-
-def _pages(head_dim: int, max_pages: int = 48) -> KVPages:
-    return KVPages.empty(48, 2, head_dim, 1, max_pages)
-
-
-def attention_case(name: str, head_dim: int, dtype, queries: int, group: int = 4, causal=True, splits=1, device_arch: int = 90, **features):
-    """What `portable.attention` launches for `queries` queries of a sequence."""
-    options = {"window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None} | features
-    portable._attention_kernel, combine._combine_kernel = Recorder(ATTENTION), Recorder(COMBINE)
-    portable.is_native = combine.is_native = lambda device: device_arch >= 89
-    portable._device = lambda device: (132, SHARED_MEMORY[device_arch])
-    portable.num_splits = lambda *_: splits
-    q = torch.zeros(queries, 2 * group, head_dim, dtype=dtype)
-    portable.attention(
-        q, _pages(head_dim), cu_seqlens_q=None, max_seqlen_q=queries, causal=causal, softmax_scale=0.1, **options,
-    )  # fmt: skip
-    return [(name, r.kernel, *launch) for r in (portable._attention_kernel, combine._combine_kernel) for launch in r.launches]
-
-
-def append_case(name: str, head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, device_arch: int = 90):
-    """What `append.append` launches for `tokens` new tokens of each of two sequences."""
-    heads = 8
-    recorders = [Recorder(kernel) for kernel in APPEND]
-    append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel, append._bytes_kernel = recorders
-    append.is_native = lambda device: device_arch >= 89
-    k = torch.zeros(2 * tokens, heads, head_dim, dtype=dtype)
+def append_tokens(head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False) -> None:
+    """`tokens` new tokens of each of two sequences."""
+    k = torch.zeros(2 * tokens, 8, head_dim, dtype=dtype)
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
     angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
-        KVPages.empty(48, heads, head_dim, 2, 24), k, k, q=q, q_out=q, max_seqlen=tokens, rope_cos=angle, rope_sin=angle,
+        KVPages.empty(48, 8, head_dim, 2, 24), k, k, q=q, q_out=q, max_seqlen=tokens, rope_cos=angle, rope_sin=angle,
         cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
         static_scales=False, fix_means=tokens > append.MAX_TOKENS,
     )  # fmt: skip
-    return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
 
 
-def quantize_case(name: str, head_dim: int, dtype, rotary=0, interleaved=False, device_arch: int = 90):
-    """What `append.quantize` and `append.rotate` launch for two sequences of dense K, V and Q, transposed."""
-    recorders = [Recorder(kernel) for kernel in APPEND]
-    append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel, append._bytes_kernel = recorders
-    append.is_native, append.overlaps = lambda device: device_arch >= 89, lambda device: device_arch >= 90
+def quantize(head_dim: int, dtype, rotary=0) -> None:
+    """Dense K, V and Q of two sequences, transposed."""
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
-    append.quantize(x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, means=dtype != FP8)
+    append.quantize(x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=False, means=dtype != FP8)
     if rotary:
-        append.rotate(x, angle, angle, interleaved)
-    return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
+        append.rotate(x, angle, angle, False)
 
 
-def rows_case(name: str, head_dim: int, dtype, rotary=0, interleaved=False, device_arch: int = 90):
-    """What `quantize_rows.quantize_rows` launches for dense K, without a mean if it is not rotated."""
-    recorders = [Recorder(kernel) for kernel in ROWS]
-    rows._statistics_kernel, rows._scales_kernel, rows._rows_kernel = recorders
-    rows.is_native = lambda device: device_arch >= 89
-    x = torch.zeros(2, 8, 300, head_dim, dtype=dtype)
+def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
+    """Dense K; without a mean if it is not rotated."""
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     options = dict(rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, means=rotary > 0, heads_per_scale=4)
-    rows.quantize_rows(x, **options)
-    return [(name, r.kernel, *launch) for r in recorders for launch in r.launches]
+    rows.quantize_rows(torch.zeros(2, 8, 300, head_dim, dtype=dtype), **options)
 
 
-ATTENTION, COMBINE = portable._attention_kernel, combine._combine_kernel
-APPEND = append._step_kernel, append._page_kernel, append._queries_kernel, append._means_kernel, append._bytes_kernel
-ROWS = rows._statistics_kernel, rows._scales_kernel, rows._rows_kernel
-
-
-def cases(arch: int) -> list[tuple]:
-    """Every head_dim with few, some and many rows, each dtype and feature somewhere; the whole list for sm_90, a sample elsewhere."""
-    bf16, fp16 = torch.bfloat16, torch.float16
-    found = []
+def cases(arch: int) -> dict[str, tuple]:
+    """Launchers and their arguments: every head_dim with few, some and many rows, each dtype and feature somewhere; the whole list for
+    sm_90, a sample elsewhere."""
+    found: dict[str, tuple] = {}
     for i, head_dim in enumerate(HEAD_DIMS if arch == 90 else (128, 256) if arch == 80 else (256,)):
-        dtype, other = (bf16, fp16) if i % 2 else (fp16, bf16)
-        found += attention_case(f"D{head_dim} rows4", head_dim, dtype, 1, splits=4 if i % 3 else 33, device_arch=arch)
-        found += attention_case(f"D{head_dim} rows64", head_dim, other, 16, splits=1 + i % 2, device_arch=arch)
-        found += attention_case(f"D{head_dim} rows128", head_dim, dtype, 512, device_arch=arch)
-        rope = {"rotary": head_dim, "q_heads": 32, "device_arch": arch}
-        found += append_case(f"D{head_dim} step rope", head_dim, other, 1 + i, **rope)
-        found += append_case(f"D{head_dim} prompt rope", head_dim, dtype, 300, **rope, interleaved=i % 2 == 1)
-        found += quantize_case(f"D{head_dim} dense", head_dim, dtype, i % 2 * head_dim, device_arch=arch)
-        found += rows_case(f"D{head_dim} rows", head_dim, other, i % 2 * head_dim, interleaved=i % 4 == 3, device_arch=arch)
-    found += quantize_case("D128 dense fp8", 128, FP8, device_arch=arch)
-    found += quantize_case("D96 dense fp8", 96, FP8, device_arch=arch)  # a masked load of FP8
+        dtype, other = (BF16, FP16) if i % 2 else (FP16, BF16)
+        rope, some = {"rotary": head_dim, "q_heads": 32}, i % 2 * head_dim
+        found |= {
+            f"D{head_dim} rows4": (attention, head_dim, dtype, 1, {"splits": 4 if i % 3 else 33}),
+            f"D{head_dim} rows64": (attention, head_dim, other, 16, {"splits": 1 + i % 2}),
+            f"D{head_dim} rows128": (attention, head_dim, dtype, 512, {}),
+            f"D{head_dim} step rope": (append_tokens, head_dim, other, 1 + i, rope),
+            f"D{head_dim} prompt rope": (append_tokens, head_dim, dtype, 300, rope | {"interleaved": i % 2 == 1}),
+            f"D{head_dim} dense": (quantize, head_dim, dtype, {"rotary": some}),
+            f"D{head_dim} rows": (quantize_rows, head_dim, other, {"rotary": some, "interleaved": i % 4 == 3}),
+        }
+    found["D128 dense fp8"] = quantize, 128, FP8, {}
+    found["D96 dense fp8"] = quantize, 96, FP8, {}  # a masked load of FP8
     if arch == 90:
         leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
-        found += attention_case("D128 rows4 window sinks", 128, bf16, 1, window=100, sinks=sinks)
-        found += attention_case("D64 rows4 softcap leftpad", 64, fp16, 1, softcap=30.0, leftpad_k=leftpad)
-        found += attention_case("D128 rows64 softcap", 128, bf16, 16, softcap=30.0, sinks=sinks)
-        found += attention_case("D128 rows128 window sinks", 128, bf16, 512, window=100, sinks=sinks)
-        found += attention_case("D128 rows128 full leftpad", 128, fp16, 512, causal=False, leftpad_k=leftpad)
-        found += append_case("D128 prompt", 128, bf16, 300)
-        found += quantize_case("D128 dense rope", 128, bf16, 128)
-        found += append_case("D128 prompt ragged", 128, bf16, 300, 128, ragged=True)
-        found += append_case("D128 step ragged", 128, bf16, 5, 40, q_heads=40, ragged=True)
+        found |= {
+            "D128 rows4 window sinks": (attention, 128, BF16, 1, {"window": 100, "sinks": sinks}),
+            "D64 rows4 softcap leftpad": (attention, 64, FP16, 1, {"softcap": 30.0, "leftpad_k": leftpad}),
+            "D128 rows64 softcap": (attention, 128, BF16, 16, {"softcap": 30.0, "sinks": sinks}),
+            "D128 rows128 window sinks": (attention, 128, BF16, 512, {"window": 100, "sinks": sinks}),
+            "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad}),
+            "D128 prompt": (append_tokens, 128, BF16, 300, {}),
+            "D128 dense rope": (quantize, 128, BF16, {"rotary": 128}),
+            "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
+            "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
+        }
     return found
 
 
-def run(arch: int, index: int) -> Compiled:
-    name, kernel, args, options = cases(arch)[index]
-    metadata, log, _ = compile_launch(kernel, args, options, arch)
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
-    warnings = "\n".join(line for line in log.splitlines() if re.search(r"C75\d\d|warning", line))
-    return Compiled(
-        name, kernel.__name__.strip("_"), options["D"], max(registers), sum(spills), metadata.shared, SHARED_MEMORY[arch],
-        metadata.num_warps, warnings,
-    )  # fmt: skip
+def launches(arch: int, name: str) -> list[Launch]:
+    """What a case launches on a GPU of that architecture."""
+    function, *arguments, options = cases(arch)[name]
+    splits = options.pop("splits", 1)
+    with dry() as (found, patch):
+        for module in (portable, combine, append, rows):
+            patch.setattr(module, "is_native", lambda device: arch >= 89)
+        patch.setattr(append, "overlaps", lambda device: arch >= 90)
+        patch.setattr(portable, "_device", lambda device: (132, SHARED_MEMORY[arch]))
+        patch.setattr(portable, "num_splits", lambda *_: splits)
+        function(*arguments, **options)
+    return found
+
+
+def kernels(arch: int) -> dict[str, list[str]]:
+    """The kernels that each case launches; nothing is compiled."""
+    return {name: [launch.kernel.__name__.strip("_") for launch in launches(arch, name)] for name in cases(arch)}
+
+
+def compile_cases(arch: int, head_dim: int) -> list[dict[str, Any]]:
+    """A row for each launch of that head_dim's cases."""
+    return [row for name in cases(arch) if name.split()[0] == f"D{head_dim}" for row in compile_case(arch, name)]
+
+
+def compile_case(arch: int, name: str) -> list[dict[str, Any]]:
+    """A row for each launch."""
+    found = []
+    for launch in launches(arch, name):
+        built = build(launch, GPUTarget("cuda", arch, 32))
+        metadata = built.kernel.metadata
+        found.append({
+            "case": name, "kernel": launch.kernel.__name__.strip("_"), "head_dim": launch.given["D"], "registers": built.registers,
+            "spill_bytes": built.spill_stores + built.spill_loads, "shared_bytes": metadata.shared, "shared_limit": SHARED_MEMORY[arch],
+            "num_warps": metadata.num_warps, "warnings": built.warnings,
+        })  # fmt: skip
+    return found
 
 
 def main() -> None:
-    arch = int(sys.argv[1].removeprefix("sm_")) if len(sys.argv) > 1 else 90
-    wanted = [i for i, case in enumerate(cases(arch)) if len(sys.argv) < 3 or sys.argv[2] in f"{case[0]} {case[1].__name__}"]
-    with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
-        for result in pool.map(run, [arch] * len(wanted), wanted):
-            print(json.dumps(asdict(result)), flush=True)
+    arch, *words = sys.argv[1:] or ["sm_90"]
+    arch = int(arch.removeprefix("sm_"))
+    for name in cases(arch):
+        if not words or any(word in name for word in words):
+            for row in compile_case(arch, name):
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,27 @@
-"""Compiles the Hopper decode kernel for sm_90 without a GPU, and runs it on the CPU (`ptx.py`); prints JSON.
+"""The Hopper decode kernel without a GPU: compiled for sm_90, and run on the CPU (`ptx.py`).
 
-A process of its own (`test_decode.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile. The launcher itself runs, on CPU
-tensors, with the kernel replaced: what is compiled or emulated is what it asks for.
+`test_decode.py` calls this in a process where Triton compiles. By hand:
 
-    python tests/run_decode.py compile [case substring ... | --exact case ...] [--table]
-    python tests/run_decode.py emulate [case substring ... | --exact case ...]
+    python tests/run_decode.py compile [case substring ...] [--table]
+    python tests/run_decode.py emulate [case substring ...] [--table]
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
-import triton
-from ptx import Machine, Memory, TensorMap
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from emulating import emulate
+from kernel_cases import poison_empty
+from machine_code import Sass, build, dry
 
-from fp8attn import KVPages, kernels, reference
+from fp8attn import KVPages, reference
 from fp8attn.kernels import decode
-from fp8attn.kernels.gluon import TensorDescriptor
 from fp8attn.layout import FP8
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", FP8: "fp8e4nv"}
 PLAIN = {
     "lengths": [1], "heads": 1, "group": 4, "head_dim": 128, "queries": 1, "bounds": None, "dtype": torch.float16, "causal": True,
     "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0,
@@ -61,7 +52,7 @@ EMULATED = {
 }
 
 
-def build(lengths: list[int], heads: int, head_dim: int, v_mean: float) -> KVPages:
+def filled_pages(lengths: list[int], heads: int, head_dim: int, v_mean: float) -> KVPages:
     """A cache as mean as can be: pages in any order, unused ones and K's tails NaN, scales and means at random."""
     counts = [max(-(-n // 128), 1) for n in lengths]
     pages = KVPages.empty(sum(counts) + 3, heads, head_dim, len(lengths), max(counts) + 1)
@@ -86,11 +77,11 @@ def build(lengths: list[int], heads: int, head_dim: int, v_mean: float) -> KVPag
     return pages
 
 
-def launch(case: dict, kernel_stand_in) -> tuple:
-    """Runs the launcher on a case; returns its result and float64's."""
+def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
+    """Runs the launcher on a case, and `run` on what it would launch; returns the result and float64's."""
     c = PLAIN | case
     torch.manual_seed(0)
-    pages = build(c["lengths"], c["heads"], c["head_dim"], c["v_mean"])
+    pages = filled_pages(c["lengths"], c["heads"], c["head_dim"], c["v_mean"])
     tokens = c["queries"] * len(c["lengths"]) if c["bounds"] is None else c["bounds"][-1] + 2
     q = torch.randn(tokens, c["heads"] * c["group"], c["head_dim"]).to(c["dtype"])
     options = {
@@ -103,127 +94,52 @@ def launch(case: dict, kernel_stand_in) -> tuple:
         "sinks": torch.randn(q.shape[1]) if c["sinks"] else None,
         "leftpad_k": torch.tensor(c["leftpad"], dtype=torch.int32) if c["leftpad"] else None,
     }
-    decode.num_sms = lambda device: c["sms"]
-    decode.plan.cache_clear()  # a plan keeps what that gave
-    kernels.launch.counters = lambda device, stream, count: kernel_stand_in.state[:count]
-    decode.decode, original = kernel_stand_in, decode.decode
-    try:
+    with dry() as (launches, patch):
+        patch.setattr(decode, "num_sms", lambda device: c["sms"])
+        poison_empty(patch)
+        decode.plan.cache_clear()  # a plan keeps what these gave
         result = decode.attention(q, pages, **options)
-    finally:
-        decode.decode = original
+        decode.plan.cache_clear()
+    (launch,) = launches
+    run(launch)
     return result, reference.attention(q, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
 
 
-class Kernel:
-    """Stands in for the jitted kernel: compiles what it is called with and, if asked, runs it."""
-
-    jitted = decode.decode
-
-    def __init__(self, run: bool, late: tuple[int, ...] = ()) -> None:
-        self.run, self.late, self.state = run, late, torch.zeros(1024, dtype=torch.int32)
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self._launch(grid[0], args, options)
-
-    def _launch(self, grid: int, args: tuple, options: dict) -> None:
-        values = dict(zip(self.jitted.arg_names, args, strict=False)) | options
-        signature, constants, attributes, arguments, memory = {}, {}, {}, [], Memory()
-        addresses = {}
-
-        def address(tensor: torch.Tensor) -> int:
-            base = tensor._base if tensor._base is not None and not self._owned(tensor) else tensor
-            if base.data_ptr() not in addresses:
-                addresses[base.data_ptr()] = memory.add(base)
-            return addresses[base.data_ptr()] + tensor.data_ptr() - base.data_ptr()
-
-        for i, param in enumerate(self.jitted.params):
-            value = values[param.name]
-            if param.is_constexpr or value is None:
-                signature[param.name], constants[(i,)] = "constexpr", value
-            elif isinstance(value, TensorDescriptor):
-                signature[param.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
-                arguments.append(value)
-                arguments += [*value.shape, *value.strides]
-            elif isinstance(value, torch.Tensor):
-                signature[param.name] = "*" + TYPES[value.dtype]
-                attributes[(i,)] = [["tt.divisibility", 16]]
-                arguments.append(address(value) if self.run else 0)
-            else:
-                signature[param.name] = "i32" if isinstance(value, int) else "fp32"
-                if param.name.startswith("q_stride") and value % 16 == 0:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-                arguments.append(value)
-        source = GluonASTSource(self.jitted, signature, constants, attributes)
-        options = {k: options[k] for k in ("num_warps", "maxnreg") if k in options}
-        self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        if self.run:
-            metas = iter(self.compiled.metadata.tensordesc_meta)
-            for i, value in enumerate(arguments):
-                if isinstance(value, TensorDescriptor):
-                    meta, base = next(metas), value.base
-                    about = base.itemsize, value.shape, value.strides, meta["block_size"], 16 << meta["swizzle"]
-                    arguments[i] = TensorMap(memory, address(base), *about)
-            machine = Machine(self.compiled.asm["ptx"], self.compiled.metadata.shared, memory, [*arguments, 0, 0], grid)
-            machine.run(late=self.late)
-
-    @staticmethod
-    def _owned(tensor: torch.Tensor) -> bool:
-        return tensor.numel() == tensor._base.numel()
-
-
-def emulate(name: str) -> dict:
-    kernel = Kernel(run=True, late=(PLAIN | EMULATED[name])["late"])
-    (out, lse), (ref, ref_lse) = launch(EMULATED[name], kernel)
+def emulate_case(name: str) -> dict:
+    left = []
+    (out, lse), (ref, ref_lse) = attend(EMULATED[name], lambda launch: left.append(emulate(launch, (PLAIN | EMULATED[name])["late"])))
     rounded = ref.to(out.dtype).double()
     scale = ref.norm()
     return {
         "case": name, "rel_err": float((out.double() - ref).norm() / scale), "rounding": float((rounded - ref).norm() / scale),
-        "lse_err": float((lse - ref_lse).nan_to_num(0.0, 0.0, 0.0).abs().max()), "counters": int(kernel.state.abs().sum()),
+        "lse_err": float((lse - ref_lse).nan_to_num(0.0, 0.0, 0.0).abs().max()), "counters": left[0],
         "same_inf": bool((lse.isinf() == ref_lse.isinf()).all()), "nan": bool(out.isnan().any() | lse.isnan().any()),
     }  # fmt: skip
 
 
 def compile_case(name: str) -> dict:
-    kernel = Kernel(run=False)
-    kernel.compiled = None
-    launch(COMPILED[name], kernel)
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder) / "x.ptx", Path(folder) / "x.cubin"
-        # Newer Tritons name a PTX version that the ptxas beside it (the one for Hopper) does not know, and use nothing of it.
-        ptx.write_text(re.sub(r"\.version 9\.\d", ".version 8.7", kernel.compiled.asm["ptx"]))
-        log = subprocess.run([TOOLS / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True, text=True, check=True).stderr
-        sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    found = []
+    attend(COMPILED[name], lambda launch: found.append(build(launch)))
+    built, sass = found[0], found[0].sass()
     loop, loop_spills = hot_loop(sass)
     return {
-        "case": name, "registers": max(int(r) for r in re.findall(r"\bR(\d+)\b", sass)) + 1,
-        "spill_bytes": int(re.search(r"(\d+) bytes spill stores", log)[1]), "shared_bytes": kernel.compiled.metadata.shared,
-        "loop": loop, "loop_spills": loop_spills, "warnings": " ".join(sorted(set(re.findall(r"\bC75\d\d\b|warning.*", log)))),
+        "case": name, "registers": max(int(r) for x in sass.code for r in re.findall(r"\bR(\d+)\b", x)) + 1,
+        "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "loop": loop, "loop_spills": loop_spills,
+        "warnings": built.warnings,
     }  # fmt: skip
 
 
-def hot_loop(sass: str) -> tuple[int, int]:
+def hot_loop(sass: Sass) -> tuple[int, int]:
     """Instructions of the loop over pages, and how many of them are spills: the innermost loop with MMAs."""
-    code, labels, spans = [], {}, []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            code.append(instruction[1])
-    for i, instruction in enumerate(code):
-        branch = re.search(r"BRA\b.*`\((\.L_x_\d+)\)", instruction)
-        if branch and labels.get(branch[1], i) < i and sum("HMMA" in x for x in code[labels[branch[1]] : i]) >= 8:
-            spans.append(code[labels[branch[1]] : i + 1])
-    loop = min(spans, key=len)
-    return len(loop), sum("STL" in x or "LDL" in x for x in loop)
+    loops = [(start, end) for start, end in sass.loops() if sum("HMMA" in x for x in sass.code[start:end]) >= 8]
+    start, end = min(loops, key=lambda loop: loop[1] - loop[0])
+    return end + 1 - start, sass.spills(start, end)
 
 
 def main() -> None:
     mode, *words = [a for a in sys.argv[1:] if not a.startswith("--")]
-    function, cases = (compile_case, COMPILED) if mode == "compile" else (emulate, EMULATED)
-    matches = str.__eq__ if "--exact" in sys.argv else str.__contains__
-    chosen = [name for name in cases if not words or any(matches(name, word) for word in words)]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(function, chosen))
+    function, cases = (compile_case, COMPILED) if mode == "compile" else (emulate_case, EMULATED)
+    rows = [function(name) for name in cases if not words or any(word in name for word in words)]
     if "--table" in sys.argv:
         print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
         print("\n".join("| " + " | ".join(str(x) for x in row.values()) + " |" for row in rows))

@@ -1,7 +1,6 @@
-"""Runs the Hopper prefill kernel on the CPU (`ptx.py`), and prints as JSON how far it is from float64.
+"""The Hopper prefill kernel on the CPU (`ptx.py`), and how far it is from float64.
 
-A process of its own (`test_prefill.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile. The launcher itself runs, on CPU
-tensors, with the kernel replaced: what is run is what it asks for.
+`test_prefill.py` calls this in a process where Triton compiles. By hand:
 
     python tests/run_prefill.py [case ...]
 """
@@ -12,9 +11,12 @@ import json
 import sys
 
 import torch
-from run_decode import Kernel, build
+from emulating import emulate
+from kernel_cases import poison_empty
+from machine_code import dry
+from run_decode import filled_pages
 
-from fp8attn import kernels, reference
+from fp8attn import reference
 from fp8attn.kernels import prefill
 from fp8attn.layout import FP8
 from fp8attn.numerics import dequantize, power_of_two_scale, quantize
@@ -29,10 +31,10 @@ CASES = {
 }
 
 
-def emulate(name: str) -> dict:
+def emulate_case(name: str) -> dict:
     case = CASES[name]
     torch.manual_seed(0)
-    pages = build(case["lengths"], 1, case["head_dim"], v_mean=1.0)
+    pages = filled_pages(case["lengths"], 1, case["head_dim"], v_mean=1.0)
     queries = case["queries"]
     q = torch.randn(sum(queries), 1, case["head_dim"])
     scale = power_of_two_scale(q.abs().amax(-1))[..., None]
@@ -48,21 +50,22 @@ def emulate(name: str) -> dict:
         "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": True, "softmax_scale": case["head_dim"] ** -0.5, "window": 0,
         "softcap": 0.0, "sinks": None, "leftpad_k": None,
     }  # fmt: skip
-    kernel = Kernel(run=True)
-    kernel.jitted, prefill._prefill = prefill._prefill, kernel
-    prefill.num_sms = lambda device: 1  # one CTA has all items
-    kernels.launch.counters = lambda device, stream, count: kernel.state[:count]
-    prefill.plan.cache_clear()  # a plan keeps what these gave
-    out, lse = prefill.attention(q, pages, **options, **tables)
-    prefill._prefill = kernel.jitted
+    with dry() as (launches, patch):
+        patch.setattr(prefill, "num_sms", lambda device: 1)  # one CTA has all items
+        poison_empty(patch)
+        prefill.plan.cache_clear()  # a plan keeps what these gave
+        out, lse = prefill.attention(q, pages, **options, **tables)
+        prefill.plan.cache_clear()
+    (launch,) = launches
+    left = emulate(launch)
     ref, ref_lse = reference.attention(asked, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
     off = out.double() - ref
     return {
         "case": name, "rel_err": float(off.norm() / ref.norm()), "row_err": float((off.norm(dim=-1) / ref.norm(dim=-1)).max()),
         "lse_err": float((lse - ref_lse).abs().max()), "nan": bool(out.isnan().any() | lse.isnan().any()),
-        "counters": int(kernel.state.abs().sum()),
+        "counters": left,
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    print(json.dumps([emulate(name) for name in sys.argv[1:] or CASES]))
+    print(json.dumps([emulate_case(name) for name in sys.argv[1:] or CASES]))

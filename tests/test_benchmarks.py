@@ -260,11 +260,11 @@ def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
 
 
 def test_a_call_that_hangs_or_fails_is_left_behind():
-    ask = measure.Beside(subprocess.call, 60)
+    ask = measure.Beside(subprocess.call, compiling.HANG)
     assert ask(["true"]) == 0
     ask.seconds = 0.2
-    assert ask(["sleep", "1"]) is None
-    ask.seconds = 60
+    assert ask(["sleep", "10"]) is None
+    ask.seconds = compiling.HANG
     assert ask(["false"]) == 1
     assert ask(["/no/such/program"]) is None
     ask.end()
@@ -273,23 +273,24 @@ def test_a_call_that_hangs_or_fails_is_left_behind():
 # Kernels and models of the benchmarks' own
 
 COMPILE = """
-import sys
-import torch, triton
-sys.path.insert(0, "tests")
-from run_decode import Kernel
+import torch
 from benchmarks import decode as bench
+from benchmarks.offline import compiled
+
+class Recorder:
+    def __getitem__(self, grid):
+        return lambda *args, **given: print(compiled(stream, args, given).metadata.shared)
+
 bench.decode.num_sms = lambda device: 132
-kernel = Kernel(run=False)
-kernel.jitted, bench._stream = bench._stream, kernel
+stream, bench._stream = bench._stream, Recorder()
 for dim in (64, 128, 256):
     case = bench.Case("", (1000, 3), heads=1, dim=dim)
     bench.stream(case, bench.KVPages.empty(9, 1, dim, 2, 8))()
-    print(kernel.compiled.metadata.shared)
 """
 
 
 def test_the_streaming_ceiling_follows_the_decode_kernel():
-    assert len(compiling.run("-c", COMPILE, timeout=300, PYTHONPATH=f"{ROOT / 'src'}:{ROOT}").split()) == 3
+    assert len(compiling.run("-c", COMPILE).split()) == 3
 
 
 def test_llama_systems_agree(monkeypatch):

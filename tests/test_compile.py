@@ -1,33 +1,40 @@
 """Every launch of the Triton kernels compiles for Hopper without spilling, and for older GPUs too; no GPU is needed."""
 
-import json
-
 import compiling
 import pytest
 
+from fp8attn.layout import HEAD_DIMS
+
 pytest.importorskip("triton")
 
+CASES = {90: HEAD_DIMS, 80: (96, 128, 256), 89: (96, 128, 256)}  # head dimensions by architecture
+KERNELS = {
+    *("attention_kernel", "combine_kernel"),
+    *("step_kernel", "page_kernel", "queries_kernel", "means_kernel", "bytes_kernel"),
+    *("statistics_kernel", "scales_kernel", "rows_kernel"),
+}
 
-def compiled(*arguments: str) -> list[dict]:
-    printed = compiling.run("tests/compile_kernels.py", *arguments)
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+@pytest.mark.parametrize("arch", CASES)
+def test_every_kernel_has_cases(arch):
+    launched = compiling.call("compile_kernels", "kernels", arch)
+    assert {name.split()[0] for name in launched} == {f"D{head_dim}" for head_dim in CASES[arch]}
+    assert {kernel for kernels in launched.values() for kernel in kernels} == KERNELS
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_89"])
-def test_kernels_compile_without_spills(arch, capsys):
-    rows = compiled(arch)
-    append = {"step_kernel", "page_kernel", "queries_kernel", "means_kernel", "bytes_kernel"}
-    dense = {"statistics_kernel", "scales_kernel", "rows_kernel"}
-    assert {row["kernel"] for row in rows} == {"attention_kernel", "combine_kernel"} | append | dense
+@pytest.mark.parametrize(("arch", "head_dim"), [(arch, head_dim) for arch in CASES for head_dim in CASES[arch]])
+def test_kernels_compile_without_spills(arch, head_dim, capsys):
+    rows = compiling.call("compile_kernels", "compile_cases", arch, head_dim)
+    assert rows
     for row in rows:
-        assert not row["warnings"], row
+        assert row["head_dim"] == head_dim and not row["warnings"], row
         assert row["shared_bytes"] <= row["shared_limit"], row
-        if arch == "sm_90" and row["head_dim"] <= 128:
+        if arch == 90 and head_dim <= 128:
             assert row["spill_bytes"] == 0, row
-        if arch == "sm_90" and row["kernel"] == "page_kernel" and row["head_dim"] in (64, 96, 128):
+        if arch == 90 and row["kernel"] == "page_kernel" and head_dim in (64, 96, 128):
             # Two programs an SM: alone, a program's reading waits for its writing, and a quarter of the bandwidth is gone.
             assert 2 * row["registers"] * 32 * row["num_warps"] <= 65536, row
     with capsys.disabled():
         for row in rows:
             if row["spill_bytes"]:
-                print(f"\n{arch} {row['kernel']} {row['case']}: {row['spill_bytes']} bytes spilled", end="")
+                print(f"\nsm_{arch} {row['kernel']} {row['case']}: {row['spill_bytes']} bytes spilled", end="")

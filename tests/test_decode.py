@@ -1,47 +1,34 @@
 """The Hopper decode kernel without a GPU: fragment maps, what the compiler makes of it, and its PTX run on the CPU."""
 
-import json
-
 import compiling
 import pytest
 import torch
 
 from fp8attn.layout import V_ORDER
 
+triton = pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
 # What is compiled in CI, and the most instructions in its loop over a page: what Triton 3.6 and 3.9 give, and a little.
 LOOPS = {"D64 rows4": 300, "D96 rows16": 580, "D128 rows4": 420, "D128 rows16": 580, "D256 rows4": 650}
 EMULATED = ("ragged", "split", "D64 rows16", "everything", "idle", "parts", "late consumer", "late producer")
 
 
-def script(*arguments: str) -> dict[str, dict]:
-    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    return {row["case"]: row for row in json.loads(compiling.run("tests/run_decode.py", *arguments, timeout=600))}
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return script("compile", *LOOPS, "--exact")
-
-
-@pytest.fixture(scope="module")
-def emulated():
-    return script("emulate", *EMULATED, "--exact")
-
-
 @pytest.mark.parametrize("case", LOOPS)
-def test_compiles_without_spills_in_the_loop(compiled, case):
-    row = compiled[case]
+def test_compiles_without_spills_in_the_loop(case):
+    row = compiling.call("run_decode", "compile_case", case)
     assert row["warnings"] == "" and row["loop_spills"] == 0, row
-    assert row["spill_bytes"] <= 16, row  # addresses that each head reloads once
+    ptxas_13 = not triton.__version__.startswith("3.6")
+    assert row["spill_bytes"] <= (20 if ptxas_13 else 16), row  # addresses that each head reloads once
     assert row["loop"] <= LOOPS[case], row
     assert row["shared_bytes"] <= (232448 if "D256" in case else 232448 // 2 - 1024), row
 
 
 @pytest.mark.parametrize("case", EMULATED)
-def test_agrees_with_the_reference(emulated, case):
+def test_agrees_with_the_reference(case):
     """Ragged and empty sequences, NaN in what must not be read, shared and whole heads, more CTAs than work, every option at once; and a
     warp that comes late to everything, as others' instructions between its own (a sanitizer's) can make it."""
-    row = emulated[case]
+    row = compiling.call("run_decode", "emulate_case", case)
     assert not row["nan"] and row["same_inf"] and row["lse_err"] < 1e-5, row
     assert row["counters"] == 0, "the counters must be left as they were found"
     assert (row["rel_err"] ** 2 - row["rounding"] ** 2) ** 0.5 <= 1.5e-4, row

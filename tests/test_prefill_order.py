@@ -1,7 +1,5 @@
 """The order in which Hopper prefill takes the items of a ragged batch, without a GPU: its search's PTX, run on the CPU."""
 
-import json
-
 import compiling
 import pytest
 
@@ -11,7 +9,7 @@ BLOCK = 192
 @pytest.fixture(scope="module")
 def batches() -> list[dict]:
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    return json.loads(compiling.run("tests/run_prefill_order.py", timeout=300))
+    return compiling.call("run_prefill_order", "batches")
 
 
 def test_every_item_is_claimed_once_and_those_of_many_keys_first(batches):
