@@ -1,6 +1,6 @@
 """How exactly every FP8 kernel here sums, by length: what `fp8attn doctor` measures, as a results file.
 
-    PYTHONPATH=src python -m benchmarks.accumulation [--save]
+PYTHONPATH=src python -m benchmarks.accumulation [--save]
 """
 
 from __future__ import annotations

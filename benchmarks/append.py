@@ -114,7 +114,8 @@ class Quantize:
 
 CASES: dict[str, Append | Quantize] = {
     **{f"step-B{batch}": Append(batch, 1, 1000) for batch in (1, 64, 256)},
-    "prompt-B1-S65536": Append(1, 65536, rope=False), "prompt-rope-B1-S65536": Append(1, 65536), "prompt-B8-S4096": Append(8, 4096, 100, rope=False),
+    "prompt-B1-S65536": Append(1, 65536, rope=False), "prompt-rope-B1-S65536": Append(1, 65536),
+    "prompt-B8-S4096": Append(8, 4096, 100, rope=False),
     **{f"quantize-S{length}": Quantize(length) for length in (4096, 16384, 65536, 131072)},
     "quantize-S16384-transposed": Quantize(16384, transposed=True), "gqa-quantize-S16384": Quantize(16384, 8),
 }  # fmt: skip

@@ -11,7 +11,7 @@ before there were fingerprints are not checked. It exits with 1 if a row is stal
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .fingerprint import ROOT, digest, files, of_row, sources, tree
+from .fingerprint import ROOT, digest, of_row, tree
 from .results import RESULTS, code, key
 
 CACHE = ROOT / ".cache/fingerprints.json"
@@ -58,11 +58,13 @@ def rows(words: Iterable[str] = ()) -> Iterator[Row]:
 
 
 def quick(row: Row) -> str:
-    """`fresh`, `unmarked` (no fingerprint), or `unknown` until it is looked at closely."""
+    """`fresh`, `stale`, `unmarked` (it has no fingerprint), or `unknown`: a dry run can tell."""
     if row.fingerprint is None:
         return "unmarked"
-    same = row.fingerprint.startswith("peer:") or row.provenance["code"] == code(row.name) or row.fingerprint == of_row(row.name, row.row["impl"])
-    return "fresh" if same else "unknown" if row.fingerprint.startswith("launches:") else "stale"
+    kind = row.fingerprint.partition(":")[0]
+    if kind == "peer" or row.provenance["code"] == code(row.name) or row.fingerprint == of_row(row.name, row.row["impl"]):
+        return "fresh"
+    return "unknown" if kind == "launches" else "stale"
 
 
 def stale(found: list[Row]) -> list[tuple[Row, str]]:
@@ -110,19 +112,25 @@ def triton_paths(version: str) -> list[Path]:
     Raises:
         SystemExit: there is no such version here.
     """
-    installed = importlib.util.find_spec("triton") and __import__("triton").__version__
-    beside = ROOT / f".venv/triton-{version}"
+    installed = importlib.metadata.version("triton")
     if installed == version:
         return []
+    beside = ROOT / f".venv/triton-{version}"
     if not beside.exists():
-        sys.exit(f"rows were compiled by Triton {version}, and {installed} is installed: pip install --no-deps --target {beside} triton=={version}")
+        hint = f"pip install --no-deps --target {beside} triton=={version}"
+        sys.exit(f"rows were compiled by Triton {version}, and Triton {installed} is installed: {hint}")
     return [beside]
 
 
-def command(row: Row) -> str:
-    """What measures a row again."""
-    module = {"tests": "gpu_tests"}.get(row.name, row.name)
-    return f"PYTHONPATH=src python -m benchmarks.{module} {row.row['case']} --save"
+def command(name: str, old: list[Row]) -> str:
+    """What measures stale rows of a benchmark again."""
+    if name == "model":
+        return "python training/report.py --save"
+    if name == "needle":
+        return f"python -m benchmarks.needle run --impl {','.join(dict.fromkeys(row.row['impl'] for row in old))} --save"
+    # The others measure all their cases together, or have none.
+    cases = dict.fromkeys(row.row["case"] for row in old if row.fingerprint.startswith("launches:"))
+    return " ".join(["python -m", "benchmarks." + {"tests": "gpu_tests"}.get(name, name), *cases, "--save"])
 
 
 def main() -> None:
@@ -133,15 +141,19 @@ def main() -> None:
     found = list(rows(args.words))
     if args.count:
         states = Counter(quick(row) for row in found)
-        maybe = f", {states['unknown']} to be checked" if states["unknown"] else ""
-        print(f"results: {states['fresh']} rows fresh, {states['stale']} stale{maybe}, {states['unmarked']} without fingerprint; make check-results lists them")
+        fresh, old, unknown, unmarked = (states[state] for state in ("fresh", "stale", "unknown", "unmarked"))
+        more = f" or {old + unknown}" if unknown else ""  # which of the unknown ones are, `make check-results` finds out
+        print(f"results: {fresh} rows fresh, {old}{more} stale, {unmarked} without fingerprint; make check-results lists them")
         return
     unmarked = Counter((row.file, row.provenance["commit"]) for row in found if row.fingerprint is None)
     for (file, commit), count in unmarked.items():
         print(f"{file.relative_to(RESULTS.parent)}: {count} rows measured at {commit}, no fingerprint, not checked")
     why = stale(found)
-    for row, reason in why:
-        print(f"{row}: stale, {reason} ({command(row)})")
+    for file in dict.fromkeys(row.file for row, _ in why):
+        here = [(row, reason) for row, reason in why if row.file == file]
+        for row, reason in here:
+            print(f"{row}: stale, {reason}")
+        print(f"  to measure them again on {here[0][0].machine['device']}: PYTHONPATH=src {command(file.stem, [row for row, _ in here])}")
     print(f"{len(found) - len(why) - unmarked.total()} rows fresh, {len(why)} stale, {unmarked.total()} without fingerprint")
     sys.exit(bool(why))
 

@@ -1,6 +1,6 @@
 """`fp8attn demo` as a results file, with the needle picture beside it.
 
-    PYTHONPATH=src python -m benchmarks.demo [--save]
+PYTHONPATH=src python -m benchmarks.demo [--save]
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def sources(name: str) -> tuple[str, ...]:
     return SOURCES.get(name, (f"benchmarks/{name}.py",))
 
 
-def tree(*paths: str, folders: Iterable[str] = FOLDERS) -> str:
+@lru_cache
+def tree(*paths: str, folders: tuple[str, ...] = FOLDERS) -> str:
     """The fingerprint of the files that `files` finds."""
     return "tree:" + digest([(str(path.relative_to(ROOT)), _content(path)) for path in files(*paths, folders=folders)])
 
@@ -75,6 +76,7 @@ def files(*paths: str, folders: Iterable[str] = FOLDERS) -> list[Path]:
     return sorted(found - {ROOT / name for name in UNMEASURED})
 
 
+@lru_cache
 def imported(path: Path) -> set[Path]:
     """The files of this repository that a Python file imports, wherever in it, relatively or by name."""
     if str(path.relative_to(ROOT)) in UNMEASURED:

@@ -1,6 +1,6 @@
 """Runs the GPU tests; what they said is `tests.json`, a row a file.
 
-    PYTHONPATH=src python -m benchmarks.gpu_tests [--save]
+PYTHONPATH=src python -m benchmarks.gpu_tests [--save]
 """
 
 from __future__ import annotations

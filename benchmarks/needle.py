@@ -150,7 +150,9 @@ def keep(folder: Path, machine: dict, runs: Sequence[Answers]) -> None:
         given = [run.provenances[name] for run in runs if name in run.names()]
         commands = dict.fromkeys(command for one in given for command in one["command"].split("; "))
         provenances[name] = max(given, key=lambda one: one["date"]) | {"command": "; ".join(commands)}
-    made = [row | {"provenance": row["impl"], "fingerprint": provenances[row["impl"]]["fingerprint"]} for row in rows(list(outcomes.values()))]
+    made = [
+        row | {"provenance": row["impl"], "fingerprint": provenances[row["impl"]]["fingerprint"]} for row in rows(list(outcomes.values()))
+    ]
     needle.save_outcomes(folder / KEPT, outcomes.values())
     results.write(folder / NAME, machine, provenances, made)
 

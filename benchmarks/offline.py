@@ -6,7 +6,7 @@
         kernel = compiled(made.kernel, made.args, made.given)
         print(kernel.metadata.shared, normalized(kernel.asm["ptx"]))
 
-Triton itself binds and specialises the arguments, by `JITFunction.warmup`. Only its driver is replaced, which needs libcuda and a device.
+Triton itself binds and specializes the arguments, by `JITFunction.warmup`. Only its driver is replaced, which needs libcuda and a device.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from triton.runtime import driver
 from fp8attn.kernels import launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
-
-# `PerStream` is the name of today.
-_COUNTERS = getattr(launch, "Counters", None) or launch.PerStream
 
 
 class _Driver:
@@ -68,8 +65,8 @@ def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any],
     Args:
         kernel: a `triton.jit` or `gluon.jit` function.
         args: the run-time arguments as `launch.launch` takes them: tensors, `launch.Tiles`, `launch.Counters`, int, float, None. Tensors
-            may be on any device, "meta" too. Triton specialises on addresses: one that is a multiple of 16 (0 on "meta") is aligned, and
-            counters are.
+            may be on any device, "meta" too, where an address is an offset. Triton specializes on whether an address is a multiple of
+            16; those of counters are.
         given: constexpr parameters and options (`num_warps`, ...).
         target: the GPU to compile for.
 
@@ -89,8 +86,8 @@ def _argument(x: Any) -> Any:
     """What Triton takes for an argument of `launch.launch`."""
     if isinstance(x, launch.Tiles):
         return x.descriptor()
-    if isinstance(x, _COUNTERS):
-        return torch.empty(0, dtype=torch.int32, device="meta")
+    if isinstance(x, launch.Counters):
+        return torch.empty(x.count, dtype=torch.int32, device="meta")
     return x
 
 

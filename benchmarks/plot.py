@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import matplotlib
 
@@ -185,7 +184,9 @@ def plot_sdpa() -> None:
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("speed over the best BF16 kernel")
-    title = f"scaled_dot_product_attention on an {device()}, 32 heads of 128, quantisation included (CUDA graphs; from 64k tokens on, calls)"
+    title = (
+        f"scaled_dot_product_attention on an {device()}, 32 heads of 128, quantisation included (CUDA graphs; from 64k tokens on, calls)"
+    )
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     legend(figure, panels[0])
     save(figure, "sdpa")
@@ -316,8 +317,8 @@ def plot_drift() -> None:
         axes.set_xlabel("tokens before the predicted one")
         axes.grid(alpha=0.25)
     title = (
-        f"Held-out code on an {device()}. Bars: a standard error. Dots: {first['stop'] - first['start']} tokens of each sequence, after which "
-        f"pages are copied, reordered or truncated; lines: mean of {SMOOTHED} dots"
+        f"Held-out code on an {device()}. Bars: a standard error. Dots: {first['stop'] - first['start']} tokens of each sequence, "
+        f"after which pages are copied, reordered or truncated; lines: mean of {SMOOTHED} dots"
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     legend(figure, kl)

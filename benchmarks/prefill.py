@@ -54,7 +54,6 @@ CASES = {
 }
 
 
-
 def inputs(shape: Shape, mean: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v, `[tokens, heads, head_dim]` BF16, V of that mean."""
     torch.manual_seed(0)

@@ -116,9 +116,9 @@ def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
     cos, sin = tables(case.length)
     calls = own(case, q, k, v, cos, sin)
     tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
-    found = peers.runs(case.shape, *tokens, [peer for peer in PEERS if not wanted or peer in wanted])
-    for peer, run in found.items():
-        calls[peer] = lambda run=run: run.call().transpose(0, 1)[None]
+    found = peers.runs(case.shape, *tokens, [impl for impl in PEERS if not wanted or impl in wanted])
+    for impl, run in found.items():
+        calls[impl] = lambda run=run: run.call().transpose(0, 1)[None]
     rows, graphs, called = {}, {}, {}
     for impl, call in calls.items():
         if (wanted and impl not in wanted) or (impl == "fp8attn-graph" and case.length >= LONG):

@@ -80,7 +80,7 @@ def test_decibels_of_a_layer_are_those_of_its_rows():
 
 
 def test_cases_have_names_of_their_own():
-    names = [case.name for case in accuracy.CASES]
+    names = [case.name for case in accuracy._CASES]
     assert len(set(names)) == len(names)
     assert {shape.uniform for name, shape in prefill.CASES.items() if name != "varlen-mix"} == {True}
 
@@ -273,23 +273,49 @@ def test_a_call_that_hangs_or_fails_is_left_behind():
 # Kernels and models of the benchmarks' own
 
 COMPILE = """
-import sys
-import torch, triton
-sys.path.insert(0, "tests")
-from run_decode import Kernel
-from benchmarks import decode as bench
-bench.decode.num_sms = lambda device: 132
-kernel = Kernel(run=False)
-kernel.jitted, bench._stream = bench._stream, kernel
+from benchmarks import dry
+dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
+from benchmarks import decode
 for dim in (64, 128, 256):
-    case = bench.Case("", (1000, 3), heads=1, dim=dim)
-    bench.stream(case, bench.KVPages.empty(9, 1, dim, 2, 8))()
-    print(kernel.compiled.metadata.shared)
+    case = decode.Case("", (1000, 3), heads=1, dim=dim)
+    with dry.recording(dry=True) as launches:
+        decode.stream(case, decode.make_pages(case))()
+    [made] = launches
+    print(dry.compiled(made.kernel, made.args, made.given).metadata.shared)
 """
 
 
 def test_the_streaming_ceiling_follows_the_decode_kernel():
-    assert len(compiling.run("-c", COMPILE, timeout=300, PYTHONPATH=f"{ROOT / 'src'}:{ROOT}").split()) == 3
+    assert len(compiling.run("-c", COMPILE, timeout=300).split()) == 3
+
+
+DRY = """
+import json, sys
+from benchmarks import dry
+dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
+import importlib
+for name in sys.argv[1:]:
+    module = importlib.import_module(f"benchmarks.{name}")
+    cases = [*module.CASES, *getattr(module, "GRIDS", {})]
+    with dry.recording(dry=True) as launches:
+        for case in cases:
+            for impl, call in module.calls(case).items():
+                launches.clear()
+                call()
+                print(name, case, impl.replace(" ", "_"), *dict.fromkeys(made.kernel.fn.__name__ for made in launches))
+"""
+
+
+def test_every_case_can_be_run_dry():
+    """And takes the kernels of a Hopper GPU."""
+    names = "prefill", "decode", "sdpa", "append", "slice", "accumulation", "accuracy"
+    rows = [line.split() for line in compiling.run("-c", DRY, *names, timeout=300).splitlines()]
+    assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, _, *kernels in rows)
+    kernels = {tuple(row[:3]): row[3:] for row in rows}
+    assert kernels["prefill", "chunked-2k-on-128k", "fp8attn"] == ["_prefill", "_combine_kernel"]
+    assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["_means_kernel", "_page_kernel", "_prefill"]
+    assert kernels["append", "step-B64", "fp8attn"] == ["_step_kernel"]
+    assert kernels["slice", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
 
 
 def test_llama_systems_agree(monkeypatch):

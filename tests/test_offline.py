@@ -13,7 +13,7 @@ def printed(tmp_path_factory) -> dict:
     return json.loads(compiling.run("tests/run_offline.py", tmp_path_factory.mktemp("kernels")))
 
 
-def test_specialised_as_at_a_launch(printed):
+def test_specialized_as_at_a_launch(printed):
     """Strides that are 1, multiples of 16 and neither, addresses that are aligned and not, two targets; tensors of "meta" give the same."""
     assert set(printed["different"].values()) == {True}, printed["different"]
     assert printed["identical"]["meta"]
