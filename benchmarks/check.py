@@ -1,11 +1,12 @@
 """Which rows of results are stale: what they measured is no longer what would run.
 
-    PYTHONPATH=src python -m benchmarks.check [--count] [case, implementation or file substring ...]
+    PYTHONPATH=src python -m benchmarks.check [--count | --thorough] [substring of a file, a case or an implementation ...]
 
 A row is fresh while the syntax tree of all that it could depend on is what it was. Where that has changed, `tree` rows are compared with
 the tree of what they do depend on, and `launches` rows with a dry run (`dry`): the case is planned again, and its kernels are compiled for
 the row's GPU with the row's Triton, without a GPU (11 to 16 s each, kept in `.cache/`). `peer` rows do not depend on our code. Rows from
-before there were fingerprints are not checked. It exits with 1 if a row is stale. `--count` compiles nothing and prints one line.
+before there were fingerprints are not checked. It exits with 1 if a row is stale. `--count` compiles nothing and prints one line;
+`--thorough` runs dry what is fresh by its syntax tree, too.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def quick(row: Row) -> str:
     return "unknown" if kind == "launches" else "stale"
 
 
-def stale(found: list[Row]) -> list[tuple[Row, str]]:
+def stale(found: list[Row], thorough: bool = False) -> list[tuple[Row, str]]:
     """The rows that are stale, and why. Dry runs are of all rows of a benchmark on one machine and Triton together."""
     why: list[tuple[Row, str]] = []
     groups: dict[tuple[str, str, str], list[Row]] = {}
@@ -75,7 +76,7 @@ def stale(found: list[Row]) -> list[tuple[Row, str]]:
         state = quick(row)
         if state == "stale":
             why.append((row, "its code has changed"))
-        elif state == "unknown":
+        elif state == "unknown" or (thorough and (row.fingerprint or "").startswith("launches:")):
             groups.setdefault((row.name, json.dumps(row.machine), row.provenance["triton"]), []).append(row)
     for (name, machine, triton), group in groups.items():
         for row, now in zip(group, launches(name, json.loads(machine), triton, [key(row.row) for row in group]), strict=True):
@@ -115,11 +116,11 @@ def triton_paths(version: str) -> list[Path]:
     installed = importlib.metadata.version("triton")
     if installed == version:
         return []
-    beside = ROOT / f".venv/triton-{version}"
-    if not beside.exists():
-        hint = f"pip install --no-deps --target {beside} triton=={version}"
+    beside = [path.parent for path in ROOT.glob(f".venv/*/triton-{version}.dist-info")]
+    if not beside:
+        hint = f"pip install --no-deps --target .venv/triton-{version} triton=={version}"
         sys.exit(f"rows were compiled by Triton {version}, and Triton {installed} is installed: {hint}")
-    return [beside]
+    return beside[:1]
 
 
 def command(name: str, old: list[Row]) -> str:
@@ -137,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--count", action="store_true")
+    parser.add_argument("--thorough", action="store_true")
     args = parser.parse_args()
     found = list(rows(args.words))
     if args.count:
@@ -148,7 +150,7 @@ def main() -> None:
     unmarked = Counter((row.file, row.provenance["commit"]) for row in found if row.fingerprint is None)
     for (file, commit), count in unmarked.items():
         print(f"{file.relative_to(RESULTS.parent)}: {count} rows measured at {commit}, no fingerprint, not checked")
-    why = stale(found)
+    why = stale(found, args.thorough)
     for file in dict.fromkeys(row.file for row, _ in why):
         here = [(row, reason) for row, reason in why if row.file == file]
         for row, reason in here:

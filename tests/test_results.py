@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiling
 import pytest
 
 from benchmarks import fingerprint, results
@@ -250,6 +251,48 @@ def test_a_refactoring_leaves_what_is_launched(copy):
     renamed = ("class Plan(NamedTuple)", "class Planned(NamedTuple)"), ("-> Plan:", "-> Planned:"), ("return Plan(", "return Planned(")
     change(copy, "src/fp8attn/kernels/decode.py", *renamed)
     assert copy.stale() == {MODEL_ROW}
+
+
+LAUNCH = """
+import ctypes, importlib, json, os, sys
+os.environ["TRITON_LIBCUDA_PATH"] = sys.argv[1]
+ctypes.CDLL(f"{sys.argv[1]}/libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+from triton.runtime import driver
+from benchmarks import dry, fingerprint
+from fp8attn.kernels import launch
+
+class Driver(CudaDriver):
+    def __init__(self):
+        super().__init__()
+        self.get_device_capability, self.get_current_device, self.get_current_stream = (lambda *_: (9, 0)), (lambda: 0), (lambda _: 7)
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
+row = "append", "quantize-S4096", "fp8attn"
+[expected] = dry.fingerprints(row[0], [row[1:]], GPUTarget("cuda", 90, 32))
+driver.set_active(Driver())
+with launch.recording(dry=True):  # of what makes its inputs
+    call = importlib.import_module("benchmarks." + row[0]).calls(row[1])[row[2]]
+print(json.dumps([expected, fingerprint.launched(call)]))
+"""
+
+
+def test_a_dry_run_gives_what_launches_give(tmp_path):
+    """Launches by Triton itself, on a libcuda that does nothing."""
+    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    if shutil.which("gcc") is None:
+        pytest.skip("the stub of libcuda needs gcc, as Triton's launchers do")
+    include = Path(triton.__file__).parent / "backends/nvidia/include"
+    command = ["gcc", "-shared", "-fPIC", f"-I{include}", ROOT / "tests/stub_cuda.c", "-o", tmp_path / "libcuda.so.1"]
+    subprocess.run([*command, "-Wl,-soname,libcuda.so.1"], check=True)
+    dry, real = json.loads(compiling.run("-c", LAUNCH, tmp_path, LD_LIBRARY_PATH=str(tmp_path)))
+    assert dry == real and dry.startswith("launches:")
 
 
 # What README says
