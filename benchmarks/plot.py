@@ -168,7 +168,7 @@ def plot_llama_decode() -> None:
 
 
 def plot_sdpa() -> None:
-    """One attention layer, quantisation included, over the best BF16 kernel that it was timed with, by length."""
+    """One attention layer, quantization included, over the best BF16 kernel that it was timed with, by length."""
     rows = read("sdpa")
     figure, panels = plt.subplots(1, 4, figsize=(14, 4.2), sharey=True, layout="constrained")
     titles = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
@@ -185,7 +185,7 @@ def plot_sdpa() -> None:
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("speed over the best BF16 kernel")
     title = (
-        f"scaled_dot_product_attention on an {device()}, 32 heads of 128, quantisation included (CUDA graphs; from 64k tokens on, calls)"
+        f"scaled_dot_product_attention on an {device()}, 32 heads of 128, quantization included (CUDA graphs; from 64k tokens on, calls)"
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     legend(figure, panels[0])

@@ -1,5 +1,5 @@
-"""One attention layer as a model calls it, K and V quantised within the call, beside BF16 attention and torchao's FP8: one process,
-interleaved, every output checked against float64 on the unquantised inputs before it is timed.
+"""One attention layer as a model calls it, K and V quantized within the call, beside BF16 attention and torchao's FP8: one process,
+interleaved, every output checked against float64 on the unquantized inputs before it is timed.
 
     PYTHONPATH=src python -m benchmarks.sdpa [case substring ...] [--impl NAME ...] [--save]
 

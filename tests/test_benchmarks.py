@@ -10,7 +10,22 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from benchmarks import accuracy, llama_decode, llama_prefill, measure, peers, prefill, problem, sanitize, sdpa, swap, wan
+from benchmarks import (
+    accuracy,
+    append,
+    decode,
+    llama_decode,
+    llama_prefill,
+    measure,
+    peers,
+    prefill,
+    problem,
+    sanitize,
+    sdpa,
+    slice,
+    swap,
+    wan,
+)
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import AttentionPolicy, fp8_attention, reference
 
@@ -420,3 +435,51 @@ def test_wan_positions_turn_channels_by_frame_row_and_column():
     assert (
         angle[23, 0] == pytest.approx(1) and angle[23, 22] == pytest.approx(2) and angle[23, 43] == pytest.approx(3)
     )  # 44, 42, 42 channels
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Without peers and timers: our kernels are the reference, a graph is its call, and every call takes a millisecond."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(peers, "available", frozenset)
+    for module in (accuracy, append, decode, prefill, sdpa, slice):
+        for name, stand_in in {
+            "graph_of": lambda call: (call, call()),
+            "interleaved": lambda calls, rounds, **options: dict.fromkeys(calls, 1.0),
+            "between_reads": lambda call, rounds, **options: 1.0,
+            "launched": lambda call: f"launches:{call() is not None}",
+            "peer": lambda name: f"peer:{name}",
+        }.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    for kernel in (accuracy.prefill, accuracy.decode, slice.portable):
+        monkeypatch.setattr(kernel, "attention", reference.attention)
+    monkeypatch.setattr(prefill, "attention", reference.attention)
+    monkeypatch.setattr(decode, "stream", lambda case, pages: lambda: None)
+
+
+SHORT = Shape((130,), (130,), 2, 2, 64, True)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (lambda: prefill.measure("short", SHORT, list(prefill.OURS), 1), {"fp8attn": "True", "fp8attn-q8": "True"}),
+        (lambda: decode.measure(decode.Case("short", (130, 7), heads=1, dim=64), [], 1), {"fp8attn": "True", "stream-ceiling": "False"}),
+        (lambda: sdpa.measure("short", sdpa.Case(40, True, sdpa.KV_HEADS), list(sdpa.OURS)), dict.fromkeys(sdpa.OURS, "True")),
+        (lambda: accuracy.measure(accuracy.Case("decode", "mean1", 40)), {"fp8attn": "True", "fp8attn-no-means": "True"}),
+        (lambda: slice.attention_rows(slice.Case("short", 1, 40, 2, 1, 64, 1)), {"fp8attn-triton": "True"}),
+        (lambda: append.measure("step", 1), {"fp8attn": "False"}),
+        (lambda: append.measure("prompt", 1), {"fp8attn": "False", "ceiling": "False"}),
+        (lambda: append.measure("quantize", 1), {"fp8attn": "True", "fp8attn-rope": "True", "ceiling": "False"}),
+    ],
+)
+def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, measured, expected):
+    """And are checked before they are timed: each benchmark runs whole."""
+    cases = {"step": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)}
+    monkeypatch.setattr(append, "CASES", cases)
+    monkeypatch.setattr(prefill, "OURS", ("fp8attn", "fp8attn-q8"))
+    rows = {row["impl"]: row for row in measured() if not row["fingerprint"].startswith("peer:")}
+    assert {impl: row["fingerprint"] for impl, row in rows.items()} == {impl: f"launches:{given}" for impl, given in expected.items()}
+    assert all(row.get("ms", 1.0) == 1.0 and row["case"] for row in rows.values())
+    assert all(row["timed"] == ("called" if impl == "fp8attn" else "graph") for impl, row in rows.items() if "timed" in row)
