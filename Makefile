@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
 
-.PHONY: demo test check gpu clean
+.PHONY: demo test check check-results gpu clean
 
 demo: .venv/.cli
 	$(BIN)/fp8attn demo
@@ -12,16 +12,23 @@ demo: .venv/.cli
 test: check .venv/.dev
 	$(PYTEST) -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-fail-under=90
 	PYTHONPATH=$(COMPAT) $(PYTEST) tests/test_transformers.py tests/test_transformers_edges.py -n 2
+	@PYTHONPATH=src $(BIN)/python -m benchmarks.check --count
 
 check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=src $(BIN)/python -m benchmarks.readme --check
 
-# On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there.
+# Lists the rows of results whose code has changed since they were measured; needs no GPU, but minutes where kernels have changed.
+check-results: .venv/.dev
+	PYTHONPATH=src $(BIN)/python -m benchmarks.check
+
+# On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there. Without git, FP8ATTN_COMMIT says what is measured.
 gpu:
-	for name in gpu_tests accumulation accuracy prefill decode sdpa llama_decode llama_prefill wan slice overhead perplexity drift plot sanitize; do \
-		PYTHONPATH=src $(PYTHON) -m benchmarks.$$name || exit; \
+	for name in gpu_tests accumulation accuracy prefill decode sdpa append slice overhead llama_decode llama_prefill wan perplexity drift sanitize; do \
+		PYTHONPATH=src $(PYTHON) -m benchmarks.$$name --save || exit; \
 	done
+	PYTHONPATH=src $(PYTHON) -m benchmarks.plot
 
 .venv/.python:
 	$(PYTHON) -m venv .venv

@@ -1,26 +1,44 @@
-"""How exactly every FP8 kernel here sums, by length: what `fp8attn doctor` measures, as a results file."""
+"""How exactly every FP8 kernel here sums, by length: what `fp8attn doctor` measures, as a results file.
+
+PYTHONPATH=src python -m benchmarks.accumulation [--save]
+"""
 
 from __future__ import annotations
 
-from fp8attn.accumulation import kernels, measure
+from collections.abc import Callable
 
-from . import peers
-from .results import write
+import torch
 
-SOURCES = (
-    *("benchmarks/accumulation.py", "src/fp8attn/accumulation.py", "src/fp8attn/sdpa_quantized.py"),
-    *("src/fp8attn/kernels/append.py", "src/fp8attn/kernels/prefill.py", "src/fp8attn/kernels/fa3.py"),
-)
+from fp8attn.accumulation import HEAD_DIM, HEADS, LENGTHS, QUERIES, kernels, measure
+from fp8attn.layout import FP8
+
+from . import peers, results
+from .fingerprint import launched, peer
+from .problem import DEVICE
+
+OURS = "fp8attn hopper"
+CASES = {f"S{length}": length for length in LENGTHS}
+
+
+def calls(name: str) -> dict[str, Callable]:
+    """Our implementation of a case, on what `measure` gives it, but for the values."""
+    q, k = (torch.zeros(1, heads, tokens, HEAD_DIM, device=DEVICE).to(FP8) for heads, tokens in ((HEADS, QUERIES), (1, max(LENGTHS))))
+    k = k[:, :, : CASES[name]]
+    return {OURS: lambda: kernels()[OURS](q, k, k)}
 
 
 def main() -> None:
+    args = results.parse(results.arguments(__doc__, cases=False))
     peers.available()  # loads those in `.peers`, for `kernels` to find
     rows = []
-    for name, attend in kernels().items():
-        found = measure(attend, "cuda")
-        print(f"{name}: {found}", flush=True)
-        rows += [{"case": f"S{length}", "impl": name, "rel_err": error} for length, error in found.errors.items()]
-    write("results/h100/accumulation.json", rows, SOURCES)
+    for impl, attend in kernels().items():
+        found = measure(attend, DEVICE)
+        print(f"{impl}: {found}", flush=True)
+        for case, length in CASES.items():
+            fingerprint = launched(calls(case)[impl]) if impl == OURS else peer(impl)
+            rows.append({"case": case, "impl": impl, "rel_err": found.errors[length], "fingerprint": fingerprint})
+    if args.save:
+        results.save("accumulation", rows)
 
 
 if __name__ == "__main__":

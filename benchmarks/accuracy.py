@@ -1,6 +1,6 @@
 """The accuracy suite: ours and the peers, at lengths from 1 to a million and on data made to go wrong.
 
-    PYTHONPATH=src python -m benchmarks.accuracy [case substring ...] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.accuracy [case substring ...] [--save]
 
 A case is `{phase}-{data}-D{head_dim}-S{length}`. Phases: `causal`, a prompt; `full`, 128 queries that see every key; `decode`, one query.
 `rel_err` is against float64 on the bytes that each system was given, over the first and the last 64 queries (`first` and `last`: of them
@@ -12,27 +12,22 @@ call, pages that nobody holds and K behind a sequence's end are 0x7F, and scales
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from fp8attn import KVPages
 from fp8attn.kernels import decode, prefill
 from fp8attn.layout import FP8
 
-from . import peers
+from . import peers, results
+from .fingerprint import launched, peer
 from .measure import exact, in_processes, poisoned, relative
 from .problem import DEVICE, Shape, hold, ours
-from .results import ROOT, write
 
-SOURCES = (
-    *("benchmarks/accuracy.py", "src/fp8attn/ops.py"),
-    *("src/fp8attn/kernels/append.py", "src/fp8attn/kernels/decode.py", "src/fp8attn/kernels/prefill.py"),
-)
 HEADS = 2
 SAMPLED = 64  # queries from each end that are compared
 LENGTHS = (1, 2, 17, 127, 129, 256, 320, 512, 1000, 4096, 8191, 16384, 32768, 65536, 131072)
@@ -62,7 +57,7 @@ class Case:
         return Shape((self.length,), (queries,), HEADS, HEADS, self.dim, self.phase != "full")
 
 
-CASES = (
+_CASES = (
     *(Case(phase, mean, n) for mean in ("mean0", "mean1", "mean5") for phase in ("causal", "full", "decode") for n in LENGTHS),
     *(Case(phase, mean, MILLION) for mean in ("mean0", "mean1", "mean5") for phase in ("full", "decode")),
     *(Case(phase, "mean1", n, dim) for dim in (64, 256) for phase in ("causal", "full") for n in (17, 320, 8191, 131072)),
@@ -73,6 +68,7 @@ CASES = (
     ),
     *(Case(phase, "constant", MILLION) for phase in ("full", "decode")),
 )
+CASES = {case.name: case for case in _CASES}
 
 
 # Data
@@ -119,10 +115,9 @@ def inputs(data: str, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.T
 # What comes out
 
 
-def systems(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, peers.Run]:
-    """Everything that computes the case, with what each was given."""
+def own(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, peers.Run]:
+    """Our implementations of a case, with what each was given."""
     shape, found = case.shape, {}
-    names = ["fa3-fp8", "vllm-fa3-fp8", "fa3-bf16"]
     for means, suffix in ((True, ""), (False, "-no-means")):
         pages = hold(shape, k, v, means=means)
         held = pages.read(0, case.length, torch.float64)
@@ -133,7 +128,29 @@ def systems(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> di
                 found["fp8attn"] = peers.Run(ours(prefill.attention, shape, q, pages), q, *held)
             q8 = q.to(FP8)
             found[f"fp8attn-q8{suffix}"] = peers.Run(ours(prefill.attention, shape, q8, pages), q8, *held)
-    return found | peers.runs(shape, q, k, v, names if case.phase == "decode" else [*names, "cudnn-fp8"])
+    return found
+
+
+def systems(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, peers.Run]:
+    """Everything that computes the case."""
+    names = ["fa3-fp8", "vllm-fa3-fp8", "fa3-bf16", *(["cudnn-fp8"] if case.phase != "decode" else [])]
+    return own(case, q, k, v) | peers.runs(case.shape, q, k, v, names)
+
+
+def calls(name: str) -> dict[str, Callable]:
+    """Our implementations of a case; of a grid, all its shapes one after another."""
+    if name in CASES:
+        return {impl: run.call for impl, run in own(CASES[name], *inputs(CASES[name].data, CASES[name].shape)).items()}
+    kernel, dtype, shapes = GRIDS[name]
+    found = [on_page_gains(kernel, dtype, shape)[0] for shape in shapes.values()]
+    return {"fp8attn": lambda: [call() for call in found]}
+
+
+def on_page_gains(kernel: Callable, dtype: torch.dtype, shape: Shape) -> tuple[Callable, torch.Tensor, KVPages]:
+    """A call, its queries and its cache."""
+    q, k, v = inputs("page-gains", shape)
+    q, pages = q.to(dtype), hold(shape, k, v)
+    return ours(kernel, shape, q, pages), q, pages
 
 
 def sampled(queries: int) -> torch.Tensor:
@@ -158,7 +175,8 @@ def measure(case: Case) -> list[dict]:
     for name, out in outs.items():
         run = runs[name]
         ref = exact(run.q[rows], run.k, run.v, shape.softmax_scale, shape.last_key(0, rows))
-        row = {"case": case.name, "impl": name, "rel_err": relative([(out, ref)])}
+        fingerprint = launched(run.call) if name.startswith("fp8attn") else peer(name)
+        row = {"case": case.name, "impl": name, "fingerprint": fingerprint, "rel_err": relative([(out, ref)])}
         row |= {end: relative([(out[part], ref[part])]) for end, part in ends.items()}
         if "fa3-bf16" in outs and name != "fa3-bf16":
             row["vs_bf16"] = relative([(out, outs["fa3-bf16"])])
@@ -166,11 +184,9 @@ def measure(case: Case) -> list[dict]:
     return found
 
 
-def compare_all(shape: Shape, kernel: Callable, dtype: torch.dtype) -> tuple[float, bool, bool]:
+def compare_all(kernel: Callable, dtype: torch.dtype, shape: Shape) -> tuple[float, bool, bool]:
     """(relative error of the whole output, whether it is finite, whether three runs have equal bits)."""
-    q, k, v = inputs("page-gains", shape)
-    q, pages = q.to(dtype), hold(shape, k, v)
-    call = ours(kernel, shape, q, pages)
+    call, q, pages = on_page_gains(kernel, dtype, shape)
     with poisoned():
         out, *again = (call() for _ in range(3))
     pairs = []
@@ -180,25 +196,32 @@ def compare_all(shape: Shape, kernel: Callable, dtype: torch.dtype) -> tuple[flo
     return relative(pairs), bool(out.isfinite().all()), all(torch.equal(out, x) for x in again)
 
 
-def grid(dim: int) -> list[dict]:
-    """FlashAttention-3's odd lengths for `prefill`, a ragged batch with 1, 3 and 8 queries for `decode`."""
-    cases = {
-        f"grid-{'causal' if causal else 'full'}-D{dim}": (
-            prefill.attention, torch.bfloat16, {f"{n}x{keys}": Shape((keys,), (n,), 4, 2, dim, causal) for n, keys in GRID}
+# FlashAttention-3's odd lengths for `prefill`, a ragged batch with 1, 3 and 8 queries for `decode`: kernel, queries' dtype, shapes.
+GRIDS = {
+    **{
+        f"grid-{mask}-D{dim}": (
+            prefill.attention, torch.bfloat16, {f"{n}x{keys}": Shape((keys,), (n,), 4, 2, dim, mask == "causal") for n, keys in GRID}
         )
-        for causal in (True, False)
+        for dim in GRID_DIMS for mask in ("causal", "full")
+    },
+    **{
+        f"grid-decode-D{dim}": (
+            decode.attention, torch.float16, {f"{n} queries": Shape(RAGGED, (n,) * len(RAGGED), 4, 2, dim, True) for n in (1, 3, 8)}
+        )
+        for dim in GRID_DIMS
+    },
+}  # fmt: skip
+
+
+def grid(name: str) -> dict:
+    kernel, dtype, shapes = GRIDS[name]
+    found = {shape_name: compare_all(kernel, dtype, shape) for shape_name, shape in shapes.items()}
+    worst = max(found, key=lambda shape_name: found[shape_name][0])
+    return {
+        "case": name, "impl": "fp8attn", "shapes": len(found), "rel_err": float(f"{found[worst][0]:.3g}"), "worst": worst,
+        "finite": all(finite for _, finite, _ in found.values()), "equal_bits": all(equal for _, _, equal in found.values()),
+        "fingerprint": launched(calls(name)["fp8attn"]),
     }  # fmt: skip
-    batch = {f"{n} queries": Shape(RAGGED, (n,) * len(RAGGED), 4, 2, dim, True) for n in (1, 3, 8)}
-    cases[f"grid-decode-D{dim}"] = decode.attention, torch.float16, batch
-    rows = []
-    for name, (kernel, dtype, shapes) in cases.items():
-        found = {shape_name: compare_all(shape, kernel, dtype) for shape_name, shape in shapes.items()}
-        worst = max(found, key=lambda shape_name: found[shape_name][0])
-        rows.append({
-            "case": name, "impl": "fp8attn", "shapes": len(found), "rel_err": float(f"{found[worst][0]:.3g}"), "worst": worst,
-            "finite": all(finite for _, finite, _ in found.values()), "equal_bits": all(equal for _, _, equal in found.values()),
-        })  # fmt: skip
-    return rows
 
 
 # Running it
@@ -243,25 +266,18 @@ def show(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", help="substrings of names; none: all")
-    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/accuracy.json")
-    args = parser.parse_args()
+    args = results.parse(results.arguments(__doc__))
     start = time.time()
     in_processes(compile_kernel, specialisations())
     print(f"peers: {', '.join(sorted(peers.available()))}; ready after {time.time() - start:.0f} s", flush=True)
     rows = []
-    for case in CASES:
-        if not args.cases or any(word in case.name for word in args.cases):
-            rows += measure(case)
-            torch.cuda.empty_cache()
-    print(f"cases after {time.time() - start:.0f} s", flush=True)
-    for dim in GRID_DIMS:
-        if not args.cases or any(word in f"grid-D{dim}" for word in args.cases):
-            rows += grid(dim)
+    for name in results.chosen([*CASES, *GRIDS], args.cases):
+        rows += measure(CASES[name]) if name in CASES else [grid(name)]
+        torch.cuda.empty_cache()
     show(rows)
     print(f"\n{time.time() - start:.0f} s")
-    write(args.out, rows, SOURCES)
+    if args.save:
+        results.save("accuracy", rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Decode attention beside its peers: one process, interleaved, every output checked against float64 before it is timed.
 
-    PYTHONPATH=src python -m benchmarks.decode [case substring ...] [--impl NAME ...] [--rounds N] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.decode [case substring ...] [--impl NAME ...] [--rounds N] [--save]
 
 Each implementation (`benchmarks/peers.py` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is measured; the
 L2 cache is flushed before every run. `gbps` counts the live bytes of K and V.
@@ -13,28 +13,26 @@ A case that gives no answer in `SECONDS` is ended and measured again without pee
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from fp8attn import KVPages
 from fp8attn.kernels import decode
 from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
+from fp8attn.kernels.launch import constants, launch, num_sms
 from fp8attn.kernels.pages import tiles
 from fp8attn.layout import FP8
 
-from . import peers
+from . import peers, results
+from .fingerprint import launched, peer
 from .measure import Beside, exact, graph_of, interleaved, relative
 from .peers import vllm_fa3
 from .problem import DEVICE, Shape, ours
-from .results import ROOT, write
 
-SOURCES = ("benchmarks/decode.py", "src/fp8attn/kernels/decode.py")
 PAGED_BY = 64  # tokens in a page of vLLM's
 OURS = ("fp8attn", "stream-ceiling")
 SECONDS = 30  # for a case, compilation included
@@ -66,7 +64,7 @@ def ragged(batch: int, longest: int) -> tuple[int, ...]:
     return (longest, *(random.Random(0).randrange(1, longest) for _ in range(batch - 2)), 1)
 
 
-CASES = (
+_CASES = (
     *(Case(f"B{b}-S{s}", (s,) * b) for b, s in ((1, 8192), (1, 131072), (8, 32768), (16, 8192), (64, 8192), (32, 2048), (4, 131072))),
     Case("B16-S16384-ragged", ragged(16, 16384)),
     Case("B64-S8192-ragged", ragged(64, 8192)),
@@ -80,6 +78,7 @@ CASES = (
     Case("B16-S8192-q4", (8192,) * 16, queries=4),
     Case("B1-S1048576", (1 << 20,), heads=4),
 )
+CASES = {case.name: case for case in _CASES}
 
 
 # The ceiling
@@ -125,15 +124,16 @@ def _stream(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, l
     ], [1], [decode.PRODUCER_REGISTERS])  # fmt: skip
 
 
-def stream(case: Case, pages: KVPages):
-    launch = decode.Launch(case.dim, case.group, case.group, len(case.lengths))
-    workers = launch.workers(decode.num_sms(torch.device(DEVICE)), case.heads * len(case.lengths))
-    k_desc, v_desc = (x.descriptor() for x in tiles(pages, launch.width, launch.width))
-    constants = {name: launch.constants()[name] for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
-    return lambda: _stream[(workers,)](
-        k_desc, v_desc, pages.k_scale, pages.v_scale, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
-        len(case.lengths), case.heads, 1, workers, **constants, **launch.options(),
+def stream(case: Case, pages: KVPages) -> Callable[[], None]:
+    device, how = pages.k.device, decode.Launch(case.dim, case.group, case.group, len(case.lengths))
+    workers = how.workers(num_sms(device), case.heads * len(case.lengths))
+    same = {name: how.constants()[name] for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
+    given = constants("stream", device, **same, **how.options())
+    args = (
+        *tiles(pages, how.width, how.width), pages.k_scale, pages.v_scale, pages.page_table, pages.page_table.stride(0),
+        pages.cache_seqlens, len(case.lengths), case.heads, 1, workers,
     )  # fmt: skip
+    return lambda: launch(_stream, (workers,), args, given)
 
 
 # What they are given, and what is right
@@ -172,13 +172,22 @@ def error(shape: Shape, out: torch.Tensor, q: torch.Tensor, keys_of: Callable[[i
     return relative(pairs)
 
 
+def own(case: Case, q: torch.Tensor, pages: KVPages) -> dict[str, Callable]:
+    return dict(zip(OURS, (ours(decode.attention, case.shape, q, pages), stream(case, pages)), strict=True))
+
+
+def calls(name: str) -> dict[str, Callable]:
+    """Our implementations of a case."""
+    return own(CASES[name], make_queries(CASES[name]), make_pages(CASES[name]))
+
+
 def implementations(case: Case):
     """Yields (name, callable, its queries, its K and V by sequence); the last two None where nothing is computed."""
     torch.manual_seed(0)
     q, pages = make_queries(case), make_pages(case)
-    held = lambda seq: pages.read(seq, case.lengths[seq], torch.float64)  # noqa: E731
-    yield "fp8attn", ours(decode.attention, case.shape, q, pages), q, held
-    yield "stream-ceiling", stream(case, pages), None, None
+    attention, ceiling = own(case, q, pages).items()
+    yield *attention, q, lambda seq: pages.read(seq, case.lengths[seq], torch.float64)
+    yield *ceiling, None, None
     if "vllm-fa3" not in peers.available() or not case.even or max(case.lengths) > 131072:
         return
     room = (len(case.lengths), case.lengths[0], case.heads, case.dim)
@@ -209,6 +218,7 @@ def measure(case: Case, wanted, rounds: int) -> list[dict]:
         try:
             out = call()
             torch.cuda.synchronize()
+            row["fingerprint"] = launched(call) if name in OURS else peer(name)
             replay, result = graph_of(call)
             replay()
             torch.cuda.synchronize()
@@ -240,26 +250,24 @@ def show(case: Case, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", help="substrings of names; none: all")
+    parser = results.arguments(__doc__)
     parser.add_argument("--impl", nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/decode.json")
-    args = parser.parse_args()
-    chosen = [case for case in CASES if not args.cases or any(word in case.name for word in args.cases)]
+    args = results.parse(parser)
     rows, missing, start, ask = [], [], time.time(), Beside(measure, SECONDS)
-    for case in chosen:
+    for name in results.chosen(CASES, args.cases):
+        case = CASES[name]
         found = ask(case, args.impl, args.rounds)
         if found is None:
-            print(f"\n{case.name}: no answer; again without peers", flush=True)
-            missing.append(case.name)
+            print(f"\n{name}: no answer; again without peers", flush=True)
+            missing.append(name)
             found = ask(case, OURS, args.rounds) or []
         show(case, found)
         rows += found
     ask.end()
     print(f"\n{time.time() - start:.0f} s" + (f"; no answer: {', '.join(missing)}" if missing else ""))
-    if rows:
-        write(args.out, rows, SOURCES)
+    if args.save and rows:
+        results.save("decode", rows)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,30 @@
-"""`fp8attn demo` as a results file: results/cpu or results/h100, with the needle picture beside it.
+"""`fp8attn demo` as a results file, with the needle picture beside it.
 
-PYTHONPATH=src python -m benchmarks.demo [cpu | cuda]
+PYTHONPATH=src python -m benchmarks.demo [--save]
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 from fp8attn.cli.demo import run
 
-from .results import ROOT, write
+from . import results
+from .problem import DEVICE
 
 
 def main() -> None:
-    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    folder = ROOT / "results" / ("h100" if device == "cuda" else "cpu")
+    args = results.parse(results.arguments(__doc__, cases=False))
     with tempfile.TemporaryDirectory() as out:
-        run(Path(out), device)
-        found = json.loads((Path(out) / "demo.json").read_text())
-        rows = [
-            {"case": f"demo-{name}", "impl": side, "value": found[f"{name}_{side}"]}
-            for name in ("bytes_per_token", "ppl", "needle")
-            for side in ("bf16", "fp8")
-        ]
-        rows.append({"case": "demo-ppl", "impl": "fp8-static", "value": found["ppl_fp8_static"]})
+        found = run(Path(out), DEVICE)
+        sides = [(name, side, f"{name}_{side}") for name in ("bytes_per_token", "ppl", "needle") for side in ("bf16", "fp8")]
         names = ("needle_cells_equal", "greedy_tokens_equal", "greedy_tokens_matched", "greedy_tokens", "seconds")
-        rows += [{"case": f"demo-{name}", "impl": "fp8", "value": found[name]} for name in names]
-        kernels = ["src/fp8attn/kernels"] if device == "cuda" else []
-        write(folder / "demo.json", rows, [*found["meta"]["sources"], *kernels])
-        shutil.copy(Path(out) / "needle.png", folder / "needle.png")
+        cases = [*sides, ("ppl", "fp8-static", "ppl_fp8_static"), *((name, "fp8", name) for name in names)]
+        if args.save:
+            rows = [{"case": f"demo-{name}", "impl": side, "value": found[key]} for name, side, key in cases]
+            shutil.copy(Path(out) / "needle.png", results.save("demo", rows).parent / "needle.png")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """A hundred thousand tokens decoded behind a prompt, one at a time, while the cache's pages are copied, reordered, truncated and grown in
 scale: how far predictions are from BF16's, segment by segment. Losses by position through decode come with it.
 
-    python -m benchmarks.drift [--decode 100000]
+    python -m benchmarks.drift [--decode 100000] [--save]
 
 Two sequences of held-out text side by side; a step through our cache is a CUDA graph. BF16 reads the same tokens in chunks.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import asdict
 
@@ -17,13 +16,9 @@ from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import cache_factory
 from fp8attn.evaluation.drift import drift
 
-from .results import write
+from . import results
 
 IMPLS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static"}
-SOURCES = (
-    *("benchmarks/drift.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/cache.py", "src/fp8attn/integrations/transformers"),
-    *("src/fp8attn/evaluation/caches.py", "src/fp8attn/evaluation/drift.py", "models/stdlib-llama/model.safetensors"),
-)
 
 
 def rows(model, tokens, names: list[str], prompt: int, segment: int, chunk: int, calibration) -> list[dict]:
@@ -42,7 +37,7 @@ def rows(model, tokens, names: list[str], prompt: int, segment: int, chunk: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.arguments(__doc__, cases=False)
     parser.add_argument("--model", help="a folder or Hugging Face id; default: the committed model")
     parser.add_argument("--impl", default="fp8attn", help="some of " + ", ".join(IMPLS))
     parser.add_argument("--prompt", type=int, default=8192)
@@ -50,13 +45,14 @@ def main() -> None:
     parser.add_argument("--segment", type=int, default=500, help="tokens between two operations on the cache")
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=8192)
-    args = parser.parse_args()
+    args = results.parse(parser)
     model, tokenizer = models.load(args.model)
     text = models.tokenize(tokenizer, models.read_text(None, args.model))
     tokens = models.windows(text, args.prompt + args.decode + 1, args.sequences)
     calibration = models.windows(text, min(8192, len(text) // 4), 4, from_end=True)
     found = rows(model, tokens, args.impl.split(","), args.prompt, args.segment, args.chunk, calibration)
-    write("results/h100/drift.json", found, SOURCES)
+    if args.save:
+        results.save("drift", found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Run the GPU tests and write what they said to results/h100/tests.json, a row a file."""
+"""Runs the GPU tests; what they said is `tests.json`, a row a file.
+
+PYTHONPATH=src python -m benchmarks.gpu_tests [--save]
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,7 @@ from collections import Counter
 
 import pytest
 
-from .results import write
-
-SOURCES = (
-    *("benchmarks/gpu_tests.py", "tests/gpu", "src/fp8attn/kernels", "src/fp8attn/integrations/transformers"),
-    *(f"src/fp8attn/{name}.py" for name in ("accumulation", "backends", "cache", "mode", "ops", "sdpa", "sdpa_quantized")),
-)
+from . import results
 
 
 class Outcomes:
@@ -28,11 +26,13 @@ class Outcomes:
 
 
 def main() -> int:
+    args = results.parse(results.arguments(__doc__, cases=False))
     outcomes, start = Outcomes(), time.time()
     code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", "8", "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
     rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
     rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})
-    write("results/h100/tests.json", rows, SOURCES)
+    if args.save:
+        results.save("tests", rows)
     return int(code)
 
 

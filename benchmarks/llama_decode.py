@@ -1,6 +1,6 @@
 """A decode step of a Llama-3.1-8B-shaped model (random weights) at growing contexts: FP8Cache beside BF16 caches.
 
-    PYTHONPATH=src python -m benchmarks.llama_decode [--batch N ...] [--length N ...] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.llama_decode [step substring ...] [--save]
 
 Each step is a CUDA graph; the systems' replays are interleaved; medians. Caches are filled with random values instead of a prompt's, which
 costs a step nothing. First, at a length of 512, every system prefills and decodes the same tokens, and their logits must agree.
@@ -19,13 +19,11 @@ tokens fit on the GPU beside the weights: computed from bytes, then allocated an
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, StaticCache
@@ -36,19 +34,15 @@ from fp8attn.layout import FP8
 from fp8attn.numerics import relative_error
 from fp8attn.plan import plan, shape_of
 
-from . import peers
+from . import peers, results
 from .llama import build
 from .measure import graph_of, interleaved
 from .problem import DEVICE
-from .results import ROOT, write
 
-SOURCES = (
-    *("benchmarks/llama_decode.py", "src/fp8attn/kernels/append.py", "src/fp8attn/kernels/decode.py", "src/fp8attn/ops.py"),
-    *("src/fp8attn/integrations/transformers", "src/fp8attn/plan.py"),
-)
 BATCHES = (1, 8, 32)
 LENGTHS = (1024, 2048, 8192, 32768, 131072)
 MOST_TOKENS = 1 << 18  # in a batch: what both caches have room for side by side
+CASES = {f"step-B{b}-S{n}": (b, n) for b in BATCHES for n in LENGTHS if b * n <= MOST_TOKENS}
 ROUNDS = 15
 ROOM = 64  # tokens behind the context, which the steps fill
 CHECKED = 512
@@ -295,26 +289,21 @@ def lines(rows: list[dict]) -> list[dict]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, nargs="*", default=BATCHES)
-    parser.add_argument("--length", type=int, nargs="*", default=LENGTHS)
-    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/llama_decode.json")
-    args = parser.parse_args()
+    args = results.parse(results.arguments(__doc__))
     start = time.time()
     systems, model = available(), build()
     print(f"ready after {time.time() - start:.0f} s", flush=True)
     rows = agree(model, systems)
     print(*rows, f"{time.time() - start:.0f} s", sep="\n", flush=True)
-    for batch in args.batch:
-        for length in args.length:
-            if batch * length <= MOST_TOKENS:
-                release()
-                rows += (found := measure(model, systems, batch, length))
-                steps = "  ".join(f"{row['impl']} {row['ms']:.3f}" for row in found)
-                print(f"B{batch} S{length}: {steps} ms  ({time.time() - start:.0f} s)", flush=True)
+    for name in results.chosen(CASES, args.cases):
+        release()
+        rows += (found := measure(model, systems, *CASES[name]))
+        steps = "  ".join(f"{row['impl']} {row['ms']:.3f}" for row in found)
+        print(f"{name}: {steps} ms  ({time.time() - start:.0f} s)", flush=True)
     rows += (found := [*lines(rows), *fits(model, systems)])
     print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
-    write(args.out, rows, SOURCES)
+    if args.save:
+        results.save("llama_decode", rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Prefill of a Llama-3.1-8B-shaped model (random weights): FP8 attention, quantisation included, beside BF16 attention.
 
-    PYTHONPATH=src python -m benchmarks.llama_prefill [--length N ...] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.llama_prefill [case substring ...] [--save]
 
 One sequence through all layers without a cache, up to the last hidden states: the same model for all, only its attention swapped
 (`swap`). Norms are torch's fused ones and RoPE is one kernel (`ops.rotate`), as where models are served. Up to 8192 tokens each system is a
@@ -12,10 +12,8 @@ is measured, and none is extrapolated. Before it is timed, each system's hidden 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -25,15 +23,13 @@ from transformers.models.llama import modeling_llama
 from fp8attn import AttentionPolicy, ops
 from fp8attn.numerics import relative_error
 
-from . import peers
+from . import peers, results
 from .llama import build
 from .measure import graph_of, interleaved
 from .problem import DEVICE
-from .results import ROOT, write
-from .swap import FP8_ATTENTION, beside_best, bf16_systems, inside, within
+from .swap import beside_best, bf16_systems, inside, within
 
-SOURCES = ("benchmarks/llama_prefill.py", *FP8_ATTENTION)
-LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+CASES = {f"S{length}": length for length in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)}
 GRAPHED = 8192
 LAYER_TOKENS = 32 * 8192  # the most layers times tokens that one call runs
 ROUNDS = {1024: 15, 2048: 11, 4096: 7, 8192: 5}
@@ -95,20 +91,18 @@ def measure(model, length: int) -> list[dict]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--length", type=int, nargs="*", default=LENGTHS)
-    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/llama_prefill.json")
-    args = parser.parse_args()
+    args = results.parse(results.arguments(__doc__))
     start = time.time()
     model = build()
     prepare(model)
     print(f"ready after {time.time() - start:.0f} s", flush=True)
     rows = []
-    for length in args.length:
+    for name in results.chosen(CASES, args.cases):
         torch.cuda.empty_cache()
-        rows += (found := measure(model, length))
+        rows += (found := measure(model, CASES[name]))
         print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
-    write(args.out, rows, SOURCES)
+    if args.save:
+        results.save("llama_prefill", rows)
 
 
 if __name__ == "__main__":

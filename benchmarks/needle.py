@@ -5,12 +5,13 @@
     python -m benchmarks.needle merge results/h200 /tmp/a/results/h200 /tmp/b/results/h200  # of runs in two checkouts, and needs no GPU
 
 `samples` writes `.needle/`, which git ignores. `run` asks every implementation for an answer to each of them, a process a GPU, each with
-every n-th sample, and writes `results/h200/needle.json` and all answers beside it. Meanwhile they go to `.needle/outcomes/`, line by line:
-what a run that was killed leaves there counts in the next. Earlier answers are kept and not asked for again where they are of this device,
-torch and Triton, and the sources of their implementation are unchanged: our kernels make nobody else's answers stale. `merge` puts together
-what runs answered side by side, each in a checkout of its own.
+every n-th sample, and with `--save` writes `results/<device>/needle.json` and all answers beside it. Meanwhile they go to
+`.needle/outcomes/`, line by line: what a run that was killed leaves there counts in the next. Earlier answers are kept and not asked for
+again where they are of this machine, torch and Triton, and the code of their implementation is what it was (`fingerprint.of_row`): a change
+of our kernels leaves other systems' answers as they are. `merge` puts together what runs answered side by side, each in a checkout of its
+own.
 
-This file is the command line and the books, which decide no answer; what does is in `needle_systems`.
+This file is the command line and keeps the answers, and decides none of them; `needle_systems` does.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -33,25 +33,15 @@ from fp8attn.evaluation import models, needle, ruler
 from fp8attn.evaluation.needle import Outcome
 from fp8attn.evaluation.paired import compare, wilson
 
-from . import peers
+from . import peers, results
+from .fingerprint import ROOT, of_row
 from .needle_systems import BATCH_TOKENS, CHUNK, IMPLS, NEEDS, OURS, Work
-from .results import ROOT, about, hashes, save
 
 SAMPLES = ROOT / ".needle"
 OUTCOMES = SAMPLES / "outcomes"  # of runs that have not ended, in a folder each
-RESULTS, KEPT = (ROOT / f"results/h200/needle.{ending}" for ending in ("json", "jsonl.xz"))
-SHARED_SOURCES = (  # what everybody's answers depend on; of the layout and the numerics, what FP8 is and how it is rounded to
-    *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py"),
-    *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "models", "needle", "ruler", "stress")),
-    "models/stdlib-llama/model.safetensors",
-)
-OUR_SOURCES = (  # and ours besides
-    *("src/fp8attn/kernels", "src/fp8attn/integrations/transformers"),
-    *(f"src/fp8attn/{name}.py" for name in ("backends", "cache", "calibrate", "ops", "scales")),
-)
-COUNTS = ("benchmarks/needle.py", "src/fp8attn/evaluation/paired.py")  # answers, which they do not change
-SOURCES = (*SHARED_SOURCES, *OUR_SOURCES, *COUNTS)
-MACHINE = ("device", "torch", "triton")  # of a `meta`; answers on different ones are not mixed
+RESULTS = results.RESULTS
+NAME, KEPT = "needle.json", "needle.jsonl.xz"
+SAME = ("torch", "triton", "fingerprint")  # of a provenance: answers that differ in one are not mixed
 
 
 def check(names: Sequence[str]) -> None:
@@ -90,76 +80,81 @@ def key(outcome: Outcome) -> tuple:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one or more runs answered, and the `meta` of their results, whose `command` is all of theirs, with `; ` between them."""
+    """What one or more runs answered on one machine.
 
-    meta: dict
+    Attributes:
+        machine: `results.meta` of it.
+        provenances: of each implementation's answers (`about`); `command` is all commands that asked it, with `; ` between them.
+    """
+
+    machine: dict
+    provenances: dict[str, dict]
     outcomes: list[Outcome]
 
+    def names(self) -> list[str]:
+        return sorted({outcome.cache for outcome in self.outcomes}, key=IMPLS.index)
 
-def begin(meta: dict) -> Path:
+
+def about(names: Sequence[str]) -> dict[str, dict]:
+    """The provenances of what this process asks implementations."""
+    return {name: results.provenance("needle") | {"fingerprint": of_row("needle", name)} for name in names}
+
+
+def begin(machine: dict, provenances: dict[str, dict]) -> Path:
     """A folder for the answers of a run until it ends."""
     folder = OUTCOMES / str(time.time_ns())
-    save(folder / RESULTS.name, meta, [])
+    folder.mkdir(parents=True)
+    (folder / NAME).write_text(json.dumps({"meta": machine, "provenance": provenances}))
     return folder
 
 
 def read(folder: Path) -> Answers:
     """The answers in a folder, of results or from `begin`."""
-    meta = json.loads((folder / RESULTS.name).read_text())["meta"]
-    files = sorted(folder.glob(f"{RESULTS.stem}*.jsonl*"))
-    return Answers(meta, [outcome for file in files for outcome in needle.load_outcomes(file)])
+    there = json.loads((folder / NAME).read_text())
+    files = sorted(folder.glob("needle*.jsonl*"))
+    return Answers(there["meta"], there["provenance"], [outcome for file in files for outcome in needle.load_outcomes(file)])
 
 
-def load(meta: dict) -> list[Answers]:
-    """What a run of this `meta` need not ask again: answers of earlier runs, and of those that were killed, on the same machine, by
-    implementations whose sources are the same. Which are not kept, and why, is said."""
+def changed(answers: Answers, machine: dict, now: dict[str, dict], name: str) -> list[str]:
+    """In what an implementation's answers are of another machine, release or code than `machine` and `now`."""
+    then = answers.provenances[name]
+    return [*(["machine"] if answers.machine != machine else []), *(part for part in SAME if then[part] != now[name][part])]
+
+
+def load(machine: dict, now: dict[str, dict]) -> list[Answers]:
+    """What a run need not ask again: answers of earlier runs, and of those that were killed, of the same machine and code. Which are not
+    kept, and why, is said."""
     kept = []
-    for file in (RESULTS, *sorted(OUTCOMES.glob(f"*/{RESULTS.name}"))):
+    for file in (RESULTS / results.slug(machine["device"]) / NAME, *sorted(OUTCOMES.glob(f"*/{NAME}"))):
         if file.exists():
             there = read(file.parent)
-            names = sorted({outcome.cache for outcome in there.outcomes}, key=IMPLS.index)
-            machine = [name for name in MACHINE if there.meta[name] != meta[name]]
-            other = {name: machine or changed(there, name) for name in names}
-            for name in names:
-                if other[name]:
-                    print(f"{file.parent}: answers of {name} are not kept, for they are of another {', '.join(other[name])}", flush=True)
-            kept.append(only(there, {name for name in names if not other[name]}))
+            for name in there.names():
+                if other := changed(there, machine, now, name):
+                    print(f"{file.parent}: answers of {name} are not kept, for they are of another {', '.join(other)}", flush=True)
+                    there = replace(there, outcomes=[outcome for outcome in there.outcomes if outcome.cache != name])
+            kept.append(there)
     return kept
 
 
-def changed(answers: Answers, name: str) -> list[str]:
-    """The sources that an implementation's answers depend on and that are not what they were."""
-    then, now = answers.meta["sources"], hashes(SHARED_SOURCES + (OUR_SOURCES if name in OURS else ()))
-    return [path for path, digest in now.items() if then.get(path) != digest]
-
-
-def only(answers: Answers, names: set[str]) -> Answers:
-    """The answers of some implementations, and the commands that asked any of them."""
-    commands = [command for command in answers.meta["command"].split("; ") if names & asks(command)]
-    return Answers(answers.meta | {"command": "; ".join(commands)}, [outcome for outcome in answers.outcomes if outcome.cache in names])
-
-
-def asks(command: str) -> set[str]:
-    """The implementations that a `run` asks."""
-    named = re.search(r"--impl[ =](\S+)", command)
-    return set(named[1].split(",") if named else IMPLS)
-
-
-def keep(folder: Path, meta: dict, runs: Sequence[Answers]) -> None:
+def keep(folder: Path, machine: dict, runs: Sequence[Answers]) -> None:
     """Write what runs on one machine answered, and what is counted from it, as the results of all of them.
 
     Args:
-        folder: `results/h200`, or another.
-        meta: of the results, but for `date`, the latest of the runs', and `command`.
         runs: where several have an answer of one implementation to one sample, the first of them counts.
     """
     outcomes: dict[tuple, Outcome] = {}
     for outcome in (outcome for run in runs for outcome in run.outcomes):
         outcomes.setdefault(key(outcome), outcome)
-    commands = dict.fromkeys(command for run in runs for command in run.meta["command"].split("; "))
-    needle.save_outcomes(folder / KEPT.name, outcomes.values())
-    date = max(run.meta["date"] for run in runs)
-    save(folder / RESULTS.name, meta | {"date": date, "command": "; ".join(commands)}, rows(list(outcomes.values())))
+    provenances: dict[str, dict] = {}
+    for name in sorted({outcome.cache for outcome in outcomes.values()}, key=IMPLS.index):
+        given = [run.provenances[name] for run in runs if name in run.names()]
+        commands = dict.fromkeys(command for one in given for command in one["command"].split("; "))
+        provenances[name] = max(given, key=lambda one: one["date"]) | {"command": "; ".join(commands)}
+    made = [
+        row | {"provenance": row["impl"], "fingerprint": provenances[row["impl"]]["fingerprint"]} for row in rows(list(outcomes.values()))
+    ]
+    needle.save_outcomes(folder / KEPT, outcomes.values())
+    results.write(folder / NAME, machine, provenances, made)
 
 
 def merge(folder: Path, runs: Sequence[Path]) -> None:
@@ -169,29 +164,31 @@ def merge(folder: Path, runs: Sequence[Path]) -> None:
         folder: `results/h200`, or another.
         runs: each the folder of a run's results.
     Raises:
-        ValueError: a run has answers of an implementation whose sources are not this checkout's, or is on another device or release than
-            the first; or two runs have unlike answers of one implementation to one sample.
+        ValueError: a run has answers of an implementation whose code is not this checkout's, or is of another machine or release than the
+            first; or two runs have unlike answers of one implementation to one sample.
     """
     given: dict[Path, Answers] = {}
     for run in runs:
-        for name in (RESULTS.name, KEPT.name):
+        for name in (NAME, KEPT):
             if not (run / name).exists():
                 raise ValueError(f"{run} has no {name}: name the folder of a run's results, which it writes when it ends")
-        given[run] = there = read(run)
-        if other := sorted({path for name in {outcome.cache for outcome in there.outcomes} for path in changed(there, name)}):
-            raise ValueError(f"{run} has answers of other sources than this checkout's: {', '.join(other)}; leave it out, or run it again")
-        meta = given[runs[0]].meta
-        for name in MACHINE:
-            if there.meta[name] != meta[name]:
-                raise ValueError(f"{name} is {there.meta[name]} in {run} and {meta[name]} in {runs[0]}: merge runs on one")
+        given[run] = read(run)
+    first = given[runs[0]]
+    [release] = {tuple(one[part] for part in SAME[:2]) for one in list(first.provenances.values())[:1]}
+    for run, there in given.items():
+        for name in there.names():
+            now = dict(zip(SAME, (*release, of_row("needle", name)), strict=True))
+            if other := changed(there, first.machine, {name: now}, name):
+                what = f"answers of {name} of another {', '.join(other)}"
+                raise ValueError(f"{run} has {what} than this checkout and {runs[0]}: leave it out, or run it again")
     found: dict[tuple, tuple[Outcome, Path]] = {}
     for run, there in given.items():
         for outcome in there.outcomes:
-            first, where = found.setdefault(key(outcome), (outcome, run))
-            if first != outcome:
+            earlier, where = found.setdefault(key(outcome), (outcome, run))
+            if earlier != outcome:
                 name = f"{outcome.cache} on sample {outcome.index} of {outcome.task} at {outcome.length}"
-                raise ValueError(f"{name} answers {outcome.text!r} in {run} and {first.text!r} in {where}: leave one of the runs out")
-    keep(folder, meta | {"sources": hashes(SOURCES)}, list(given.values()))
+                raise ValueError(f"{name} answers {outcome.text!r} in {run} and {earlier.text!r} in {where}: leave one of the runs out")
+    keep(folder, first.machine, list(given.values()))
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict]:
@@ -228,7 +225,7 @@ def main() -> None:
     asked.add_argument("--lengths", type=numbers, default="4096,8192,16384,32768,65536,131072")
     asked.add_argument("--samples", type=int, help="of each task and length; default: 500, or all that were made")
     verbs.add_parser("samples", parents=[asked])
-    run = verbs.add_parser("run", parents=[asked])
+    run = verbs.add_parser("run", parents=[asked, results.saving()])
     run.add_argument("--impl", default=",".join(IMPLS))
     run.add_argument("--stress", type=numbers, default="0", help="strengths, joined by commas")
     run.add_argument("--seconds", type=float, default=float("inf"), help="after so many, begin no other batch")
@@ -237,7 +234,7 @@ def main() -> None:
     merging = verbs.add_parser("merge")
     merging.add_argument("folder", type=Path, help="to write to")
     merging.add_argument("runs", type=Path, nargs="+", help="the folders of runs' results")
-    args = parser.parse_args()
+    args = results.parse(parser)
     if args.what == "merge":
         merge(args.folder, args.runs)
         return
@@ -254,8 +251,8 @@ def main() -> None:
     names = tuple(args.impl.split(","))
     check(names)
     names = tuple(name for name in names if name in OURS or NEEDS[name.partition(":")[0]] in peers.available())
-    meta = about(SOURCES)
-    earlier, folder = load(meta), begin(meta)
+    machine, now = results.meta(), about(IMPLS)
+    earlier, folder = load(machine, now), begin(machine, now)
     done = frozenset(key(outcome) for run in earlier for outcome in run.outcomes)
     deadline = time.time() + args.seconds
     work = Work(folder, args.model, files, names, args.stress, args.samples, args.chunk, args.batch_tokens, deadline, done)
@@ -265,9 +262,12 @@ def main() -> None:
             ending = f"{failed} processes failed; what the others answered is kept"
     except KeyboardInterrupt:
         ending = "interrupted; what was answered is kept"
-    if runs := [run for run in (*earlier, read(folder)) if run.outcomes]:
-        keep(RESULTS.parent, meta, runs)
-    shutil.rmtree(OUTCOMES)
+    runs = [run for run in (*earlier, read(folder)) if run.outcomes]
+    if args.save and runs:
+        keep(RESULTS / results.slug(machine["device"]), machine, runs)
+        shutil.rmtree(OUTCOMES)
+    else:
+        print(*rows([outcome for run in runs for outcome in run.outcomes]), sep="\n")
     if ending:
         sys.exit(ending)
 

@@ -2,12 +2,13 @@
 
 Microseconds of the host's time; the GPU has so little to do that its queue stays empty. Hosts differ (by half, seen on lent machines of
 one kind), and one is not always at rest: so all calls take turns, the least mean of many short turns counts, and `torch.relu`, which takes
-its turn with them, tells how fast the host was. Rows go to results/h100/overhead.json; `tests/test_launch.py` holds them to their bounds.
+its turn with them, tells how fast the host was.
+
+    PYTHONPATH=src python -m benchmarks.overhead [--save]
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -19,12 +20,8 @@ from fp8attn import PagedKVCache
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.kernels.launch import Counters, Tiles, launch, recording
 
-from .results import write
+from . import results
 
-SOURCES = (
-    "src/fp8attn/kernels", "src/fp8attn/integrations/transformers", "src/fp8attn/ops.py", "src/fp8attn/sdpa.py", "src/fp8attn/cache.py",
-    "src/fp8attn/backends.py", "benchmarks/overhead.py",
-)  # fmt: skip
 CALLS, ROUNDS = 100, 30  # of a turn; turns
 STEPS = 20
 PROMPT = 2048
@@ -83,14 +80,14 @@ def ops() -> list[dict]:
         for _ in range(3):
             error = float((fp8attn.attention(x, held).float() - want).norm() / want.norm())
             assert error < bound, f"attention of {len(x)} queries is {error:.1e} off"
-    with recording() as notes:
+    with recording() as launches:
         fp8attn.attention(chunk, long.pages)
-    assert len(notes) == 2, "64 queries over 4,096 tokens are not cut into parts, which a second launch puts together"
-    with recording() as notes:
+    assert len(launches) == 2, "64 queries over 4,096 tokens are not cut into parts, which a second launch puts together"
+    with recording() as launches:
         fp8attn.attention(q, pages)
-    [made] = notes
-    zeros = torch.zeros(1024, dtype=torch.int32, device="cuda")
-    given = [x.descriptor() if isinstance(x, Tiles) else zeros if isinstance(x, Counters) else x for x in made.args]
+    [made] = launches
+    given = [x.descriptor() if isinstance(x, Tiles) else x for x in made.args]
+    given = [torch.zeros(x.count, dtype=torch.int32, device="cuda") if isinstance(x, Counters) else x for x in given]
     dense = [torch.randn(1, 4, 256, 128, dtype=torch.bfloat16, device="cuda") for _ in "qkv"]
     table = torch.randn(256, 64, device="cuda")
     query, key = q[:1, :, None], torch.randn(1, 8, 300, 128, dtype=torch.bfloat16, device="cuda").repeat_interleave(4, 1)
@@ -104,7 +101,7 @@ def ops() -> list[dict]:
         (tokens_256, "fp8attn"): lambda: fp8attn.scaled_dot_product_attention(*dense),
         (f"rope_{tokens_256}", "fp8attn"): lambda: fp8attn.rope_scaled_dot_product_attention(*dense, table, table),
         (tokens_256, "torch"): lambda: sdpa(*dense),
-        ("launch", "fp8attn"): lambda: launch(*made[:4]),
+        ("launch", "fp8attn"): lambda: launch(made.kernel, made.grid, made.args, made.given),
         ("launch", "triton"): lambda: made.kernel[made.grid](*given, **made.given),
         ("attention of 1 query", "torch-sdpa"): lambda: sdpa(query, key, key),
         ("relu", "torch"): lambda: torch.relu(k),
@@ -145,11 +142,12 @@ def model_steps() -> list[dict]:
 
 @torch.inference_mode()
 def main() -> None:
+    args = results.parse(results.arguments(__doc__, cases=False))
     rows = ops() + model_steps()
-    for row in rows:
-        print(row, flush=True)
-    write("results/h100/overhead.json", rows, SOURCES)
+    print(*rows, sep="\n", flush=True)
+    if args.save:
+        results.save("overhead", rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,12 +1,11 @@
 """Perplexity, KL divergence and agreement with BF16 of the same held-out text through each cache, by position: short and long contexts,
 prefilled in chunks and decoded token by token.
 
-    python -m benchmarks.perplexity
+    python -m benchmarks.perplexity [--save]
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import asdict
 
@@ -17,15 +16,10 @@ from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import cache_factory
 from fp8attn.evaluation.perplexity import perplexity
 
-from .results import write
+from . import results
 
 IMPLS = {"bf16": "bf16", "fp8attn": "fp8", "fp8attn-static": "fp8-static", "fp8attn-no-means": "fp8-no-means"}
 CASES = ((4096, 32, 0), (131072, 1, 0), (4096, 2, 128), (131072, 1, 256))  # tokens of a context, windows, tokens decoded (0: in chunks)
-SOURCES = (
-    *("benchmarks/perplexity.py", "src/fp8attn/kernels", "src/fp8attn/ops.py", "src/fp8attn/cache.py"),
-    *("src/fp8attn/integrations/transformers", "src/fp8attn/evaluation/caches.py", "src/fp8attn/evaluation/perplexity.py"),
-    "models/stdlib-llama/model.safetensors",
-)
 
 
 def rows(model, tokenizer, text: torch.Tensor, cases, chunk: int, calibration: torch.Tensor) -> list[dict]:
@@ -46,14 +40,15 @@ def rows(model, tokenizer, text: torch.Tensor, cases, chunk: int, calibration: t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.arguments(__doc__, cases=False)
     parser.add_argument("--model", help="a folder or Hugging Face id; default: the committed model")
     parser.add_argument("--chunk", type=int, default=8192)
-    args = parser.parse_args()
+    args = results.parse(parser)
     model, tokenizer = models.load(args.model)
     text = models.tokenize(tokenizer, models.read_text(None, args.model))
     found = rows(model, tokenizer, text, CASES, args.chunk, models.windows(text, 8192, 4, from_end=True))
-    write("results/h100/perplexity.json", found, SOURCES)
+    if args.save:
+        results.save("perplexity", found)
 
 
 if __name__ == "__main__":

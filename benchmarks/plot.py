@@ -1,6 +1,6 @@
-"""The pictures of the results, in results/h100.
+"""The pictures of the results, beside the numbers.
 
-python -m benchmarks.plot [NAME ...]    # of PLOTS; default: all that have results
+python -m benchmarks.plot [NAME ...]    # of PLOTS, for each device; default: all that have results
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import matplotlib
 
@@ -25,16 +24,17 @@ from fp8attn.evaluation.needle import load_outcomes
 from fp8attn.evaluation.plots import needle_maps, thousands
 from fp8attn.evaluation.stress import STRENGTHS
 
-from .results import ROOT
+from .readme import over_bf16
+from .results import RESULTS
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
-FOLDER = ROOT / "results/h100"
+FOLDER = RESULTS / "h100"  # of the device whose results are drawn
 COLOURS = {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-no-means": "#a9d6b0", "fp8attn-q8-no-means": "#a9d6b0",
     "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
     "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
-    "bf16-sdpa": "#b8bfca", "fp8attn-graph": "#0b6e4f", "fp8attn-rope": "#a9d6b0", "fp8attn-default": "#a9d6b0", "torchao": "#f2a65a",
+    "bf16-sdpa": "#b8bfca", "fp8attn-rope": "#a9d6b0", "fp8attn-default": "#a9d6b0", "torchao": "#f2a65a",
     "bf16": "#444444", "fp8attn-static": "#69b578",
 }  # fmt: skip
 HATCHES = {"": "", "calibrated": "//", "means": "..", "calibrated+means": "xx"}  # of a kernel with options
@@ -49,13 +49,11 @@ Rows = dict[tuple[str, str], dict]
 
 
 def read(name: str) -> Rows:
-    return {(row["case"], row["impl"]): row for row in json.loads(file_of(name).read_text())["rows"]}
+    return {(row["case"], row["impl"]): row for row in json.loads((FOLDER / f"{name}.json").read_text())["rows"]}
 
 
-def file_of(name: str) -> Path:
-    """The results of that name: beside the pictures, or else of an H200."""
-    here = FOLDER / f"{name}.json"
-    return here if here.exists() else ROOT / f"results/h200/{name}.json"
+def device() -> str:
+    return FOLDER.name.upper()
 
 
 def save(figure: Figure, name: str) -> None:
@@ -92,7 +90,7 @@ def plot_decode() -> None:
     cases = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
     bars(axes, read("decode"), "gbps", cases, ("fp8attn", "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"))
     axes.set_ylabel("GB/s of live K and V")
-    axes.set_title("Decode on an H100 (32 query heads, 8 KV heads of 128): the cache read once", loc="left", fontsize=11)
+    axes.set_title(f"Decode on an {device()} (32 query heads, 8 KV heads of 128): the cache read once", loc="left", fontsize=11)
     legend(figure, axes)
     save(figure, "decode")
 
@@ -108,7 +106,7 @@ def plot_prefill() -> None:
             ("fp8attn", "fp8attn-q8", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16", "cudnn-bf16"),
         )
         axes.set_ylabel("TFLOPS")
-    title = "Prefill on an H100: fp8attn and vLLM accumulate in FP32, fa3-fp8 and cudnn-fp8 do not (accuracy.png)"
+    title = f"Prefill on an {device()}: fp8attn and vLLM accumulate in FP32, fa3-fp8 and cudnn-fp8 do not (accuracy.png)"
     both[0].set_title(title, loc="left", fontsize=11)
     legend(figure, both[0])
     save(figure, "prefill")
@@ -138,7 +136,7 @@ def plot_accuracy() -> None:
         axes.set_ylabel("relative error")
     for axes in grid[-1]:
         axes.set_xlabel("keys")
-    figure.suptitle("Error against float64 on the same bytes, H100, head_dim 128", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(f"Error against float64 on the same bytes, {device()}, head_dim 128", x=0.01, ha="left", fontsize=11)
     handles = {label: handle for axes in grid[:, 0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), fontsize=8, ncols=len(handles), loc="outside lower center", frameon=False)
     save(figure, "accuracy")
@@ -163,34 +161,33 @@ def plot_llama_decode() -> None:
         axes.set_xlim(left=0)
         axes.set_ylim(0, 1.1 * highest)
     panels[0, 0].set_ylabel("ms a decode step")
-    title = "A decode step of a Llama-3.1-8B-shaped model on an H100, CUDA graphs (bf16-sdpa repeats K and V for every query head)"
+    title = f"A decode step of a Llama-3.1-8B-shaped model on an {device()}, CUDA graphs (bf16-sdpa repeats K and V for every query head)"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     legend(figure, panels[0, 0])
     save(figure, "llama_decode")
 
 
 def plot_sdpa() -> None:
-    """One attention layer, quantisation included, over the best BF16 kernel, by length: a panel a mask and number of KV heads."""
+    """One attention layer, quantization included, over the best BF16 kernel that it was timed with, by length."""
     rows = read("sdpa")
     figure, panels = plt.subplots(1, 4, figsize=(14, 4.2), sharey=True, layout="constrained")
     titles = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
+    lengths = sorted({int(match[1]) for case, _ in rows if (match := re.fullmatch(r"[a-z-]+-S(\d+)", case))})
     for axes, (kind, title) in zip(panels, titles.items(), strict=True):
-        kernels = [series(rows, rf"{kind}-S(\d+)", impl, lambda row: row["ms"]) for impl in ("fa3-bf16", "cudnn-bf16")]
-        best = {n: min(times[n] for times in kernels if n in times) for n in sorted(set().union(*kernels))}
         axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1, label="best BF16 kernel")
-        for impl, style in (("fp8attn-graph", "o-"), ("fp8attn", "o--"), ("fp8attn-rope", "o--"), ("torchao", "o-")):
-            times = series(rows, rf"{kind}-S(\d+)", impl, lambda row: row["ms"])
-            ratios = {n: best[n] / ms for n, ms in times.items() if n in best}
-            axes.semilogx(ratios.keys(), ratios.values(), style, base=2, ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
+        for impl in ("fp8attn", "fp8attn-rope", "torchao"):
+            ratios = {n: ratio for n in lengths if (ratio := over_bf16(rows, f"{kind}-S{n}", impl)) is not None}
+            axes.semilogx(ratios.keys(), ratios.values(), "o-", base=2, ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xticks(list(best), [thousands(n) for n in best], fontsize=8)
+        axes.set_xticks(lengths, [thousands(n) for n in lengths], fontsize=8)
         axes.minorticks_off()
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("speed over the best BF16 kernel")
-    figure.suptitle(
-        "scaled_dot_product_attention on an H100, 32 heads of 128, quantisation included; solid: CUDA graph", x=0.01, ha="left", fontsize=11
+    title = (
+        f"scaled_dot_product_attention on an {device()}, 32 heads of 128, quantization included (CUDA graphs; from 64k tokens on, calls)"
     )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     legend(figure, panels[0])
     save(figure, "sdpa")
 
@@ -211,7 +208,7 @@ def plot_llama_prefill() -> None:
     axes.minorticks_off()
     axes.set_xlabel("tokens")
     axes.set_ylabel("speed over the best BF16 attention")
-    axes.set_title("Prefill of a Llama-3.1-8B-shaped model on an H100, everything in it", loc="left", fontsize=11)
+    axes.set_title(f"Prefill of a Llama-3.1-8B-shaped model on an {device()}, everything in it", loc="left", fontsize=11)
     axes.grid(alpha=0.25)
     legend(figure, axes)
     save(figure, "llama_prefill")
@@ -231,7 +228,7 @@ def plot_wan() -> None:
         axes.set_title(f"{case.split('-')[1]}, {what}: {ours['speedup']:.2f}x", loc="left", fontsize=9)
         axes.set_xticks([])
     panels[0].set_ylabel("seconds")
-    figure.suptitle("Wan2.1-14B-shaped transformer blocks on an H100, 81 frames", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(f"Wan2.1-14B-shaped transformer blocks on an {device()}, 81 frames", x=0.01, ha="left", fontsize=11)
     legend(figure, panels[0])
     save(figure, "wan")
 
@@ -270,7 +267,7 @@ def plot_needle() -> None:
     figure.suptitle(f"RULER {task} at {thousands(length)}: right answers, 95% intervals, (samples)", fontsize=11)
     save(figure, "retrieval")
     impls = [impl for impl in dict.fromkeys(impl for _, impl in rows) if all((f"{task}-S{n}", impl) in rows for n in asked)]
-    outcomes = load_outcomes(file_of("needle").with_suffix(".jsonl.xz"))
+    outcomes = load_outcomes(FOLDER / "needle.jsonl.xz")
     outcomes = [outcome for outcome in outcomes if outcome.task == task and outcome.cache in impls]
     outcomes.sort(key=lambda outcome: impls.index(outcome.cache))
     save(needle_maps(outcomes, heading=f"RULER {task}: right answers by length and depth"), "retrieval_maps")
@@ -320,8 +317,8 @@ def plot_drift() -> None:
         axes.set_xlabel("tokens before the predicted one")
         axes.grid(alpha=0.25)
     title = (
-        f"Held-out code on an H100. Bars: a standard error. Dots: {first['stop'] - first['start']} tokens of each sequence, after which "
-        f"pages are copied, reordered or truncated; lines: mean of {SMOOTHED} dots"
+        f"Held-out code on an {device()}. Bars: a standard error. Dots: {first['stop'] - first['start']} tokens of each sequence, "
+        f"after which pages are copied, reordered or truncated; lines: mean of {SMOOTHED} dots"
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     legend(figure, kl)
@@ -337,11 +334,15 @@ PLOTS = {
     "decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode,
     "llama_prefill": plot_llama_prefill, "sdpa": plot_sdpa, "wan": plot_wan, "needle": plot_needle, "drift": plot_drift,
 }  # fmt: skip
+NEEDS = {"drift": ("drift", "perplexity")}  # results of other names
 
 
 def main() -> None:
-    for name in sys.argv[1:] or [name for name in PLOTS if file_of(name).exists()]:
-        PLOTS[name]()
+    global FOLDER
+    for FOLDER in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
+        for name in sys.argv[1:] or PLOTS:
+            if all((FOLDER / f"{file}.json").exists() for file in NEEDS.get(name, (name,))):
+                PLOTS[name]()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Prefill attention beside its peers: one process, interleaved, every output checked against float64 before it is timed.
 
-    PYTHONPATH=src python -m benchmarks.prefill [case substring ...] [--impl NAME ...] [--rounds N] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.prefill [case substring ...] [--impl NAME ...] [--rounds N] [--save]
 
 `fp8attn` takes BF16 queries and does everything; `fp8attn-q8` takes FP8 queries, as the peers do (`benchmarks/peers.py`). Both read pages
 as `append` makes them: shuffled, with their scales, and with the sequences' means taken off. They give no LSE, as `ops.attention` does not
@@ -11,23 +11,21 @@ that it was given; `rel_err_mean1` the same with V of mean 1.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from fp8attn.kernels import prefill
 from fp8attn.layout import FP8
 
-from . import peers
+from . import peers, results
+from .fingerprint import launched, peer
 from .measure import exact, in_processes, interleaved, relative, sampled_queries
 from .problem import DEVICE, Shape, hold, ours
-from .results import ROOT, write
 
-SOURCES = ("benchmarks/prefill.py", "src/fp8attn/kernels/prefill.py")
+OURS = ("fp8attn", "fp8attn-q8")  # queries in BF16, and in FP8
 SAMPLE_MS = 20  # launches of a sample together
 attention = partial(prefill.attention, return_lse=False)
 
@@ -56,12 +54,30 @@ CASES = {
 }
 
 
-def compile_kernel(name: str, fp8: bool) -> None:
-    """Leave a case's kernels in Triton's cache."""
+def inputs(shape: Shape, mean: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v, `[tokens, heads, head_dim]` BF16, V of that mean."""
+    torch.manual_seed(0)
+    heads = (shape.queries, shape.q_heads), (shape.keys, shape.kv_heads), (shape.keys, shape.kv_heads)
+    q, k, v = (torch.randn(sum(lengths), count, shape.dim, device=DEVICE).bfloat16() for lengths, count in heads)
+    return q, k, v + mean
+
+
+def calls(name: str) -> dict[str, Callable[[], torch.Tensor]]:
+    """Our implementations of a case."""
     shape = CASES[name]
-    q = torch.randn(sum(shape.queries), shape.q_heads, shape.dim, device=DEVICE).bfloat16()
-    k = torch.randn(sum(shape.keys), shape.kv_heads, shape.dim, device=DEVICE).bfloat16()
-    ours(attention, shape, q.to(FP8) if fp8 else q, hold(shape, k, k))()
+    q, k, v = inputs(shape)
+    pages = hold(shape, k, v)
+    return {impl: ours(attention, shape, x, pages) for impl, x in of_dtypes(q).items()}
+
+
+def of_dtypes(q: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The queries that each of ours gets."""
+    return dict(zip(OURS, (q, q.to(FP8)), strict=True))
+
+
+def compile_kernel(name: str, impl: str) -> None:
+    """Leave a case's kernels in Triton's cache."""
+    calls(name)[impl]()
     torch.cuda.synchronize()
 
 
@@ -84,15 +100,12 @@ def error(shape: Shape, out: torch.Tensor, q: torch.Tensor, keys_of: Callable[[i
 
 def implementations(shape: Shape, mean: float, wanted: list[str]) -> dict:
     """name -> (callable, its queries, its K and V by sequence)."""
-    torch.manual_seed(0)
-    q = torch.randn(sum(shape.queries), shape.q_heads, shape.dim, device=DEVICE).bfloat16()
-    k, v = (torch.randn(sum(shape.keys), shape.kv_heads, shape.dim, device=DEVICE).bfloat16() for _ in range(2))
-    v = v + mean
+    q, k, v = inputs(shape, mean)
     pages = hold(shape, k, v)
     found = {
-        name: (ours(attention, shape, given, pages), given, lambda seq: pages.read(seq, shape.keys[seq], torch.float64))
-        for name, given in (("fp8attn", q), ("fp8attn-q8", q.to(FP8)))
-        if not wanted or name in wanted
+        impl: (ours(attention, shape, given, pages), given, lambda seq: pages.read(seq, shape.keys[seq], torch.float64))
+        for impl, given in of_dtypes(q).items()
+        if not wanted or impl in wanted
     }
     for name, run in peers.runs(shape, q, k, v, [name for name in peers.KERNELS if not wanted or name in wanted]).items():
         found[name] = run.call, run.q, lambda seq, run=run: [x.split(list(shape.keys))[seq] for x in (run.k, run.v)]
@@ -113,6 +126,7 @@ def measure(name: str, shape: Shape, wanted: list[str], rounds: int) -> list[dic
                 rows.pop(impl, None)
                 continue
             rows.setdefault(impl, {"case": name, "impl": impl})[key] = round(error(shape, out, q, keys_of), 6)
+            rows[impl]["fingerprint"] = launched(call) if impl in OURS else peer(impl)
         if mean:
             wanted = list(rows)  # whoever cannot is not asked again
             del found
@@ -151,25 +165,24 @@ def summary(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", help="substrings of names; none: all")
+    parser = results.arguments(__doc__)
     parser.add_argument("--impl", nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/prefill.json")
-    args = parser.parse_args()
-    chosen = {name: shape for name, shape in CASES.items() if not args.cases or any(word in name for word in args.cases)}
+    args = results.parse(parser)
+    names = results.chosen(CASES, args.cases)
     start = time.time()
-    in_processes(compile_kernel, [(name, fp8) for name in chosen for fp8 in (False, True)])
+    in_processes(compile_kernel, [(name, impl) for name in names for impl in OURS])
     print(f"peers: {', '.join(sorted(peers.available()))}; ready after {time.time() - start:.0f} s", flush=True)
     rows = []
-    for name, shape in chosen.items():
+    for name in names:
         begin = time.time()
-        rows += (found := measure(name, shape, args.impl, args.rounds))
+        rows += (found := measure(name, CASES[name], args.impl, args.rounds))
         show(found)
         print(f"  {time.time() - begin:.0f} s", flush=True)
         torch.cuda.empty_cache()
     print(f"\n{summary(rows)}\n\n{time.time() - start:.0f} s")
-    write(args.out, rows, SOURCES)
+    if args.save:
+        results.save("prefill", rows)
 
 
 if __name__ == "__main__":

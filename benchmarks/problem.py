@@ -11,7 +11,7 @@ from fp8attn import KVPages, ops
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import MIN_SCALE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # what is not a kernel runs anywhere
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "meta" in a dry run (`dry`)
 SPARE_PAGES = 3
 
 
@@ -69,7 +69,7 @@ def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, means: bool = True) 
     for scale in (pages.k_scale, pages.v_scale):
         scale.fill_(torch.nan)
         scale[held] = MIN_SCALE
-    pages.page_table.fill_(int(order[-1]))
+    pages.page_table[:] = order[-1]
     for seq, ids in enumerate(held.int().split(counts)):
         pages.page_table[seq, : counts[seq]] = ids
     ops.append(pages, k, v, cu_seqlens=offsets(shape.keys), max_seqlen=max(shape.keys), fix_means=means)

@@ -1,77 +1,147 @@
-"""Results files: what was measured, on what, and of which sources.
+"""Results files, `results/<device>/<name>.json`: what was measured, where, when and of which code.
 
-`{"meta": {"device", "torch", "triton", "date", "command", "sources": {path: sha256}}, "rows": [...]}`. `sources` are the files whose change
-makes the numbers stale; `tests/test_results.py` recomputes their hashes. A benchmark's `SOURCES` names itself, the kernels that its numbers
-are of and what of the package leads to them; what those kernels and the benchmark import comes with them.
+    {"meta": {"device", "capability", "sms", "shared"},
+     "provenance": {id: {"torch", "triton", "date", "commit", "command", "code"}},
+     "rows": [{"case", "impl", ..., "provenance": id, "fingerprint"}]}
+
+A file holds one device's rows. Rows of one `provenance` were measured by one command: ratios are of those. `fingerprint` says what a row
+depends on (`fingerprint.py`), and `code` is the syntax tree of everything that a row could depend on: while that is what it was, a row is
+fresh. Rows from before there were fingerprints have neither.
 """
 
 from __future__ import annotations
 
-import ast
+import argparse
 import datetime
-import hashlib
+import importlib.util
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-# Files in these folders do not stand alone. Elsewhere imports are not followed: `ops` reaches every kernel, whichever is measured.
-FOLLOWED = (ROOT / "src/fp8attn/kernels", ROOT / "benchmarks")
+from .fingerprint import ROOT, digest, of_row, sources, tree
+
+RESULTS = ROOT / "results"
 
 
-def hashes(sources: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files, of the Python files below folders, and of what those in `FOLLOWED` import, by their path in the repository."""
-    found: set[Path] = set()
-    todo = [ROOT / source for source in sources]
-    while todo:
-        path = todo.pop()
-        if path.is_dir():
-            todo += path.rglob("*.py")
-        elif path not in found:
-            found.add(path)
-            todo += imported(path) if path.parent in FOLLOWED else []
-    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(found)}
+def arguments(doc: str, *, cases: bool = True) -> argparse.ArgumentParser:
+    """The command line that benchmarks share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[saving()])
+    if cases:
+        parser.add_argument("cases", nargs="*", help="substrings of cases' names; default: all")
+    return parser
 
 
-def imported(path: Path) -> set[Path]:
-    """The files that a Python file imports relatively, wherever in it, but this one, which measures nothing."""
-    found: set[Path] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            package = path.parents[node.level - 1]
-            module = package.joinpath(*(node.module or "").split("."))
-            found |= {module.with_suffix(".py")} if node.module else {package / f"{alias.name}.py" for alias in node.names}
-    return found - {Path(__file__).resolve()}
+def saving() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    help = "keep the rows in results/<this device>/; rows of other cases and implementations stay"
+    parser.add_argument("--save", action="store_true", help=help)
+    return parser
 
 
-def write(path: str | Path, rows: list[dict], sources: Iterable[str]) -> None:
-    """Write rows that this process measured in the place of what the file held.
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    args = parser.parse_args()
+    if getattr(args, "save", False) and commit() is None:
+        sys.exit("rows are kept with the commit they are of, and git does not tell it here: set FP8ATTN_COMMIT, or leave out --save")
+    return args
+
+
+def chosen(names: Iterable[str], words: Iterable[str]) -> list[str]:
+    """The names that have one of the words in them; all without words."""
+    words = list(words)
+    return [name for name in names if not words or any(word in name for word in words)]
+
+
+def save(name: str, rows: list[dict]) -> Path:
+    """Keep rows that this process measured, in the place of those of the same case and implementation.
 
     Args:
-        path: below the repository.
-        rows: each with `case` and `impl`.
-        sources: files and folders whose change makes the rows stale, as `hashes` takes them.
+        name: of the results file.
+        rows: each with `case`, `impl` and, unless it is of a syntax tree, `fingerprint`.
+    Raises:
+        SystemExit: the file holds another device's rows, or the commit is not known.
     """
-    save(ROOT / path, about(sources), rows)
+    machine = meta()
+    path = RESULTS / slug(machine["device"]) / f"{name}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {"meta": machine, "provenance": {}, "rows": []}
+    if kept["meta"] != machine:
+        sys.exit(f"{path} holds rows of {kept['meta']}, this is {machine}: move that file away to begin another")
+    now = provenance(name)
+    number = digest(now)[:8]
+    made = {key(row): {"fingerprint": of_row(name, row["impl"])} | row | {"provenance": number} for row in rows}
+    write(path, machine, kept["provenance"] | {number: now}, list(({key(row): row for row in kept["rows"]} | made).values()))
+    print(f"{len(rows)} rows kept in {path.relative_to(ROOT)}", flush=True)
+    return path
 
 
-def about(sources: Iterable[str]) -> dict:
-    """The `meta` of what this process measures."""
+def write(path: Path, machine: dict, provenances: dict[str, dict], rows: list[dict]) -> None:
+    """The file, a row a line, with the provenances that its rows have."""
+    used = {row["provenance"] for row in rows}
+    parts = {
+        "meta": json.dumps(machine),
+        "provenance": "{\n" + ",\n".join(f'  "{k}": {json.dumps(v)}' for k, v in provenances.items() if k in used) + "\n }",
+        "rows": "[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(f' "{k}": {v}' for k, v in parts.items()) + "\n}\n")
+
+
+def key(row: dict) -> tuple[str, str]:
+    return row["case"], row["impl"]
+
+
+def meta() -> dict:
+    """This machine, as far as launches depend on it."""
     import torch
-    import triton
 
+    if not torch.cuda.is_available():
+        return {"device": "cpu"}
+    properties = torch.cuda.get_device_properties(0)
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(sys.orig_argv[1:]),
-        "sources": hashes(sources),
+        "device": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "sms": properties.multi_processor_count,
+        "shared": properties.shared_memory_per_block_optin,
     }
 
 
-def save(path: Path, meta: dict, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    path.write_text(f'{{\n "meta": {json.dumps(meta, indent=2)},\n "rows": [\n{lines}\n ]\n}}\n')
+def slug(device: str) -> str:
+    """The folder of a device: `h100` of "NVIDIA H100 80GB HBM3", `h100-pcie` of "NVIDIA H100 PCIe"."""
+    words = [word for word in re.split(r"[\s-]+", device.lower()) if not re.fullmatch(r"nvidia|amd|\d+gb|hbm\w*", word)]
+    return "-".join(words)
+
+
+def provenance(name: str) -> dict:
+    """Of rows that this process measures."""
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "command": "python " + " ".join(sys.orig_argv[1:]),
+        "code": code(name),
+    }
+
+
+def code(name: str) -> str:
+    """The syntax tree of all that rows of a file could depend on."""
+    return tree(*sources(name), "src/fp8attn")
+
+
+@cache
+def commit() -> str | None:
+    """The commit that is measured, with a `+` if files of it are changed: from FP8ATTN_COMMIT, or from git. None: neither says."""
+    if named := os.environ.get("FP8ATTN_COMMIT"):
+        return named
+    try:
+        run = lambda *command: subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: E731
+        changed = run("status", "--porcelain", "--untracked-files=no", "src", "benchmarks", "tests", "training", "models")
+        return run("rev-parse", "--short", "HEAD").strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,6 +1,6 @@
 """NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of what nobody wrote.
 
-    PYTHONPATH=src python -m benchmarks.sanitize [tool-kernel substring ...] [--seconds N] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.sanitize [tool-kernel substring ...] [--seconds N] [--save]
 
 A reduced grid, since every access is checked: ragged batches with empty sequences and lengths that are no multiple of anything, every
 head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, with nothing of ours behind it, so
@@ -35,10 +35,10 @@ from fp8attn.kernels import decode, prefill
 from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
 from fp8attn.layout import FP8
 
+from . import results
 from .problem import DEVICE, Shape, hold, ours
-from .results import ROOT, write
+from .results import ROOT
 
-SOURCES = ("benchmarks/sanitize.py", "src/fp8attn/kernels", "src/fp8attn/ops.py")
 OPTIONS = {
     "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far
     # mbarriers order more than the threads that arrive: whatever those waited for before, too. And room to follow all of a CTA's.
@@ -250,25 +250,24 @@ def faults(rows: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("which", nargs="*", help="substrings of tool-kernel; none: all")
+    parser = results.arguments(__doc__)
     parser.add_argument("--seconds", type=int, default=150, help="for each")
-    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/sanitize.json")
     parser.add_argument("--run", nargs=2, metavar=("TOOL", "GRID"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = results.parse(parser)
     if args.run:
         tool, grid = args.run
         GRIDS[grid]() if grid in GRIDS else control(tool, grid)
         torch.cuda.synchronize()
         print("grid done", flush=True)
         return
-    everything = [*((tool, grid) for tool in OPTIONS for grid in (*GRIDS, "planted")), ("racecheck", "ordered")]
-    chosen = [(tool, grid) for tool, grid in everything if not args.which or any(word in f"{tool}-{grid}" for word in args.which)]
+    everything = [*(f"{tool}-{grid}" for tool in OPTIONS for grid in (*GRIDS, "planted")), "racecheck-ordered"]
+    chosen = [name.split("-") for name in results.chosen(everything, args.cases)]
     with ThreadPoolExecutor(16) as pool:
         grids = {grid for _, grid in chosen} & GRIDS.keys()
         list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL), grids))
         rows = list(pool.map(lambda which: run(*which, args.seconds), chosen))
-    write(args.out, rows, SOURCES)
+    if args.save:
+        results.save("sanitize", rows)
     sys.exit(bool(faults(rows)))
 
 

@@ -1,22 +1,20 @@
-"""One attention layer as a model calls it, K and V quantised within the call, beside BF16 attention and torchao's FP8: one process,
-interleaved, every output checked against float64 on the unquantised inputs before it is timed.
+"""One attention layer as a model calls it, K and V quantized within the call, beside BF16 attention and torchao's FP8: one process,
+interleaved, every output checked against float64 on the unquantized inputs before it is timed.
 
-    PYTHONPATH=src python -m benchmarks.sdpa [case substring ...] [--impl NAME ...] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.sdpa [case substring ...] [--impl NAME ...] [--save]
 
-Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous, or transposed from `[B, S, H, D]`. `fp8attn` and `fp8attn-rope` are
-called from Python, `fp8attn-graph` and the peers are replayed as CUDA graphs: the host's time is on nobody's account but ours (from 64k
-tokens on everything is called: there it is nothing). `fp8attn-rope` rotates queries and keys besides. Times are medians of samples of
-several calls; `sqnr_db` is over sampled rows. The cases `quantize-*` are `ops.quantize` alone, in GB/s of the 3 bytes an element that it
-reads and writes, beside a copy of as many bytes.
+Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous, or transposed from `[B, S, H, D]`. `fp8attn-rope` rotates queries
+and keys besides. `timed` says what was timed together: CUDA graphs, of ours (`fp8attn-graph`, `fp8attn-rope`) and the peers, or calls
+from Python. Below 64k tokens `fp8attn` alone is called, apart from the graphs: its time includes the host's, and is compared with nothing.
+From 64k tokens on everything is called, since the host's time is nothing there. Times are medians of samples of several calls;
+`sqnr_db` is over sampled rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -24,21 +22,16 @@ import fp8attn
 from fp8attn import ops
 from fp8attn.numerics import sqnr_db
 
-from . import peers
+from . import peers, results
+from .fingerprint import launched, peer
 from .measure import exact, graph_of, interleaved, sampled_queries
 from .problem import DEVICE, Shape
-from .results import ROOT, write
 
-SOURCES = (
-    *("benchmarks/sdpa.py", "src/fp8attn/sdpa.py", "src/fp8attn/ops.py"),
-    *(f"src/fp8attn/kernels/{name}.py" for name in ("append", "prefill", "launch")),
-)
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SAMPLE_MS = 8  # calls of a sample together
 SHORT_ROUNDS, ROUNDS, LONG_ROUNDS = 21, 7, 3  # of calls under a millisecond, others, and those of `LONG`
 LONG = 65536  # tokens from which on calls are long: nothing is a graph, for the host's time is nothing beside the GPU's
 OURS = ("fp8attn", "fp8attn-graph", "fp8attn-rope")
-CALLED = ("fp8attn", "fp8attn-rope")  # from Python
 PEERS = ("torchao", "fa3-bf16", "cudnn-bf16")
 LEAST_DB = 15.0  # below, an output is wrong
 
@@ -70,10 +63,6 @@ CASES = {
     for mask, causal in MASKS.items()
     for n in LENGTHS
 } | {f"{mask}-S{n}-transposed": Case(n, causal, transposed=True) for mask, causal in MASKS.items() for n in (2 * K, 4 * K, 16 * K)}
-QUANTIZE = {f"quantize-S{n}": Case(n, False) for n in (4 * K, 16 * K, 64 * K, 128 * K)} | {
-    "quantize-S16384-transposed": Case(16 * K, False, transposed=True),
-    "gqa-quantize-S16384": Case(16 * K, False, KV_HEADS),
-}
 
 
 def tables(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,17 +98,27 @@ def captured(name: str, call: Callable) -> Callable:
         return call
 
 
-def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
-    q, k, v = case.inputs()
-    cos, sin = tables(case.length)
+def calls(name: str) -> dict[str, Callable]:
+    """Our implementations of a case."""
+    case = CASES[name]
+    return own(case, *case.inputs(), *tables(case.length))
+
+
+def own(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> dict[str, Callable]:
     options = {"is_causal": case.causal, "enable_gqa": case.kv_heads != HEADS}
     plain = lambda: fp8attn.scaled_dot_product_attention(q, k, v, **options)  # noqa: E731
     rope = lambda: fp8attn.rope_scaled_dot_product_attention(q, k, v, cos, sin, **options)  # noqa: E731
-    calls: dict[str, Callable] = {"fp8attn": plain, "fp8attn-graph": plain, "fp8attn-rope": rope}
+    return dict(zip(OURS, (plain, plain, rope), strict=True))
+
+
+def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
+    q, k, v = case.inputs()
+    cos, sin = tables(case.length)
+    calls = own(case, q, k, v, cos, sin)
     tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
-    found = peers.runs(case.shape, *tokens, [peer for peer in PEERS if not wanted or peer in wanted])
-    for peer, run in found.items():
-        calls[peer] = lambda run=run: run.call().transpose(0, 1)[None]
+    found = peers.runs(case.shape, *tokens, [impl for impl in PEERS if not wanted or impl in wanted])
+    for impl, run in found.items():
+        calls[impl] = lambda run=run: run.call().transpose(0, 1)[None]
     rows, graphs, called = {}, {}, {}
     for impl, call in calls.items():
         if (wanted and impl not in wanted) or (impl == "fp8attn-graph" and case.length >= LONG):
@@ -131,11 +130,13 @@ def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
             peers.left_out(impl, problem)
             continue
         given = (rotated(q, cos, sin), rotated(k, cos, sin)) if impl == "fp8attn-rope" else (q, k)
-        rows[impl] = {"case": name, "impl": impl, "sqnr_db": round(decibels(case, out, *given, v), 2)}
+        timed = "called" if impl == "fp8attn" or case.length >= LONG else "graph"
+        rows[impl] = {"case": name, "impl": impl, "timed": timed, "sqnr_db": round(decibels(case, out, *given, v), 2)}
+        rows[impl]["fingerprint"] = launched(call) if impl in OURS else peer(impl)
         if not rows[impl]["sqnr_db"] > LEAST_DB:
             raise AssertionError(f"{name}: {impl} is wrong, {rows[impl]['sqnr_db']} dB")
         del out, given
-        if impl in CALLED or case.length >= LONG:
+        if timed == "called":
             called[impl] = call
         else:
             graphs[impl] = captured(impl, call)
@@ -148,55 +149,35 @@ def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:
 
 def sampled(calls: dict[str, Callable]) -> dict[str, float]:
     """Median milliseconds, samples of several calls: so many that what holds up the host for a moment is in few of them."""
-    once = interleaved(calls, 5)  # the first calls compile
+    once = interleaved(calls, 5)  # the first calls of a kind are not replayed yet
     repeats = {impl: max(1, min(50, int(SAMPLE_MS / max(ms, 0.01)))) for impl, ms in once.items()}
     return interleaved(calls, SHORT_ROUNDS if max(once.values()) < 1 else ROUNDS, repeats=repeats)
 
 
-def measure_quantize(name: str, case: Case) -> list[dict]:
-    _, k, v = case.inputs()
-    cos, sin = tables(case.length)
-    nbytes = 3 * (k.numel() + v.numel())
-    source = torch.empty(nbytes // 4, dtype=torch.bfloat16, device=DEVICE)
-    target = torch.empty_like(source)
-    calls = {
-        "fp8attn": lambda: ops.quantize(k, v), "fp8attn-rope": lambda: ops.quantize(k, v, rope_cos=cos, rope_sin=sin),
-        "copy": lambda: target.copy_(source),
-    }  # fmt: skip
-    replays = {impl: graph_of(call)[0] for impl, call in calls.items()}
-    once = interleaved(replays, 2, flush=True)
-    found = interleaved(replays, 15, flush=True) if max(once.values()) < 1.0 else interleaved(replays, 7, flush=True)
-    return [{"case": name, "impl": impl, "ms": round(ms, 5), "gbps": round(nbytes / ms * 1e-6, 1)} for impl, ms in found.items()]
-
-
 def show(rows: list[dict]) -> None:
-    """One line a case: every time, and ours over the best BF16 kernel's."""
-    by = {row["impl"]: row for row in rows}
-    cells = [f"{impl} {row['gbps']:.0f} GB/s" if "gbps" in row else f"{impl} {row['ms'] * 1e3:.1f}" for impl, row in by.items()]
-    bf16 = [row["ms"] for impl, row in by.items() if impl.endswith("bf16")]
-    ratios = [f"{impl} {min(bf16) / by[impl]['ms']:.3f}x" for impl in (*OURS, "torchao") if bf16 and impl in by]
-    print(f"{rows[0]['case']:26s} {'  '.join(ratios)} | us: {'  '.join(cells)} | {by['fp8attn'].get('sqnr_db', '')}", flush=True)
+    """One line a case: every time, and over the best BF16 kernel's those that were timed with it."""
+    cells = [f"{row['impl']} {row['ms'] * 1e3:.1f}" for row in rows]
+    bf16 = [row for row in rows if row["impl"].endswith("bf16")]
+    best = min(bf16, key=lambda row: row["ms"], default=None)
+    ratios = [f"{row['impl']} {best['ms'] / row['ms']:.3f}x" for row in rows if best and row not in bf16 and row["timed"] == best["timed"]]
+    print(f"{rows[0]['case']:26s} {'  '.join(ratios)} | us: {'  '.join(cells)} | {rows[0]['sqnr_db']} dB", flush=True)
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", help="substrings of names; none: all")
+    parser = results.arguments(__doc__)
     parser.add_argument("--impl", nargs="*", default=[])
-    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/sdpa.json")
-    args = parser.parse_args()
+    args = results.parse(parser)
     start = time.time()
     print(f"peers: {', '.join(sorted(peers.available()))}", flush=True)
     rows = []
-    for name, case in (QUANTIZE | CASES).items():
-        if args.cases and not any(word in name for word in args.cases):
-            continue
-        found = measure_quantize(name, case) if name in QUANTIZE else measure(name, case, args.impl)
-        rows += found
+    for name in results.chosen(CASES, args.cases):
+        rows += (found := measure(name, CASES[name], args.impl))
         show(found)
         torch.cuda.empty_cache()
     print(f"{time.time() - start:.0f} s")
-    write(args.out, rows, SOURCES)
+    if args.save:
+        results.save("sdpa", rows)
 
 
 if __name__ == "__main__":

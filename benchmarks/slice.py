@@ -1,19 +1,15 @@
-"""The portable Triton kernels beside torch's BF16 attention: prefill, decode and append, each checked before it is timed.
+"""The portable Triton kernel beside torch's BF16 attention, prefill and decode, each checked before it is timed.
 
-    PYTHONPATH=src python -m benchmarks.slice [case substring]
-    PYTHONPATH=src python -m benchmarks.slice --tune [case substring]    (times other launch configurations; writes nothing)
+    PYTHONPATH=src python -m benchmarks.slice [case substring ...] [--save]
+    PYTHONPATH=src python -m benchmarks.slice --tune [case substring ...]    (times other launch configurations)
 
 One process, implementations interleaved, medians, random data and page tables, CUDA graphs where a host could be the slower one, the L2
-cache flushed before every run. `gbps` counts the live bytes of K and V (decode) or what must be read and written (append: two bytes read
-and one written of K and V, and RoPE's tables read). `rel_err` is against float64 on the bytes that each implementation was given, BF16's
-own rounding of the output (1.7e-3) included. A decode step's append is the whole of it, RoPE and 32 query heads included: `ms` is what it
-adds to a graph in which kernels read as much as attention does (`measure.between_reads`), `ms_flushed` its time alone after the flush,
-which leaves the cache full of dirty lines. Beside a prompt's append stands `copy`, `Tensor.copy_` of as many bytes read and written.
+cache flushed before every run. `gbps` counts the live bytes of K and V. `rel_err` is against float64 on the bytes that each
+implementation was given, BF16's own rounding of the output (1.7e-3) included.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,15 +17,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from fp8attn import KVPages, reference
+from fp8attn import KVPages
 from fp8attn.kernels import append, portable
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 
-from .measure import between_reads, exact, graph_of, interleaved
-from .results import write
+from . import results
+from .fingerprint import launched, peer
+from .measure import exact, graph_of, interleaved
+from .problem import DEVICE
 
-SOURCES = ("benchmarks/slice.py", "src/fp8attn/kernels/portable.py", "src/fp8attn/kernels/append.py")
+OURS = "fp8attn-triton"
 KERNEL_ERROR = 3e-4
 ROUNDS = 40
 CHECKED = 32  # queries of a sequence that are compared with float64
@@ -66,24 +64,25 @@ def prefill(dim: int, length: int, batch: int = 1, causal: bool = True) -> Case:
     return Case(name, batch, length, heads, heads, dim, length, causal)
 
 
-CASES = (
+_CASES = (
     decode(1, 8192), decode(8, 32768), decode(16, 8192), decode(64, 8192),
     prefill(128, 4096, 4), prefill(128, 16384), prefill(128, 16384, causal=False), prefill(64, 16384), prefill(256, 16384),
 )  # fmt: skip
+CASES = {case.name: case for case in _CASES}
 
 
 # What they are given, and what is right
 
 
 def tokens(batch: int, length: int, heads: int, dim: int) -> torch.Tensor:
-    return torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(batch, length, heads, dim, device=DEVICE, dtype=torch.bfloat16)
 
 
 def make_pages(batch: int, length: int, heads: int, dim: int) -> KVPages:
     """No tokens yet, and shuffled pages."""
     columns = -(-length // PAGE_SIZE)
-    pages = KVPages.empty(batch * columns, heads, dim, batch, columns, "cuda")
-    pages.page_table.copy_(torch.randperm(batch * columns, device="cuda").view(batch, columns))
+    pages = KVPages.empty(batch * columns, heads, dim, batch, columns, DEVICE)
+    pages.page_table.copy_(torch.randperm(batch * columns, device=DEVICE).view(batch, columns))
     return pages
 
 
@@ -133,19 +132,25 @@ def prepare(case: Case):
     return q, k, v, pages, lambda: portable.attention(q.flatten(0, 1), pages, **attention_options(case, case.queries))[0]
 
 
+def calls(name: str) -> dict[str, Callable]:
+    """Our implementation of a case."""
+    return {OURS: prepare(CASES[name])[-1]}
+
+
 def attention_rows(case: Case) -> list[dict]:
     q, k, v, pages, ours = prepare(case)
-    runs = {"fp8attn-triton": ours} | peers(case, q, k, v)
-    rows = q.shape[1] - torch.arange(min(CHECKED, q.shape[1]), device="cuda").flip(0) - 1
+    runs = {OURS: ours} | peers(case, q, k, v)
+    prints = {name: launched(run) if name == OURS else peer(name) for name, run in runs.items()}
+    rows = q.shape[1] - torch.arange(min(CHECKED, q.shape[1]), device=DEVICE).flip(0) - 1
     last_key = rows + case.length - q.shape[1] if case.causal else None
     errors = {}
     for name, run in runs.items():
-        paged = name == "fp8attn-triton"
+        paged = name == OURS
         out = run().view(q.shape) if paged else run().transpose(1, 2)
         held = {seq: pages.read(seq, case.length, torch.float64) if paged else (k[seq], v[seq]) for seq in (0, case.batch - 1)}
         pairs = [(out[seq, rows], exact(q[seq, rows], *held[seq], case.dim**-0.5, last_key)) for seq in held]
         # torch rounds its weights to BF16, ours to FP16.
-        limit = KERNEL_ERROR if name == "fp8attn-triton" else 1e-2
+        limit = KERNEL_ERROR if name == OURS else 1e-2
         errors[name] = max(check(f"{case.name} {name}", *pair, limit) for pair in pairs)
     if case.queries == 1:
         runs = {name: graph_of(run)[0] for name, run in runs.items()}
@@ -153,57 +158,10 @@ def attention_rows(case: Case) -> list[dict]:
     for name, ms in interleaved(runs, ROUNDS, flush=True).items():
         row = {"case": case.name, "impl": name, "ms": round(ms, 5)}
         if case.queries == 1:
-            row["gbps"] = round(case.kv_elements * (1 if name == "fp8attn-triton" else 2) / ms / 1e6)
+            row["gbps"] = round(case.kv_elements * (1 if name == OURS else 2) / ms / 1e6)
         else:
             row["tflops"] = round(case.flops / ms / 1e9, 1)
-        rows.append(row | {"rel_err": errors[name]})
-    return rows
-
-
-def append_rows(batch: int, new: int, held: int, rope: bool = True) -> list[dict]:
-    """New tokens onto sequences of `held`: bytes equal to the reference's, then the time. One token is a decode step, with its queries.
-
-    An append moves the lengths: a step finds room for every repetition, a prompt sets them back, at the cost of one small launch, which the
-    copy beside it pays as well."""
-    heads, dim, step = 8, 128, new == 1
-    pages = make_pages(batch, held + (1024 if step else new), heads, dim)
-    if held:
-        append.append(pages, *(tokens(1, batch * held, heads, dim)[0] for _ in "kv"), **append_options(held))
-        pages.cache_seqlens.fill_(held)
-    k, v = (tokens(1, batch * new, heads, dim)[0] for _ in "kv")
-    angle = torch.rand(batch * new, dim // 2, device="cuda") * 6 if rope else None
-    options = append_options(new, *(f(angle).bfloat16() for f in (torch.cos, torch.sin)) if rope else ())
-    q = tokens(1, batch, 4 * heads, dim)[0] if step else None
-    queries = [{"q": q, "q_out": torch.empty_like(q)} if step else {} for _ in range(2)]
-    expected = KVPages(*(x.clone() for x in pages.tensors))
-    reference.append(expected, k, v, **queries[0], **options)
-    run = lambda: append.append(pages, k, v, **queries[1], **options)  # noqa: E731
-    run()
-    pairs = [*zip(pages.tensors[:4], expected.tensors[:4], strict=True), *([[x["q_out"] for x in queries]] if step else [])]
-    equal = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-    name = f"kernel-append-step-B{batch}" if step else f"kernel-append-prompt{'-rope' if rope else ''}-B{batch}-S{new}"
-    assert equal, f"{name}: bytes differ from the reference's"
-
-    def restart() -> None:
-        pages.cache_seqlens.fill_(held)
-
-    def timed(call: Callable) -> Callable:
-        return graph_of(call if step else lambda: (call(), restart()))[0]
-
-    restart()
-    moved = 2 * k.numel() * 3 + (2 * angle.numel() * 2 if rope else 0)
-    calls = {"fp8attn-triton": timed(run)}
-    if not step:
-        source, copied = torch.randn(2, moved // 4, device="cuda").bfloat16()
-        calls["copy"] = timed(lambda: copied.copy_(source))
-    rows = []
-    for impl, ms in interleaved(calls, ROUNDS, flush=True).items():
-        row = {"case": name, "impl": impl, "ms": round(ms, 5)}
-        if step:
-            row |= {"ms": round(between_reads(run, ROUNDS, before=restart), 5), "ms_flushed": row["ms"]}
-        else:
-            row["gbps"] = round(moved / ms / 1e6)
-        rows.append(row | {"rel_err": 0.0})
+        rows.append(row | {"rel_err": errors[name], "fingerprint": prints[name]})
     return rows
 
 
@@ -240,27 +198,19 @@ def tune(case: Case) -> None:
 
 
 def main() -> None:
-    arguments = [a for a in sys.argv[1:] if a != "--tune"]
-    wanted = arguments[0] if arguments else ""
+    parser = results.arguments(__doc__)
+    parser.add_argument("--tune", action="store_true", help="time other launch configurations instead, and keep nothing")
+    args = results.parse(parser)
     torch.manual_seed(0)
     rows = []
-    for case in CASES:
-        if wanted in case.name:
-            if "--tune" in sys.argv:
-                tune(case)
-                continue
-            found = attention_rows(case)
-            rows += found
-            print(*found, sep="\n", flush=True)
-    if "--tune" in sys.argv:
-        return
-    for parameters in ((1, 65536, 0, False), (1, 65536, 0), (8, 4096, 100, False), (1, 1, 1000), (64, 1, 1000), (256, 1, 1000)):
-        if wanted in "kernel-append":
-            found = append_rows(*parameters)
-            rows += found
-            print(*found, sep="\n", flush=True)
-    if not wanted:
-        write("results/h100/slice.json", rows, SOURCES)
+    for name in results.chosen(CASES, args.cases):
+        if args.tune:
+            tune(CASES[name])
+            continue
+        rows += (found := attention_rows(CASES[name]))
+        print(*found, sep="\n", flush=True)
+    if args.save and rows:
+        results.save("slice", rows)
 
 
 if __name__ == "__main__":

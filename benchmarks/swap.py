@@ -22,10 +22,6 @@ from . import peers
 from .problem import Shape
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
-FP8_ATTENTION = (  # of whoever swaps: what a model's FP8 attention runs through
-    *("src/fp8attn/mode.py", "src/fp8attn/sdpa.py", "src/fp8attn/ops.py"),
-    *(f"src/fp8attn/kernels/{name}.py" for name in ("append", "prefill", "launch")),
-)
 
 
 class ThroughFA3(TorchFunctionMode):

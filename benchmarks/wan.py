@@ -1,6 +1,6 @@
 """A stack of Wan2.1-14B-shaped transformer blocks (random weights, BF16) on 81 frames: FP8 attention beside BF16 attention.
 
-    PYTHONPATH=src python -m benchmarks.wan [--case NAME ...] [--out FILE]
+    PYTHONPATH=src python -m benchmarks.wan [case substring ...] [--save]
 
 A block is self-attention with RoPE, cross-attention to 512 tokens of text, a feed-forward network, and modulation by the timestep: 40 heads
 of 128, hidden 5120, FFN 13824. 81 frames are 21 latent frames, of H/16 x W/16 tokens each: 75,600 at 1280x720, 171,360 at 1920x1088
@@ -15,13 +15,11 @@ stack has as many of them as the seconds allow, with the same share in BF16: 20 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +29,10 @@ import fp8attn
 from fp8attn import ops
 from fp8attn.numerics import relative_error
 
+from . import results
 from .measure import interleaved
 from .problem import DEVICE
-from .results import ROOT, write
-from .swap import FP8_ATTENTION, beside_best, bf16_systems, inside, within
-
-SOURCES = ("benchmarks/wan.py", *FP8_ATTENTION)
+from .swap import beside_best, bf16_systems, inside, within
 
 
 @dataclass(frozen=True)
@@ -193,17 +189,15 @@ def build(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Block:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--out", type=Path, default=ROOT / "results/h100/wan.json")
-    args = parser.parse_args()
+    args = results.parse(results.arguments(__doc__))
     start = time.time()
     block, rows = build(WAN), []
-    for name in args.case:
+    for name in results.chosen(CASES, args.cases):
         rows += (found := measure(name, CASES[name], WAN, block))
         print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
         torch.cuda.empty_cache()
-    write(args.out, rows, SOURCES)
+    if args.save:
+        results.save("wan", rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,22 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from benchmarks import accuracy, llama_decode, llama_prefill, measure, peers, prefill, problem, sanitize, sdpa, swap, wan
+from benchmarks import (
+    accuracy,
+    append,
+    decode,
+    llama_decode,
+    llama_prefill,
+    measure,
+    peers,
+    prefill,
+    problem,
+    sanitize,
+    sdpa,
+    slice,
+    swap,
+    wan,
+)
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import AttentionPolicy, fp8_attention, reference
 
@@ -80,7 +95,7 @@ def test_decibels_of_a_layer_are_those_of_its_rows():
 
 
 def test_cases_have_names_of_their_own():
-    names = [case.name for case in accuracy.CASES]
+    names = [case.name for case in accuracy._CASES]
     assert len(set(names)) == len(names)
     assert {shape.uniform for name, shape in prefill.CASES.items() if name != "varlen-mix"} == {True}
 
@@ -260,11 +275,11 @@ def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
 
 
 def test_a_call_that_hangs_or_fails_is_left_behind():
-    ask = measure.Beside(subprocess.call, compiling.HANG)
+    ask = measure.Beside(subprocess.call, 60)
     assert ask(["true"]) == 0
     ask.seconds = 0.2
-    assert ask(["sleep", "10"]) is None
-    ask.seconds = compiling.HANG
+    assert ask(["sleep", "1"]) is None
+    ask.seconds = 60
     assert ask(["false"]) == 1
     assert ask(["/no/such/program"]) is None
     ask.end()
@@ -273,24 +288,49 @@ def test_a_call_that_hangs_or_fails_is_left_behind():
 # Kernels and models of the benchmarks' own
 
 COMPILE = """
-import torch
-from benchmarks import decode as bench
-from benchmarks.offline import compiled
-
-class Recorder:
-    def __getitem__(self, grid):
-        return lambda *args, **given: print(compiled(stream, args, given).metadata.shared)
-
-bench.decode.num_sms = lambda device: 132
-stream, bench._stream = bench._stream, Recorder()
+from benchmarks import dry
+dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
+from benchmarks import decode
 for dim in (64, 128, 256):
-    case = bench.Case("", (1000, 3), heads=1, dim=dim)
-    bench.stream(case, bench.KVPages.empty(9, 1, dim, 2, 8))()
+    case = decode.Case("", (1000, 3), heads=1, dim=dim)
+    with dry.recording(dry=True) as launches:
+        decode.stream(case, decode.make_pages(case))()
+    [made] = launches
+    print(dry.compiled(made.kernel, made.args, made.given).metadata.shared)
 """
 
 
 def test_the_streaming_ceiling_follows_the_decode_kernel():
     assert len(compiling.run("-c", COMPILE).split()) == 3
+
+
+DRY = """
+import json, sys
+from benchmarks import dry
+dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
+import importlib
+for name in sys.argv[1:]:
+    module = importlib.import_module(f"benchmarks.{name}")
+    cases = [*module.CASES, *getattr(module, "GRIDS", {})]
+    with dry.recording(dry=True) as launches:
+        for case in cases:
+            for impl, call in module.calls(case).items():
+                launches.clear()
+                call()
+                print(name, case, impl.replace(" ", "_"), *dict.fromkeys(made.kernel.fn.__name__ for made in launches))
+"""
+
+
+def test_every_case_can_be_run_dry():
+    """And takes the kernels of a Hopper GPU."""
+    names = "prefill", "decode", "sdpa", "append", "slice", "accumulation", "accuracy"
+    rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
+    assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, _, *kernels in rows)
+    kernels = {tuple(row[:3]): row[3:] for row in rows}
+    assert kernels["prefill", "chunked-2k-on-128k", "fp8attn"] == ["_prefill", "_combine_kernel"]
+    assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["_means_kernel", "_page_kernel", "_prefill"]
+    assert kernels["append", "step-B64", "fp8attn"] == ["_step_kernel"]
+    assert kernels["slice", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
 
 
 def test_llama_systems_agree(monkeypatch):
@@ -395,3 +435,51 @@ def test_wan_positions_turn_channels_by_frame_row_and_column():
     assert (
         angle[23, 0] == pytest.approx(1) and angle[23, 22] == pytest.approx(2) and angle[23, 43] == pytest.approx(3)
     )  # 44, 42, 42 channels
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Without peers and timers: our kernels are the reference, a graph is its call, and every call takes a millisecond."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(peers, "available", frozenset)
+    for module in (accuracy, append, decode, prefill, sdpa, slice):
+        for name, stand_in in {
+            "graph_of": lambda call: (call, call()),
+            "interleaved": lambda calls, rounds, **options: dict.fromkeys(calls, 1.0),
+            "between_reads": lambda call, rounds, **options: 1.0,
+            "launched": lambda call: f"launches:{call() is not None}",
+            "peer": lambda name: f"peer:{name}",
+        }.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    for kernel in (accuracy.prefill, accuracy.decode, slice.portable):
+        monkeypatch.setattr(kernel, "attention", reference.attention)
+    monkeypatch.setattr(prefill, "attention", reference.attention)
+    monkeypatch.setattr(decode, "stream", lambda case, pages: lambda: None)
+
+
+SHORT = Shape((130,), (130,), 2, 2, 64, True)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (lambda: prefill.measure("short", SHORT, list(prefill.OURS), 1), {"fp8attn": "True", "fp8attn-q8": "True"}),
+        (lambda: decode.measure(decode.Case("short", (130, 7), heads=1, dim=64), [], 1), {"fp8attn": "True", "stream-ceiling": "False"}),
+        (lambda: sdpa.measure("short", sdpa.Case(40, True, sdpa.KV_HEADS), list(sdpa.OURS)), dict.fromkeys(sdpa.OURS, "True")),
+        (lambda: accuracy.measure(accuracy.Case("decode", "mean1", 40)), {"fp8attn": "True", "fp8attn-no-means": "True"}),
+        (lambda: slice.attention_rows(slice.Case("short", 1, 40, 2, 1, 64, 1)), {"fp8attn-triton": "True"}),
+        (lambda: append.measure("step", 1), {"fp8attn": "False"}),
+        (lambda: append.measure("prompt", 1), {"fp8attn": "False", "ceiling": "False"}),
+        (lambda: append.measure("quantize", 1), {"fp8attn": "True", "fp8attn-rope": "True", "ceiling": "False"}),
+    ],
+)
+def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, measured, expected):
+    """And are checked before they are timed: each benchmark runs whole."""
+    cases = {"step": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)}
+    monkeypatch.setattr(append, "CASES", cases)
+    monkeypatch.setattr(prefill, "OURS", ("fp8attn", "fp8attn-q8"))
+    rows = {row["impl"]: row for row in measured() if not row["fingerprint"].startswith("peer:")}
+    assert {impl: row["fingerprint"] for impl, row in rows.items()} == {impl: f"launches:{given}" for impl, given in expected.items()}
+    assert all(row.get("ms", 1.0) == 1.0 and row["case"] for row in rows.values())
+    assert all(row["timed"] == ("called" if impl == "fp8attn" else "graph") for impl, row in rows.items() if "timed" in row)

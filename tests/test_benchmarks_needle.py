@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import needle as bench
-from benchmarks import needle_systems, results
+from benchmarks import needle_systems
 from benchmarks.needle_systems import IMPLS, KERNELS, Systems, Work
 from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import cache_factory, forward, prefill
@@ -44,7 +44,7 @@ def cpu_kernels(monkeypatch):
 @pytest.fixture
 def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
     """Samples whose prompts are of unlike lengths, and a place for what comes out."""
-    for name, path in {"SAMPLES": ".", "OUTCOMES": "outcomes", "RESULTS": "needle.json", "KEPT": "needle.jsonl.xz"}.items():
+    for name, path in {"SAMPLES": ".", "OUTCOMES": "outcomes", "RESULTS": "."}.items():
         monkeypatch.setattr(bench, name, tmp_path / path)
     monkeypatch.setattr(needle_systems, "CALIBRATION", (256, 2))
     made = recall_samples(tokenizer, models.read_text(model=tiny_model), lengths=(600, 591), depths=(0.5,), samples=2)
@@ -53,25 +53,25 @@ def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
     return tmp_path
 
 
-META = {"device": "H", "torch": "2", "triton": "3", "date": "2026-01-01", "command": "run", "sources": {}}
-KERNEL, SYSTEMS = "src/fp8attn/kernels", "benchmarks/needle_systems.py"  # of which ours are, and everybody's
+MACHINE = {"device": "H"}
 
 
 @pytest.fixture
-def sources(monkeypatch):
-    """Set one to make it another; by their names in `SOURCES`."""
-    versions = {}
+def codes(monkeypatch):
+    """The fingerprints of implementations' code, by their names: set one to make it another."""
+    codes = {}
+    monkeypatch.setattr(bench, "of_row", lambda name, impl: codes.get(impl, "tree:1"))
+    return codes
 
-    def hashes(sources):
-        return {source: versions.get(source, "1") for source in sources}
 
-    for module in (bench, results):
-        monkeypatch.setattr(module, "hashes", hashes)
-    return versions
+def about(names, command="run", **changed):
+    """Provenances of some implementations' answers."""
+    one = {"torch": "2", "triton": "3", "date": "2026-01-01", "commit": "c", "command": command, "code": "tree:0"}
+    return {name: one | {"fingerprint": bench.of_row("needle", name)} | changed for name in names}
 
 
 def work(folder, tiny_model, names, **options):
-    into = bench.begin(META)
+    into = bench.begin(MACHINE, {})
     return Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, 1 << 20, 10**4, **options)
 
 
@@ -108,77 +108,62 @@ def test_scales_do_not_depend_on_who_was_asked_before(tiny_model):
 
 
 class TestWhichAnswersAreKept:
-    """By implementation: `sources` are those that a change of each makes stale."""
-
-    def test_sources_are_what_leads_to_answers(self):
-        every, ours = (set(results.hashes(paths)) for paths in (bench.SHARED_SOURCES, bench.OUR_SOURCES))
-        assert {f"benchmarks/{name}.py" for name in ("needle_systems", "peers", "problem")} < every
-        assert {f"src/fp8attn/{name}.py" for name in ("layout", "numerics", "evaluation/caches", "evaluation/needle")} < every
-        assert not any(path.startswith((KERNEL, "src/fp8attn/integrations")) for path in every)
-        assert {f"{KERNEL}/{name}.py" for name in ("append", "decode", "prefill")} < ours
-        assert set(results.hashes(bench.SOURCES)) - every - ours == set(bench.COUNTS)
+    """Of an earlier run and of one that was killed, two answers each."""
 
     @pytest.fixture
-    def kept(self, folder, sources):
-        """Of an earlier run and of one that was killed, two answers each: who is kept, and by which commands; when `meta` is changed."""
-        meta = META | {"sources": results.hashes(bench.SOURCES)}
+    def kept(self, folder, codes):
+        """Whose answers are kept, for a machine and what is asked now."""
+        names = ("bf16", "fp8attn")
 
         def outcomes(index):
-            return [needle.Outcome(name, "recall", 600, index, 0.5, ("7",), "7", 1.0) for name in ("bf16", "fp8attn")]
+            return [needle.Outcome(name, "recall", 600, index, 0.5, ("7",), "7", 1.0) for name in names]
 
-        earlier = bench.Answers(meta | {"command": "run --impl bf16; run --impl fp8attn,fp8attn-static; run"}, outcomes(0))
-        bench.keep(bench.RESULTS.parent, meta, [earlier])
-        needle.save_outcomes(bench.begin(meta | {"command": "run --impl fp8attn,bf16 --seconds 1"}) / "needle-0.jsonl", outcomes(1))
+        now = about(names)
+        bench.keep(folder / "h", MACHINE, [bench.Answers(MACHINE, now, outcomes(0))])
+        needle.save_outcomes(bench.begin(MACHINE, now) / "needle-0.jsonl", outcomes(1))
 
-        def kept(**changed):
-            runs = bench.load(meta | changed)
-            return [(sorted(o.cache for o in run.outcomes), run.meta["command"]) for run in runs]
+        def kept(machine=MACHINE, **changed):
+            return [run.names() for run in bench.load(machine, about(names, **changed))]
 
         return kept
 
-    KILLED = "run --impl fp8attn,bf16 --seconds 1"
+    def test_all_of_them(self, kept, capsys):
+        assert kept(date="2026-02-02", commit="d", code="tree:2") == [["bf16", "fp8attn"]] * 2 and not capsys.readouterr().out
 
-    def test_all_of_them(self, kept, sources, capsys):
-        both = ["bf16", "fp8attn"]
-        assert kept() == [(both, "run --impl bf16; run --impl fp8attn,fp8attn-static; run"), (both, self.KILLED)]
-        sources.update(dict.fromkeys(bench.COUNTS, "2"))
-        assert [names for names, _ in kept()] == [both, both] and not capsys.readouterr().out
+    def test_of_the_same_code(self, kept, codes, capsys):
+        codes["fp8attn"] = "tree:2"
+        assert kept() == [["bf16"]] * 2
+        assert capsys.readouterr().out.count("answers of fp8attn are not kept, for they are of another fingerprint\n") == 2
 
-    @pytest.mark.parametrize("source", bench.OUR_SOURCES)
-    def test_ours_alone_go_stale(self, kept, sources, source, capsys):
-        sources[source] = "2"
-        assert kept() == [(["bf16"], "run --impl bf16; run"), (["bf16"], self.KILLED)]
-        assert capsys.readouterr().out.count(f"answers of fp8attn are not kept, for they are of another {source}\n") == 2
-
-    @pytest.mark.parametrize("source", bench.SHARED_SOURCES)
-    def test_everybodys_go_stale(self, kept, sources, source):
-        sources[source] = "2"
-        assert kept() == [([], ""), ([], "")]
-
-    @pytest.mark.parametrize("name", ["device", "torch", "triton"])
-    def test_another_machine(self, kept, name, capsys):
-        assert kept(**{name: "another"}) == [([], ""), ([], "")]
+    @pytest.mark.parametrize("name", ["torch", "triton"])
+    def test_of_the_same_releases(self, kept, name, capsys):
+        assert kept(**{name: "another"}) == [[], []]
         assert capsys.readouterr().out.count(f"answers of bf16 are not kept, for they are of another {name}\n") == 2
 
+    def test_of_the_same_machine(self, kept, capsys):
+        assert kept(machine={"device": "H", "sms": 1}) == [[], []]
+        assert capsys.readouterr().out.count("answers of bf16 are not kept, for they are of another machine\n") == 2
 
-def test_a_run_goes_on_from_the_one_before(folder, tiny_model, sources, monkeypatch):
+
+def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatch):
     """And from one that is interrupted; with the commands that gave its answers."""
 
     def run(*arguments):
-        line = ["needle", "run", "--task", "recall", "--lengths", "600", "--model", str(tiny_model), *arguments]
+        line = ["needle", "run", "--task", "recall", "--lengths", "600", "--model", str(tiny_model), "--save", *arguments]
         monkeypatch.setattr(sys, "argv", line)
         monkeypatch.setattr(sys, "orig_argv", ["python", *line])
         bench.main()
         return found()
 
     def found():
-        meta, rows = json.loads(bench.RESULTS.read_text()).values()
-        assert meta["sources"] == results.hashes(bench.SOURCES) and not bench.OUTCOMES.exists()
-        return [(row["impl"], row["samples"]) for row in rows], meta["command"].replace(str(tiny_model), "tiny")
+        _, provenances, rows = json.loads((folder / "cpu/needle.json").read_text()).values()
+        assert not bench.OUTCOMES.exists() and all(row["fingerprint"] == bench.of_row("needle", row["impl"]) for row in rows)
+        commands = {name: one["command"].replace(str(tiny_model), "tiny") for name, one in provenances.items()}
+        return {row["impl"]: (row["samples"], commands[row["impl"]]) for row in rows}
 
-    first = "python needle run --task recall --lengths 600 --model tiny --impl fp8attn --samples 3"
-    assert run("--impl", "fp8attn", "--samples", "3") == ([("fp8attn", 3)], first)
-    answers = bench.read(bench.RESULTS.parent).outcomes
+    first = "python needle run --task recall --lengths 600 --model tiny --save --impl fp8attn --samples 3"
+    assert run("--impl", "fp8attn", "--samples", "3") == {"fp8attn": (3, first)}
+    answers = bench.read(folder / "cpu").outcomes
 
     def interrupted(work):
         assert work.done == set(map(bench.key, answers))
@@ -190,14 +175,14 @@ def test_a_run_goes_on_from_the_one_before(folder, tiny_model, sources, monkeypa
         with pytest.raises(SystemExit, match="interrupted; what was answered is kept"):
             run("--impl", "bf16")
     second = first.replace("fp8attn --samples 3", "bf16")
-    assert found() == ([("bf16", 1), ("fp8attn", 3)], f"{first}; {second}")
-    assert run("--impl", "bf16") == ([("bf16", 4), ("fp8attn", 3)], f"{first}; {second}")
-    assert run("--impl", "bf16", "--samples", "2")[1] == f"{first}; {second}"  # which asked nothing
-    sources[KERNEL] = "2"
+    assert found() == {"bf16": (1, second), "fp8attn": (3, first)}
+    assert run("--impl", "bf16") == {"bf16": (4, second), "fp8attn": (3, first)}
+    assert run("--impl", "bf16", "--samples", "2")["bf16"] == (4, second)  # which asked nothing
+    codes["fp8attn"] = "tree:2"
     third = first.replace("--samples 3", "--samples 2")
-    assert run("--impl", "fp8attn", "--samples", "2") == ([("bf16", 4), ("fp8attn", 2)], f"{second}; {third}")
-    sources[SYSTEMS] = "2"
-    assert run("--impl", "bf16") == ([("bf16", 4)], second)
+    assert run("--impl", "fp8attn", "--samples", "2") == {"bf16": (4, second), "fp8attn": (2, third)}
+    codes["fp8attn"] = "tree:3"
+    assert run("--impl", "bf16") == {"bf16": (4, second)}
     with pytest.raises(ValueError, match="no implementation is called 'fa4'; choose from bf16, fp8attn"):
         run("--impl", "fa4")
 
@@ -206,16 +191,16 @@ class TestMerge:
     """Of made-up runs: of each sample, who was asked, and whether they had it right."""
 
     @pytest.fixture
-    def save(self, tmp_path, sources):
-        def save(name, answers, command="run", **changed):
+    def save(self, tmp_path, codes):
+        def save(name, answers, command="run", machine=MACHINE, **changed):
             """A run's results: `answers` are of implementations, their answers to samples 0, 1, ..., True, False or None for not asked."""
             folder = tmp_path / name
             outcomes = [
                 needle.Outcome(impl, "recall", 600, index, 0.5, ("7",), "7" if right else "8", float(right))
                 for impl, given in answers.items() for index, right in enumerate(given) if right is not None
             ]  # fmt: skip
-            meta = META | {"date": f"2026-01-0{len(outcomes)}", "command": command, "sources": results.hashes(bench.SOURCES)} | changed
-            bench.keep(folder, meta, [bench.Answers(meta, outcomes)])
+            provenances = about(answers, command, **{"date": f"2026-01-0{len(outcomes)}"} | changed)
+            bench.keep(folder, machine, [bench.Answers(machine, provenances, outcomes)])
             return folder
 
         return save
@@ -227,13 +212,14 @@ class TestMerge:
         out = tmp_path / "out"
         monkeypatch.setattr(sys, "argv", ["needle", "merge", *map(str, (out, a, b, c))])
         bench.main()
-        meta, (bf16, ours) = json.loads((out / "needle.json").read_text()).values()
-        assert meta == {
-            "device": "H", "torch": "2", "triton": "3", "date": "2026-01-03", "command": "python a; python b; python c",
-            "sources": results.hashes(bench.SOURCES),
+        machine, provenances, (bf16, ours) = json.loads((out / "needle.json").read_text()).values()
+        assert machine == MACHINE
+        assert {name: (one["command"], one["date"]) for name, one in provenances.items()} == {
+            "bf16": ("python a; python c", "2026-01-03"), "fp8attn": ("python a; python b", "2026-01-03")
         }  # fmt: skip
         assert (bf16["case"], bf16["impl"], bf16["samples"], bf16["accuracy"]) == ("recall-S600", "bf16", 3, 2 / 3)
         assert (ours["impl"], ours["samples"], ours["accuracy"]) == ("fp8attn", 3, 2 / 3)
+        assert (ours["provenance"], ours["fingerprint"]) == ("fp8attn", "tree:1")
         assert (ours["paired"], ours["lost"], ours["won"], ours["discordant"]) == (3, 1, 1, [1, 2])
         kept = needle.load_outcomes(out / "needle.jsonl.xz")
         asked = [("bf16", 0), ("bf16", 1), ("fp8attn", 0), ("fp8attn", 1), ("fp8attn", 2), ("bf16", 2)]
@@ -243,33 +229,31 @@ class TestMerge:
         rows = json.loads((save("a", {"bf16": [True], "fp8attn": [None, False]}) / "needle.json").read_text())["rows"]
         assert [(row["samples"], row["accuracy"], "paired" in row) for row in rows] == [(1, 1.0, False), (1, 0.0, False)]
 
-    def test_runs_that_are_not_of_one_kind(self, save, tmp_path):
-        a = save("a", {"bf16": [True, True]})
+    def test_runs_that_are_not_of_one_kind(self, save, tmp_path, codes):
+        a, out = save("a", {"bf16": [True, True]}), tmp_path / "out"
         with pytest.raises(ValueError, match=r"bf16 on sample 1 of recall at 600 answers '8' in .*b and '7' in .*a: leave one of the runs"):
-            bench.merge(tmp_path / "out", [a, save("b", {"bf16": [None, False]})])
-        older = results.hashes(bench.SOURCES) | {KERNEL: "0", SYSTEMS: "0"}
-        with pytest.raises(ValueError, match=f"b has answers of other sources than this checkout's: {SYSTEMS}; leave it out"):
-            bench.merge(tmp_path / "out", [a, save("b", {"bf16": [True]}, sources=older)])
-        with pytest.raises(ValueError, match=f"b has answers of other sources than this checkout's: {SYSTEMS}, {KERNEL}; leave"):
-            bench.merge(tmp_path / "out", [a, save("b", {"fp8attn": [True]}, sources=older)])
-        with pytest.raises(ValueError, match=r"device is L in .*b and H in .*a: merge runs on one"):
-            bench.merge(tmp_path / "out", [a, save("b", {}, device="L")])
+            bench.merge(out, [a, save("b", {"bf16": [None, False]})])
+        for other, changed in {
+            "fingerprint": {"fingerprint": "tree:0"}, "triton": {"triton": "4"}, "machine": {"machine": {"device": "L"}}
+        }.items():  # fmt: skip
+            with pytest.raises(ValueError, match=f"b has answers of bf16 of another {other} than this checkout and .*a: leave it out"):
+                bench.merge(out, [a, save("b", {"bf16": [True]}, **changed)])
         with pytest.raises(ValueError, match=r"nothing has no needle.json: name the folder of a run's results"):
-            bench.merge(tmp_path / "out", [tmp_path / "nothing"])
+            bench.merge(out, [tmp_path / "nothing"])
         (a / "needle.jsonl.xz").unlink()
         with pytest.raises(ValueError, match=r"a has no needle.jsonl.xz: name the folder of a run's results"):
-            bench.merge(tmp_path / "out", [a])
-        assert not (tmp_path / "out").exists()
+            bench.merge(out, [a])
+        assert not out.exists()
 
-    def test_older_kernels_of_ours_do_not_matter_to_a_run_of_others(self, save, tmp_path):
-        now = results.hashes(bench.SOURCES)
-        peers = save("peers", {"bf16": [True, True]}, sources=now | {KERNEL: "0"})
+    def test_older_kernels_of_ours_do_not_matter_to_a_run_of_others(self, save, tmp_path, codes):
+        peers = save("peers", {"bf16": [True, True]})
+        codes["fp8attn"] = "tree:2"
         bench.merge(tmp_path / "out", [peers, save("ours", {"fp8attn": [True, False]})])
-        meta, rows = json.loads((tmp_path / "out/needle.json").read_text()).values()
-        assert meta["sources"] == now and [(row["impl"], row["samples"]) for row in rows] == [("bf16", 2), ("fp8attn", 2)]
+        machine, provenances, rows = json.loads((tmp_path / "out/needle.json").read_text()).values()
+        assert [(row["impl"], row["samples"], row["fingerprint"]) for row in rows] == [("bf16", 2, "tree:1"), ("fp8attn", 2, "tree:2")]
         assert rows[1]["paired"] == 2
         bench.merge(tmp_path / "out", [tmp_path / "out"])  # counts again
-        assert list(json.loads((tmp_path / "out/needle.json").read_text()).values()) == [meta, rows]
+        assert list(json.loads((tmp_path / "out/needle.json").read_text()).values()) == [machine, provenances, rows]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fa3-fp8", "fa3-fp8:calibrated", "fa3-fp8:calibrated+means"])

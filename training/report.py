@@ -1,20 +1,13 @@
 """Measure the trained model as one of text: bits per byte against general compressors. (`benchmarks/needle.py` measures retrieval.)
 
-    python training/report.py --model models/stdlib-llama --out results/h100/model.json
+    python training/report.py [--model FOLDER] [--save]
 
 Everything is measured through transformers with the BF16 weights that are committed, on the held-out modules only.
 """
 
-import argparse
-import datetime
 import gzip
-import hashlib
-import importlib.metadata
-import importlib.util
-import json
 import lzma
 import math
-import platform
 import sys
 from pathlib import Path
 
@@ -22,6 +15,10 @@ import numpy as np
 import torch
 from data import MODEL, ROOT, is_test, load_tokenizer, read_held_out, tokenise
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.append(str(ROOT))
+
+from benchmarks import results
 
 WINDOW, STRIDE = 4096, 2048
 
@@ -50,8 +47,8 @@ def compression_rows(model, tokenizer, documents):
         tokens = [tokenise(tokenizer, [text]) for text in texts]
         rows.append(
             {
-                "case": "bits_per_byte",
-                "set": name,
+                "case": f"bits_per_byte-{name}",
+                "impl": "stdlib-llama",
                 "documents": len(texts),
                 "bytes": len(raw),
                 "tokens": sum(map(len, tokens)) - len(texts),
@@ -63,31 +60,17 @@ def compression_rows(model, tokenizer, documents):
     return rows
 
 
-def source_hashes(model_folder):
-    """SHA-256 of each file that the numbers depend on, by its path in the repository."""
-    files = [ROOT / "training" / name for name in ("data.py", "report.py", "config.json")]  # the weights stand for what made them
-    hashes = {f.relative_to(ROOT).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    weights = hashlib.sha256((model_folder / "model.safetensors").read_bytes()).hexdigest()
-    return {**hashes, (MODEL / "model.safetensors").relative_to(ROOT).as_posix(): weights}
-
-
-def triton_version():
-    """Triton's version, or None where it is not installed."""
-    return importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None
-
-
 def print_table(rows):
     """The rows as the Markdown table of the model card."""
     print("| held-out set | bytes | model | xz -9e | gzip -9 |\n| --- | --- | --- | --- | --- |")
     for r in rows:
-        print(f"| {r['set']} | {r['bytes']} | {r['model']:.3f} | {r['xz_9e']:.3f} | {r['gzip_9']:.3f} |")
+        print(f"| {r['case'].partition('-')[2]} | {r['bytes']} | {r['model']:.3f} | {r['xz_9e']:.3f} | {r['gzip_9']:.3f} |")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.arguments(__doc__, cases=False)
     parser.add_argument("--model", type=Path, default=MODEL, help="folder with config.json and model.safetensors")
-    parser.add_argument("--out", type=Path, help="where the numbers go as JSON")
-    args = parser.parse_args()
+    args = results.parse(parser)
     cuda = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if cuda else torch.float32)
     model = model.to("cuda" if cuda else "cpu").eval()
@@ -96,17 +79,8 @@ def main():
 
     rows = compression_rows(model, tokenizer, documents)
     print_table(rows)
-    if args.out:
-        meta = {
-            "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-            "torch": torch.__version__,
-            "triton": triton_version(),
-            "date": datetime.date.today().isoformat(),
-            "command": "python " + " ".join(sys.argv),
-            "sources": source_hashes(args.model),
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    if args.save:
+        results.save("model", rows)
 
 
 if __name__ == "__main__":

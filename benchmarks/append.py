@@ -1,0 +1,191 @@
+"""Writing the cache: a decode step's append, a prompt's, and `ops.quantize` of dense K and V, beside a kernel that only reads and writes.
+
+    PYTHONPATH=src python -m benchmarks.append [case substring ...] [--rounds N] [--save]
+
+8 KV heads of 128 (`quantize`: 32), CUDA graphs, implementations interleaved, medians, the L2 cache flushed before every run. What is
+written is checked before it is timed: an append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read
+and one written for each element of K and V, and the tables of cos and sin that an append reads. `ceiling` reads and writes as many bytes:
+it converts BF16 to E4M3, element by element.
+
+A step is all of a decode step's append, with RoPE and 32 query heads: `ms` is what it adds to a graph in which kernels read as much as
+attention does (`measure.between_reads`), `ms_flushed` its time alone after the flush, which leaves the cache full of dirty lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8attn import KVPages, ops, reference
+from fp8attn.kernels import append
+from fp8attn.kernels.launch import constants, launch
+from fp8attn.layout import FP8, PAGE_SIZE
+from fp8attn.numerics import relative_error
+
+from . import results
+from .fingerprint import launched
+from .measure import between_reads, graph_of, interleaved
+from .problem import DEVICE
+
+HEADS, DIM, GROUP = 8, 128, 4
+STEPS = 1024  # that a sequence has pages for
+BLOCK = 4096  # elements of one program of the ceiling
+FP8_ERROR = 0.03  # 2.6% is E4M3's
+
+
+class Call(NamedTuple):
+    """Ours, by implementation, on tensors of their own."""
+
+    calls: dict[str, Callable]
+    bytes: int
+    check: Callable[[], None]  # raises if they write anything wrong; to be called first
+    restart: Callable[[], None] = lambda: None  # makes the state what it was
+
+
+@dataclass(frozen=True)
+class Append:
+    """New tokens onto the end of sequences."""
+
+    batch: int
+    new: int  # tokens of each sequence
+    held: int = 0  # tokens that are there
+    rope: bool = True
+
+    def prepare(self) -> Call:
+        step, count = self.new == 1, self.batch * self.new
+        columns = -(-(self.held + (STEPS if step else self.new)) // PAGE_SIZE)
+        pages = KVPages.empty(self.batch * columns, HEADS, DIM, self.batch, columns, DEVICE)
+        pages.page_table.copy_(torch.randperm(self.batch * columns, device=DEVICE).view(self.batch, columns))
+        options = {"cu_seqlens": None, "static_scales": False, "rope_cos": None, "rope_sin": None, "rope_interleaved": False}
+        if self.held:
+            append.append(pages, *(randn(self.batch * self.held, HEADS, DIM) for _ in "kv"), max_seqlen=self.held, **options)
+        k, v = (randn(count, HEADS, DIM) for _ in "kv")
+        options |= {"max_seqlen": self.new}
+        if self.rope:
+            options["rope_cos"], options["rope_sin"] = tables(count)
+        if step:
+            q = randn(count, GROUP * HEADS, DIM)
+            options |= {"q": q, "q_out": torch.empty_like(q)}
+
+        def check() -> None:
+            restart()
+            expected, q_out = KVPages(*(x.clone() for x in pages.tensors)), torch.empty_like(options["q"]) if step else None
+            append.append(pages, k, v, **options)
+            reference.append(expected, k, v, **options | ({"q_out": q_out} if step else {}))
+            pairs = [*zip(pages.tensors[:4], expected.tensors[:4], strict=True), *([(options["q_out"], q_out)] if step else [])]
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs), f"{self}: bytes are not the reference's"
+
+        def restart() -> None:
+            pages.cache_seqlens.fill_(self.held)
+
+        restart()
+        nbytes = count * (2 * HEADS * DIM * 3 + (DIM * 2 if self.rope else 0))
+        return Call({"fp8attn": lambda: append.append(pages, k, v, **options)}, nbytes, check, restart)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """A prompt's K and V, `[1, H, S, D]`, contiguous or transposed from `[1, S, H, D]`."""
+
+    length: int
+    heads: int = 32
+    transposed: bool = False
+
+    def prepare(self) -> Call:
+        k, v = (randn(1, self.length, self.heads, DIM).transpose(1, 2) for _ in "kv")
+        if not self.transposed:
+            k, v = k.contiguous(), v.contiguous()
+        cos, sin = tables(self.length)
+        calls = {"fp8attn": lambda: ops.quantize(k, v), "fp8attn-rope": lambda: ops.quantize(k, v, rope_cos=cos, rope_sin=sin)}
+
+        def check() -> None:
+            turned = ops.rotate(k, cos, sin, backend="reference")
+            for call, meant in zip(calls.values(), (k, turned), strict=True):
+                for x, y in zip(call().read(0, self.length), (meant, v), strict=True):
+                    assert (error := relative_error(x, y[0].transpose(0, 1))) < FP8_ERROR, f"{self}: {error:.1%} off"
+
+        return Call(calls, 3 * (k.numel() + v.numel()), check)
+
+
+CASES: dict[str, Append | Quantize] = {
+    **{f"step-B{batch}": Append(batch, 1, 1000) for batch in (1, 64, 256)},
+    "prompt-B1-S65536": Append(1, 65536, rope=False), "prompt-rope-B1-S65536": Append(1, 65536),
+    "prompt-B8-S4096": Append(8, 4096, 100, rope=False),
+    **{f"quantize-S{length}": Quantize(length) for length in (4096, 16384, 65536, 131072)},
+    "quantize-S16384-transposed": Quantize(16384, transposed=True), "gqa-quantize-S16384": Quantize(16384, 8),
+}  # fmt: skip
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def tables(tokens: int) -> list[torch.Tensor]:
+    """cos and sin of some angles, `[tokens, DIM / 2]` BF16."""
+    angle = torch.rand(tokens, DIM // 2, device=DEVICE) * 6
+    return [angle.cos().bfloat16(), angle.sin().bfloat16()]
+
+
+@triton.jit
+def _cast(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < count).to(y_ptr.dtype.element_ty), mask=i < count)
+
+
+def ceiling(nbytes: int) -> Callable[[], None]:
+    """Reads two thirds of `nbytes` and writes one third."""
+    source = torch.ones(nbytes // 3, dtype=torch.bfloat16, device=DEVICE)
+    target = torch.empty_like(source, dtype=FP8)
+    given = constants("cast", source.device, BLOCK=BLOCK, num_warps=4)
+    return lambda: launch(_cast, (-(-len(source) // BLOCK),), (source, target, len(source)), given)
+
+
+def calls(name: str) -> dict[str, Callable]:
+    """Our implementations of a case, and its ceiling."""
+    return with_ceiling(name, CASES[name].prepare())
+
+
+def with_ceiling(name: str, made: Call) -> dict[str, Callable]:
+    return made.calls | ({} if name.startswith("step") else {"ceiling": ceiling(made.bytes)})
+
+
+def measure(name: str, rounds: int) -> list[dict]:
+    made = CASES[name].prepare()
+    made.check()
+    made.restart()
+    calls, step = with_ceiling(name, made), name.startswith("step")
+    rows = {impl: {"case": name, "impl": impl, "fingerprint": launched(call)} for impl, call in calls.items()}
+    made.restart()
+    # A step has pages for every repetition. A prompt sets the lengths back, at the cost of one small launch, which its ceiling pays too.
+    again = (lambda: None) if step else made.restart
+    replays = {impl: graph_of(lambda call=call: (call(), again()))[0] for impl, call in calls.items()}
+    for impl, ms in interleaved(replays, rounds, flush=True).items():
+        if step:
+            rows[impl] |= {"ms": round(between_reads(calls[impl], rounds, before=made.restart), 5), "ms_flushed": round(ms, 5)}
+        else:
+            rows[impl] |= {"ms": round(ms, 5), "gbps": round(made.bytes / ms * 1e-6, 1)}
+    return list(rows.values())
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = results.arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=21)
+    args = results.parse(parser)
+    torch.manual_seed(0)
+    rows = []
+    for name in results.chosen(CASES, args.cases):
+        rows += (found := measure(name, args.rounds))
+        print(*found, sep="\n", flush=True)
+        torch.cuda.empty_cache()
+    if args.save:
+        results.save("append", rows)
+
+
+if __name__ == "__main__":
+    main()

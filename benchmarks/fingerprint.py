@@ -1,0 +1,190 @@
+"""What a row of results depends on, as a short hash: what a call launched, or the syntax tree of the code that ran.
+
+| fingerprint | is of |
+|---|---|
+| `launches:...` | the launches of one call: their PTX without locations, their grids, and the numbers that the host chose |
+| `tree:...` | the syntax trees, without docstrings, of a benchmark and of all that it imports from this repository |
+| `peer:...` | the version of another library, which no code of ours changes |
+
+Comments, docstrings, formatting and refactoring that gives the same machine code change no fingerprint of the first kind; comments,
+docstrings and formatting change none of the second.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"fp8attn": "src/fp8attn", "benchmarks": "benchmarks"}  # what absolute imports name
+FOLDERS = ("src", "benchmarks")
+UNMEASURED = ("benchmarks/results.py", "benchmarks/fingerprint.py")  # these keep rows and change none
+MODEL = "models/stdlib-llama/model.safetensors"
+# What a results file depends on, where that is more than the benchmark of its name.
+SOURCES = {
+    "tests": ("benchmarks/gpu_tests.py", "tests/gpu"),
+    "model": ("training/report.py", "training/data.py", "training/config.json", MODEL),
+    "needle": ("benchmarks/needle_systems.py", MODEL),  # needle.py keeps answers and counts them, and decides none
+    **{name: (f"benchmarks/{name}.py", MODEL) for name in ("demo", "drift", "perplexity")},
+}
+NEEDLE = (  # what answers of other systems depend on; of the layout and the numerics, what FP8 is and how it is rounded to
+    *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py", MODEL),
+    *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "models", "needle", "ruler", "stress")),
+)
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(value if isinstance(value, bytes) else repr(value).encode()).hexdigest()[:16]
+
+
+# Syntax trees
+
+
+def sources(name: str) -> tuple[str, ...]:
+    """The files and folders that the rows of `results/*/{name}.json` depend on; what they import comes with them."""
+    return SOURCES.get(name, (f"benchmarks/{name}.py",))
+
+
+@lru_cache
+def tree(*paths: str, folders: tuple[str, ...] = FOLDERS) -> str:
+    """The fingerprint of the files that `files` finds."""
+    return "tree:" + digest([(str(path.relative_to(ROOT)), _content(path)) for path in files(*paths, folders=folders)])
+
+
+def files(*paths: str, folders: Iterable[str] = FOLDERS) -> list[Path]:
+    """Files, the Python files below folders, and all that these import, wherever in a file, from `folders` of this repository.
+
+    Args:
+        paths: relative to the repository.
+    """
+    found: set[Path] = set()
+    todo = [ROOT / path for path in paths]
+    inside = tuple(ROOT / folder for folder in folders)
+    while todo:
+        path = todo.pop()
+        if path.is_dir():
+            todo += path.rglob("*.py")
+        elif path not in found:
+            found.add(path)
+            if path.suffix == ".py":
+                todo += [other for other in imported(path) if any(other.is_relative_to(folder) for folder in inside)]
+    return sorted(found - {ROOT / name for name in UNMEASURED})
+
+
+@lru_cache
+def imported(path: Path) -> set[Path]:
+    """The files of this repository that a Python file imports, wherever in it, relatively or by name."""
+    if str(path.relative_to(ROOT)) in UNMEASURED:
+        return set()
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found |= _modules(_package(alias.name), ())
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            if node.level:
+                found |= _modules(path.parents[node.level - 1].joinpath(*(node.module or "").split(".")), names)
+            else:
+                found |= _modules(_package(node.module), names)
+    return found
+
+
+def _package(name: str) -> Path | None:
+    """Where an absolute import leads, without a suffix; None outside the repository."""
+    first, *rest = name.split(".")
+    return ROOT.joinpath(PACKAGES[first], *rest) if first in PACKAGES else None
+
+
+def _modules(module: Path | None, names: Iterable[str]) -> set[Path]:
+    """The files of `from module import names`."""
+    if module is None:
+        return set()
+    candidates = [module.with_suffix(".py"), module / "__init__.py"]
+    for name in names:
+        candidates += [module / f"{name}.py", module / name / "__init__.py"]
+    return {path for path in candidates if path.is_file()}
+
+
+@lru_cache
+def _content(path: Path) -> str:
+    return digest(_plain(ast.parse(path.read_bytes())) if path.suffix == ".py" else path.read_bytes())
+
+
+def _plain(node: Any) -> Any:
+    """A syntax tree as tuples, without docstrings and empty fields, whose number differs between versions of Python."""
+    if isinstance(node, list):
+        return [_plain(x) for x in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+        fields["body"] = fields["body"][1:]
+    return type(node).__name__, [(name, _plain(x)) for name, x in fields.items() if x is not None and x != []]
+
+
+def of_row(name: str, impl: str) -> str:
+    """The `tree` fingerprint of a row of `results/*/{name}.json`."""
+    if name == "needle" and not impl.startswith("fp8attn"):  # a change of our kernels leaves other systems' answers as they are
+        return tree(*NEEDLE, folders=("benchmarks",))
+    return tree(*sources(name))
+
+
+# Other libraries
+
+
+@lru_cache
+def peer(name: str) -> str:
+    """The fingerprint of an implementation of `peers`: of its binary, or the release that it comes with."""
+    import torch
+
+    from .peers import UNPACKED
+
+    torch_release = f"torch {torch.__version__}"
+    if name == "torchao":
+        return f"peer:torchao {sys.modules['torchao'].__version__}, {peer('fa3-fp8').removeprefix('peer:')}"
+    if name == "cudnn-fp8":
+        return f"peer:cudnn-frontend {sys.modules['cudnn'].__version__}, {torch_release}"
+    library = "vllm_fa3" if "vllm" in name else "fa3_fwd" if "fa3" in name else None
+    if library is None:
+        return f"peer:{torch_release}"
+    with open(UNPACKED / f"{library}.so", "rb") as file:
+        return f"peer:{library} {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+
+
+# Launches
+
+
+def launched(call: Callable[[], Any]) -> str:
+    """The fingerprint of what `call()` launches on this GPU."""
+    from fp8attn.kernels.launch import recording
+
+    from .offline import normalized
+
+    with recording() as launches:
+        call()
+    return of_launches((made, digest(normalized(made.compiled.asm["ptx"]))) for made in launches)
+
+
+def of_launches(launches: Iterable[tuple[Any, str]]) -> str:
+    """The fingerprint of `launch.Launch`es, each with the digest of its PTX. Launches by torch are not among them."""
+    found = [(ptx, made.grid, bool(made.given.get("launch_pdl")), list(_numbers(made.args))) for made, ptx in launches]
+    if not found:
+        raise ValueError("this call launches no kernel through kernels.launch; give its rows a fingerprint of another kind")
+    return "launches:" + digest(found)
+
+
+def _numbers(args: Iterable[Any]) -> Iterator[Any]:
+    """What the host chose among the arguments: numbers, and how TMA sees tensors; no addresses."""
+    from fp8attn.kernels.launch import Counters, Tiles
+
+    for x in args:
+        if isinstance(x, Tiles):
+            yield x.view.shape, x.view.strides, x.view.block, x.view.swizzled
+        elif isinstance(x, Counters | int | float):
+            yield tuple(x) if isinstance(x, Counters) else x
