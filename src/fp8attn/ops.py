@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -60,14 +60,15 @@ def append(
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
     make = torch.empty if max_seqlen else torch.zeros  # an idle step launches nothing that writes
     q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
-    options = dict(
-        q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
-    )  # fmt: skip
     if unobserved(k):
-        append_kernel(name)(pages, k, v, **options)
+        append_kernel(name)(
+            pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+            rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
+        )  # fmt: skip
     else:
-        torch.ops.fp8attn.append(k, v, *pages.tensors, *options.values(), name)
+        torch.ops.fp8attn.append(
+            k, v, *pages.tensors, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, fix_means, name
+        )  # fmt: skip
     return q_out
 
 
@@ -144,8 +145,8 @@ def attention(
     if rope_cos is not None or rope_sin is not None:
         rope_cos, rope_sin = _query_tables(q, rope_cos, rope_sin, rope_interleaved)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    out, lse = run_attention(
-        resolve(backend, q), q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale,
+    out, lse = attention_function(resolve(backend, q), q)(
+        q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale,
         window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos,
         rope_sin=rope_sin, rope_interleaved=rope_interleaved, return_lse=return_lse,
     )  # fmt: skip
@@ -243,18 +244,16 @@ def quantize_rows(
 # What is left of the above when all has been checked: run the kernel, or the torch op where somebody watches.
 
 
-def run_attention(
+def attention_function(name: str, q: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """`attention` by the backend `name`, every option given. It returns
+    `(out, lse)`, the second anything, or None, without `return_lse`."""
+    return attention_kernel(name) if unobserved(q) else partial(_traced_attention, name)
+
+
+def _traced_attention(
     name: str, q: torch.Tensor, pages: KVPages, *, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k,
     rope_cos, rope_sin, rope_interleaved, return_lse,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """`attention` by the backend `name`. Returns `(out, lse)`, the second anything, or None, without `return_lse`. (Options as `**options`,
-    here and in the backend, cost 2 us more.)"""
-    if unobserved(q):
-        return attention_kernel(name)(
-            q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
-            softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-            return_lse=return_lse,
-        )  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return torch.ops.fp8attn.attention(
         q, *pages.tensors, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin,
         rope_interleaved, return_lse, name,

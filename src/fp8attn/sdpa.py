@@ -202,8 +202,8 @@ def _over_pages(name: str, k, v, k_rope: Tables, interleaved: bool, scale: float
 
     def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
         cos, sin = rope or (None, None)
-        out, _ = ops.run_attention(
-            name, q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=q.shape[2], causal=causal, softmax_scale=scale, window=0,
+        out, _ = ops.attention_function(name, q)(
+            q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=q.shape[2], causal=causal, softmax_scale=scale, window=0,
             softcap=0.0, sinks=None, leftpad_k=None, rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved, return_lse=False,
         )  # fmt: skip
         return out.transpose(1, 2)
