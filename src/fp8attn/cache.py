@@ -6,6 +6,7 @@ shared between sequences that were copied from each other and copied when one of
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -105,7 +106,12 @@ class PagedKVCache:
         return self.pages.nbytes
 
     def read(self, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one sequence, dequantised: each `[length, num_kv_heads, head_dim]` in `dtype`."""
+        """K and V of one sequence, dequantised: each `[length, num_kv_heads, head_dim]` in `dtype`.
+
+        Raises:
+            ValueError: there is no such sequence.
+        """
+        (seq,) = self._sequences([seq])
         return self.pages.read(seq, self._lengths[seq], dtype)
 
     # Tokens in
@@ -134,11 +140,14 @@ class PagedKVCache:
             ValueError: shapes or lengths that do not fit.
             OutOfPagesError: the pool is of fixed size and too small.
         """
-        if lengths is not None and (len(lengths) != self.num_seqs or min(lengths) < 0 or sum(lengths) != k.shape[0]):
-            raise ValueError(f"lengths must be {self.num_seqs} counts that add up to {k.shape[0]} tokens; got {list(lengths)}")
-        if lengths is None and k.shape[0] % self.num_seqs:
-            raise ValueError(f"{k.shape[0]} tokens do not divide over {self.num_seqs} sequences; say how many each gets: lengths=[...]")
-        new = [k.shape[0] // self.num_seqs] * self.num_seqs if lengths is None else list(lengths)
+        if lengths is None:
+            if k.shape[0] % self.num_seqs:
+                raise ValueError(f"{k.shape[0]} tokens do not divide over {self.num_seqs} sequences; say how many each gets: lengths=[...]")
+            new = [k.shape[0] // self.num_seqs] * self.num_seqs
+        else:
+            new = self._counts(lengths)
+            if sum(new) != k.shape[0]:
+                raise ValueError(f"lengths must be {self.num_seqs} counts that add up to {k.shape[0]} tokens; got {new}")
         longest = max(new)
         if longest > self._room:
             name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
@@ -187,9 +196,10 @@ class PagedKVCache:
         Pages that a coming append would write and that another sequence shares are copied here.
 
         Raises:
+            ValueError: lengths that are no counts, or not one for each sequence.
             OutOfPagesError: the pool is of fixed size and too small; nothing was changed.
         """
-        lengths = [lengths] * self.num_seqs if isinstance(lengths, int) else list(lengths)
+        lengths = self._counts(lengths)
         added = [max(0, _num_pages(length) - len(table)) for table, length in zip(self._tables, lengths, strict=True)]
         copied: list[tuple[int, int]] = []  # (sequence, column of its table)
         leaving: dict[int, int] = {}  # how many of a page's sharers get copies; the last to write keeps the page
@@ -229,10 +239,12 @@ class PagedKVCache:
     # Tokens out, and sequences moved about
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Keep each sequence's first `lengths` tokens (at most what it has) and let go of the pages behind them."""
-        lengths = [lengths] * self.num_seqs if isinstance(lengths, int) else list(lengths)
-        if len(lengths) != self.num_seqs or min(lengths) < 0:
-            raise ValueError(f"lengths must be one count of tokens >= 0 or {self.num_seqs} of them; got {lengths}")
+        """Keep each sequence's first `lengths` tokens (at most what it has) and let go of the pages behind them.
+
+        Raises:
+            ValueError: lengths that are no counts, or not one for each sequence.
+        """
+        lengths = self._counts(lengths)
         self._room = 0
         self._lengths = [min(old, new) for old, new in zip(self._lengths, lengths, strict=True)]
         for table, length in zip(self._tables, self._lengths, strict=True):
@@ -248,10 +260,20 @@ class PagedKVCache:
         """Replace the sequences by `[sequences[i] for i in indices]`: reorder beams, repeat prompts, drop what has finished.
 
         Copies share pages until one of them writes. The number of sequences becomes `len(indices)`.
+
+        Args:
+            indices: numbers of sequences; or a mask, one bool for each sequence, as torch indexes: those where it is true are kept.
+        Raises:
+            ValueError: no sequence, one that does not exist, or a mask of another length.
         """
-        chosen = [int(i) for i in (indices.tolist() if isinstance(indices, torch.Tensor) else indices)]
-        if not chosen or min(chosen) < 0 or max(chosen) >= self.num_seqs:
-            raise ValueError(f"indices must name sequences 0 to {self.num_seqs - 1}, at least one; got {chosen}")
+        chosen = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+        if chosen and all(isinstance(i, bool) for i in chosen):
+            if len(chosen) != self.num_seqs:
+                raise ValueError(f"a mask of sequences must have {self.num_seqs} entries, one for each; got {len(chosen)}")
+            chosen = [i for i, kept in enumerate(chosen) if kept]
+        if not chosen:
+            raise ValueError(f"indices must name at least one of the sequences 0 to {self.num_seqs - 1}; got none")
+        chosen = self._sequences(chosen)
         self._room = 0
         tables = [list(self._tables[i]) for i in chosen]
         for table in tables:
@@ -271,7 +293,12 @@ class PagedKVCache:
             self.pages = replace(self.pages, **moved)
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
-        """Make sequence `target` a copy of the first `length` tokens of `source` (all of them by default), sharing its pages."""
+        """Make sequence `target` a copy of the first `length` tokens of `source` (all of them by default), sharing its pages.
+
+        Raises:
+            ValueError: a sequence that does not exist, one and the same, or more tokens than `source` has; nothing was changed.
+        """
+        source, target = self._sequences([source, target])
         length = self._lengths[source] if length is None else length
         if not 0 <= length <= self._lengths[source]:
             raise ValueError(f"sequence {source} has {self._lengths[source]} tokens; cannot copy {length}")
@@ -293,6 +320,27 @@ class PagedKVCache:
         """Read the lengths back from the device, after compiled code appended to `pages` (up to what was reserved)."""
         self._lengths = self.pages.cache_seqlens.tolist()
         self._room = 0
+
+    def _sequences(self, numbers: list) -> list[int]:
+        """The numbers of sequences, checked; negative ones do not count from the end."""
+        try:
+            found = [operator.index(number) for number in numbers]
+        except TypeError:  # no integer
+            found = [-1]
+        if not all(0 <= number < self.num_seqs for number in found):
+            raise ValueError(f"the cache has the sequences 0 to {self.num_seqs - 1}; got {', '.join(map(repr, numbers))}")
+        return found
+
+    def _counts(self, lengths: int | Sequence[int]) -> list[int]:
+        """One count of tokens for each sequence; a single one is for all."""
+        given = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+        try:
+            counts = [operator.index(count) for count in given] if isinstance(given, Iterable) else [operator.index(given)] * self.num_seqs
+        except TypeError:  # no integer
+            counts = [-1]
+        if len(counts) != self.num_seqs or min(counts) < 0:
+            raise ValueError(f"lengths must be one count of tokens >= 0, or {self.num_seqs} of them, one for each sequence; got {given!r}")
+        return counts
 
     # Books
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import append_kernel, attention_kernel, quantize_kernel, quantize_rows_kernel, rotate_kernel, select_backend
@@ -309,18 +310,31 @@ def _check_tokens(x: torch.Tensor, device: torch.device, dims: int = 3) -> None:
         raise ValueError(f"tokens must be [T, heads, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
     if x.device != device:
         raise ValueError(f"the cache is on {device} and the tokens are on {x.device}; move one of them")
-    _check_gradient(x)
+    check_derivatives(x)
 
 
-def _check_gradient(x: torch.Tensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("no gradient flows through FP8 pages, which are for inference. Use torch.no_grad() or torch.inference_mode()")
+def derivative_reason(*tensors: torch.Tensor) -> str | None:
+    """Why FP8, which has neither derivatives nor batching rules, cannot take these tensors; None: it can."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "a gradient is wanted, and no gradient flows through FP8; use torch.no_grad() or torch.inference_mode()"
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        return "a forward-mode derivative is wanted, and no tangent flows through FP8"
+    if torch._C._are_functorch_transforms_active():  # what torch.autograd.Function asks; no public function answers it
+        return "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 attention has no rule for it"
+    return None
+
+
+def check_derivatives(*tensors: torch.Tensor) -> None:
+    """Raises RuntimeError where a derivative is wanted or a transform of torch.func is active."""
+    reason = derivative_reason(*tensors)
+    if reason is not None:
+        raise RuntimeError(f"FP8 pages are for inference: {reason}")
 
 
 def _check_dense(x: torch.Tensor, name: str) -> None:
     if x.dim() != 4 or x.stride(3) != 1:
         raise ValueError(f"{name} must be [B, heads, S, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
-    _check_gradient(x)
+    check_derivatives(x)
 
 
 def _given_together(rope_cos, rope_sin) -> None:

@@ -180,10 +180,14 @@ def attention(
             if sinks is not None:
                 column = sinks.to(compute_dtype)[:, None, None].expand(-1, scores.shape[1], 1)
                 scores = torch.cat([scores, column], -1)
-            total = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_full(scores.shape[:2], -torch.inf)
-            # A row that sees nothing has no weights: zeros, not 0 / 0.
-            p = torch.exp(scores - total.masked_fill(total == -torch.inf, 0.0)[..., None])[..., :length]
+            # The largest score is subtracted, and not the logarithm of the sum: FP32 rounds that one, and at scores of 1e5 the weights would
+            # add up to a few percent more than 1. A row that sees nothing has no weights: zeros, not 0 / 0.
+            largest = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:2], -torch.inf)
+            largest = largest.masked_fill(largest == -torch.inf, 0.0)
+            p = torch.exp(scores - largest[..., None])
+            total = p.sum(-1)
+            p = p[..., :length] / total.masked_fill(total == 0.0, 1.0)[..., None]
             result = p.unflatten(0, (-1, group)).flatten(1, 2) @ v  # [Hkv, G * S, D]
             out[rows] = result.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-            lse[rows] = total.T.float()
+            lse[rows] = (largest + total.log()).T.float()
     return out, lse

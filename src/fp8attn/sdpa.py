@@ -20,6 +20,7 @@ from .layout import HEAD_DIMS
 from .rope import check_device, dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 
+DTYPES = torch.bfloat16, torch.float16, torch.float32  # which FP8 takes, and which autocast casts
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, as `rope.dense_tables` gives them
 
 
@@ -35,18 +36,19 @@ def fallback_reason(
 ) -> str | None:
     """Why torch's own SDPA answers this call of `scaled_dot_product_attention`, exactly and in the inputs' dtype; None: FP8 does.
 
-    It looks at shapes, dtypes and the device alone, never at values.
+    It looks at shapes, dtypes (under autocast, at those that torch's SDPA would compute in) and the device alone, never at values.
     """
     if attn_mask is not None:
         return "a mask is given; FP8 attention is causal or full"
     if dropout_p > 0.0:
         return "dropout is for training, FP8 attention for inference"
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return "a gradient is wanted, and none flows through FP8; use torch.no_grad() or torch.inference_mode()"
+    if (reason := ops.derivative_reason(query, key, value)) is not None:
+        return reason
     if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors are not supported"
-    dtype, device = query.dtype, query.device
-    if key.dtype != dtype or value.dtype != dtype or key.device != device or value.device != device:
+    device, low = query.device, _autocast_dtype(query.device)
+    dtype, k_dtype, v_dtype = (low if low is not None and x.dtype in DTYPES else x.dtype for x in (query, key, value))
+    if k_dtype != dtype or v_dtype != dtype or key.device != device or value.device != device:
         return "query, key and value differ in dtype or device"
     # What does not fit together torch broadcasts, or refuses in its own words.
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
@@ -64,11 +66,24 @@ def fallback_reason(
     if scale is not None and not scale > 0.0:
         return "the scale is not positive"
     if device.type == "cpu":
-        return None if dtype in (torch.bfloat16, torch.float16, torch.float32) else f"{dtype} asks for more than FP8 gives"
+        return None if dtype in DTYPES else f"{dtype} asks for more than FP8 gives"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels take bfloat16 and float16, not {dtype}"
     # Dynamo cannot look at the machine. The op does, and refuses if it must.
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast casts SDPA's inputs to on `device`; None: it is off."""
+    kind = device.type
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
+
+
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors, all on one device, in the dtypes in which torch's SDPA takes them: changed inside of `torch.autocast` alone."""
+    low = _autocast_dtype(tensors[0].device)
+    return tensors if low is None else tuple(x.to(low) if x.dtype in DTYPES else x for x in tensors)
 
 
 @cache
@@ -91,7 +106,7 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention` in FP8, quantisation included.
 
     Args:
-        query: `[..., Hq, L, E]`, any strides; bfloat16 or float16 (float32 on a CPU).
+        query: `[..., Hq, L, E]`, any strides; bfloat16 or float16 (float32 on a CPU). `torch.autocast` casts all three, as in torch.
         key: `[..., H, S, E]`, value: `[..., H, S, Ev]`; E and Ev up to 256. Head dimensions that are not among `layout.HEAD_DIMS`, or
             differ, cost a copy padded with zeros.
         attn_mask: goes to torch's SDPA, exactly, like everything with a `fallback_reason`.
@@ -110,13 +125,14 @@ def scaled_dot_product_attention(
             f"FP8 attention has no dropout: it is for inference, and dropout_p is {dropout_p}; "
             "call model.eval(), or torch.nn.functional.scaled_dot_product_attention for training"
         )
+    query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if reason is not None:
         if backend != "auto":
             raise ValueError(f"backend {backend!r} cannot answer this call: {reason}; with backend='auto' torch's own SDPA does, exactly")
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = _batched(query), _batched(key), _batched(value)
-    out = _attend(q, k, v, None, None, False, is_causal, scale, backend)
+    out = _run(q, k, v, None, None, False, is_causal, scale, backend)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
 
@@ -151,6 +167,7 @@ def rope_scaled_dot_product_attention(
     """
     if (key_rope_cos is None) != (key_rope_sin is None):
         raise ValueError("give key_rope_cos and key_rope_sin together, or neither")
+    query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
     if reason is None and query.dim() != 4:
         reason = "query, key and value must have four dimensions"
@@ -164,7 +181,14 @@ def rope_scaled_dot_product_attention(
     batch, _, q_len, head_dim = q.shape
     q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)
     k_rope = dense_tables(key_rope_cos, key_rope_sin, batch, k.shape[2], head_dim, rope_interleaved)
-    return _attend(q, k, v, q_rope, k_rope, rope_interleaved, is_causal, scale, backend)
+    return _run(q, k, v, q_rope, k_rope, rope_interleaved, is_causal, scale, backend)
+
+
+def _run(q, k, v, q_rope: Tables, k_rope: Tables, *options) -> torch.Tensor:
+    """`_attend`, as one torch op where something traces: a graph then holds no pages, whose number torch.export would fix."""
+    if ops.unobserved(q):
+        return _attend(q, k, v, q_rope, k_rope, *options)
+    return torch.ops.fp8attn.sdpa(q, k, v, *(q_rope or (None, None)), *(k_rope or (None, None)), *options)
 
 
 def _attend(q, k, v, q_rope: Tables, k_rope: Tables, interleaved: bool, is_causal: bool, scale: float | None, backend: str) -> torch.Tensor:
@@ -174,10 +198,8 @@ def _attend(q, k, v, q_rope: Tables, k_rope: Tables, interleaved: bool, is_causa
     if is_causal and q_len < kv_len:  # nobody sees the others
         kv_len = q_len
         k, v, k_rope = k[:, :, :q_len], v[:, :, :q_len], _rows(k_rope, slice(q_len))
-    padded = head_dim
-    if head_dim != v_dim or head_dim not in HEAD_DIMS:
-        padded = next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
-        q, k, v = _widened(q, padded), _widened(k, padded), _widened(v, padded)
+    padded = _padded(head_dim, v_dim)
+    q, k, v = _widened(q, padded), _widened(k, padded), _widened(v, padded)
     if backend == "fa3":
         attend = _over_rows(k, v, k_rope, interleaved, scale)
     else:
@@ -230,8 +252,15 @@ def _over_rows(k, v, k_rope: Tables, interleaved: bool, scale: float) -> Callabl
     return attend
 
 
+def _padded(head_dim: int, v_dim: int) -> int:
+    """The head_dim of the pages."""
+    return next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
+
+
 def _widened(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x [B, H, S, D]` with zeros behind its channels, in the same order of memory."""
+    """`x [B, H, S, D]` with zeros behind its channels, up to `size`, in the same order of memory."""
+    if x.shape[3] == size:
+        return x
     if x.stride(1) < x.stride(2):
         return F.pad(x.transpose(1, 2), (0, size - x.shape[3])).transpose(1, 2)
     return F.pad(x, (0, size - x.shape[3]))
@@ -244,3 +273,23 @@ def _batched(x: torch.Tensor) -> torch.Tensor:
     while x.dim() < 4:
         x = x.unsqueeze(0)
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _sdpa(q, k, v, q_cos, q_sin, k_cos, k_sin, *options) -> torch.Tensor:
+    q_rope, k_rope = (None if cos is None else (cos, sin) for cos, sin in ((q_cos, q_sin), (k_cos, k_sin)))
+    return _attend(q, k, v, q_rope, k_rope, *options)
+
+
+def _sdpa_fake(q, k, v, *args) -> torch.Tensor:
+    v_dim = v.shape[3]
+    padded = _padded(q.shape[3], v_dim)
+    out = torch.empty_like(_widened(q, padded).transpose(1, 2)).transpose(1, 2)
+    return out if v_dim == padded else out[..., :v_dim].clone()
+
+
+ops.register(
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? q_cos, Tensor? q_sin, Tensor? k_cos, Tensor? k_sin, bool rope_interleaved, bool is_causal, "
+    "float? scale, str backend) -> Tensor",
+    _sdpa,
+    _sdpa_fake,
+)

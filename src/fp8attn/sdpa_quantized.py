@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from .backends import attention_kernel, quantize_kernel, select_backend
 from .layout import FP8, HEAD_DIMS
-from .ops import register, unobserved
+from .ops import check_derivatives, derivative_reason, register, unobserved
 
 PER_HEAD = 0  # torch's DescaleType.PER_HEAD, an IntEnum's member
 
@@ -51,13 +51,16 @@ def scaled_dot_product_attention_quantized(
         `[B, Hq, L, Ev]` bfloat16, in the order of memory of query if Ev = E.
     Raises:
         ValueError: a shape, dtype, device or backend that does not fit, with what would.
+        RuntimeError: a transform of torch.func is active (vmap, grad, jvp). Otherwise a derivative that is wanted costs a warning.
     """
     _check_operands(query, key, value)
     for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
         _check_descale(descale, kind, name, query, key)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        warnings.warn("scaled_dot_product_attention_quantized has no backward pass: no gradient will reach its inputs", stacklevel=2)
-        query, key, value = query.detach(), key.detach(), value.detach()
+    tensors = query, key, value, q_descale, k_descale, v_descale
+    if derivative_reason(*(x for x in tensors if x is not None)) is not None:
+        tensors = query, key, value, q_descale, k_descale, v_descale = tuple(None if x is None else x.detach() for x in tensors)
+        check_derivatives(*(x for x in tensors if x is not None))  # a transform of torch.func is active
+        warnings.warn("scaled_dot_product_attention_quantized has no derivative: no gradient will reach its inputs", stacklevel=2)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     run = _run if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
     return run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend)

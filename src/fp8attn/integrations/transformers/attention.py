@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from ... import ops
+from ...sdpa import autocast
 from .tensors import PagedKV, pages_of
 
 QUERY_BLOCK = 1024  # queries whose mask or scores are unfolded at a time
@@ -165,6 +166,7 @@ def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, s
                 "read the same cache dequantised, with any mask: model.set_attn_implementation('sdpa')"
             )
         causal, start = True, mask[0, 0, 0] if mask.shape[2] == 2 else None
+    (query,) = autocast(query)
     batch, heads, length, head_dim = query.shape
     out = ops.attention(
         query.transpose(1, 2).flatten(0, 1), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,

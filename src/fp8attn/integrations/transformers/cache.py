@@ -20,6 +20,7 @@ from ... import ops
 from ...cache import PagedKVCache
 from ...layout import HEAD_DIMS, PAGE_SIZE, KVPages
 from ...scales import KVScales, LayerScales
+from ...sdpa import autocast
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantise
 
 # Kinds that stay transformers' own: windows, which do not grow, in 16 bits, and layers that read an earlier layer's K and V.
@@ -114,13 +115,11 @@ class FP8Layer(CacheLayerMixin):
             K and V `[B, num_kv_heads, length, head_dim]` (the static form: `max_cache_len`, zero past its tokens): `PagedKV` under the
             attention implementation `fp8_kv`, plain dequantised tensors under any other.
         Raises:
-            RuntimeError: a gradient is wanted.
+            RuntimeError: a derivative is wanted.
             ValueError: another batch, head count or head_dim than before.
         """
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError(
-                "FP8Cache is for inference: no gradient flows through FP8 pages. Use torch.no_grad() or torch.inference_mode()"
-            )
+        ops.check_derivatives(key_states, value_states)
+        key_states, value_states = autocast(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache = self.cache
