@@ -1,5 +1,8 @@
 """PagedKVCache against a plain dictionary of tensors."""
 
+import pickle
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -244,7 +247,8 @@ def test_bad_calls_are_refused_and_change_nothing():
     bad = [
         (lambda: cache.append(k, v), "do not divide over 2 sequences"),
         (lambda: cache.append(k, v, lengths=[1, 1]), "add up to 3 tokens"),
-        (lambda: cache.append(k, v, lengths=[4, -1]), "add up to 3 tokens"),
+        (lambda: cache.append(k, v, lengths=[4, -1]), r"lengths must be one count of tokens >= 0, or 2 of them.*got \[4, -1\]"),
+        (lambda: cache.append(k, v, lengths=[1.5, 1.5]), r"got \[1.5, 1.5\]"),
         (lambda: cache.append(k[:2], v[:2].half()), "of one dtype"),
         (lambda: cache.append(k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
         (lambda: cache.append(k[:2].int(), v[:2].int()), "floating point"),
@@ -252,8 +256,17 @@ def test_bad_calls_are_refused_and_change_nothing():
         (lambda: cache.append(k[:2], v[:2], rope_cos=torch.ones(2, 64), rope_sin=torch.ones(2, 64)), "cut to their first half"),
         (lambda: cache.truncate([1]), "one count of tokens"),
         (lambda: cache.truncate(-1), "one count of tokens"),
+        (lambda: cache.reserve([1, 2, 3]), r"2 of them, one for each sequence; got \[1, 2, 3\]"),
+        (lambda: cache.reserve(-5), "one count of tokens >= 0.*got -5"),
+        (lambda: cache.reserve(1.5), "one count of tokens >= 0.*got 1.5"),
         (lambda: cache.select([]), "at least one"),
         (lambda: cache.select([2]), "0 to 1"),
+        (lambda: cache.select([-1]), "the sequences 0 to 1; got -1"),
+        (lambda: cache.select([0.0]), "the sequences 0 to 1; got 0.0"),
+        (lambda: cache.select(torch.tensor([False, False])), "at least one"),
+        (lambda: cache.select(torch.tensor([True])), "a mask of sequences must have 2 entries, one for each; got 1"),
+        (lambda: cache.read(2), "the sequences 0 to 1; got 2"),
+        (lambda: cache.read(-1), "the sequences 0 to 1; got -1"),
         (lambda: cache.copy(0, 0), "onto itself"),
         (lambda: cache.copy(0, 1, 5), "cannot copy 5"),
     ]
@@ -261,6 +274,47 @@ def test_bad_calls_are_refused_and_change_nothing():
         with pytest.raises(ValueError, match=message):
             call()
         assert cache.lengths == (0, 0) and cache.pages.num_pages == 0
+
+
+@pytest.mark.parametrize("numbers", [(0, 2), (2, 0), (0, -1), (-1, 0), (0, -2), (0.0, 1)])
+def test_a_copy_that_fails_changes_nothing(numbers):
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=4)
+    k, v = tokens(256)
+    cache.append(k, v, lengths=[256, 0])
+    with pytest.raises(ValueError, match="the cache has the sequences 0 to 1; got "):
+        cache.copy(*numbers)
+    assert cache.lengths == (256, 0) and cache.num_free_pages == 2
+    assert_quantised(cache, 0, k, v)
+    cache.reset()
+    assert cache.num_free_pages == 4
+
+
+@pytest.mark.parametrize("form", [torch.tensor, np.array, list])
+def test_a_mask_of_sequences_filters(form):
+    cache = PagedKVCache(HEADS, DIM, num_seqs=3)
+    k, v = tokens(120)
+    cache.append(k, v, lengths=[30, 40, 50])
+    cache.select(form([True, False, True]))
+    assert cache.lengths == (30, 50)
+    assert_quantised(cache, 0, k[:30], v[:30])
+    assert_quantised(cache, 1, k[70:], v[70:])
+    cache.select(form([1, 0]))  # numbers, as ever
+    assert cache.lengths == (50, 30)
+
+
+@pytest.mark.parametrize("scales", [None, LayerScales(*[torch.ones(HEADS)] * 2, *[torch.ones(HEADS, DIM)] * 2)])
+def test_a_pickled_cache_goes_on(scales):
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2, scales=scales)
+    k, v = tokens(300)
+    cache.append(k, v)
+    other = pickle.loads(pickle.dumps(cache))
+    for one in (cache, other):
+        one.append(*tokens(4, 1))
+    assert other.lengths == cache.lengths == (152, 152)
+    for seq in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(other.read(seq), cache.read(seq), strict=True))
+    other.reset()
+    assert cache.lengths == (152, 152) and other.num_free_pages == 4
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -172,6 +172,21 @@ def test_nan_is_named(tiny_model, ids):
         calibrate(model, [ids])
 
 
+def test_what_is_no_causal_language_model_is_refused():
+    ids = [torch.zeros(1, 4, dtype=torch.long)]
+    with pytest.raises(TypeError, match=r"takes a transformers causal language model .*got Linear"):
+        calibrate(torch.nn.Linear(2, 2), ids)
+    config = transformers.T5Config(vocab_size=89, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="'t5' is an encoder-decoder"):
+        calibrate(transformers.T5ForConditionalGeneration(config), ids)
+
+
+@pytest.mark.parametrize("batch", ["text", [1, 2, 3], {"input_ids": [[1, 2, 3]]}, {"input_ids": torch.ones(1, 3), "attention_mask": [1]}])
+def test_what_is_no_batch_is_refused(model, batch):
+    with pytest.raises(TypeError, match=r"a batch must be a tensor input_ids .* got (str|list)\. Tokenize text first"):
+        calibrate(model, [batch])
+
+
 @pytest.mark.parametrize(
     ("batches", "options", "message"),
     [

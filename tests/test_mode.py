@@ -1,12 +1,17 @@
 """FP8 attention in whole models: what the mode catches, what it leaves alone, what the policy and the report say."""
 
+import asyncio
 import copy
+import pickle
 import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # imported before any context
+from torch.overrides import TorchFunctionMode
 
 from fp8attn import mode as fp8_mode
 from fp8attn import sdpa
@@ -157,6 +162,40 @@ def test_a_gradient_is_torchs_own():
     assert q.grad is not None and report.fp8_calls == 0
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.autograd.forward_ad
+def test_derivatives_and_vmap_are_torchs_own():
+    with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        q, k, v = qkv()
+        tangent = torch.randn_like(k)
+
+        def calls():
+            def call(k):
+                return scaled_dot_product_attention(q, k, v)
+
+            with forward_ad.dual_level():
+                dual = forward_ad.unpack_dual(call(forward_ad.make_dual(k, tangent))).tangent
+            return *torch.func.jvp(call, (k,), (tangent,)), torch.vmap(call)(k[None]), dual
+
+        expected = calls()
+        with fp8_attention(ANY) as report:
+            ours = calls()
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)) and expected[1].norm() > 1.0
+    assert {row.reason.partition(",")[0].partition(" (")[0]: row.calls for row in report.rows} == {
+        "a forward-mode derivative is wanted": 1,
+        "a transform of torch.func is active": 2,
+    }
+
+
+def test_autocast_gives_torchs_dtype():
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = scaled_dot_product_attention(q, k, v.bfloat16())
+        with fp8_attention(ANY) as report:
+            out = scaled_dot_product_attention(q, k, v.bfloat16())
+    assert out.dtype == expected.dtype == torch.bfloat16 and report.fp8_calls == 1
+    assert 0 < relative_error(out, expected) < FP8_ERROR
+
+
 def test_ends_with_the_block_and_by_an_exception(net, x):
     plain, state, types = net(x), net.state_dict(), [type(module) for module in net.modules()]
 
@@ -173,6 +212,23 @@ def test_ends_with_the_block_and_by_an_exception(net, x):
     for module in net.modules():
         assert not module._forward_pre_hooks and not module._forward_hooks and not module._forward_hooks_always_called
     assert torch.equal(net(x), plain)
+
+
+def test_a_copy_of_the_model_is_outside_of_the_context(net, x):
+    plain = net(x)
+    with fp8_attention(ANY, net) as report:
+        inside = net(x)
+        copies = [copy.deepcopy(net)]
+        copies.append(copy.deepcopy(copies[0]))  # with the hooks of the first
+        copies.append(pickle.loads(pickle.dumps(net)))
+        assert all(torch.equal(other(x), plain) for other in copies)
+        assert torch.equal(net(x), inside) and not torch.equal(inside, plain)
+    assert report.calls == report.fp8_calls == 10
+    for module in (*net.modules(), *copies[0].modules(), *copies[1].modules()):
+        assert not module._forward_pre_hooks and not module._forward_hooks and not module._forward_hooks_always_called
+    with fp8_attention(ANY, copies[0]) as report:
+        assert torch.equal(copies[0](x), inside)
+    assert report.fp8_calls == 5
 
 
 def test_calls_outside_of_the_model_are_not_concerned(net, x):
@@ -253,6 +309,72 @@ def test_threads_do_not_affect_each_other(net, x):
     assert not fp8_mode._slots
 
 
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_asyncio_tasks_do_not_affect_each_other(net, x, first_out):
+    """Two tasks with a policy each and one without, which take turns; the contexts end in either order."""
+    policies = [AttentionPolicy(min_length=1, skip_first=1), AttentionPolicy(min_length=1000)]
+    plain = net(x)
+    with fp8_attention(policies[0], net):
+        inside = net(x)
+    outs = {0: [], 1: [], "none": [], "child": []}
+    reports = {}
+
+    async def runs(name, count):
+        for _ in range(count):
+            outs[name].append(net(x))
+            await asyncio.sleep(0)
+
+    async def with_policy(i):
+        with fp8_attention(policies[i], net) as reports[i]:
+            child = asyncio.create_task(runs("child", 2)) if i == 0 else None
+            await runs(i, 2 if i == first_out else 5)
+            if child is not None:
+                await child
+        assert torch.equal(net(x), plain)
+
+    async def main():
+        await asyncio.gather(with_policy(0), with_policy(1), runs("none", 8))
+        await runs("none", 1)
+
+    asyncio.run(main())
+    for name, expected, count in ((0, inside, 5 - 3 * (first_out == 0)), (1, plain, 5 - 3 * (first_out == 1)), ("none", plain, 9)):
+        assert len(outs[name]) == count and all(torch.equal(out, expected) for out in outs[name]), name
+    assert len(outs["child"]) == 2 and all(torch.equal(out, inside) for out in outs["child"])  # a task started inside
+    assert (reports[0].calls, reports[0].fp8_calls) == (5 * len(outs[0]) + 10, 4 * len(outs[0]) + 8)
+    assert (reports[1].calls, reports[1].fp8_calls) == (5 * len(outs[1]), 0)
+    assert fp8_mode._thread.mode is None and fp8_mode._of_this_task.get() == () and not fp8_mode._slots
+
+
+def test_contexts_of_generators_end_in_any_order():
+    q, k, v = qkv()
+    plain, ours = scaled_dot_product_attention(q, k, v), sdpa.scaled_dot_product_attention(q, k, v)
+
+    def context(policy):
+        with fp8_attention(policy):
+            yield
+
+    class Foreign(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    outer, inner = context(ANY), context(AttentionPolicy(min_length=1000))
+    next(outer)
+    with Foreign():
+        next(inner)
+        assert torch.equal(scaled_dot_product_attention(q, k, v), plain)
+        outer.close()
+        assert torch.equal(scaled_dot_product_attention(q, k, v), plain)
+        inner.close()
+        outer, inner = context(AttentionPolicy(min_length=1000)), context(ANY)
+        next(outer)
+        next(inner)
+        outer.close()
+        assert torch.equal(scaled_dot_product_attention(q, k, v), ours)
+        inner.close()
+        assert torch.equal(scaled_dot_product_attention(q, k, v), plain)
+    assert fp8_mode._thread.mode is None
+
+
 # The policy
 
 
@@ -323,11 +445,26 @@ def test_steps_of_a_schedule(net, x, steps):
         ({"skip": print}, "skip is a sequence"),
         ({"skip_last": -1}, "skip_last is a number of layers"),
         ({"min_length": -1}, "min_length is a number of tokens"),
+        ({"skip_first": "2"}, "skip_first is a number of layers, 0 or more; got '2'"),
+        ({"min_length": 1.5}, "min_length is a number of tokens, 0 or more; got 1.5"),
+        ({"skip": 3}, "skip is a sequence of patterns .* got 3"),
+        ({"skip": (3,)}, r"skip is a sequence of patterns .* got \(3,\)"),
+        ({"steps": 5}, "steps is a range, a set or a function .* got 5"),
+        ({"steps": "5"}, "steps is a range, a set or a function .* got '5'"),
+        ({"backend": "x"}, "unknown backend 'x'; choose 'auto', 'hopper', 'triton', 'reference', 'fa3'"),
     ],
 )
 def test_a_policy_that_cannot_be_meant(arguments, message):
     with pytest.raises(ValueError, match=message), fp8_attention(AttentionPolicy(**arguments)):
         pass
+
+
+def test_arguments_of_another_type(net):
+    with pytest.raises(TypeError, match=r"fp8_attention\(AttentionPolicy\(\), model\); got Net"), fp8_attention(net):
+        pass
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module .*got list"), fp8_attention(ANY, [net]):
+        pass
+    assert fp8_mode._thread.mode is None
 
 
 def test_a_model_that_does_not_fit_the_policy(net):

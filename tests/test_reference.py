@@ -108,6 +108,37 @@ def test_long_prompts_are_computed_in_blocks():
     assert relative_error(whole[700:], tail) < EXACT
 
 
+@pytest.mark.parametrize("size", [65504.0, 1e6])
+def test_weights_add_up_to_one_at_any_scores(size):
+    """Equal keys, and values of one: the output is the sum of the weights."""
+    torch.manual_seed(0)
+    cache = PagedKVCache(2, 64, remove_means=False)
+    cache.append(torch.full((100, 2, 64), size), torch.ones(100, 2, 64))
+    q = torch.randn(100, 2, 64)
+    out, lse = attention(q, cache.pages, causal=False, return_lse=True)
+    assert lse.abs().max() > 2 * size
+    assert (out - 1).abs().max() < EXACT
+    scores = q.double().sum(-1) * cache.read(0)[0][0, 0, 0].double() / 8
+    torch.testing.assert_close(lse.double(), scores + torch.tensor(100.0).double().log(), rtol=0, atol=3e-6 * size)
+
+
+def test_the_largest_values_of_float16_stay_finite():
+    torch.manual_seed(0)
+    k = torch.full((100, 2, 64), 65504.0, dtype=torch.float16)
+    cache = PagedKVCache(2, 64)
+    cache.append(k, k)
+    out = attention(torch.randn(100, 2, 64).half(), cache.pages, causal=False)
+    assert (out == 65504.0).all()
+
+
+def test_autocast_leaves_the_arithmetic_alone():
+    cache = make([150])
+    q = torch.randn(150, 4, 64)
+    want = attention(q, cache.pages)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(q, cache.pages), want)
+
+
 def test_quantisation_error_of_random_data_is_what_fp8_gives():
     """Uniform rounding to 3 mantissa bits gives 2.6% of noise per element; two operands and a softmax keep it under 6%."""
     torch.manual_seed(0)

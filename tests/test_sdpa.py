@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import assert_kernel_error, random_tokens
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
 from fp8attn import fallback_reason, ops, reference, rope_scaled_dot_product_attention, scaled_dot_product_attention
@@ -185,6 +187,69 @@ def test_gradients_flow_through_the_fallback():
         assert not torch.equal(scaled_dot_product_attention(query, query, query), F.scaled_dot_product_attention(query, query, query))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.autograd.forward_ad
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_forward_mode_derivatives_are_torchs(name):
+    """Once dual tensors (`torch.autograd.forward_ad`), once `torch.func.jvp`. On a CPU, torch's MATH backend alone has them."""
+    tensors = {"query": bhsd(1, 4, 20, 64), "key": bhsd(1, 2, 20, 64), "value": bhsd(1, 2, 20, 64)}
+    tangent = torch.randn_like(tensors[name])
+
+    def tangents(function):
+        def call(x):
+            return function(**(tensors | {name: x}), is_causal=True, enable_gqa=True)
+
+        out, transformed = torch.func.jvp(call, (tensors[name],), (tangent,))
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(call(forward_ad.make_dual(tensors[name], tangent)))
+            return out, transformed, dual.primal, dual.tangent
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected, ours = tangents(F.scaled_dot_product_attention), tangents(scaled_dot_product_attention)
+        assert expected[1].norm() > 1.0
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    for function in (F.scaled_dot_product_attention, scaled_dot_product_attention):
+        with pytest.raises(NotImplementedError, match="flash_attention_for_cpu"):
+            tangents(function)
+    with forward_ad.dual_level():
+        reason = fallback_reason(**(tensors | {name: forward_ad.make_dual(tensors[name], tangent)}), enable_gqa=True)
+        assert reason == "a forward-mode derivative is wanted, and no tangent flows through FP8"
+        assert fallback_reason(**tensors, enable_gqa=True) is None
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_torchs():
+    query, key, value = torch.randn(3, 5, 1, 2, 20, 64)
+    vmapped, expected = (torch.vmap(f)(query, key, value) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+    assert torch.equal(vmapped, expected)
+    with pytest.raises(ValueError, match=r"'reference' cannot answer this call: a transform of torch\.func is active"):
+        torch.vmap(lambda q: scaled_dot_product_attention(q, q, q, backend="reference"))(query)
+    angle = torch.randn(20, 32)
+    with pytest.raises(ValueError, match=r"a transform of torch\.func is active"):
+        torch.vmap(lambda q: rope_scaled_dot_product_attention(q, q, q, angle.cos(), angle.sin()))(query)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16, torch.float64, "mixed"], ids=str)
+def test_autocast_is_torchs(given, dtype):
+    query, key, value = (bhsd(1, 2, 60, 64) for _ in "qkv")
+    dtypes = (torch.float32, torch.float32, torch.bfloat16) if given == "mixed" else (given,) * 3
+    arguments = [x.to(to) for x, to in zip((query, key, value), dtypes, strict=True)]
+    angle = torch.randn(60, 32)
+    with torch.autocast("cpu", dtype):
+        out, expected = (f(*arguments) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+        reason = fallback_reason(*arguments)
+    assert out.dtype == expected.dtype == (given if given == torch.float64 else dtype)
+    if given == torch.float64:
+        assert "float64" in reason and torch.equal(out, expected)
+        return
+    assert reason is None
+    cast = [x.to(dtype) for x in arguments]
+    assert torch.equal(out, scaled_dot_product_attention(*cast)) and sqnr_db(out, expected) > 25.0
+    with torch.autocast("cpu", dtype):
+        out = rope_scaled_dot_product_attention(*arguments, angle.cos(), angle.sin())
+    assert torch.equal(out, rope_scaled_dot_product_attention(*cast, angle.cos(), angle.sin()))
+
+
 def test_empty_dimensions_and_errors_are_torchs():
     assert scaled_dot_product_attention(X[:, :, :0], X, X).shape == (1, 2, 0, 64)
     with pytest.raises(RuntimeError):
@@ -341,6 +406,13 @@ def test_refusals_of_the_dense_ops():
         ops.quantize(X[..., :48], X[..., :48])
     with pytest.raises(ValueError, match="not empty"):
         ops.quantize(X[:, :, :0], X[:, :, :0])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, X)
+        for call in (lambda x: ops.quantize(X, x), lambda x: ops.quantize_rows(x), lambda x: ops.rotate(x, X, X)):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
+                call(dual)
+            with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
+                torch.vmap(call)(X[None])
     with pytest.raises(ValueError, match="together, or neither"):
         ops.quantize(X, X, rope_cos=torch.zeros(8, 32))
     with pytest.raises(ValueError, match="a divisor of its heads"):
@@ -370,6 +442,28 @@ def test_ops_pass_torch_opcheck():
         )
 
 
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "head_dim", "v_dim", "rope", "is_causal", "transposed"),
+    [
+        (130, 130, 64, 64, True, True, True),
+        (130, 70, 64, 64, True, True, False),  # rows behind the last key
+        (70, 130, 72, 72, False, True, False),
+        (70, 130, 64, 40, False, False, True),
+        (70, 130, 40, 64, False, False, False),
+    ],
+)
+def test_the_dense_op_passes_torch_opcheck(q_len, kv_len, head_dim, v_dim, rope, is_causal, transposed):
+    """In graphs it is one op, whose output lies as that of the parts."""
+    tensors = [
+        bhsd(2, heads, length, dim, transposed) for heads, length, dim in ((4, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, v_dim))
+    ]
+    tables = [torch.randn(2, length, 32) if rope else None for length in (q_len, q_len, kv_len, kv_len)]
+    arguments = *tensors, *tables, False, is_causal, None, "reference"
+    torch.library.opcheck(
+        torch.ops.fp8attn.sdpa, arguments, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
+
+
 def test_it_compiles_whole():
     angle = torch.randn(140, 32)
     tables = angle.cos(), angle.sin()
@@ -384,6 +478,43 @@ def test_it_compiles_whole():
     actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_it_exports_with_any_length(strict):
+    angle = torch.randn(4096, 32)
+    cos, sin = angle.cos(), angle.sin()
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value):
+            length = query.shape[2]
+            rotated = rope_scaled_dot_product_attention(query, key, value, cos[:length], sin[:length], is_causal=True, enable_gqa=True)
+            return rotated + scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    def arguments(length):
+        return bhsd(1, 4, length, 64), bhsd(1, 2, length, 64), bhsd(1, 2, length, 64)
+
+    size = torch.export.Dim("length", min=2, max=4096)
+    dynamic = {name: {2: size} for name in ("query", "key", "value")}
+    exported = torch.export.export(Layer(), arguments(100), dynamic_shapes=dynamic, strict=strict).module()
+    for length in (2, 128, 129, 700):
+        given = arguments(length)
+        assert torch.equal(exported(*given), Layer()(*given))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_it_exports_with_any_two_lengths(is_causal):
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value):
+            return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+    lengths = [torch.export.Dim(name, min=2, max=4096) for name in ("queries", "keys")]
+    dynamic = {"query": {2: lengths[0]}, "key": {2: lengths[1]}, "value": {2: lengths[1]}}
+    given = bhsd(1, 2, 100, 64), bhsd(1, 2, 200, 64), bhsd(1, 2, 200, 64)
+    exported = torch.export.export(Layer(), given, dynamic_shapes=dynamic).module()
+    for queries, keys in ((2, 300), (300, 2), (150, 150)):
+        given = bhsd(1, 2, queries, 64), bhsd(1, 2, keys, 64), bhsd(1, 2, keys, 64)
+        assert torch.equal(exported(*given), Layer()(*given))
 
 
 def test_the_package_exports_it():

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fp8attn
 from fp8attn import scaled_dot_product_attention_quantized as attend
@@ -139,8 +140,20 @@ def test_refusals_say_what_would_do(change, message):
 def test_a_gradient_is_warned_of():
     tensors, _ = operands()
     tensors[0].requires_grad_()
-    with pytest.warns(UserWarning, match="no backward pass"):
+    with pytest.warns(UserWarning, match="no derivative"):
         assert not attend(*tensors).requires_grad
+
+
+def test_a_tangent_is_warned_of_and_transforms_are_refused():
+    tensors, descales = operands()
+    expected = attend(*tensors, True, None, *descales)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(descales[1], torch.ones_like(descales[1]))
+        with torch.no_grad(), pytest.warns(UserWarning, match="no derivative"):
+            out = forward_ad.unpack_dual(attend(*tensors, True, None, descales[0], dual, descales[2]))
+        assert out.tangent is None and torch.equal(out.primal, expected)
+    with pytest.raises(RuntimeError, match=r"a transform of torch\.func is active"):
+        torch.vmap(attend)(*(x[None] for x in tensors))
 
 
 def test_the_op_passes_torch_opcheck():

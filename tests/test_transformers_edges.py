@@ -1,10 +1,12 @@
 """What an FP8Cache holds, the tensors and masks that reach the attention function, and what is refused."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 import transformers
+from torch.autograd import forward_ad
 from transformers import LlamaConfig, MistralConfig
 from transformers_models import SHAPE, Oracle, close, fp8, logits, make, one_thread, plain, prompt, using  # noqa: F401
 
@@ -142,6 +144,31 @@ def test_a_deep_copy_goes_its_own_way(llama, static):
         close(ours, llama(ids[:, 130:], past_key_values=oracle).logits)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_pickled_cache_goes_on(llama, static):
+    """By bytes: torch cannot load a pickled FP8 tensor."""
+    ids = prompt()
+    cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
+    with torch.no_grad():
+        llama(ids[:, :130], past_key_values=cache)
+        other = pickle.loads(pickle.dumps(cache))
+        assert int(other.get_seq_length()) == 130
+        ours, theirs = (llama(ids[:, 130:], past_key_values=one).logits for one in (cache, other))
+    assert torch.equal(ours, theirs)
+
+
+def test_under_autocast_it_computes_in_its_dtype(llama):
+    """Where queries and keys are float32 (RoPE) and values are bfloat16 (a projection)."""
+    ids = prompt()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = logits(llama, FP8Cache(llama.config), ids)
+        with using(llama, "sdpa"):
+            dequantised, exact = (logits(llama, one, ids) for one in (FP8Cache(llama.config), plain(llama.config)))
+    assert ours.dtype == dequantised.dtype == exact.dtype == torch.bfloat16
+    close(ours, dequantised, 0.02)
+    assert relative_error(ours, exact) < 0.1
+
+
 # Tensors that carry pages
 
 
@@ -216,8 +243,9 @@ def test_an_unknown_mask_function_is_compared_with_the_causal_one():
         (transformers.DeepseekV3Config(), "multi-head latent attention"),
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.Qwen3NextConfig(), "'linear_attention'"),
+        (transformers.MllamaConfig(), "'mllama_text_model' caches the image .* cross-attention layers .3, 8, 13"),
     ],
-    ids=["all-sliding", "mla", "encoder-decoder", "linear"],
+    ids=["all-sliding", "mla", "encoder-decoder", "linear", "cross-attention"],
 )
 def test_models_that_are_refused(config, message):
     with pytest.raises(ValueError, match=message) as error:
@@ -239,7 +267,8 @@ def test_a_model_with_attention_of_its_own_is_refused_on_fp8_kv_and_served_on_ea
     [
         ({"skip_layers": [3]}, r"names \[3\]"),
         ({"skip_layers": range(3)}, "every full-attention layer in 16 bits"),
-        ({"max_cache_len": 0}, "must be positive"),
+        ({"max_cache_len": 0}, "a positive whole number of tokens .*got 0"),
+        ({"max_cache_len": 10.5}, "a positive whole number of tokens .*got 10.5"),
     ],
 )
 def test_options_that_are_refused(llama, options, message):
@@ -247,9 +276,20 @@ def test_options_that_are_refused(llama, options, message):
         FP8Cache(llama.config, **options)
 
 
+def test_a_model_in_place_of_its_config_is_refused(llama):
+    with pytest.raises(TypeError, match=r"FP8Cache\(model.config\); got LlamaForCausalLM"):
+        FP8Cache(llama)
+
+
 def test_gradients_are_refused(llama):
     with pytest.raises(RuntimeError, match="inference"):
         llama(prompt(), past_key_values=FP8Cache(llama.config))
+    k = torch.randn(1, 2, 9, 64)
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(k, k)
+        for k_states, v_states in ((dual, k), (k, dual)):
+            with pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
+                FP8Cache(llama.config).update(k_states, v_states, 0)
 
 
 def test_another_head_dim_batch_and_offloading_are_refused(llama):

@@ -45,8 +45,10 @@ def calibrate(
     Returns:
         The scales of all full-attention layers (sliding layers stay in 16 bits), with the SQNR of K and V of each.
     Raises:
+        TypeError: no transformers model, or a batch that holds no tensors.
         ValueError: no tokens, NaN or Inf in K or V, an unknown method, a model without plain K and V.
     """
+    _check_model(model)
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}; got {method!r}")
     if not 0 < percentile <= 100:
@@ -95,14 +97,28 @@ def calibrate(
     )
 
 
+def _check_model(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"calibrate takes a transformers causal language model (AutoModelForCausalLM); got {type(model).__name__}")
+    if config.is_encoder_decoder:
+        raise ValueError(f"{config.model_type!r} is an encoder-decoder; calibrate takes causal language models (AutoModelForCausalLM)")
+
+
 def _as_mapping(batch: Batch) -> dict[str, torch.Tensor]:
     """`input_ids` and, where there is one, `attention_mask`."""
-    batch = {"input_ids": batch} if isinstance(batch, torch.Tensor) else {name: batch.get(name) for name in ("input_ids", "attention_mask")}
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    names = ("input_ids", "attention_mask")
+    given = {name: batch.get(name) for name in names} if isinstance(batch, Mapping) else {"input_ids": batch}
+    if wrong := [x for x in given.values() if x is not None and not isinstance(x, torch.Tensor)]:
+        raise TypeError(
+            f"a batch must be a tensor input_ids [B, S], or a mapping with such tensors; got {type(wrong[0]).__name__}. "
+            'Tokenize text first: tokenizer(text, return_tensors="pt")'
+        )
+    ids, mask = given["input_ids"], given.get("attention_mask")
     if ids is None or ids.dim() != 2 or (mask is not None and mask.shape != ids.shape):
         got = "none" if ids is None else f"{list(ids.shape)} and mask {None if mask is None else list(mask.shape)}"
         raise ValueError(f"a batch must have input_ids [B, S], and an attention_mask of that shape if any; got {got}")
-    return batch
+    return given
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ those cores read (a core matrix), and no more than `D / 8` lines of memory for a
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, fields
 
 import torch
@@ -146,6 +147,14 @@ class KVPages:
             "v_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
         }
 
+    def __reduce__(self) -> tuple:
+        """FP8 tensors are pickled as bytes: torch (2.13) cannot load a pickled FP8 tensor."""
+        return _from_bytes, tuple(x.view(torch.uint8) if x.dtype == FP8 else x for x in self.tensors)
+
+    def __deepcopy__(self, memo: dict) -> KVPages:
+        """The tensors' own copies, with what `torch.compile` noted on them."""
+        return KVPages.trusted(*(copy.deepcopy(x, memo) for x in self.tensors))
+
     @property
     def num_pages(self) -> int:
         return self.k.shape[0]
@@ -189,3 +198,7 @@ class KVPages:
 
 
 FIELDS = tuple(field.name for field in fields(KVPages))
+
+
+def _from_bytes(k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> KVPages:
+    return KVPages(k.view(FP8), v.view(FP8), *others)

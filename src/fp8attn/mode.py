@@ -15,16 +15,19 @@ traced (before torch 2.14, and while a CUDA graph is captured), and a call with 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import FunctionType
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from .backends import BACKENDS
 from .sdpa import fallback_reason, scaled_dot_product_attention
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # and torch._C._nn's: they are one object
@@ -78,12 +81,17 @@ class AttentionPolicy:
 
     def __post_init__(self) -> None:
         for name in ("min_length", "skip_first", "skip_last"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"{name} is a number of {'tokens' if name == 'min_length' else 'layers'}, 0 or more; got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} is a number of {'tokens' if name == 'min_length' else 'layers'}, 0 or more; got {value!r}")
         if isinstance(self.skip, str) or callable(self.skip):
             raise ValueError(f"skip is a sequence of patterns and functions: give ({self.skip!r},)")
+        if not isinstance(self.skip, Collection) or not all(isinstance(item, str) or callable(item) for item in self.skip):
+            raise ValueError(f"skip is a sequence of patterns (strings) and functions of a call; got {self.skip!r}")
+        if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
+            raise ValueError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
+        if self.backend not in (names := ("auto", *BACKENDS, "fa3")):
+            raise ValueError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, names))}")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -205,8 +213,8 @@ def fp8_attention(
     """Run `torch.nn.functional.scaled_dot_product_attention` in FP8, on this thread, until the `with` block ends.
 
     Calls that cannot run in FP8 (`fallback_reason`) or that the policy leaves out go to torch's own function as they were made. Other
-    threads are not affected, nor are `state_dict` and the modules' types. Where contexts are nested, the innermost that a call concerns
-    decides; so several models may have one each.
+    threads are not affected, nor are other asyncio tasks (in compiled code they are: its guards know threads alone), `state_dict` and the
+    modules' types. Where contexts are nested, the innermost that a call concerns decides; so several models may have one each.
 
     Args:
         policy: default `AttentionPolicy()`.
@@ -217,26 +225,61 @@ def fp8_attention(
     Yields:
         The `Report`.
     Raises:
+        TypeError: `policy` is no `AttentionPolicy`, or `model` no module.
         ValueError: the policy names modules or layers that there are none of, or no `model` is given for it.
     """
     policy = AttentionPolicy() if policy is None else policy
+    if not isinstance(policy, AttentionPolicy):
+        raise TypeError(f"policy must be an AttentionPolicy, as in fp8_attention(AttentionPolicy(), model); got {type(policy).__name__}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module (of a pipeline, pass its transformer); got {type(model).__name__}")
     if model is None and (policy.skip_first or policy.skip_last or policy.patterns or layers is not None):
         raise ValueError("skip_first, skip_last, names in skip, and layers need the model: fp8_attention(policy, model)")
-    outer = getattr(_thread, "mode", None)
-    mode = _Mode(policy, outer)
-    _thread.mode = mode
-    try:
-        if model is None:
-            with mode:
-                yield mode.report
-        else:
-            with _hooks(mode, model, layers), mode:
-                yield mode.report
-    finally:
-        _thread.mode = outer
+    mode = _Mode(policy, getattr(_thread, "mode", None))
+    with _entered(mode), nullcontext() if model is None else _hooks(mode, model, layers), mode:
+        try:
+            yield mode.report
+        finally:
+            _move_to_top(mode)
 
 
 _thread = threading.local()  # .mode: the innermost of this thread
+# The modes that the running asyncio task has entered, or inherited from the task that started it. Tasks take turns on a thread, whose modes
+# are those of all of them. Dynamo cannot trace a ContextVar: compiled code does not look.
+_of_this_task: ContextVar[tuple[_Mode, ...]] = ContextVar("fp8attn.mode", default=())
+
+
+@contextmanager
+def _entered(mode: _Mode) -> Iterator[None]:
+    """`mode` among those of this thread and this task. Contexts of tasks and of generators end in any order, and each takes itself out."""
+    _thread.mode = mode
+    if not torch.compiler.is_compiling():
+        _of_this_task.set((*_of_this_task.get(), mode))
+    try:
+        yield
+    finally:
+        if _thread.mode is mode:
+            _thread.mode = mode.outer
+        else:
+            inner = _thread.mode
+            while inner.outer is not mode:
+                inner = inner.outer
+            inner.outer = mode.outer
+        if not torch.compiler.is_compiling():
+            _of_this_task.set(tuple(other for other in _of_this_task.get() if other is not mode))
+
+
+def _move_to_top(mode: _Mode) -> None:
+    """Put `mode` where its `__exit__` takes it off: on top of torch's stack, which others may have entered since."""
+    if torch.compiler.is_compiling():
+        return
+    stack = _get_current_function_mode_stack()
+    above = stack[stack.index(mode) + 1 :]
+    if above:
+        for _ in (mode, *above):
+            _pop_mode()
+        for other in (*above, mode):
+            _push_mode(other)
 
 
 class _Mode(TorchFunctionMode):
@@ -296,9 +339,10 @@ class _Mode(TorchFunctionMode):
 
 
 def _concerned() -> _Mode | None:
-    """The innermost context of this thread that decides about a call made now."""
+    """The innermost context of this thread and task that decides about a call made now."""
     mode = getattr(_thread, "mode", None)
-    while mode is not None and mode.slot is not None and mode.site is None:
+    entered = None if torch.compiler.is_compiling() else _of_this_task.get()
+    while mode is not None and ((mode.slot is not None and mode.site is None) or (entered is not None and mode not in entered)):
         mode = mode.outer
     return mode
 
@@ -341,10 +385,33 @@ class _Site:
 
     The hooks write to the mode of their thread alone, so whoever else runs the model is not concerned. What they read they reach through
     the module, so what Dynamo compiled for one block or context holds for the next one, if its decision is the same.
+
+    `copies` collects the modules that `copy.deepcopy` made of those of the model, with hooks and all.
     """
 
-    def __init__(self, name: str, layer: int | None, reason: str | None, parent: _Site | None, slot: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        layer: int | None,
+        reason: str | None,
+        parent: _Site | None,
+        slot: int,
+        module: nn.Module | None,
+        copies: list[weakref.ref],
+    ) -> None:
         self.name, self.layer, self.reason, self.parent, self.slot = name, layer, reason, parent, slot
+        self.module, self.copies = module, copies
+
+    def __deepcopy__(self, memo: dict) -> _Site:
+        """Of a copy of the module, whose hooks do nothing, as it is outside of the context, and go when that ends."""
+        module = memo.get(id(self.module))
+        if module is not None:
+            self.copies.append(weakref.ref(module))
+        return _Site(self.name, self.layer, self.reason, None, NO_SLOT, module, self.copies)
+
+    def __reduce__(self) -> tuple:
+        """A pickled module's hooks do nothing."""
+        return _Site, (self.name, self.layer, self.reason, None, NO_SLOT, None, [])
 
     def enter(self, module: nn.Module, args: tuple) -> None:
         self._move(self)
@@ -360,6 +427,7 @@ class _Site:
             mode.site = site
 
 
+NO_SLOT = -1
 _slots: set[int] = set()  # of the contexts that have hooks now, in all threads
 _slots_lock = threading.Lock()
 
@@ -373,22 +441,23 @@ def _hooks(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None) ->
     # The handles of register_forward_hook have a new number each time, which Dynamo guards on: every block would be compiled for itself.
     hook = f"fp8attn-{mode.slot}"
     sites: dict[nn.Module, _Site] = {}
+    copies: list[weakref.ref] = []
     try:
-        sites = _sites(mode, getattr(model, "_orig_mod", model), layers)  # torch.compile wraps a model
+        sites = _sites(mode, getattr(model, "_orig_mod", model), layers, copies)  # torch.compile wraps a model
         for module, site in sites.items():
             module._forward_pre_hooks[hook] = site.enter
             module._forward_hooks[hook] = site.leave
             module._forward_hooks_always_called[hook] = True
         yield
     finally:
-        for module in sites:
+        for module in (*sites, *(module for copied in copies if (module := copied()) is not None)):
             for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
                 hooks.pop(hook, None)
         with _slots_lock:
             _slots.discard(mode.slot)
 
 
-def _sites(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None) -> dict[nn.Module, _Site]:
+def _sites(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None, copies: list[weakref.ref]) -> dict[nn.Module, _Site]:
     policy = mode.policy
     names = {module: name for name, module in model.named_modules()}
     layers = _layers(model) if layers is None else [getattr(layer, "_orig_mod", layer) for layer in layers]
@@ -421,7 +490,7 @@ def _sites(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None) ->
             reason = "left out by skip_last"
         elif matched is not None:
             reason = f"left out by name ({matched})"
-        sites[module] = by_name[name] = _Site(name, layer, reason, parent, mode.slot)
+        sites[module] = by_name[name] = _Site(name, layer, reason, parent, mode.slot, module, copies)
     return sites
 
 

@@ -317,10 +317,10 @@ def derivative_reason(*tensors: torch.Tensor) -> str | None:
     """Why FP8, which has neither derivatives nor batching rules, cannot take these tensors; None: it can."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "a gradient is wanted, and no gradient flows through FP8; use torch.no_grad() or torch.inference_mode()"
+    if torch._C._are_functorch_transforms_active():  # as torch.autograd.Function checks it; there is no public function
+        return "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 attention has no rule for it"
     if any(unpack_dual(x).tangent is not None for x in tensors):
         return "a forward-mode derivative is wanted, and no tangent flows through FP8"
-    if torch._C._are_functorch_transforms_active():  # what torch.autograd.Function asks; no public function answers it
-        return "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 attention has no rule for it"
     return None
 
 

@@ -165,7 +165,7 @@ def attention(
         for start in range(0, q_len, QUERY_BLOCK):
             rows = slice(bounds[seq] + start, bounds[seq] + min(start + QUERY_BLOCK, q_len))
             block = q[rows].to(compute_dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [Hkv, G, S, D]
-            scores = block.flatten(1, 2) @ k.transpose(1, 2) * softmax_scale
+            scores = _product(block.flatten(1, 2), k.transpose(1, 2)) * softmax_scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             scores = scores.unflatten(1, (group, -1)).flatten(0, 1)  # [Hq, S, keys]
@@ -180,14 +180,20 @@ def attention(
             if sinks is not None:
                 column = sinks.to(compute_dtype)[:, None, None].expand(-1, scores.shape[1], 1)
                 scores = torch.cat([scores, column], -1)
-            # The largest score is subtracted, and not the logarithm of the sum: FP32 rounds that one, and at scores of 1e5 the weights would
-            # add up to a few percent more than 1. A row that sees nothing has no weights: zeros, not 0 / 0.
+            # What is subtracted is the largest score, which is exact. The logarithm of the sum is rounded: at scores of 2e5 the weights
+            # would add up to 1.004, and values of 65504 would exceed float16. A row that sees nothing has no weights: zeros, not 0 / 0.
             largest = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:2], -torch.inf)
             largest = largest.masked_fill(largest == -torch.inf, 0.0)
             p = torch.exp(scores - largest[..., None])
             total = p.sum(-1)
             p = p[..., :length] / total.masked_fill(total == 0.0, 1.0)[..., None]
-            result = p.unflatten(0, (-1, group)).flatten(1, 2) @ v  # [Hkv, G * S, D]
+            result = _product(p.unflatten(0, (-1, group)).flatten(1, 2), v)  # [Hkv, G * S, D]
             out[rows] = result.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
             lse[rows] = (largest + total.log()).T.float()
     return out, lse
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` in their dtype, inside of `torch.autocast` too."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b

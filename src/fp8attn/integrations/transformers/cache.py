@@ -285,7 +285,8 @@ class FP8Cache(Cache):
         remove_means: subtract each sequence's mean K and V before quantising (`PagedKVCache`).
         backend: `"auto"`, `"triton"` or `"reference"`, for writing and for attention.
     Raises:
-        ValueError: a model that it cannot serve, by name, with what to do instead.
+        TypeError: no config of a model.
+        ValueError: a model that it cannot serve, by name, with what to do instead; a `max_cache_len` that is no number of tokens.
     """
 
     def __init__(
@@ -298,8 +299,10 @@ class FP8Cache(Cache):
         remove_means: bool = True,
         backend: str = "auto",
     ) -> None:
-        if max_cache_len is not None and max_cache_len < 1:
-            raise ValueError(f"max_cache_len must be positive (None grows); got {max_cache_len}")
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"FP8Cache takes a model's config, as in FP8Cache(model.config); got {type(config).__name__}")
+        if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
+            raise ValueError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
         config = _supported(config)
         kinds, options = get_layer_types_and_kwargs(config)
         if isinstance(options, dict):  # transformers < 5.20: one set of options for all layers
@@ -394,6 +397,11 @@ def _supported(config: PreTrainedConfig) -> PreTrainedConfig:
         raise ValueError(
             f"{config.model_type!r} uses multi-head latent attention (kv_lora_rank={config.kv_lora_rank}), which expands its K and V "
             "after the cache; FP8Cache does not hold latents. Use transformers' own cache (DynamicCache(config=model.config))"
+        )
+    if cross := getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"{config.model_type!r} caches the image that its cross-attention layers ({', '.join(map(str, cross))}) read, which FP8Cache "
+            "does not hold. Use transformers' own cache (DynamicCache(config=model.config))"
         )
     calls_the_interface = getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)
     if config._attn_implementation == ATTN_IMPLEMENTATION and not calls_the_interface():
