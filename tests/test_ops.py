@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8attn
@@ -190,14 +191,31 @@ def test_whoever_watches_sees_torch_ops(cache):
 
 def test_gradients_are_refused(cache):
     q, k = torch.randn(2, 4, 64, requires_grad=True), torch.randn(2, 2, 64, requires_grad=True)
-    with pytest.raises(RuntimeError, match="no gradient flows through FP8 pages"):
+    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and no gradient flows"):
         attention(q, cache.pages)
-    with pytest.raises(RuntimeError, match="no gradient flows through FP8 pages"):
+    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and no gradient flows"):
         cache.append(k, k)
     with torch.no_grad():
         cache.append(k, k)
         assert not attention(q, cache.pages).requires_grad
     assert cache.lengths == (11, 11)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_forward_mode_derivatives_and_transforms_are_refused(cache):
+    q, k = torch.randn(2, 4, 64), torch.randn(2, 2, 64)
+    before = [x.view(torch.uint8).clone() for x in cache.pages.tensors]
+    calls = [(q, lambda x: attention(x, cache.pages)), (k, lambda x: cache.append(x, k)), (k, lambda x: cache.append(k, x))]
+    for x, call in calls:
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x)
+            with pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
+                call(dual)
+        for transformed in (lambda: torch.func.jvp(call, (x,), (x,)), lambda: torch.vmap(call)(x[None])):  # noqa: B023
+            with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
+                transformed()
+    assert cache.lengths == (10, 10)
+    assert all(torch.equal(old, new.view(torch.uint8)) for old, new in zip(before, cache.pages.tensors, strict=True))
 
 
 def test_a_step_compiles_whole_and_once(cache):

@@ -216,6 +216,32 @@ def test_forward_mode_derivatives_are_torchs(name):
         assert fallback_reason(**tensors, enable_gqa=True) is None
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_compiled_code_has_torchs_derivatives():
+    torch._dynamo.reset()
+    query, key, value = (bhsd(1, 2, 20, 64) for _ in "qkv")
+    tangent = torch.randn_like(key)
+
+    def both(function):
+        transformed = torch.func.jvp(lambda x: function(query, x, value), (key,), (tangent,))[1]
+        return transformed, torch.vmap(function)(query[None], key[None], value[None])[0]
+
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = both(F.scaled_dot_product_attention)
+        for ours, want in zip(
+            torch.compile(both, fullgraph=True, backend="aot_eager")(scaled_dot_product_attention), expected, strict=True
+        ):
+            torch.testing.assert_close(ours, want)
+        rounded = scaled_dot_product_attention(query, key, value)
+        assert torch.equal(compiled(query, key, value), rounded)
+        with torch.no_grad(), forward_ad.dual_level():  # what was compiled outside of a level, called with a dual tensor
+            out = forward_ad.unpack_dual(compiled(query, forward_ad.make_dual(key, tangent), value))
+        torch.testing.assert_close(out.tangent, expected[0])
+        assert torch.equal(compiled(query, key, value), rounded)
+    torch._dynamo.reset()
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_is_torchs():
     query, key, value = torch.randn(3, 5, 1, 2, 20, 64)

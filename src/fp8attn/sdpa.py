@@ -46,8 +46,9 @@ def fallback_reason(
         return reason
     if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors are not supported"
-    device, low = query.device, _autocast_dtype(query.device)
-    dtype, k_dtype, v_dtype = (low if low is not None and x.dtype in DTYPES else x.dtype for x in (query, key, value))
+    dtype, k_dtype, v_dtype, device = query.dtype, key.dtype, value.dtype, query.device
+    if (low := _autocast_dtype(device)) is not None:
+        dtype, k_dtype, v_dtype = (low if given in DTYPES else given for given in (dtype, k_dtype, v_dtype))
     if k_dtype != dtype or v_dtype != dtype or key.device != device or value.device != device:
         return "query, key and value differ in dtype or device"
     # What does not fit together torch broadcasts, or refuses in its own words.
@@ -76,7 +77,7 @@ def fallback_reason(
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast casts SDPA's inputs to on `device`; None: it is off."""
     kind = device.type
-    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    enabled = kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if enabled else None
 
 
