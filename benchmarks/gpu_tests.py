@@ -5,6 +5,7 @@ PYTHONPATH=src python -m benchmarks.gpu_tests [--save]
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -28,7 +29,8 @@ class Outcomes:
 def main() -> int:
     args = results.parse(results.arguments(__doc__, cases=False))
     outcomes, start = Outcomes(), time.time()
-    code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", "8", "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
+    workers = str(max(1, (os.cpu_count() or 2) // 2))  # they compile most of the time
+    code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
     rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
     rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})
     if args.save:
