@@ -92,3 +92,9 @@ def test_a_table_may_be_part_of_a_wider_one():
     pages = KVPages.empty(4, 2, 64, num_seqs=3, max_pages=2)
     wide = torch.zeros(3, 10, dtype=torch.int32)
     assert replace(pages, page_table=wide[:, :2]).page_table.stride() == (10, 1)
+
+
+def test_dynamo_may_make_pages_of_proxies():
+    """torch 2.11 does so to write its graph, outside of what it traces."""
+    proxy = torch.fx.Proxy(torch.fx.Graph().placeholder("x"))
+    assert KVPages(*[proxy] * 8).k is proxy

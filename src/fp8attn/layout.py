@@ -94,7 +94,8 @@ class KVPages:
     cache_seqlens: torch.Tensor
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():  # inside compiled code tensors are checked when the code runs: by `fp8attn.append` and the like
+        # Dynamo traces this with tensors that are checked already, or makes pages of proxies to write its graph.
+        if torch.compiler.is_compiling() or isinstance(self.k, torch.fx.Proxy):
             return
         for name, x in vars(self).items():
             if not isinstance(x, torch.Tensor):

@@ -53,8 +53,7 @@ class Work:
         bounds = cumulative(queries, device)
         self.run: Callable[[], list[torch.Tensor]] = self._attend
         if kind == "append":
-            self.lengths = [a + b for a, b in zip(lengths, queries, strict=True)]
-            cache.reserve(self.lengths)
+            cache.reserve([a + b for a, b in zip(lengths, queries, strict=True)])
             self.before = [x.clone() for x in cache.pages.tensors]
             self.k, self.v = self._tokens(sum(queries), 4), self._tokens(sum(queries), 4)
             angle = torch.randn(sum(queries), 64).to(device)
@@ -71,15 +70,15 @@ class Work:
         return list(fp8attn.attention(self.q, self.pages, **self.options, return_lse=True, backend=self.backend))
 
     def _append(self) -> list[torch.Tensor]:
-        """The rotated queries, the lengths and all tokens after an append to what was there before."""
+        """The rotated queries, and all that the cache is, after an append to what was there before."""
         for x, before in zip(self.pages.tensors, self.before, strict=True):
             x.copy_(before)
         q = fp8attn.append(self.pages, self.k, self.v, q=self.q, **self.options, backend=self.backend)
-        return [q, self.pages.cache_seqlens.clone(), *tokens_of(self.pages, self.lengths)]
+        return [q, *((x.view(torch.uint8) if x.dtype == FP8 else x).clone() for x in self.pages.tensors)]
 
 
 def tokens_of(pages: KVPages, lengths: list[int]) -> list[torch.Tensor]:
-    """K and V of each sequence. (The rest of a page is unspecified.)"""
+    """K and V of each sequence. (The rest of a new page is unspecified.)"""
     return [x for seq, length in enumerate(lengths) for x in pages.read(seq, length)]
 
 
