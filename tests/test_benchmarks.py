@@ -22,10 +22,10 @@ from benchmarks import (
     problem,
     sanitize,
     sdpa,
-    slice,
     swap,
     wan,
 )
+from benchmarks import slice as portable
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import AttentionPolicy, fp8_attention, reference
 
@@ -442,7 +442,7 @@ def on_a_cpu(monkeypatch):
     """Without peers and timers: our kernels are the reference, a graph is its call, and every call takes a millisecond."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(peers, "available", frozenset)
-    for module in (accuracy, append, decode, prefill, sdpa, slice):
+    for module in (accuracy, append, decode, portable, prefill, sdpa):
         for name, stand_in in {
             "graph_of": lambda call: (call, call()),
             "interleaved": lambda calls, rounds, **options: dict.fromkeys(calls, 1.0),
@@ -452,7 +452,7 @@ def on_a_cpu(monkeypatch):
         }.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
-    for kernel in (accuracy.prefill, accuracy.decode, slice.portable):
+    for kernel in (accuracy.prefill, accuracy.decode, portable.portable):
         monkeypatch.setattr(kernel, "attention", reference.attention)
     monkeypatch.setattr(prefill, "attention", reference.attention)
     monkeypatch.setattr(decode, "stream", lambda case, pages: lambda: None)
@@ -468,7 +468,7 @@ SHORT = Shape((130,), (130,), 2, 2, 64, True)
         (lambda: decode.measure(decode.Case("short", (130, 7), heads=1, dim=64), [], 1), {"fp8attn": "True", "stream-ceiling": "False"}),
         (lambda: sdpa.measure("short", sdpa.Case(40, True, sdpa.KV_HEADS), list(sdpa.OURS)), dict.fromkeys(sdpa.OURS, "True")),
         (lambda: accuracy.measure(accuracy.Case("decode", "mean1", 40)), {"fp8attn": "True", "fp8attn-no-means": "True"}),
-        (lambda: slice.attention_rows(slice.Case("short", 1, 40, 2, 1, 64, 1)), {"fp8attn-triton": "True"}),
+        (lambda: portable.attention_rows(portable.Case("short", 1, 40, 2, 1, 64, 1)), {"fp8attn-triton": "True"}),
         (lambda: append.measure("step", 1), {"fp8attn": "False"}),
         (lambda: append.measure("prompt", 1), {"fp8attn": "False", "ceiling": "False"}),
         (lambda: append.measure("quantize", 1), {"fp8attn": "True", "fp8attn-rope": "True", "ceiling": "False"}),

@@ -190,6 +190,7 @@ class Copy:
     def python(self, *arguments: str, code: int = 0) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= {"PYTHONPATH": f"{self.folder / 'src'}:{self.folder}", "FP8ATTN_COMMIT": "abc"}
+        environment.setdefault("TRITON_CACHE_DIR", str(ROOT / ".pytest_cache/triton"))
         run = subprocess.run([sys.executable, *arguments], cwd=self.folder, env=environment, capture_output=True, text=True)
         assert run.returncode == code, run.stdout + run.stderr
         return run.stdout
