@@ -27,8 +27,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from .backends import BACKENDS
-from .sdpa import fallback_reason, scaled_dot_product_attention
+from .sdpa import NAMES, fallback_reason, scaled_dot_product_attention
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # and torch._C._nn's: they are one object
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
@@ -90,8 +89,8 @@ class AttentionPolicy:
             raise ValueError(f"skip is a sequence of patterns (strings) and functions of a call; got {self.skip!r}")
         if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
             raise ValueError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
-        if self.backend not in (names := ("auto", *BACKENDS, "fa3")):
-            raise ValueError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, names))}")
+        if self.backend not in NAMES:
+            raise ValueError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, NAMES))}")
 
     @property
     def patterns(self) -> tuple[str, ...]:

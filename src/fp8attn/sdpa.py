@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
-from .backends import unsupported_reason
+from .backends import BACKENDS, unsupported_reason
 from .layout import HEAD_DIMS
 from .rope import check_device, dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 
+NAMES = ("auto", *BACKENDS, "fa3")  # of backends
 DTYPES = torch.bfloat16, torch.float16, torch.float32  # which FP8 takes, and which autocast casts
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, as `rope.dense_tables` gives them
 
