@@ -25,7 +25,7 @@ ALLOWED = {
     "cache": {"layout", "numerics", "ops", "scales"},
     "kernels": {"layout", "numerics"},
     "calibrate": {"numerics", "scales", "cache", "layout"},
-    "integrations": {"calibrate", "cache", "layout", "mode", "ops", "scales", "numerics"},
+    "integrations": {"calibrate", "cache", "layout", "mode", "ops", "scales", "sdpa", "numerics"},
     "plan": {"layout"},
     "doctor": {"accumulation", "backends", "kernels"},
 }
