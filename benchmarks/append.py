@@ -139,7 +139,8 @@ def _cast(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
 
 def ceiling(nbytes: int) -> Callable[[], None]:
     """Reads two thirds of `nbytes` and writes one third."""
-    source = torch.ones(nbytes // 3, dtype=torch.bfloat16, device=DEVICE)
+    count = nbytes // (3 * BLOCK) * BLOCK  # whole blocks: of a count that is no multiple of 16, loads would be narrow
+    source = torch.ones(count, dtype=torch.bfloat16, device=DEVICE)
     target = torch.empty_like(source, dtype=FP8)
     given = constants("cast", source.device, BLOCK=BLOCK, num_warps=4)
     return lambda: launch(_cast, (-(-len(source) // BLOCK),), (source, target, len(source)), given)
