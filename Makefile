@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
+TRITON36 := .venv/triton36
+KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile compile_prefill decode kernels launch offline prefill prefill_order)
 
 .PHONY: demo test check check-results gpu clean
 
@@ -12,6 +14,7 @@ demo: .venv/.cli
 test: check .venv/.dev
 	$(PYTEST) -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-fail-under=90
 	PYTHONPATH=$(COMPAT) $(PYTEST) tests/test_transformers.py tests/test_transformers_edges.py -n 2
+	PYTHONPATH=$(TRITON36) $(PYTEST) $(KERNEL_TESTS) -m triton36 -n 2 --dist loadfile
 	@PYTHONPATH=src $(BIN)/python -m benchmarks.check --count
 
 check: .venv/.dev
@@ -38,12 +41,13 @@ gpu:
 	$(BIN)/pip install -q -c constraints.txt -e '.[cli]'
 	touch $@
 
-# The oldest transformers that a GPU machine of ours has stands beside the newest.
+# Beside the newest: the oldest transformers, and the Triton that results are of, whose interpreter needs an older numpy.
 .venv/.dev: .venv/.python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
 		httpx httpcore h11 anyio sniffio certifi idna
+	$(BIN)/pip install -q --no-deps --upgrade --target $(TRITON36) triton==3.6.0 'numpy<2.4'
 	touch $@
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .pytest_cache out

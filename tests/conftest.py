@@ -3,6 +3,7 @@
 import lzma
 import os
 import string
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -26,11 +27,14 @@ def pytest_configure():
     replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     replaced: set[ModuleType] = set()  # in this launch
 
+    @cache
+    def modules(function):
+        return {x for x in function.__globals__.values() if isinstance(x, ModuleType)} & {interpreter.tl, interpreter.tl.core}
+
     def replace_once(function):
-        modules = {x for x in function.__globals__.values() if isinstance(x, ModuleType)} & {interpreter.tl, interpreter.tl.core}
-        if modules <= replaced:
+        if modules(function) <= replaced:
             return interpreter._LangPatchScope()
-        replaced.update(modules)
+        replaced.update(modules(function))
         return replace(function)
 
     def launch_anew(executor, *args, **kwargs):

@@ -109,7 +109,7 @@ APPEND_FACTORS = {
     "dtype": [torch.bfloat16, torch.float16],
     "heads": [1, 3],
     "lengths": [[0, 0, 0], [5, 127, 0], [128, 100, 250], [17, 1, 128]],  # tokens there before
-    "new": [[1, 1, 1], [3, 16, 0], [200, 1, 29], [128, 0, 300]],
+    "new": [[1, 1, 1], [3, 16, 0], [200, 1, 29], [128, 0, 140]],
     "rotary": [0, 16, 40, "all"],
     "interleaved": [False, True],
     "static": [False, True],

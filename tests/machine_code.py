@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -78,7 +79,9 @@ def build(launch: Launch, target: GPUTarget = HOPPER) -> Built:
             knobs.compilation.always_compile = True
             kernel, said = _compiled(launch, target)
     if said:
-        log.write_text(said)
+        unfinished = log.with_suffix(f".{os.getpid()}")  # others may read the log
+        unfinished.write_text(said)
+        unfinished.replace(log)
         for path in folder.iterdir():
             if path.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
                 rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

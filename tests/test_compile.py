@@ -22,7 +22,10 @@ def test_every_kernel_has_cases(arch):
     assert {kernel for kernels in launched.values() for kernel in kernels} == KERNELS
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), [(arch, head_dim) for arch in CASES for head_dim in CASES[arch]])
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [pytest.param(a, d, marks=[pytest.mark.triton36] * ((a, d) == (90, 64))) for a, head_dims in CASES.items() for d in head_dims],
+)
 def test_kernels_compile_without_spills(arch, head_dim, capsys):
     rows = compiling.call("compile_kernels", "compile_cases", arch, head_dim)
     assert rows

@@ -6,6 +6,8 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+pytestmark = pytest.mark.triton36
+
 # The hot loop's instructions, spills in it, and spilled bytes in the whole kernel: what a Triton gives, and a little. Each brings a ptxas.
 BOUNDS = {
     # ptxas 12.8. The kernel was tuned for this one, and results are of it.

@@ -71,6 +71,7 @@ def _convert(codes_ptr, halves_ptr, x_ptr, quantized_ptr, bf16_ptr, N: tl.conste
     tl.store(bf16_ptr + i, round_to(x, tl.bfloat16, False))
 
 
+@pytest.mark.triton36
 def test_conversions_without_hardware_are_exact():
     exact = EVERY_CODE.view(torch.float8_e4m3fn).float()
     # Every value, every tie, and both neighbours of each; what is out of range, and what is hardly there.
@@ -90,6 +91,7 @@ def test_append_writes_the_references_bytes(case):
     check_append(append, case)
 
 
+@pytest.mark.triton36
 @pytest.mark.parametrize("name", APPEND_EDGES)
 def test_append_at_its_edges(name):
     check_append(append, APPEND_EDGES[name])
@@ -150,6 +152,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.triton36
 @pytest.mark.parametrize("splits", [1, 40])
 @pytest.mark.parametrize(("k", "v"), [(0.0, 1.0), (8.0, None), (0.0, None), ("needle", 1.0)], ids=str)
 def test_attention_of_extremes(k, v, splits, monkeypatch):
@@ -292,6 +295,7 @@ def _cache_and_queries():
     return pages, torch.randn(2, 4, 64).half()
 
 
+@pytest.mark.triton36
 @pytest.mark.parametrize(("splits", "many"), [(3, False), (3, True), (40, False), (40, True)])
 def test_parts_come_together(splits, many, monkeypatch):
     monkeypatch.setattr(combining, "MANY", 1 if many else 1 << 20)
@@ -311,6 +315,7 @@ def test_parts_come_together(splits, many, monkeypatch):
     torch.testing.assert_close(out_lse.double().flatten(), torch.logsumexp(scores, 0), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.triton36
 def test_ops_run_the_kernels_and_pass_opcheck():
     pages, q = _cache_and_queries()
     expected = fp8attn.attention(q, pages, backend="reference")

@@ -11,6 +11,9 @@ import pytest
 TESTS = Path(__file__).parent
 
 
+pytestmark = pytest.mark.triton36
+
+
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
     triton = pytest.importorskip("triton")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8attn.numerics import (
@@ -94,6 +94,7 @@ def test_scale_of_every_boundary(fmt):
     assert power_of_two_scale(torch.tensor([0.0, 1e-45, 3e38]), fmt).tolist() == [MIN_SCALE, MIN_SCALE, 2.0**MAX_SCALE_EXPONENT]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.floats(min_value=2.0**-20, max_value=2.0**30, width=32))
 def test_scale_is_the_smallest_that_holds(amax):
     scale = power_of_two_scale(torch.tensor(amax)).item()
@@ -101,7 +102,7 @@ def test_scale_is_the_smallest_that_holds(amax):
     assert amax <= E4M3.max * scale and amax > E4M3.max * scale / 2
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 20), st.integers(0, 2**31))
 def test_rescale_is_exact_but_for_subnormals(shift, seed):
     codes = CODES[CODES.view(E4M3.dtype).float().isfinite()].view(E4M3.dtype)

@@ -6,6 +6,8 @@ import compiling
 import pytest
 import torch
 
+pytestmark = pytest.mark.triton36
+
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory) -> dict:

@@ -12,6 +12,7 @@ def batches() -> list[dict]:
     return compiling.call("run_prefill_order", "batches")
 
 
+@pytest.mark.triton36
 def test_every_item_is_claimed_once_and_those_of_many_keys_first(batches):
     """Batches with sequences without queries or keys, rows behind the last one, a window, and more sequences than a warp has lanes."""
     assert max(len(batch["queries"]) for batch in batches) > 64
