@@ -50,4 +50,4 @@ gpu:
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache out
+	rm -rf .venv .pytest_cache .cache out
