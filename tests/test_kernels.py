@@ -243,6 +243,26 @@ def test_the_hopper_kernels_need_no_table(monkeypatch):
         assert not out.any() and (lse == -torch.inf).all()
 
 
+def test_a_pool_beyond_tma_s_coordinates_is_refused():
+    """TMA counts K's rows, 128 a page and head, in 32 bits; both Hopper kernels ask for these views."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from fp8attn.kernels.pages import _views
+
+    assert _views((2**24 - 1, 1, 8, 128, 16), 128, 128)
+    with pytest.raises(ValueError, match="split them over several pools"):
+        _views((2**21, 8, 8, 128, 16), 128, 128)
+
+
+def test_decode_has_work_for_a_slice_of_a_gpu():
+    """A seventh of an H100 (MIG) has 16 multiprocessors or fewer, and at head_dim 256 many query rows are several tiles."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from fp8attn.kernels.decode import Launch
+
+    for sms in (1, 7, 14, 132):
+        for rows in (1, 16, 128):
+            assert Launch(head_dim=256, group=rows, max_rows=rows, num_seqs=1).workers(sms, heads=3) >= 1
+
+
 def test_integers_may_stand_for_floats():
     pages, q = _cache_and_queries()
     options = {"softcap": 30.0, "softmax_scale": 1.0, "backend": "triton"}

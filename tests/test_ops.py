@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8attn
-from fp8attn import PagedKVCache, attention
+from fp8attn import PagedKVCache, attention, backends
 from fp8attn.backends import BACKENDS, select_backend, unsupported_reason
 from fp8attn.rope import apply_rope
 
@@ -237,3 +237,16 @@ def test_a_step_compiles_whole_and_once(cache):
             torch.testing.assert_close(compiled(q, k, v), attention(q, twin.pages), rtol=0, atol=0)
     cache.sync()
     assert cache.lengths == twin.lengths == (13, 13)
+
+
+@pytest.mark.parametrize(
+    ("version", "works"), [("3.4.0", False), ("3.5.1", False), ("3.6.0", True), ("3.10.0+git123", True), ("4.0", True)]
+)
+def test_the_hopper_kernels_need_triton_3_6(version, works, monkeypatch):
+    """Triton 3.4 and 3.5 have a Gluon for Hopper too, with another API."""
+    monkeypatch.setattr(backends, "TRITON_INSTALLED", True)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.setattr(backends, "no_hopper_reason", lambda *args: None)
+    monkeypatch.setattr(backends, "_has_gluon", backends._has_gluon.__wrapped__)  # which keeps its answer
+    reason = backends.unsupported_reason("hopper", "cuda")
+    assert reason is None if works else "older than 3.6" in reason
