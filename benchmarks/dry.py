@@ -79,7 +79,7 @@ def specialization(made: Launch) -> tuple:
 
 def _kind(x: Any, plain: bool) -> Any:
     if isinstance(x, Tiles):
-        return x.x.dtype, x.view.block, x.view.swizzled
+        return x.dtype, x.view.block, x.view.swizzled
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % 16
     if isinstance(x, int):

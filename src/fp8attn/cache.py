@@ -1,4 +1,4 @@
-"""A paged FP8 KV cache for one attention layer: which page belongs to whom.
+"""A paged 8-bit KV cache for one attention layer: which page belongs to whom.
 
 `PagedKVCache` keeps the books on the host (lengths, page tables, reference counts) and the bytes on the device (`KVPages`). Pages are
 shared between sequences that were copied from each other and copied when one of them writes (copy-on-write).
@@ -15,7 +15,8 @@ from itertools import accumulate
 import torch
 
 from . import ops
-from .layout import HEAD_DIMS, PAGE_SIZE, KVPages
+from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type
+from .rotation import rotate
 from .scales import LayerScales
 
 
@@ -28,17 +29,20 @@ def _num_pages(length: int) -> int:
 
 
 class PagedKVCache:
-    """FP8 K and V of `num_seqs` sequences, of any lengths, of one attention layer.
+    """K and V of `num_seqs` sequences in 8 bits, of any lengths, of one attention layer.
 
-    Half the bytes of BF16: a token costs `2 * num_kv_heads * head_dim` bytes, and 8 more per page of 128 and head for its scales.
+    Half the bytes of BF16: a page of 128 tokens costs `256 * head_dim + 128` bytes a KV head.
 
     Args:
         num_kv_heads, head_dim: the layer's shape; head_dim is one of `layout.HEAD_DIMS`.
         num_seqs: sequences held side by side (the batch).
         num_pages: pages of 128 tokens held from the start, for good. None: the pool grows as tokens come.
-        scales: calibrated scales and means to use instead of the cache's own, which need no calibration.
-        remove_means: estimate and subtract each sequence's mean K and V at its first append (attention does not change; the rounding
-            errors shrink wherever K or V has an offset). Ignored with `scales`, which brings means.
+        key_dtype: what keys are stored in, `"int8"` or `"e4m3"`; values are E4M3.
+        rotate_keys: rotate keys before quantization (`rotation.rotate`); attention does not change, and rounding errors shrink.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, constants subtracted from K (after RoPE) and V before quantization. Attention
+            does not change; rounding errors shrink where an offset is several deviations. None: zero.
+        scales: calibrated scales and means to use instead of the pages' own scales and these means; `key_dtype` and `rotate_keys` must be
+            those that were calibrated.
         device: where the bytes live.
         backend: `"auto"`, `"triton"` or `"reference"`, for writing.
     Raises:
@@ -52,8 +56,11 @@ class PagedKVCache:
         *,
         num_seqs: int = 1,
         num_pages: int | None = None,
+        key_dtype: str = DEFAULT_KEY_DTYPE,
+        rotate_keys: bool = True,
+        k_mean: torch.Tensor | None = None,
+        v_mean: torch.Tensor | None = None,
         scales: LayerScales | None = None,
-        remove_means: bool = True,
         device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> None:
@@ -61,15 +68,30 @@ class PagedKVCache:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
         if num_seqs < 1 or num_kv_heads < 1 or (num_pages is not None and num_pages < 1):
             raise ValueError(f"num_seqs, num_kv_heads and num_pages must be positive; got {num_seqs}, {num_kv_heads}, {num_pages}")
-        if scales is not None and scales.k_mean.shape != (num_kv_heads, head_dim):
-            raise ValueError(f"the scales are for heads {tuple(scales.k_mean.shape)}, the cache is {(num_kv_heads, head_dim)}")
+        if scales is not None:
+            if scales.k_mean.shape != (num_kv_heads, head_dim):
+                raise ValueError(f"the scales are for heads {tuple(scales.k_mean.shape)}, the cache is {(num_kv_heads, head_dim)}")
+            if (scales.key_dtype, scales.rotate_keys) != (key_dtype, rotate_keys):
+                raise ValueError(
+                    f"the scales are for key_dtype={scales.key_dtype!r}, rotate_keys={scales.rotate_keys}, and the cache has "
+                    f"{key_dtype!r}, {rotate_keys}; give it theirs, or calibrate again"
+                )
+            if k_mean is not None or v_mean is not None:
+                raise ValueError("scales bring their own means; leave out k_mean and v_mean")
+            k_mean, v_mean = scales.k_mean, scales.v_mean
+        for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
+            if mean is not None and mean.shape != (num_kv_heads, head_dim):
+                raise ValueError(f"{name} must be [{num_kv_heads}, {head_dim}]; got {list(mean.shape)}")
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.device = torch.empty(0, device=device).device  # with its index
         self.backend = backend
         self._fixed = num_pages is not None
         self._scales = scales
-        self._remove_means = remove_means and scales is None
+        self.key_dtype, self.rotate_keys = key_dtype, rotate_keys
+        if k_mean is not None:
+            k_mean = self._to_device(rotate(k_mean.float()) if rotate_keys else k_mean.float())
+        self._static = k_mean, None if v_mean is None else self._to_device(v_mean.float()), key_type(key_dtype), rotate_keys
         self._lengths = [0] * num_seqs
         self._tables: list[list[int]] = [[] for _ in range(num_seqs)]
         self._references = [0] * (num_pages or 0)
@@ -102,11 +124,11 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, all of them: pages (free ones too), scales, means, tables."""
+        """Bytes on the device, all of them: pages (free ones too), means, tables."""
         return self.pages.nbytes
 
     def read(self, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one sequence, dequantised: each `[length, num_kv_heads, head_dim]` in `dtype`.
+        """K and V of one sequence, dequantized: each `[length, num_kv_heads, head_dim]` in `dtype`.
 
         Raises:
             ValueError: there is no such sequence.
@@ -127,7 +149,7 @@ class PagedKVCache:
         rope_sin: torch.Tensor | None = None,
         rope_interleaved: bool = False,
     ) -> torch.Tensor | None:
-        """Quantise new tokens onto the sequences' ends; either all of them or, when this raises, none.
+        """Quantize new tokens onto the sequences' ends; either all of them or, when this raises, none.
 
         Args:
             k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another.
@@ -155,7 +177,6 @@ class PagedKVCache:
                 self._begin(name, k, v, longest, rope_cos, rope_sin, rope_interleaved)
                 return None
             self.reserve([old + n for old, n in zip(self._lengths, new, strict=True)])
-        first = self._remove_means and 0 in self._lengths and any(n and not old for old, n in zip(self._lengths, new, strict=True))
         cu_seqlens = None if lengths is None else self._to_device([0, *accumulate(new)], torch.int32)
         turned = ops.append(
             self.pages,
@@ -168,7 +189,6 @@ class PagedKVCache:
             rope_sin=rope_sin,
             rope_interleaved=rope_interleaved,
             static_scales=self._scales is not None,
-            fix_means=first,
             backend=self.backend,
         )
         self._lengths = [old + n for old, n in zip(self._lengths, new, strict=True)]
@@ -182,9 +202,11 @@ class PagedKVCache:
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         if rope_cos is not None:
             rope_cos, rope_sin = (x.unflatten(0, (-1, length)) for x in (rope_cos, rope_sin))
+        k_mean, v_mean, key_dtype, rotate_keys = self._static
         self.pages = ops.run_quantize(
-            name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=self._remove_means
-        )
+            name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
+            key_dtype=key_dtype, rotate_keys=rotate_keys,
+        )  # fmt: skip
         self._references = [1] * (self.num_seqs * columns)
         self._tables = [list(range(seq * columns, (seq + 1) * columns)) for seq in range(self.num_seqs)]
         self._lengths = [length] * self.num_seqs
@@ -231,9 +253,7 @@ class PagedKVCache:
             given += count
         if copied:
             index = self._to_device([targets, sources])
-            for pool in (self.pages.k, self.pages.v, self.pages.k_scale, self.pages.v_scale):
-                bits = pool.view(torch.uint8) if pool.element_size() == 1 else pool
-                bits[index[0]] = bits[index[1]]
+            self.pages.pool[index[0]] = self.pages.pool[index[1]]
         self._write_table(written)
 
     # Tokens out, and sequences moved about
@@ -284,7 +304,7 @@ class PagedKVCache:
         self._tables = tables
         self._lengths = [self._lengths[i] for i in chosen]
         index = torch.tensor(chosen, device=self.pages.device)
-        names = ("k_mean", "v_mean", "page_table", "cache_seqlens")
+        names = ("page_table", "cache_seqlens")
         moved = {name: getattr(self.pages, name)[index] for name in names}
         if len(chosen) == self.pages.num_seqs:  # in place: compiled code and CUDA graphs hold these tensors
             for name, tensor in moved.items():
@@ -311,8 +331,6 @@ class PagedKVCache:
         self._release(self._tables[target])
         self._tables[target] = list(table)
         self._lengths[target] = length
-        for mean in (self.pages.k_mean, self.pages.v_mean):
-            mean[target] = mean[source]
         self._write_table([(target, 0, len(table))])
         self._write_lengths()
 
@@ -362,7 +380,7 @@ class PagedKVCache:
         stale = self._stale.intersection(taken)
         if stale:
             self._stale -= stale
-            self.pages.v.view(torch.uint8)[self._to_device(list(stale))] = 0
+            self.pages.pool[self._to_device(list(stale))] = 0
         return taken
 
     def _release(self, table: list[int]) -> None:
@@ -373,23 +391,22 @@ class PagedKVCache:
                 self._stale.add(page)
 
     def _make_pages(self, count: int) -> KVPages:
-        pages = KVPages.empty(count, self.num_kv_heads, self.head_dim, self.num_seqs, 1, self.device)
+        k_mean, v_mean, key_dtype, rotate_keys = self._static
+        pages = KVPages.empty(
+            count, self.num_kv_heads, self.head_dim, self.num_seqs, 1, self.device, key_dtype=key_dtype, rotate_keys=rotate_keys,
+            k_mean=k_mean, v_mean=v_mean,
+        )  # fmt: skip
         if self._scales is not None:
             self._use_static_scales(pages)
-            pages.k_mean.copy_(self._to_device(self._scales.k_mean))
-            pages.v_mean.copy_(self._to_device(self._scales.v_mean))
         return pages
 
     def _grow(self, count: int) -> None:
         size = len(self._references)
         if "pages" in vars(self):
-            new = KVPages.empty_pool(size + count, self.num_kv_heads, self.head_dim, self.device)
-            for name, target in new.items():
-                source = getattr(self.pages, name)
-                if target.element_size() == 1:
-                    source, target = source.view(torch.uint8), target.view(torch.uint8)
-                target[:size] = source
-            self.pages = replace(self.pages, **new)
+            pool = self.pages.pool
+            new = pool.new_zeros(size + count, *pool.shape[1:])
+            new[:size] = pool
+            self.pages = replace(self.pages, pool=new)
             if self._scales is not None:
                 self._use_static_scales(self.pages)
         else:

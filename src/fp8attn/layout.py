@@ -1,24 +1,28 @@
 """The one page layout: everything writes it, every kernel reads it.
 
-A page holds 128 tokens of one KV head. K lies `[128, D]`; V lies in groups of 16 tokens, each transposed: `[8, D, 16]`. An FP8 tensor-core
-operand must be contiguous along the contracted axis, which V's tokens are, and 8 channels of a group are 128 bytes in a row: the unit that
-those cores read (a core matrix), and no more than `D / 8` lines of memory for a token that is appended. Inside a group the tokens stand in
-`V_ORDER`: then the registers of a softmax accumulator are the operand of P·V as they stand, with no shuffle.
+A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their scales. V is in groups of
+16 tokens, each transposed: an FP8 tensor-core operand must be contiguous along the contracted axis, which V's tokens are, and 8 channels of
+a group are 128 bytes in a row: the unit that those cores read (a core matrix), and no more than `D / 8` lines of memory for a token that is
+appended. The tokens of a group are in `V_ORDER`: then the registers of a softmax accumulator are the operand of P·V with no shuffle.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-from .numerics import MIN_SCALE
+from .rotation import rotate_back
 
 PAGE_SIZE = 128
 V_GROUP = 16  # tokens of V that lie together
 FP8 = torch.float8_e4m3fn
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEADER = 128  # bytes: the scales of K and V in FP32, and zeros
+KEY_TYPES = {"int8": torch.int8, "e4m3": FP8}  # as users call them
+DEFAULT_KEY_DTYPE = "int8"
 
 # V_ORDER[position] is the token that lies there; V_POSITION is its inverse.
 V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
@@ -46,9 +50,20 @@ def unpack_v(pages: torch.Tensor) -> torch.Tensor:
     return pages.permute(0, 2, 4, 1, 3)[:, :, list(V_POSITION)].flatten(0, 2)
 
 
-def page_shapes(num_pages: int, num_kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of `KVPages.k` and of `KVPages.v`."""
-    return (num_pages, num_kv_heads, PAGE_SIZE, head_dim), (num_pages, num_kv_heads, PAGE_SIZE // V_GROUP, head_dim, V_GROUP)
+def page_bytes(head_dim: int) -> int:
+    """Bytes of a page of one KV head: K, V and the header."""
+    return 2 * PAGE_SIZE * head_dim + HEADER
+
+
+def key_type(name: str) -> torch.dtype:
+    """The dtype of keys that users call by name.
+
+    Raises:
+        ValueError: neither "int8" nor "e4m3".
+    """
+    if name not in KEY_TYPES:
+        raise ValueError(f"key_dtype must be one of {', '.join(map(repr, KEY_TYPES))}; got {name!r}")
+    return KEY_TYPES[name]
 
 
 def check_tensor(
@@ -67,106 +82,108 @@ def check_tensor(
 class KVPages:
     """The device state of one layer's cache: what the kernels read and write, and nothing else.
 
-    Kernels take the addresses of these tensors, so each must be as described here, contiguous (the table may have a stride between its
-    rows), and on one device. A slice of the heads or of the pages' halves of a larger pool is not: copy it.
+    A page of one KV head is one run of bytes, which depend on the page's tokens alone (and on what is static: the format and the means):
+    K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and a header of 128 bytes, which holds K's scale and V's scale in
+    FP32 and zeros. So to copy, share, save or move a page is to copy its bytes.
 
-    `k ~ k_fp8 * k_scale[page, head] + k_mean[seq, head]`, and likewise `v`. Bytes past a sequence's length are unspecified in K and
-    finite in V (0 * NaN would be NaN).
+        rotate(k) ~ k_8bit * k_scale[page, head] + k_mean[head]        v ~ v_fp8 * v_scale[page, head] + v_mean[head]
+
+    Kernels take the addresses of these tensors, so each must be as described here, contiguous (the table may have a stride between its
+    rows), and on one device. Bytes past a sequence's length are unspecified in K and finite in V (0 * NaN would be NaN).
 
     Attributes:
-        k: `[num_pages, num_kv_heads, 128, head_dim]` float8_e4m3fn.
-        v: `[num_pages, num_kv_heads, 8, head_dim, 16]` float8_e4m3fn, tokens in `V_ORDER`.
-        k_scale, v_scale: `[num_pages, num_kv_heads]` float32, powers of two.
-        k_mean, v_mean: `[num_seqs, num_kv_heads, head_dim]` float32, subtracted before quantisation.
+        pool: `[num_pages, num_kv_heads, 256 * head_dim + 128]` uint8; its first byte at a multiple of 16.
         page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order; entries past its length are any valid page.
         cache_seqlens: `[num_seqs]` int32, tokens held.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, static, subtracted before quantization (K's after the rotation); None: zero.
+        key_dtype: `torch.int8` or `torch.float8_e4m3fn`. Values are always E4M3.
+        rotate_keys: whether K is stored as `rotation.rotate` makes it. `attention` rotates queries likewise.
     Raises:
         ValueError: a tensor that is not so, with what it should be.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: torch.Tensor
-    v_scale: torch.Tensor
-    k_mean: torch.Tensor
-    v_mean: torch.Tensor
+    pool: torch.Tensor
     page_table: torch.Tensor
     cache_seqlens: torch.Tensor
+    k_mean: torch.Tensor | None = None
+    v_mean: torch.Tensor | None = None
+    key_dtype: torch.dtype = torch.int8
+    rotate_keys: bool = True
 
     def __post_init__(self) -> None:
         # Dynamo traces this with tensors that are checked already, or makes pages of proxies to write its graph.
-        if torch.compiler.is_compiling() or isinstance(self.k, torch.fx.Proxy):
+        if torch.compiler.is_compiling() or isinstance(self.pool, torch.fx.Proxy):
             return
-        for name, x in vars(self).items():
-            if not isinstance(x, torch.Tensor):
+        if self.key_dtype not in KEY_TYPES.values():
+            raise ValueError(f"key_dtype must be torch.int8 or torch.float8_e4m3fn; got {self.key_dtype}")
+        for name in FIELDS[:5]:
+            x = getattr(self, name)
+            if not isinstance(x, torch.Tensor) and not (x is None and name.endswith("mean")):
                 raise ValueError(f"{name} must be a tensor; got {type(x).__name__}")
-        if self.k.dim() != 4 or self.k.shape[2] != PAGE_SIZE or self.page_table.dim() != 2:
+        if self.pool.dim() != 3 or self.pool.shape[2] not in map(page_bytes, HEAD_DIMS) or self.page_table.dim() != 2:
             raise ValueError(
-                f"k must be [num_pages, num_kv_heads, {PAGE_SIZE}, head_dim] and page_table [num_seqs, max_pages]; "
-                f"got {tuple(self.k.shape)} and {tuple(self.page_table.shape)}"
+                f"pool must be [num_pages, num_kv_heads, 256 * head_dim + {HEADER}] with head_dim one of {HEAD_DIMS}, and page_table "
+                f"[num_seqs, max_pages]; got {tuple(self.pool.shape)} and {tuple(self.page_table.shape)}"
             )
-        k_shape, v_shape = page_shapes(self.num_pages, self.num_kv_heads, self.head_dim)
-        scales, means = k_shape[:2], (self.num_seqs, self.num_kv_heads, self.head_dim)
+        mean = self.num_kv_heads, self.head_dim
         for name, shape, dtype in (
-            ("k", k_shape, FP8), ("v", v_shape, FP8), ("k_scale", scales, torch.float32), ("v_scale", scales, torch.float32),
-            ("k_mean", means, torch.float32), ("v_mean", means, torch.float32),
-            ("page_table", self.page_table.shape, torch.int32), ("cache_seqlens", (self.num_seqs,), torch.int32),
+            ("pool", self.pool.shape, torch.uint8), ("page_table", self.page_table.shape, torch.int32),
+            ("cache_seqlens", (self.num_seqs,), torch.int32), ("k_mean", mean, torch.float32), ("v_mean", mean, torch.float32),
         ):  # fmt: skip
-            check_tensor(getattr(self, name), name, shape, dtype, self.device, contiguous=name != "page_table")
+            if getattr(self, name) is not None:
+                check_tensor(getattr(self, name), name, shape, dtype, self.device, contiguous=name != "page_table")
+        if self.pool.data_ptr() % 16:
+            raise ValueError("pool must begin at a multiple of 16 bytes; this one begins inside another tensor: clone it")
         if self.page_table.shape[1] > 1 and self.page_table.stride(1) != 1:
             raise ValueError(f"page_table must have its rows contiguous; got strides {self.page_table.stride()}: call .contiguous()")
 
     @classmethod
-    def trusted(cls, *tensors: torch.Tensor) -> KVPages:
-        """Pages of tensors that this package made or has checked, in the order of the fields: the checks would cost 15 us."""
+    def trusted(cls, *fields: Any) -> KVPages:
+        """Pages of what this package made or has checked, in the order of the fields, all of them: the checks would cost 15 us."""
         if torch.compiler.is_compiling():  # Dynamo traces the constructor, which checks nothing there
-            return cls(*tensors)
+            return cls(*fields)
         pages = object.__new__(cls)
-        vars(pages).update(zip(FIELDS, tensors, strict=True))
+        vars(pages).update(zip(FIELDS, fields, strict=True))
         return pages
 
     @classmethod
     def empty(
-        cls, num_pages: int, num_kv_heads: int, head_dim: int, num_seqs: int, max_pages: int, device: torch.device | str | None = None
+        cls,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_seqs: int,
+        max_pages: int,
+        device: torch.device | str | None = None,
+        *,
+        key_dtype: torch.dtype = torch.int8,
+        rotate_keys: bool = True,
+        k_mean: torch.Tensor | None = None,
+        v_mean: torch.Tensor | None = None,
     ) -> KVPages:
-        """No tokens: bytes, means and lengths zero, scales the smallest there is."""
+        """No tokens: all bytes and lengths are zero."""
         return cls.trusted(
-            *cls.empty_pool(num_pages, num_kv_heads, head_dim, device).values(),
-            *(torch.zeros(num_seqs, num_kv_heads, head_dim, dtype=torch.float32, device=device) for _ in range(2)),
+            torch.zeros(num_pages, num_kv_heads, page_bytes(head_dim), dtype=torch.uint8, device=device),
             torch.zeros(num_seqs, max_pages, dtype=torch.int32, device=device),
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
-        )
-
-    @staticmethod
-    def empty_pool(num_pages: int, num_kv_heads: int, head_dim: int, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
-        """The fields that are pages, by name."""
-        k, v = (torch.zeros(shape, dtype=torch.uint8, device=device).view(FP8) for shape in page_shapes(num_pages, num_kv_heads, head_dim))
-        return {
-            "k": k,
-            "v": v,
-            "k_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
-            "v_scale": torch.full((num_pages, num_kv_heads), MIN_SCALE, dtype=torch.float32, device=device),
-        }
-
-    def __reduce__(self) -> tuple:
-        """FP8 tensors are pickled as bytes: torch (2.13) cannot load a pickled FP8 tensor."""
-        return _from_bytes, tuple(x.view(torch.uint8) if x.dtype == FP8 else x for x in self.tensors)
+            k_mean, v_mean, key_dtype, rotate_keys,
+        )  # fmt: skip
 
     def __deepcopy__(self, memo: dict) -> KVPages:
         """The tensors' own copies, with what `torch.compile` noted on them."""
-        return KVPages.trusted(*(copy.deepcopy(x, memo) for x in self.tensors))
+        return KVPages.trusted(*(copy.deepcopy(x, memo) for x in self.state))
 
     @property
     def num_pages(self) -> int:
-        return self.k.shape[0]
+        return self.pool.shape[0]
 
     @property
     def num_kv_heads(self) -> int:
-        return self.k.shape[1]
+        return self.pool.shape[1]
 
     @property
     def head_dim(self) -> int:
-        return self.k.shape[3]
+        return (self.pool.shape[2] - HEADER) // (2 * PAGE_SIZE)
 
     @property
     def num_seqs(self) -> int:
@@ -174,32 +191,54 @@ class KVPages:
 
     @property
     def device(self) -> torch.device:
-        return self.k.device
+        return self.pool.device
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The eight tensors in the order of the fields, as the kernels and torch ops take them."""
-        return (
-            self.k, self.v, self.k_scale, self.v_scale, self.k_mean, self.v_mean, self.page_table, self.cache_seqlens,
-        )  # fmt: skip
+    def k(self) -> torch.Tensor:
+        """`[num_pages, num_kv_heads, 128, head_dim]` of `key_dtype`, a view of the pool."""
+        return self.pool[:, :, : PAGE_SIZE * self.head_dim].view(self.key_dtype).unflatten(2, (PAGE_SIZE, self.head_dim))
+
+    @property
+    def v(self) -> torch.Tensor:
+        """`[num_pages, num_kv_heads, 8, head_dim, 16]` float8_e4m3fn, a view of the pool."""
+        v = self.pool[:, :, PAGE_SIZE * self.head_dim : 2 * PAGE_SIZE * self.head_dim].view(FP8)
+        return v.unflatten(2, (PAGE_SIZE // V_GROUP, self.head_dim, V_GROUP))
+
+    @property
+    def k_scale(self) -> torch.Tensor:
+        """`[num_pages, num_kv_heads]` float32, a view of the pool."""
+        return self._header[:, :, 0]
+
+    @property
+    def v_scale(self) -> torch.Tensor:
+        """`[num_pages, num_kv_heads]` float32, powers of two, a view of the pool."""
+        return self._header[:, :, 1]
+
+    @property
+    def _header(self) -> torch.Tensor:
+        return self.pool[:, :, 2 * PAGE_SIZE * self.head_dim :].view(torch.float32)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The fields in their order, as the torch ops take them."""
+        return (self.pool, self.page_table, self.cache_seqlens, self.k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: pages, scales, means, table and lengths, whether filled or not."""
-        return sum(t.nbytes for t in self.tensors)
+        """Bytes held: pages, means, table and lengths, whether filled or not."""
+        return sum(x.nbytes for x in self.state if isinstance(x, torch.Tensor))
 
     def read(self, seq: int, length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `length` tokens of sequence `seq`, dequantised: K and V, each `[length, num_kv_heads, head_dim]` in `dtype`."""
+        """The first `length` tokens of sequence `seq`, dequantized: K (rotated back) and V, each `[length, num_kv_heads, head_dim]` in
+        `dtype`, computed in float32, or float64 where `dtype` is that."""
+        wide = torch.promote_types(dtype, torch.float32)
         ids = self.page_table[seq, : -(-length // PAGE_SIZE)].long()
-        # FP8 tensors index through their bytes: a CPU has no gather for them.
-        k, v = (x.view(torch.uint8)[ids].view(FP8).to(dtype) for x in (self.k, self.v))
-        k = unpack_k(k * self.k_scale[ids].to(dtype)[..., None, None])[:length] + self.k_mean[seq].to(dtype)
-        v = unpack_v(v * self.v_scale[ids].to(dtype)[..., None, None, None])[:length] + self.v_mean[seq].to(dtype)
-        return k, v
+        taken = KVPages.trusted(self.pool[ids], *self.state[1:])
+        k = unpack_k(taken.k.to(wide) * taken.k_scale.to(wide)[..., None, None])[:length]
+        v = unpack_v(taken.v.to(wide) * taken.v_scale.to(wide)[..., None, None, None])[:length]
+        k = k if self.k_mean is None else k + self.k_mean.to(wide)
+        v = v if self.v_mean is None else v + self.v_mean.to(wide)
+        return (rotate_back(k) if self.rotate_keys else k).to(dtype), v.to(dtype)
 
 
 FIELDS = tuple(field.name for field in fields(KVPages))
-
-
-def _from_bytes(k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> KVPages:
-    return KVPages(k.view(FP8), v.view(FP8), *others)

@@ -1,6 +1,10 @@
-"""FP8 numerics in plain PyTorch: formats, power-of-two scales, quantisation, and the means that are taken off first.
+"""8-bit numerics in plain PyTorch: formats, scales, quantization, and how the scale of a page that fills up grows.
 
-Everything here is the definition that the kernels repeat bit for bit. A value is stored as `x_fp8` with `x ~ x_fp8 * scale + mean`.
+Everything here is the definition that the kernels repeat bit for bit. A value is stored as `x_8bit` with `x ~ x_8bit * scale + mean`.
+
+A page's scale depends on its tokens in their order and on nothing else, so bytes do not depend on how the tokens came: in one append or in
+many. Its first token sets it, with headroom; a later token that does not fit sets it anew, and the codes of the tokens before it are
+rounded again to the larger scale (`settle`).
 """
 
 from __future__ import annotations
@@ -36,8 +40,13 @@ E5M2 = Format(torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2, 15, True)
 MIN_SCALE_EXPONENT = -32
 MAX_SCALE_EXPONENT = 32
 MIN_SCALE = 2.0**MIN_SCALE_EXPONENT
+MAX_SCALE = 2.0**MAX_SCALE_EXPONENT
 
-MEAN_SAMPLES = 128  # tokens that a sequence's mean is estimated from
+INT8_MAX = 127
+
+# How much larger than its first token needs a page's scale is. E4M3 is a floating-point format: headroom costs nothing but the smallest
+# numbers, and with 2^5 of it hardly any page's scale ever grows. INT8's error is proportional to its scale; 1.25 is what measured best.
+HEADROOM = {torch.float8_e4m3fn: 32.0, torch.int8: 1.25}
 
 
 def finite_amax(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
@@ -84,42 +93,72 @@ def dequantize(x_fp8: torch.Tensor, scale: torch.Tensor | float = 1.0, dtype: to
     return x_fp8.to(dtype) * (scale.to(dtype) if isinstance(scale, torch.Tensor) else scale)
 
 
-def rescale(x_fp8: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """FP8 values under the scale `old` rewritten under the power-of-two scale `new >= old`: exact, but for results below 2^-6.
-
-    A shift of exponents loses bits only where the result is subnormal (E4M3: below 2^-6 of the new scale), and then rounds to even.
-    """
-    return (x_fp8.float() * (old / new)).to(x_fp8.dtype)
-
-
-def sample_rows(lengths: torch.Tensor, starts: torch.Tensor, samples: int = MEAN_SAMPLES) -> torch.Tensor:
-    """Rows `[B, samples]` spread evenly over each sequence's `[start, start + length)`; the start itself where it is empty."""
-    step = torch.arange(samples, device=lengths.device)
-    return starts[:, None].long() + step * lengths[:, None].long() // samples
-
-
-def shrunk_mean(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Estimate of a constant worth subtracting, from a sample: the mean, as far as it stands out of its own noise.
-
-        mean' = on_grid(mean * mean^2 / (mean^2 + var / n))        (empirical-Bayes shrinkage, per channel)
-
-    Any constant may be subtracted from K or V without changing attention, so the estimate need not be exact; but one that is mostly
-    noise (a prompt of a few tokens) would add that noise to every later token. Of a single token nothing is known, and nothing is
-    subtracted.
+def needed_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest scale under which a value of magnitude `amax` does not saturate: E4M3 a power of two, INT8 `amax / 127`.
 
     Args:
-        x: `[B, N, H, D]`, N sampled tokens of each sequence (`sample_rows`), in the dtype that they come in (`on_grid`).
-        lengths: `[B]`, how many tokens each sequence has.
+        amax: FP32, any shape, finite and >= 0.
+        dtype: `torch.float8_e4m3fn` or `torch.int8`.
     Returns:
-        FP32 `[B, H, D]`; zeros for sequences of fewer than two tokens, and for channels that are not finite.
+        FP32 of the same shape, in [2^-32, 2^32].
     """
-    dtype, x = x.dtype, x.float()
-    mean = x.mean(1)
-    n = lengths.clamp(1, x.shape[1]).float()[:, None, None]
-    noise = x.var(1) / n
-    square = mean * mean
-    shrunk = on_grid(mean * (square / (square + noise).clamp_min(torch.finfo(torch.float32).tiny)), x.abs().amax(1), dtype)
-    return torch.where(torch.isfinite(shrunk) & (lengths > 1)[:, None, None], shrunk, 0.0)
+    if dtype == torch.float8_e4m3fn:
+        return power_of_two_scale(amax)
+    return (amax * torch.tensor(1 / INT8_MAX)).clamp(MIN_SCALE, MAX_SCALE)
+
+
+def with_headroom(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale of a page whose first token, or whose first token that does not fit, needs `scale`."""
+    return (scale * HEADROOM[dtype]).clamp_max(MAX_SCALE)
+
+
+def encode(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The codes of `x * factor` as FP32 numbers: rounded to nearest, ties to even, saturated."""
+    y = x * factor
+    if dtype == torch.int8:
+        return y.clamp(-INT8_MAX, INT8_MAX).round()
+    return y.clamp(-E4M3.max, E4M3.max).to(dtype).float()
+
+
+def settle(
+    x: torch.Tensor, old: torch.Tensor, scale: torch.Tensor, held: torch.Tensor, dtype: torch.dtype, static: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize new tokens onto the ends of pages.
+
+    Args:
+        x: `[N, P, D]` FP32, the new tokens of N pages (of one head each) at their places; zeros elsewhere.
+        old: `[N, P, D]` FP32, codes of the tokens held, anything elsewhere.
+        scale: `[N]` FP32, of the tokens held, or given.
+        held: `[N, P]` int8: 2 at tokens held, 1 at new ones, 0 at none. New tokens follow those held.
+        dtype: `torch.float8_e4m3fn` or `torch.int8`.
+        static: the scales are given and stay; larger values saturate.
+    Returns:
+        codes `[N, P, D]` as FP32 numbers, of tokens held and new, and the pages' scales `[N]`. An INT8 page with a NaN in a token has NaN
+        for a scale, because its codes cannot say it.
+    """
+    new = held == 1
+    if not static:
+        need = torch.where(new, needed_scale(finite_amax(x, -1), dtype), 0.0)
+        first = torch.where(new, need, -1.0).gather(1, new.int().argmax(1, keepdim=True))[:, 0]
+        scale = torch.where((held == 2).any(1) | ~new.any(1), scale, with_headroom(first, dtype))
+    inverse = 1.0 / scale
+    codes = torch.where(new[..., None], encode(x, inverse[:, None, None], dtype), old)
+    while not static:
+        over = new & (need > scale[:, None])
+        grows = over.any(1)
+        if not grows.any():
+            break
+        index = over.int().argmax(1, keepdim=True)  # the first token that does not fit
+        grown = torch.where(grows, with_headroom(need.gather(1, index)[:, 0], dtype), scale)
+        inverse = 1.0 / grown
+        before = torch.arange(held.shape[1], device=x.device) < index
+        shifted, rounded = (encode(y, factor[:, None, None], dtype) for y, factor in ((codes, scale * inverse), (x, inverse)))
+        again = torch.where(before[..., None], shifted, rounded)
+        codes = torch.where((grows[:, None] & (before | new))[..., None], again, codes)
+        scale = grown
+    if dtype == torch.int8:
+        scale = torch.where((x.isnan().any(-1) & new).any(1), torch.nan, scale)
+    return codes, scale
 
 
 def on_grid(mean: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

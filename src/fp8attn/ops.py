@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import append_kernel, attention_kernel, quantize_kernel, quantize_rows_kernel, rotate_kernel, select_backend
-from .layout import FP8, HEAD_DIMS, PAGE_SIZE, KVPages, check_tensor, page_shapes
+from .layout import DEFAULT_KEY_DTYPE, FIELDS, FP8, HEAD_DIMS, PAGE_SIZE, KVPages, check_tensor, key_type, page_bytes
 from .rope import check_device, check_rope, dense_tables
 
 
@@ -32,16 +32,17 @@ def append(
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
     static_scales: bool = False,
-    fix_means: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | None:
-    """Quantise new tokens onto the end of every sequence: `x_fp8 = fp8((x - mean) / scale)`.
+    """Quantize new tokens onto the end of every sequence: `x_8bit = round((x - mean) / scale)`; K is rotated first (`rotation.rotate`),
+    after RoPE, where the pages' `rotate_keys` says so.
 
-    A page's scale is the smallest power of two that holds its largest value; when a later token needs a larger one, the tokens already
-    in the page are shifted to it. The pages must be there: `PagedKVCache.append` sees to that, and is what most users want.
+    A page's scale is set by its first token, with headroom, and grows when a later token does not fit (`numerics.settle`). So what is
+    stored does not depend on how tokens are divided over calls. The table must name a page for every token:
+    `PagedKVCache.append` sees to that, and is what most users want.
 
     Args:
-        pages: the cache; its bytes, scales and lengths are changed in place, its means with `fix_means`.
+        pages: the cache; its bytes and lengths are changed in place.
         k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another, last dimension contiguous.
         q: `[T, num_q_heads, head_dim]`, the same tokens' queries, to be rotated as K is; needs `rope_cos` and `rope_sin`.
         cu_seqlens: `[num_seqs + 1]` int32, where each sequence's tokens begin in T. None: every sequence has T / num_seqs.
@@ -49,7 +50,6 @@ def append(
         rope_cos, rope_sin: `[T, R / 2]`: K is rotated first (see `rope.apply_rope`); V never is.
         rope_interleaved: which channels are pairs.
         static_scales: the pages' scales are given and stay (calibrated); larger values saturate.
-        fix_means: sequences that are empty before this call get their means from a sample of it (`numerics.shrunk_mean`).
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
         The rotated queries `[T, num_q_heads, head_dim]` in q's dtype, for `attention`; None without `q`.
@@ -64,11 +64,11 @@ def append(
     if unobserved(k):
         append_kernel(name)(
             pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-            rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
+            rope_interleaved=rope_interleaved, static_scales=static_scales,
         )  # fmt: skip
     else:
         torch.ops.fp8attn.append(
-            k, v, *pages.tensors, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, fix_means, name
+            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, name
         )  # fmt: skip
     return q_out
 
@@ -130,9 +130,9 @@ def attention(
         max_seqlen_q = q.shape[1]
     else:
         max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    _check_tokens(q, pages.k.device, 4 if q.dim() == 4 else 3)
+    _check_tokens(q, pages.device, 4 if q.dim() == 4 else 3)
     *_, num_q_heads, q_dim = q.shape
-    _, num_kv_heads, _, head_dim = pages.k.shape
+    num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
     if num_q_heads % num_kv_heads or q_dim != head_dim:
         raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
     if window is not None and (not causal or window < 1):
@@ -161,17 +161,22 @@ def quantize(
     rope_cos: torch.Tensor | None = None,
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
-    means: bool = True,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    key_dtype: str = DEFAULT_KEY_DTYPE,
+    rotate_keys: bool = True,
     backend: str = "auto",
 ) -> KVPages:
-    """Dense K and V to pages, for `attention`: each is read once, in whatever order it lies, and written as FP8. What `append` does to an
+    """Dense K and V to pages, for `attention`: each is read once, with whatever strides, and written in 8 bits. What `append` does to an
     empty cache, whose sequence b holds pages `[b * n, (b + 1) * n)` in order.
 
     Args:
         k, v: `[B, num_kv_heads, S, head_dim]`, any strides but for the last dimension, which is contiguous; nothing empty.
         rope_cos, rope_sin: rotate K first; `[S, R / 2]` and more (`rope.dense_tables`).
         rope_interleaved: which channels are pairs.
-        means: subtract each sequence's sampled mean K and V (attention does not change; rounding errors shrink).
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; see `KVPages`. None: zero.
+        key_dtype: `"int8"` or `"e4m3"`.
+        rotate_keys: rotate K before quantization (`rotation.rotate`).
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Raises:
         ValueError: a shape, dtype or backend that does not fit, with what would.
@@ -184,8 +189,16 @@ def quantize(
             f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty, head_dim one of {HEAD_DIMS}; "
             f"got {tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}"
         )
+    for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
+        if mean is not None:
+            check_tensor(mean, name, (k.shape[1], k.shape[3]), torch.float32, k.device)
+    if k.dtype == FP8 and (key_dtype, rotate_keys, k_mean, v_mean) != ("e4m3", False, None, None):
+        raise ValueError("K and V that are E4M3 already are stored as they are: pass key_dtype='e4m3' and rotate_keys=False, and no means")
     cos, sin = _tables(k, rope_cos, rope_sin, rope_interleaved)
-    return run_quantize(resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, means=means)
+    return run_quantize(
+        resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
+        key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
+    )  # fmt: skip
 
 
 def rotate(
@@ -211,21 +224,25 @@ def quantize_rows(
     rope_cos: torch.Tensor | None = None,
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
+    rotate_keys: bool = False,
     means: bool = False,
     heads_per_scale: int = 1,
+    dtype: str = "e4m3",
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A dense tensor in FP8 as it lies, for kernels that know no pages: `x ~ x_fp8 * scale + mean`.
+    """A dense tensor in 8 bits in its own order of memory, for kernels that know no pages: `x ~ x_8bit * scale + mean`.
 
     Args:
         x: `[B, H, S, D]`, any strides but for the last dimension, which is contiguous; nothing empty.
-        rope_cos, rope_sin, rope_interleaved: rotate it first (`quantize`).
+        rope_cos, rope_sin, rope_interleaved: apply RoPE first (`quantize`).
+        rotate_keys: then rotate it (`rotation.rotate`): keys, and queries likewise. The equation and the mean are of the rotated tensor.
         means: subtract each head's mean over the sequence (of K and V: it does not change attention but by `mean` added to the output,
             for V). All of it, not a sample's: what is left of V's is what single-level sums lose (`accumulation`).
-        heads_per_scale: neighbouring heads that share a scale (the queries of a KV head).
+        heads_per_scale: neighboring heads that share a scale (the queries of a KV head).
+        dtype: `"e4m3"` or `"int8"`.
     Returns:
-        `x_fp8 [B, H, S, D]` float8_e4m3fn, in the order of memory of `x`; `scale [B, H / heads_per_scale]` float32, powers of two;
-        `mean [B, H, D]` float32, None without `means`.
+        `x_8bit [B, H, S, D]` float8_e4m3fn or int8, in the order of memory of `x`; `scale [B, H / heads_per_scale]` float32 (of E4M3
+        powers of two); `mean [B, H, D]` float32, None without `means`.
     Raises:
         ValueError: a shape, dtype or backend that does not fit, with what would.
         RuntimeError: a gradient is wanted.
@@ -234,12 +251,15 @@ def quantize_rows(
     if not x.numel() or heads_per_scale < 1 or x.shape[1] % heads_per_scale:
         raise ValueError(f"x must not be empty, nor heads_per_scale={heads_per_scale} but a divisor of its heads; got {tuple(x.shape)}")
     cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
-    options = dict(rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, means=means, heads_per_scale=heads_per_scale)
+    options = dict(
+        rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, means=means,
+        heads_per_scale=heads_per_scale, dtype=key_type(dtype),
+    )  # fmt: skip
     name = resolve(backend, x)
     if unobserved(x):
         return quantize_rows_kernel(name)(x, **options)
-    x_fp8, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), name)
-    return x_fp8, scale, mean if means else None
+    x_8bit, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), name)
+    return x_8bit, scale, mean if means else None
 
 
 # What is left of the above when all has been checked: run the kernel, or the torch op where somebody watches.
@@ -256,7 +276,7 @@ def _traced_attention(
     rope_cos, rope_sin, rope_interleaved, return_lse,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return torch.ops.fp8attn.attention(
-        q, *pages.tensors, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin,
+        q, *pages.state, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin,
         rope_interleaved, return_lse, name,
     )  # fmt: skip
 
@@ -265,7 +285,9 @@ def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPa
     """`quantize` likewise, with tables as `rope.dense_tables` gives them."""
     if unobserved(k):
         return quantize_kernel(name)(k, v, **options)
-    return KVPages(*torch.ops.fp8attn.quantize(k, v, *options.values(), name))
+    pool, table, lengths = torch.ops.fp8attn.quantize(k, v, *options.values(), name)
+    fixed = (options[field] for field in FIELDS[3:])
+    return KVPages(pool, table, lengths, *fixed)
 
 
 def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
@@ -399,31 +421,36 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"fp8attn::{name}", fake, lib=_LIBRARY)
 
 
+_STATE = (
+    "Tensor(a!) pool, Tensor page_table, Tensor(b!) cache_seqlens, Tensor? k_mean, Tensor? v_mean, ScalarType key_dtype, "
+    "bool rotate_keys"
+)
+
+
 def _append(
-    k, v, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, q, q_out, cu_seqlens, max_seqlen, rope_cos,
-    rope_sin, rope_interleaved, static_scales, fix_means, backend,
+    k, v, pool, page_table, cache_seqlens, k_mean, v_mean, key_dtype, rotate_keys, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin,
+    rope_interleaved, static_scales, backend,
 ) -> None:  # fmt: skip
-    pages = KVPages.trusted(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
+    pages = KVPages.trusted(pool, page_table, cache_seqlens, k_mean, v_mean, key_dtype, rotate_keys)
     append_kernel(_selected(backend, k.device, k.dtype))(
         pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales, fix_means=fix_means,
+        rope_interleaved=rope_interleaved, static_scales=static_scales,
     )  # fmt: skip
 
 
 register(
-    "append(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!) k_scale, Tensor(d!) v_scale, Tensor(e!) k_mean, "
-    "Tensor(f!) v_mean, Tensor page_table, Tensor(g!) cache_seqlens, Tensor? q, Tensor(h!)? q_out, Tensor? cu_seqlens, SymInt max_seqlen, "
-    "Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool static_scales, bool fix_means, str backend) -> ()",
+    f"append(Tensor k, Tensor v, {_STATE}, Tensor? q, Tensor(c!)? q_out, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? rope_cos, "
+    "Tensor? rope_sin, bool rope_interleaved, bool static_scales, str backend) -> ()",
     _append,
     lambda *args: None,
 )
 
 
 def _attention(
-    q, k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, causal, softmax_scale,
-    window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, backend,
+    q, pool, page_table, cache_seqlens, k_mean, v_mean, key_dtype, rotate_keys, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window,
+    softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    pages = KVPages.trusted(k_pages, v_pages, k_scale, v_scale, k_mean, v_mean, page_table, cache_seqlens)
+    pages = KVPages.trusted(pool, page_table, cache_seqlens, k_mean, v_mean, key_dtype, rotate_keys)
     out, lse = attention_kernel(_selected(backend, q.device, q.dtype))(
         q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
         softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
@@ -439,33 +466,34 @@ def _attention_fake(q, *args) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 register(
-    "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor k_scale, Tensor v_scale, Tensor k_mean, Tensor v_mean, Tensor page_table, "
-    "Tensor cache_seqlens, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, float softcap, "
-    "Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool return_lse, str backend) -> "
-    "(Tensor, Tensor)",
+    f"attention(Tensor q, {_STATE.replace('(a!)', '').replace('(b!)', '')}, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, "
+    "float softmax_scale, SymInt window, float softcap, Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, "
+    "bool rope_interleaved, bool return_lse, str backend) -> (Tensor, Tensor)",
     _attention,
     _attention_fake,
 )
 
 
-def _quantize(k, v, rope_cos, rope_sin, rope_interleaved, means, backend) -> tuple[torch.Tensor, ...]:
-    quantize = quantize_kernel(_selected(backend, k.device, k.dtype))
-    return quantize(k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=means).tensors
+def _quantize(
+    k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, backend
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    pages = quantize_kernel(_selected(backend, k.device, k.dtype))(
+        k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype,
+        rotate_keys=rotate_keys,
+    )  # fmt: skip
+    return pages.state[:3]
 
 
-def _quantize_fake(k, v, *args) -> tuple[torch.Tensor, ...]:
+def _quantize_fake(k, v, *args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
-    pages = batch * columns
-    shapes = (*page_shapes(pages, heads, head_dim), *((pages, heads),) * 2, *((batch, heads, head_dim),) * 2)
-    dtypes = (FP8,) * 2 + (torch.float32,) * 4
-    floats = (k.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    return (*floats, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32))
+    pool = k.new_empty((batch * columns, heads, page_bytes(head_dim)), dtype=torch.uint8)
+    return pool, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32)
 
 
 register(
-    "quantize(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool means, str backend) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantize(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, Tensor? k_mean, Tensor? v_mean, "
+    "ScalarType key_dtype, bool rotate_keys, str backend) -> (Tensor, Tensor, Tensor)",
     _quantize,
     _quantize_fake,
 )
@@ -483,23 +511,24 @@ register(
 
 
 def _quantize_rows(
-    x, rope_cos, rope_sin, rope_interleaved, means, heads_per_scale, backend
+    x, rope_cos, rope_sin, rope_interleaved, rotate_keys, means, heads_per_scale, dtype, backend
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x_fp8, scale, mean = quantize_rows_kernel(_selected(backend, x.device, x.dtype))(
-        x, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, means=means, heads_per_scale=heads_per_scale
-    )
-    return x_fp8, scale, scale.new_empty(0) if mean is None else mean
+    x_8bit, scale, mean = quantize_rows_kernel(_selected(backend, x.device, x.dtype))(
+        x, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, means=means,
+        heads_per_scale=heads_per_scale, dtype=dtype,
+    )  # fmt: skip
+    return x_8bit, scale, scale.new_empty(0) if mean is None else mean
 
 
-def _quantize_rows_fake(x, rope_cos, rope_sin, rope_interleaved, means, heads_per_scale, backend):
+def _quantize_rows_fake(x, rope_cos, rope_sin, rope_interleaved, rotate_keys, means, heads_per_scale, dtype, backend):
     batch, heads, _, head_dim = x.shape
     scale = x.new_empty((batch, heads // heads_per_scale), dtype=torch.float32)
-    return torch.empty_like(x, dtype=FP8), scale, x.new_empty((batch, heads, head_dim) if means else 0, dtype=torch.float32)
+    return torch.empty_like(x, dtype=dtype), scale, x.new_empty((batch, heads, head_dim) if means else 0, dtype=torch.float32)
 
 
 register(
-    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool means, SymInt heads_per_scale, str backend) "
-    "-> (Tensor, Tensor, Tensor)",
+    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool rotate_keys, bool means, "
+    "SymInt heads_per_scale, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
     _quantize_rows,
     _quantize_rows_fake,
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from . import rotation
 from .layout import FP8, PAGE_SIZE, KVPages, pack_k, pack_v, unpack_k, unpack_v
-from .numerics import finite_amax, power_of_two_scale, rescale, sample_rows, shrunk_mean
-from .numerics import quantize as quantize_e4m3
+from .numerics import encode, finite_amax, needed_scale, settle
 from .rope import apply_rope
 
 QUERY_BLOCK = 512  # rows of scores held at a time
@@ -29,15 +29,14 @@ def append(
     rope_sin: torch.Tensor | None,
     rope_interleaved: bool,
     static_scales: bool,
-    fix_means: bool = False,
 ) -> None:
-    """Quantise `k` and `v` onto the ends of the sequences, rotate `q` into `q_out`, advance `cache_seqlens`; see `ops.append`."""
-    if rope_cos is not None:
-        k = apply_rope(k, rope_cos, rope_sin, rope_interleaved)
+    """Quantize `k` and `v` onto the ends of the sequences, rotate `q` into `q_out`, advance `cache_seqlens`; see `ops.append`."""
+    k = k.float() if rope_cos is None else apply_rope(k, rope_cos, rope_sin, rope_interleaved)
     if q is not None:
         q_out.copy_(apply_rope(q, rope_cos, rope_sin, rope_interleaved))
-    if fix_means and k.shape[0]:
-        _fix_means(pages, k, v, cu_seqlens, max_seqlen)
+    k = rotation.rotate(k) if pages.rotate_keys else k
+    k = k if pages.k_mean is None else k - pages.k_mean
+    v = v.float() if pages.v_mean is None else v.float() - pages.v_mean
     bounds = _bounds(cu_seqlens, max_seqlen, pages)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
@@ -46,21 +45,27 @@ def append(
         first, offset = divmod(length, PAGE_SIZE)
         last = (length + end - start - 1) // PAGE_SIZE
         ids = pages.page_table[seq, first : last + 1].long()
-        for x, mean, fp8, scale, pack, unpack in (
-            (k, pages.k_mean, pages.k, pages.k_scale, pack_k, unpack_k),
-            (v, pages.v_mean, pages.v, pages.v_scale, pack_v, unpack_v),
+        taken = KVPages.trusted(pages.pool[ids], *pages.state[1:])
+        for x, codes, scale, pack, unpack in (
+            (k[start:end], taken.k, taken.k_scale, pack_k, unpack_k),
+            (v[start:end], taken.v, taken.v_scale, pack_v, unpack_v),
         ):
-            _append_tokens(x[start:end].float() - mean[seq], fp8, scale, ids, offset, pack, unpack, static_scales)
+            _append_tokens(x, codes, scale, offset, pack, unpack, static_scales)
+        pages.pool[ids] = taken.pool
         pages.cache_seqlens[seq] += end - start
 
 
 def quantize(
-    k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, means: bool
-) -> KVPages:
+    k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
+    k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+) -> KVPages:  # fmt: skip
     """Dense K and V in pages of their own: the first append to an empty cache; see `ops.quantize`."""
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
-    pages = KVPages.empty(batch * columns, heads, head_dim, batch, columns, k.device)
+    pages = KVPages.empty(
+        batch * columns, heads, head_dim, batch, columns, k.device, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=k_mean,
+        v_mean=v_mean,
+    )  # fmt: skip
     pages.page_table.copy_(torch.arange(batch * columns, device=k.device).view(batch, columns))
     given_bytes = k.dtype == FP8  # they stay as they are
     if given_bytes:
@@ -71,7 +76,7 @@ def quantize(
         rope_cos, rope_sin = (x.flatten(0, 1) for x in (rope_cos, rope_sin))
     append(
         pages, k, v, cu_seqlens=None, max_seqlen=length, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-        static_scales=given_bytes, fix_means=means,
+        static_scales=given_bytes,
     )  # fmt: skip
     return pages
 
@@ -83,53 +88,42 @@ def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope
 
 
 def quantize_rows(
-    x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, means: bool,
-    heads_per_scale: int,
+    x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
+    means: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """A dense `[B, H, S, D]` in FP8 as it lies, one scale a sequence and group of heads; see `ops.quantize_rows`."""
+    """A dense `[B, H, S, D]` in 8 bits as it lies, one scale a sequence and group of heads; see `ops.quantize_rows`."""
     y = x.float() if rope_cos is None else rotate(x.float(), rope_cos, rope_sin, rope_interleaved)
+    y = rotation.rotate(y) if rotate_keys else y
     mean = None
     if means:
         mean = y.mean(2)
         mean = torch.where(torch.isfinite(mean), mean, 0.0)
         y = y - mean[:, :, None]
-    scale = power_of_two_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)))
-    codes = quantize_e4m3(y, scale.repeat_interleave(heads_per_scale, 1)[..., None, None])
-    x_fp8 = torch.empty_like(x, dtype=FP8)
-    x_fp8.view(torch.uint8).copy_(codes.view(torch.uint8))
-    return x_fp8, scale, mean
+    scale = needed_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)), dtype)
+    codes = encode(y, (1.0 / scale).repeat_interleave(heads_per_scale, 1)[..., None, None], dtype).to(dtype)
+    x_8bit = torch.empty_like(x, dtype=dtype)
+    x_8bit.view(torch.uint8).copy_(codes.view(torch.uint8))
+    return x_8bit, scale, mean
 
 
-def _fix_means(pages: KVPages, k, v, cu_seqlens, max_seqlen) -> None:
-    """Means of the sequences that are empty, from a sample of their first tokens."""
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(pages.num_seqs + 1, dtype=torch.int32, device=k.device) * max_seqlen
-    lengths, empty = cu_seqlens.diff(), (pages.cache_seqlens == 0)[:, None, None]
-    rows = sample_rows(lengths, cu_seqlens[:-1]).clamp_max(k.shape[0] - 1)  # an empty sequence has none, and its mean is zero
-    for mean, x in ((pages.k_mean, k), (pages.v_mean, v)):
-        mean.copy_(torch.where(empty, shrunk_mean(x[rows], lengths), mean))
-
-
-def _append_tokens(x, pool, scale, ids, offset, pack, unpack, static_scales) -> None:
-    """Write FP32 tokens `x [n, H, D]` into pages `ids` of `pool`, from token `offset` of the first."""
-    size = (len(ids) * PAGE_SIZE, *x.shape[1:])
-    new = x.new_zeros(size)
+def _append_tokens(x: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor, offset: int, pack, unpack, static_scales: bool) -> None:
+    """Write FP32 tokens `x [n, H, D]` into `pages [P, H, ...]` of codes, from token `offset` of the first; `scale [P, H]` is theirs."""
+    heads, dtype = x.shape[1], pages.dtype
+    held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
+    held[:offset] = 2
+    held[offset : offset + len(x)] = 1
+    new = x.new_zeros(len(held), *x.shape[1:])
     new[offset : offset + len(x)] = x
-    old = unpack(pool.view(torch.uint8)[ids].view(FP8))
-    if static_scales:
-        page_scale = scale[ids]
-    else:
-        page_scale = power_of_two_scale(finite_amax(new.unflatten(0, (-1, PAGE_SIZE)), (1, 3)))
-        if offset:  # the first page holds older tokens: its scale may only grow, and they are shifted along
-            grown = torch.maximum(page_scale[0], scale[ids[0]])
-            old = old.clone()
-            old[:offset] = rescale(old[:offset], scale[ids[0]][:, None], grown[:, None])
-            page_scale[0] = grown
-        scale[ids] = page_scale
-    codes = quantize_e4m3(new, page_scale.repeat_interleave(PAGE_SIZE, 0)[..., None]).view(torch.uint8)
-    written = torch.zeros(size[0], 1, 1, dtype=torch.bool, device=x.device)
-    written[offset : offset + len(x)] = True
-    pool.view(torch.uint8)[ids] = pack(torch.where(written, codes, old.view(torch.uint8)))
+    old = unpack(pages.float()).unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1)
+    codes, settled = settle(
+        new.unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1), old, scale.flatten(),
+        held.view(-1, 1, PAGE_SIZE).expand(-1, heads, -1).flatten(0, 1), dtype, static_scales,
+    )  # fmt: skip
+    codes = codes.nan_to_num(0.0) if dtype == torch.int8 else codes
+    written = pack(codes.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1).to(dtype).view(torch.uint8))
+    kept = pack((held > 0)[:, None, None].expand(len(held), *x.shape[1:]))
+    pages.view(torch.uint8).copy_(torch.where(kept, written, pages.view(torch.uint8)))
+    scale.copy_(settled.view_as(scale))
 
 
 def attention(

@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from .numerics import E4M3, MIN_SCALE, power_of_two_scale
+from .layout import DEFAULT_KEY_DTYPE, FP8, key_type
+from .numerics import E4M3, INT8_MAX, needed_scale
 
 FORMAT = "fp8attn.kv_scales.1"  # what the metadata of a file calls itself
 RECALIBRATE = "calibrate again (fp8attn calibrate --model MODEL --out FILE)"
@@ -26,20 +27,27 @@ class LayerScales:
     """Static scales and means of one layer, as a cache takes them in place of its own.
 
     Attributes:
-        k_scale, v_scale: `[num_kv_heads]` float32; a cache rounds them up to powers of two.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantisation.
+        k_scale, v_scale: `[num_kv_heads]` float32, of K as it is stored: after RoPE, rotated with `rotate_keys`, without its mean. A cache
+            rounds scales of E4M3 up to powers of two.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; K's as the model makes K, not rotated.
+        key_dtype: `"int8"` or `"e4m3"`.
+        rotate_keys: whether K is rotated.
     """
 
     k_scale: torch.Tensor
     v_scale: torch.Tensor
     k_mean: torch.Tensor
     v_mean: torch.Tensor
+    key_dtype: str = DEFAULT_KEY_DTYPE
+    rotate_keys: bool = True
 
     @cached_property
     def page_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K's and V's scales as pages have them, powers of two. Kept, because every cache asks."""
-        k, v = (power_of_two_scale(scale * E4M3.max).clamp_min(MIN_SCALE) for scale in (self.k_scale, self.v_scale))
-        return k, v
+        """K's and V's scales as pages have them. Kept, because every cache asks."""
+        return tuple(
+            needed_scale(scale * (INT8_MAX if dtype == torch.int8 else E4M3.max), dtype)
+            for scale, dtype in ((self.k_scale, key_type(self.key_dtype)), (self.v_scale, FP8))
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,7 +69,7 @@ arrive_with_words = async_copy.mbarrier_arrive
 # sync(): wait for the other threads of this partition, and see what they wrote to shared memory.
 sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv, torch.int8: gl.int8}
 
 
 class Memory:

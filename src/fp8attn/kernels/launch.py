@@ -31,12 +31,16 @@ class View:
         shape, strides: in elements.
         block: what one copy brings.
         swizzled: it lies in shared memory in the default layout; or else as it comes, one row behind the other.
+        dtype: what the tensor's bytes are taken as; None: the tensor's own dtype.
+        offset: bytes before the first element; a multiple of 16.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
     swizzled: bool = True
+    dtype: torch.dtype | None = None
+    offset: int = 0
 
 
 class Tiles(NamedTuple):
@@ -47,7 +51,11 @@ class Tiles(NamedTuple):
 
     def descriptor(self) -> Any:
         """As Triton takes it."""
-        return _descriptor()(self.x.data_ptr(), self.x.dtype, self.view)
+        return _descriptor()(self.x.data_ptr() + self.view.offset, self.dtype, self.view)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.view.dtype or self.x.dtype
 
 
 @cache
@@ -132,9 +140,9 @@ class Compiled(NamedTuple):
             if values[i] is None:
                 return None
             x, view = values[i]
-            if x.dtype is not dtype or view.block != block or view.swizzled is not swizzled:
+            if (view.dtype or x.dtype) is not dtype or view.block != block or view.swizzled is not swizzled:
                 return None
-            values[i] = _descriptor()(x.data_ptr(), dtype, view)
+            values[i] = _descriptor()(x.data_ptr() + view.offset, dtype, view)
         return values
 
 
@@ -224,7 +232,7 @@ def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, given: Cons
     pointers, absent, numbers, specialized, floats, zeros, tiles = [], [], [], [], [], [], []
     for i, (x, param) in enumerate(zip(args, kernel.params, strict=False)):
         if isinstance(x, Tiles):
-            tiles.append((i, x.x.dtype, x.view.block, x.view.swizzled))
+            tiles.append((i, x.dtype, x.view.block, x.view.swizzled))
         elif isinstance(x, Counters):
             zeros.append(i)
         elif isinstance(x, torch.Tensor) and x.data_ptr() % 16 == 0:

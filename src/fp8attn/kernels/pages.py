@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..layout import PAGE_SIZE, V_GROUP, KVPages
+import torch
+
+from ..layout import FP8, HEADER, PAGE_SIZE, V_GROUP, KVPages
 from .gluon import fetch, gl, gluon, reinterpret
 from .launch import Tiles, View
 
@@ -16,26 +18,27 @@ BUNDLE = ROW // V_GROUP  # channels of a row
 def tiles(pages: KVPages, width: int, part: int) -> tuple[Tiles, Tiles]:
     """A page of one head of K, and of V, as TMA copies them.
 
-    `width` is head_dim padded to a power of two; what lies past head_dim becomes zeros. K's block is `[128, width]`. V's has its channels
-    in parts, `[width / part, 8, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
+    `width` is head_dim padded to a power of two; what is past head_dim becomes zeros. K's block is `[1, 128, width]`. V's has its channels
+    in parts, `[1, width / part, 8, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
     """
-    k, v = _views(pages.v.shape, width, part)
-    return Tiles(pages.k, k), Tiles(pages.v, v)
+    k, v = _views(pages.pool.shape, pages.key_dtype, width, part)
+    return Tiles(pages.pool, k), Tiles(pages.pool, v)
 
 
 @lru_cache(maxsize=4096)
-def _views(shape: tuple[int, ...], width: int, part: int) -> tuple[View, View]:
-    """Of `tiles`, for `KVPages.v` of this shape."""
-    num_pages, heads, groups, head_dim, _ = shape
+def _views(shape: tuple[int, ...], key_dtype: torch.dtype, width: int, part: int) -> tuple[View, View]:
+    """Of `tiles`, for a pool of this shape."""
+    num_pages, heads, nbytes = shape
+    head_dim = (nbytes - HEADER) // (2 * PAGE_SIZE)
     slots, parts = num_pages * heads, -(-head_dim // part)
-    if slots * PAGE_SIZE >= 2**31:
+    if slots >= 2**31:
         raise ValueError(f"{num_pages} pages of {heads} KV heads are too many for TMA's 32-bit coordinates; split them over several pools")
     bundles = min(part, head_dim) // BUNDLE
     return (
-        View((slots * PAGE_SIZE, head_dim), (head_dim, 1), (PAGE_SIZE, width)),
+        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, PAGE_SIZE, width), dtype=key_dtype),
         View(
-            (slots, parts, groups, bundles, ROW), (head_dim * PAGE_SIZE, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
-            (1, width // part, groups, part // BUNDLE, ROW), swizzled=False,
+            (slots, parts, PAGE_SIZE // V_GROUP, bundles, ROW), (nbytes, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
+            (1, width // part, PAGE_SIZE // V_GROUP, part // BUNDLE, ROW), swizzled=False, dtype=FP8, offset=PAGE_SIZE * head_dim,
         ),
     )  # fmt: skip
 
@@ -50,9 +53,16 @@ def v_layout(part):
 
 
 @gluon.jit
+def allocate_k(k_desc, STAGES: gl.constexpr):
+    """Shared memory for K of `STAGES` pages, `[STAGES, 128, width]`."""
+    BLOCK: gl.constexpr = k_desc.block_type.shape[1:]
+    return gl.allocate_shared_memory(k_desc.dtype, [STAGES] + BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, k_desc.dtype))  # noqa: RUF005
+
+
+@gluon.jit
 def fetch_k(k_desc, slot, barrier, memory):
     """Starts to copy K of `slot` (page x heads + head) to `memory [128, width]`."""
-    fetch(k_desc, [slot * PAGE, 0], barrier, memory)
+    fetch(k_desc, [slot, 0, 0], barrier, reinterpret(memory, k_desc.dtype, k_desc.block_type.shape, k_desc.layout))
 
 
 @gluon.jit

@@ -1,0 +1,69 @@
+"""The fixed rotation of keys and queries, which spreads channels that stand out over all of their block.
+
+Scores do not change, since one orthogonal matrix is applied to both: `(R q) . (R k) = q . k`. What changes is the error of rounding K and
+Q to 8 bits: in trained models a few channels of both are many times larger than the others, and their errors decide the scores. This is
+the randomized Hadamard transform of QuIP# (Tseng et al., arXiv:2402.04396) and QuaRot (Ashkboos et al., arXiv:2404.00456).
+
+    R = H diag(sign) / sqrt(n)        on each block of n channels
+
+`n` is the largest power of two that divides head_dim, at most 128: 16 for 80, 32 for 96, 64 for 64 and 192, 128 for 128 and 256. H is the
+Hadamard matrix in natural (Sylvester) order. The sign of channel c is fixed: a bit for `c % 16` times a bit for `c // 16 % 8`, from the
+golden ratio's expansion 0x9E3779.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+LOW_SIGNS = 0x9E37  # bit c % 16 is set where the sign is negative,
+HIGH_SIGNS = 0x79  # and bit c // 16 % 8 likewise: the two multiply
+MAX_BLOCK = 128
+
+
+def block_size(head_dim: int) -> int:
+    """Channels that are mixed with one another."""
+    return min(head_dim & -head_dim, MAX_BLOCK)
+
+
+@lru_cache
+def signs(head_dim: int, device: torch.device) -> torch.Tensor:
+    """`[head_dim]` float32 of 1 and -1."""
+    bits = [(LOW_SIGNS >> c % 16 ^ HIGH_SIGNS >> c // 16 % 8) & 1 for c in range(head_dim)]
+    return torch.tensor([1.0 - 2.0 * bit for bit in bits], device=device)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """`R x` on the last dimension, in x's dtype.
+
+    In FP32 this defines the bits that kernels store: the factor `sign / sqrt(n)` first, then `log2(n)` steps over channels 1, 2, 4, ...
+    apart, each `(a, b) -> (u, u - 2 b)` with `u = a + b`, every operation rounded by itself.
+
+    Args:
+        x: `[..., head_dim]`, float32 or float64.
+    """
+    return _hadamard(x * _factor(x))
+
+
+def rotate_back(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `rotate`: `R^T x`."""
+    return _hadamard(x) * _factor(x)
+
+
+def _factor(x: torch.Tensor) -> torch.Tensor:
+    head_dim = x.shape[-1]
+    scale = torch.tensor(block_size(head_dim), dtype=x.dtype, device=x.device).rsqrt()
+    return signs(head_dim, x.device).to(x.dtype) * scale
+
+
+def _hadamard(x: torch.Tensor) -> torch.Tensor:
+    """H on blocks, not normalized."""
+    step = 1
+    while step < block_size(x.shape[-1]):
+        pairs = x.unflatten(-1, (-1, 2, step))
+        a, b = pairs.unbind(-2)
+        u = a + b
+        x = torch.stack([u, u - 2 * b], -2).flatten(-3)
+        step *= 2
+    return x
