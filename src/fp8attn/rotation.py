@@ -53,8 +53,7 @@ def rotate_back(x: torch.Tensor) -> torch.Tensor:
 
 def _factor(x: torch.Tensor) -> torch.Tensor:
     head_dim = x.shape[-1]
-    scale = torch.tensor(block_size(head_dim), dtype=x.dtype, device=x.device).rsqrt()
-    return signs(head_dim, x.device).to(x.dtype) * scale
+    return signs(head_dim, x.device).to(x.dtype) * block_size(head_dim) ** -0.5
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:
