@@ -18,10 +18,19 @@ from machine_code import Built, Sass, build, dry
 from fp8attn import KVPages
 from fp8attn.kernels import prefill
 from fp8attn.kernels.launch import Launch
-from fp8attn.layout import FP8
+from fp8attn.layout import FP8, key_type
 
-EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, "cu_seqlens_q": True}
+EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, "cu_seqlens_q": True, "means": True}
 CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
+    f"d{d}-e4m3": {"head_dim": d, "keys": "e4m3"} for d in (64, 128, 256)
+} | {
+    "d128-long-e4m3-no-lse": {"head_dim": 128, "keys": "e4m3", "long": True, "lse": False},
+    "d256-e4m3-no-lse": {"head_dim": 256, "keys": "e4m3", "lse": False},
+    "d128-long-e4m3-ragged": {"head_dim": 128, "keys": "e4m3", "long": True, "cu_seqlens_q": True},
+    "d128-not-rotated": {"head_dim": 128, "rotate_keys": False},
+    "d128-e4m3-not-rotated": {"head_dim": 128, "keys": "e4m3", "rotate_keys": False},
+    "d128-means": {"head_dim": 128, "means": True},
+    "d256-e4m3-means": {"head_dim": 256, "keys": "e4m3", "means": True},
     "d128-fp16": {"head_dim": 128, "dtype": torch.float16},
     "d128-q8": {"head_dim": 128, "dtype": FP8},
     "d128-long": {"head_dim": 128, "long": True},
@@ -60,9 +69,11 @@ CASES = {f"d{d}": {"head_dim": d} for d in (64, 80, 96, 128, 192, 256)} | {
 
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
-           long=False, rotary=0, interleaved=False, lse=True) -> Launch:  # fmt: skip
-    """The launch of `_prefill` for 64 queries of two sequences."""
-    pages = KVPages.empty(8, 2, head_dim, 2, 4)
+           long=False, rotary=0, interleaved=False, lse=True, keys="int8", rotate_keys=True, means=False) -> Launch:  # fmt: skip
+    """The launch of `_prefill` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
+    keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
+    mean = torch.zeros(2, head_dim) if means else None
+    pages = KVPages.empty(8, 2, head_dim, 2, 4, key_dtype=key_type(keys), rotate_keys=rotate_keys, k_mean=mean, v_mean=mean)
     tables = torch.zeros(64, rotary // 2) if rotary else None
     with dry() as (launches, patch):
         patch.setattr(prefill, "num_sms", lambda device: 132)
@@ -102,7 +113,7 @@ def hot_loop(sass: Sass) -> tuple[int, int]:
     for start, end in spans:
         body = sass.code[start : end + 1]
         # Waits whose retries ptxas moved to the end of the code look like loops too; they enclose exits.
-        if any("EXIT" in x or "USETMAXREG" in x for x in body) or not any("QGMMA" in x for x in body):
+        if any("EXIT" in x or "USETMAXREG" in x for x in body) or not any("GMMA" in x for x in body):
             continue
         if any(start <= a and b <= end and (a, b) != (start, end) and b - a > 100 for a, b in spans):
             continue

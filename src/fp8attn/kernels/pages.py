@@ -6,10 +6,12 @@ from functools import lru_cache
 
 import torch
 
+from .. import layout
 from ..layout import FP8, HEADER, PAGE_SIZE, V_GROUP, KVPages
 from .gluon import fetch, gl, gluon, reinterpret
 from .launch import Tiles, View
 
+page_bytes = gluon.constexpr_function(layout.page_bytes)
 PAGE = gl.constexpr(PAGE_SIZE)
 ROW = 256  # bytes in a row of V's blocks: TMA has no longer ones
 BUNDLE = ROW // V_GROUP  # channels of a row

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import rotation
 from ..layout import FP8, KVPages
 from .combine import MAX_SPLITS, combine
 from .gluon import (
@@ -32,6 +33,7 @@ from .gluon import (
     gl,
     gluon,
     mbarrier,
+    mma_v2,
     reinterpret,
     send,
     send_wait,
@@ -40,7 +42,8 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .launch import Constants, Counters, Tiles, View, constants, launch, num_sms
-from .pages import fetch_k, fetch_v, tiles, v_layout
+from .pages import allocate_k, fetch_k, fetch_v, page_bytes, tiles, v_layout
+from .rotation import block_size
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(128)  # keys of a tile: a page
@@ -49,14 +52,21 @@ P_SHIFT = gl.constexpr(8.0)  # weights are held as 2^8 p: E4M3 keeps 17 binades 
 # queries that all see the same keys.
 FEW = gl.constexpr(256)
 FEW_IN_ALL = gl.constexpr(640)
+TINY = gl.constexpr(2.0**-100)  # the least that a row of queries is scaled by
+LOW_SIGNS, HIGH_SIGNS = (gl.constexpr(bits) for bits in (rotation.LOW_SIGNS, rotation.HIGH_SIGNS))
+ROTATED = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 channels of rotated queries
 UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = gl.constexpr(float("-inf"))  # a masked score
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))  # the rows' sums: eight equal columns
+# INT8 products are summed onto the bits of this number: then the bits of every sum are those of MAGIC + s in FP32 (|s| < 2^22 up to
+# head_dim 256), with no instruction that converts.
+MAGIC = gl.constexpr(12582912.0)
+MAGIC_BITS = gl.constexpr(0x4B400000)
 LN2 = gl.constexpr(math.log(2))
 LOG2E = gl.constexpr(math.log2(math.e))
 
 # What the producer tells the multiplying warps of an item, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
-TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, MEAN, LEFT, ANGLES, FIRST = (gl.constexpr(i) for i in range(12))
+TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, KV_HEAD, LEFT, ANGLES, FIRST = (gl.constexpr(i) for i in range(12))
 FIELDS = gl.constexpr(16)
 
 
@@ -96,10 +106,6 @@ cvt.f32.f16 x0, h0; cvt.f32.f16 x1, h1; cvt.f32.f16 x2, h2; cvt.f32.f16 x3, h3;
 sub.f32 x0, $1, x0; sub.f32 x1, $2, x1; sub.f32 x2, $3, x2; sub.f32 x3, $4, x3;
 cvt.rn.satfinite.e4m3x2.f32 lo, x1, x0; cvt.rn.satfinite.e4m3x2.f32 hi, x3, x2; mov.b32 $0, {lo, hi}; }""")
 
-# Pairs of 16-bit numbers: the larger magnitudes, with any sign, a NaN only of two; BF16 in FP32, for which Triton takes three instructions.
-LARGER_BF16 = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
-LARGER_FP16 = gl.constexpr("max.xorsign.abs.f16x2 $0, $1, $2;")
-BF16_TO_FP32 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 # RoPE of a pair: every product and sum rounds by itself, as torch's do.
 TURN_PAIR = gl.constexpr("""{ .reg .f32 x, y; mul.rn.f32 x, $2, $4; mul.rn.f32 y, $3, $5; sub.rn.f32 $0, x, y;
 mul.rn.f32 x, $3, $4; mul.rn.f32 y, $2, $5; add.rn.f32 $1, x, y; }""")
@@ -143,11 +149,17 @@ def _rest_to_fp8(x):
 
 
 @gluon.jit
-def _weights(s, factor, m, CUBICS: gl.constexpr, CAP: gl.constexpr):
-    """One tile of online softmax: weights 2^8 p, the row's new maximum, and what sums under the old one shrink by."""
+def _weights(s, factor, m, CUBICS: gl.constexpr, CAP: gl.constexpr, INT: gl.constexpr):
+    """One tile of online softmax: weights 2^8 p, the row's new maximum, and what sums under the old one shrink by. With INT the scores
+    are `MAGIC + s`."""
     if CAP:
         m_new = gl.maximum(m, gl.max(s, 1))
         x = s - (m_new - P_SHIFT)[:, None]
+    elif INT:
+        # Positive numbers compare as integers do, for which there is a maximum of three; a masked score is negative.
+        top = gl.max(s.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+        m_new = gl.maximum(m, (top - MAGIC) * factor)
+        x = s * factor[:, None] - (m_new - P_SHIFT + MAGIC * factor)[:, None]
     else:
         m_new = gl.maximum(m, gl.max(s, 1) * factor)
         x = s * factor[:, None] - (m_new - P_SHIFT)[:, None]
@@ -187,8 +199,11 @@ def _row_sums(z, S: gl.constexpr):
 
 
 @gluon.jit
-def _visible(s, factor, shift, cap, edge, tile, S: gl.constexpr, WG: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr, CAP: gl.constexpr):
+def _visible(s, factor, shift, cap, edge, tile, S: gl.constexpr, WG: gl.constexpr, MASK: gl.constexpr, LO: gl.constexpr,
+             CAP: gl.constexpr, INT: gl.constexpr):  # fmt: skip
     """Raw scores after the cap (then in powers of two, `factor` and `shift` applied) and the mask."""
+    if CAP and INT:
+        s = s - MAGIC
     if CAP:  # cap * tanh(y / cap) = cap - 2 cap / (2^(2 y log2(e) / cap) + 1), which is exact enough where tanh.approx is not
         y = s * (factor * (2.0 * LOG2E / cap))[:, None] + (shift * (2.0 * LOG2E / cap))[:, None]
         s = cap - 2.0 * cap * gl.inline_asm_elementwise(LOGISTIC, "=f,f", [y], dtype=gl.float32, is_pure=True, pack=1)
@@ -235,8 +250,35 @@ def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
 @gluon.jit
 def _scores(q, k):
     """Q K, begun."""
-    s = gl.zeros([ROWS, TILE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]))
-    return warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    if k.dtype == gl.int8:
+        s = warpgroup_mma(q, k.permute([1, 0]), gl.full([ROWS, TILE], MAGIC_BITS, gl.int32, S), use_acc=True, is_async=True)
+    else:
+        s = warpgroup_mma(q, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
+def _scored(s):
+    """Scores when their products have been waited for: in FP32, `MAGIC + s` of integers."""
+    if s.dtype == gl.int32:
+        s = s.to(gl.float32, bitcast=True)
+    return s
+
+
+@gluon.jit
+def _scores_twice(q, rest, k):
+    """Q K, done, in FP32, of both parts of Q."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    if k.dtype == gl.int8:  # the rest counts 1 / 256: all of it is an integer below 2^30
+        s = warpgroup_mma(q, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.int32, S), use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s]) * 256
+        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(rest, k.permute([1, 0]), s, use_acc=True, is_async=True)])
+        s = s.to(gl.float32) * (1 / 256)
+    else:
+        s = warpgroup_mma(rest, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)])
+    return s
 
 
 @gluon.jit
@@ -250,19 +292,18 @@ def _weigh(q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, stage, ph
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_s, _, scale_s, _ = ring
     k_full, k_empty, _, _ = bars
+    INT: gl.constexpr = k_s.dtype == gl.int8 and not REST
     mbarrier.wait(k_full.index(stage), phase)
-    if REST:
-        # `tile >> 30` is zero, and ptxas cannot know: descriptors that it kept would leave no uniform registers to the ring's place.
-        s = _scores(rest_s.index(2 * WG + (tile >> 30)), k_s.index(stage + (tile >> 30)))
-        s = warpgroup_mma(q, k_s.index(stage).permute([1, 0]), s, use_acc=True, is_async=True)
-    else:
-        s = _scores(q, k_s.index(stage))
     factor = q_factor * _number(scale_s.index(stage))
     ratio = _number(scale_s.index(STAGES + stage))
-    s = warpgroup_mma_wait(0, deps=[s])
+    if REST:
+        # `tile >> 30` is zero, and ptxas cannot know: descriptors that it kept would leave no uniform registers to the ring's place.
+        s = _scores_twice(q, rest_s.index(2 * WG + (tile >> 30)), k_s.index(stage + (tile >> 30)))
+    else:
+        s = _scored(warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(stage))]))
     mbarrier.arrive(k_empty.index(stage))
-    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
-    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP, INT)
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP, INT)
     # Volatile: it stays before the next wait, and without what it cuts off the FP32 weights end there.
     p = _as_operand(p, P)
     p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
@@ -281,14 +322,15 @@ def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, 
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
     k_s, v_s, scale_s, ones_s = ring
     k_full, k_empty, v_full, v_empty = bars
-    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+    INT: gl.constexpr = k_s.dtype == gl.int8
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP, INT)
     p8 = _to_fp8(_as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
     none, _ = _nothing()
     mbarrier.wait(v_full.index(vst), vph)
     total = _add_up(p8, ones_s, none, False)
     t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
     mbarrier.wait(k_full.index(kst), kph)
-    s_next = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    s_next = _scores(q, k_s.index(kst))
     shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
     k_scale = _number(scale_s.index(kst))
     ratio = _number(scale_s.index(STAGES + kst))
@@ -297,9 +339,9 @@ def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, 
     z = _grow(z, alpha, total)
     acc = acc * shrink[:, None] + t
     factor = q_factor * k_scale
-    s = warpgroup_mma_wait(0, deps=[s_next])
+    s = _scored(warpgroup_mma_wait(0, deps=[s_next]))
     mbarrier.arrive(k_empty.index(kst))
-    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP, INT)
     kst, kph = advance(kst, kph, STAGES)
     vst, vph = advance(vst, vph, STAGES)
     return s, factor, ratio, m, z, acc, kst, kph, vst, vph
@@ -324,12 +366,13 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
     m = gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, S))
     none, z = _nothing()
     mbarrier.wait(k_full.index(kst), kph)
-    s = warpgroup_mma(q, k_s.index(kst).permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
+    INT: gl.constexpr = k_s.dtype == gl.int8
+    s = _scores(q, k_s.index(kst))
     factor = q_factor * _number(scale_s.index(kst))
     ratio = _number(scale_s.index(STAGES + kst))
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = _scored(warpgroup_mma_wait(0, deps=[s]))
     mbarrier.arrive(k_empty.index(kst))
-    s = _visible(s, factor, shift, cap, edge, top, S, WG, True, LO, CAP)
+    s = _visible(s, factor, shift, cap, edge, top, S, WG, True, LO, CAP, INT)
     kst, kph = advance(kst, kph, STAGES)
     tile = top - 1
     for _ in range(n_hi):
@@ -348,7 +391,7 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
                 q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, z, acc, kst, kph, vst, vph,
                 WG, D, STAGES, CUBICS, True, LO, CAP)  # fmt: skip
             tile -= 1
-    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP, INT)
     p8 = _to_fp8(_as_operand(p, P))
     mbarrier.wait(v_full.index(vst), vph)
     total = _add_up(p8, ones_s, none, False)
@@ -377,10 +420,11 @@ def _tile(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, 
         q_factor = factor_s.load(gl.SliceLayout(1, S))  # no registers for it between tiles
     factor = q_factor * _number(scale_s.index(stage))
     ratio = _number(scale_s.index(STAGES + stage))
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = _scored(warpgroup_mma_wait(0, deps=[s]))
     mbarrier.arrive(k_empty.index(stage))
-    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP)
-    p, alpha, m = _weights(s, factor, m, CUBICS, CAP)
+    INT: gl.constexpr = k_s.dtype == gl.int8
+    s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP, INT)
+    p, alpha, m = _weights(s, factor, m, CUBICS, CAP, INT)
     # Volatile: it stays before the next wait, and the FP32 weights end there.
     p = _as_operand(p, gl.DotOperandLayout(0, OUT, 4))
     p8 = gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=False, pack=4)
@@ -663,63 +707,136 @@ def _mean(mean, first: gl.constexpr, N: gl.constexpr, DH: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def _largest(x):
-    """The largest magnitude of each row of 16-bit numbers, in FP32; NaN counts for nothing. Two at a time, while a thread has so many."""
-    if x.shape[1] > 16:
-        a, b = x.reshape([ROWS, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-        LARGER: gl.constexpr = LARGER_BF16 if x.dtype == gl.bfloat16 else LARGER_FP16
-        return _largest(gl.inline_asm_elementwise(LARGER, "=r,r,r", [a, b], dtype=x.dtype, is_pure=True, pack=2))
-    else:
-        return gl.max(gl.abs(x.to(gl.float32)), 1)
+def _mixer(DTYPE: gl.constexpr, zero):
+    """`H diag(sign)` of 16 channels, transposed, as the right operand of `mma_v2`. `zero` is 0, which ptxas cannot know: what it could
+    compute ahead of the items would keep registers."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(1, ROTATED, 2)
+    channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None] + zero
+    odd = channel & gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    odd = odd ^ (odd >> 2)
+    odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> channel)) & 1
+    return gl.where(odd > 0, -1.0, 1.0).to(DTYPE)
 
 
 @gluon.jit
-def _widen(x):
-    """16-bit numbers in FP32."""
-    if x.dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise(BF16_TO_FP32, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+def _mix(blocks, STEP: gl.constexpr, N: gl.constexpr):
+    """The steps of the Hadamard transform over blocks `STEP`, `2 STEP`, ... below N apart."""
+    if STEP >= N:
+        return blocks
     else:
-        y = x.to(gl.float32)
-    return y
+        mixed = ()
+        for j in gl.static_range(len(blocks)):
+            if j & STEP:
+                mixed += (blocks[j - STEP] - blocks[j],)
+            else:
+                mixed += (blocks[j] + blocks[j + STEP],)
+        return _mix(mixed, 2 * STEP, N)
 
 
 @gluon.jit
-def _load_q(q_s, q16_s, k_mean, scale, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr, SHIFT: gl.constexpr):
-    """Scale rows by powers of two, round them to FP8 into `q_s`; their factors, and with SHIFT their scores against K's means (in powers
-    of two)."""
+def _rows_of_q(q16_s, zero, DH: gl.constexpr, D: gl.constexpr, ROTATE: gl.constexpr):
+    """A warpgroup's rows of Q in FP32, 16 channels at a time; rotated, but for the factor `block ** -0.5` (`rotation.rotate`)."""
+    blocks = ()
+    if ROTATE:
+        mixer = _mixer(q16_s.dtype, zero)
+        for j in gl.static_range(D // 16):
+            x = q16_s.slice(16 * j, 16, 1).load(gl.DotOperandLayout(0, ROTATED, 2))
+            x = mma_v2(x, mixer, gl.zeros([ROWS, 16], gl.float32, ROTATED))
+            if (HIGH_SIGNS >> (j % 8)) & 1:
+                blocks += (-x,)
+            else:
+                blocks += (x,)
+        blocks = _mix(blocks, 1, block_size(DH) // 16)
+    else:
+        for j in gl.static_range(D // 16):
+            blocks += (q16_s.slice(16 * j, 16, 1).load(ROTATED).to(gl.float32),)
+    return blocks
+
+
+@gluon.jit
+def _largest(blocks):
+    """The largest magnitude of each row; NaN counts for nothing."""
+    x = gl.abs(blocks[0])
+    for j in gl.static_range(1, len(blocks)):
+        x = gl.maximum(x, gl.abs(blocks[j]))
+    return gl.max(x, 1)
+
+
+@gluon.jit
+def _rounded(x):
+    """The nearest integers, |x| < 2^22, as they are in the last bits of FP32."""
+    return x + MAGIC
+
+
+@gluon.jit
+def _load_q(q_s, q16_s, k_mean, scale, zero, DH: gl.constexpr, D: gl.constexpr, Q16: gl.constexpr, ROTATE: gl.constexpr,
+            SHIFT: gl.constexpr):  # fmt: skip
+    """Rotate rows, scale them (E4M3: by powers of two), round them to 8 bits into `q_s`; their factors, and with SHIFT their scores
+    against K's mean (in powers of two)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
-    A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
     if Q16:
-        x = q16_s.load(A)
-        largest = gl.convert_layout(_largest(x), gl.SliceLayout(1, A), assert_trivial=True)
-        x = _widen(x)
-        bits = largest.to(gl.int32, bitcast=True)
-        # numerics.power_of_two_scale, in bits
-        exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
-        exponent = gl.minimum(gl.maximum(exponent, -60), 120)
-        up = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
-        q_factor = ((127 + exponent) << 23).to(gl.float32, bitcast=True) * scale
-        q_s.store(_to_fp8(x * up[:, None]))
+        blocks = _rows_of_q(q16_s, zero, DH, D, ROTATE)
+        if ROTATE:
+            scale = scale * block_size(DH) ** -0.5
+        largest = _largest(blocks)
+        if q_s.dtype == gl.int8:
+            largest = gl.maximum(largest, TINY)
+            up = 127.0 / largest
+            q_factor = largest * (1 / 127)
+            broken = blocks[0] * 0.0  # NaN has no code: the row's factor says it
+            for j in gl.static_range(1, D // 16):
+                broken += blocks[j] * 0.0
+            q_factor += gl.sum(broken, 1)
+            for j in gl.static_range(D // 16):
+                codes = _rounded(blocks[j] * up[:, None]).to(gl.int32, bitcast=True).to(gl.int8)
+                q_s.slice(16 * j, 16, 1).store(codes)
+        else:
+            up, q_factor = _powers(largest)
+            for j in gl.static_range(D // 16):
+                q_s.slice(16 * j, 16, 1).store(_to_fp8(blocks[j] * up[:, None]))
         fence_async_shared()
+        q_factor = q_factor * scale
+        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, ROTATED))
+        if SHIFT:
+            for j in gl.static_range(D // 16):
+                shift += gl.sum(blocks[j] * _mean(k_mean, 16 * j, 16, DH, D, gl.SliceLayout(0, ROTATED))[None, :], 1) * scale
     else:
-        x = q_s.load(A).to(gl.float32)
+        A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
         q_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
-    if SHIFT:
-        shift = gl.sum(x * _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))[None, :], 1) * scale
-    else:
         shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
-    row: gl.constexpr = gl.SliceLayout(1, S)
-    return gl.convert_layout(q_factor, row, assert_trivial=True), gl.convert_layout(shift, row, assert_trivial=True)
+        if SHIFT:
+            x = q_s.load(A).to(gl.float32)
+            shift = gl.sum(x * _mean(k_mean, 0, D, DH, D, gl.SliceLayout(0, A))[None, :], 1) * scale
+    return gl.convert_layout(q_factor, ROW, assert_trivial=True), gl.convert_layout(shift, ROW, assert_trivial=True)
 
 
 @gluon.jit
-def _keep_rest(rest_s, q16_s, q_factor, scale):
-    """What rounding cut off Q, in FP8, where its 16 bits stood."""
-    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]), 4)
-    # scale / q_factor, a power of two
-    up = scale.to(gl.int32, bitcast=True) - q_factor.to(gl.int32, bitcast=True) + 0x3F800000
-    up = gl.convert_layout(up.to(gl.float32, bitcast=True), gl.SliceLayout(1, A), assert_trivial=True)
-    rest_s.store(_rest_to_fp8(_widen(q16_s.load(A)) * up[:, None]))
+def _powers(largest):
+    """By how much to scale rows for E4M3, and its inverse: `numerics.power_of_two_scale`, in bits."""
+    bits = largest.to(gl.int32, bitcast=True)
+    exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+    exponent = gl.minimum(gl.maximum(exponent, -60), 120)
+    return ((127 - exponent) << 23).to(gl.float32, bitcast=True), ((127 + exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _keep_rest(rest_s, q16_s, zero, DH: gl.constexpr, D: gl.constexpr, ROTATE: gl.constexpr):
+    """What rounding cut off Q, in 8 bits, in the memory of its 16 bits: of INT8 in units of 1 / 256."""
+    blocks = _rows_of_q(q16_s, zero, DH, D, ROTATE)
+    largest = _largest(blocks)
+    sync()  # all of this warpgroup's rows are read
+    if rest_s.dtype == gl.int8:
+        up = 127.0 / gl.maximum(largest, TINY)
+        for j in gl.static_range(D // 16):
+            x = blocks[j] * up[:, None]
+            rest = (x - (_rounded(x) - MAGIC)) * 256.0
+            codes = _rounded(gl.minimum(rest, 127.0)).to(gl.int32, bitcast=True).to(gl.int8)
+            rest_s.slice(16 * j, 16, 1).store(codes)
+    else:
+        up, _ = _powers(largest)
+        for j in gl.static_range(D // 16):
+            rest_s.slice(16 * j, 16, 1).store(_rest_to_fp8(blocks[j] * up[:, None]))
     fence_async_shared()
 
 
@@ -755,14 +872,16 @@ def _write(out, at, v_mean, acc, inverse, share, unseen, blind, count, first: gl
     there are any, or None where there may be. `at` is where the rows begin: batch, token, head."""
     if first < DH:
         OUT: gl.constexpr = acc.type.layout
-        v_mean = _mean(v_mean, first, N, DH, D, gl.SliceLayout(0, OUT))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         unseen = gl.convert_layout(unseen, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-        if SHARE:
-            share = gl.convert_layout(share, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-            y = acc * inverse + v_mean[None, :] * share
-        else:
-            y = acc * inverse + v_mean[None, :]
+        y = acc * inverse
+        if v_mean is not None:
+            v_mean = _mean(v_mean, first, N, DH, D, gl.SliceLayout(0, OUT))
+            if SHARE:
+                share = gl.convert_layout(share, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+                y += v_mean[None, :] * share
+            else:
+                y += v_mean[None, :]
         if blind is None:
             y = gl.where(unseen, 0.0, y)
         elif blind:  # volatile moves, or the branch would become the 64 selections that it saves
@@ -791,7 +910,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
               sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, WG: gl.constexpr,
               WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr, Q16: gl.constexpr,
               LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
-              STEP: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
+              STEP: gl.constexpr, ROTATE: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup: its 64 rows of every item that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     k_full, k_empty, v_full, v_empty = bars
@@ -822,8 +941,10 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             few = few & (length > 0)
         if D < 256:
             k_mean = means_s.index(slot)
+        elif SHIFT:
+            k_mean = k_mean_ptr + _field(info_s, slot, KV_HEAD) * DH
         else:
-            k_mean = k_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
+            k_mean: gl.constexpr = None
         q = q_s.index(WG if Q16 else slot * WGS + WG)
         if HALF:
             cos_ptr, sin_ptr, angle_stride_b, angle_stride_t = rope
@@ -833,7 +954,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
                 _turn_q(
                     q16_s.index(WG), cos_ptr + angles * 8, sin_ptr + angles * 8, angle_stride_t, count - 1,
                     D, HALF, INTERLEAVED, STEP)  # fmt: skip
-        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, DH, D, Q16, SHIFT)
+        q_factor, shift = _load_q(q, q16_s.index(WG), k_mean, scale, item >> 30, DH, D, Q16, ROTATE, SHIFT)
         if SHIFT and not CAP:
             shift_s.index(WG).store(shift)  # wanted again at the end: no registers for it until then
 
@@ -858,7 +979,7 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             stage, phase = advance(stage, phase, STAGES)
         if few:
             if Q16:
-                _keep_rest(rest_s.index(2 * WG), q16_s.index(WG), q_factor, scale)
+                _keep_rest(rest_s.index(2 * WG), q16_s.index(WG), item >> 30, DH, D, ROTATE)
             else:
                 mbarrier.arrive(q_empty.index(WG))  # the next item's FP8 rows have memory of their own
             if D == 256:
@@ -921,10 +1042,12 @@ def _multiply(q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor
             count = gl.where(_field(info_s, slot, LENGTH) > 0, count, 0)
         SHARE: gl.constexpr = sinks_ptr is not None
         at = (batch, token, head)
-        if D < 256:
+        if v_mean_ptr is None:
+            v_mean: gl.constexpr = None
+        elif D < 256:
             v_mean = means_s.index(2 + slot)
         else:
-            v_mean = v_mean_ptr + _field(info_s, slot, MEAN).to(gl.int64) * DH
+            v_mean = v_mean_ptr + _field(info_s, slot, KV_HEAD) * DH
         if D == 256:
             _write(out, at, v_mean, a0, inverse, share, unseen, blind, count, 0, D // 4, DH, D, SHARE, WG)
             _write(out, at, v_mean, a1, inverse, share, unseen, blind, count, D // 4, D // 4, DH, D, SHARE, WG)
@@ -1033,7 +1156,13 @@ def _advance_to(claim, at, seqs, heads, cu_ptr, lens_ptr, num_tokens, num_seqs, 
 
 
 @gluon.jit
-def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
+def _header(header_ptr, slot, DH: gl.constexpr):
+    """The scale of K of `slot`; V's is behind it. `header_ptr` is the first slot's."""
+    return header_ptr + slot.to(gl.int64) * (page_bytes(DH) // 4)
+
+
+@gluon.jit
+def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, header_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
              lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal,
              window, parts, least, together, WGS: gl.constexpr, DH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q16: gl.constexpr,
              LO: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
@@ -1099,10 +1228,10 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             mbarrier.wait(q_empty.index(i), slot ^ 1)
         if D < 256:
             channel = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [1], [0]))
-            mean = (held * num_kv_heads + kv_head) * DH + channel
-            fetch_words(means_s.index(2 + slot), v_mean_ptr + mean, mask=channel < DH)  # zeros where the mask is not
+            if v_mean_ptr is not None:  # zeros where the mask is not
+                fetch_words(means_s.index(2 + slot), v_mean_ptr + kv_head * DH + channel, mask=channel < DH)
             if SHIFT:
-                fetch_words(means_s.index(slot), k_mean_ptr + mean, mask=channel < DH)
+                fetch_words(means_s.index(slot), k_mean_ptr + kv_head * DH + channel, mask=channel < DH)
         for i in gl.static_range(WGS):
             fetch(q_d, [batch, token + i * ROWS, head, 0], q_full.index(i), q_s.index(i if Q16 else slot * WGS + i))
         length = gl.where(owner < num_seqs, length, 0)
@@ -1138,22 +1267,23 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
         _put(info_s, slot, POSITION, position)
         _put(info_s, slot, LENGTH, length)
         _put(info_s, slot, HEAD, head)
-        _put(info_s, slot, MEAN, held * num_kv_heads + kv_head)
+        _put(info_s, slot, KV_HEAD, kv_head)
         _put(info_s, slot, LEFT, left)
         _put(info_s, slot, FIRST, first)
         if HALF:
             _put(info_s, slot, ANGLES, batch)
         sync()
-        if D < 256:
+        if D < 256 and (SHIFT or v_mean_ptr is not None):
             for i in gl.static_range(WGS):
                 arrive_with_words(q_full.index(i))
         for i in gl.static_range(WGS):
             mbarrier.expect(q_full.index(i), ROWS * D * (q_d.dtype.primitive_bitwidth // 8))
         at = page * num_kv_heads + kv_head
-        k_scale = gl.load(k_scale_ptr + at + none, mask=none + length > 0, other=1.0)  # an empty sequence's page is anybody's
-        v_scale = gl.load(v_scale_ptr + at + none)
+        scales = _header(header_ptr, at + none, DH)
+        k_scale = gl.load(scales, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
+        v_scale = gl.load(scales + 1)
         # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
-        before = gl.load(v_scale_ptr + at + none, cache_modifier=".ca")
+        before = gl.load(scales + 1, cache_modifier=".ca")
         for j in range(last - bottom + 1):
             mbarrier.wait(k_empty.index(stage), phase)
             fetch_k(k_d, at, k_full.index(stage), k_s.index(stage))  # before its scale is there
@@ -1168,8 +1298,9 @@ def _produce(q_d, k_d, v_d, q_s, ring, info_s, last_s, means_s, q_bars, bars, k_
             mbarrier.expect(k_full.index(stage), TILE * D)
             here = at
             at = ahead * num_kv_heads + kv_head
-            k_scale = gl.load(k_scale_ptr + at + none)
-            v_scale = gl.load(v_scale_ptr + at + none)
+            scales = _header(header_ptr, at + none, DH)
+            k_scale = gl.load(scales)
+            v_scale = gl.load(scales + 1)
             ahead = gl.load(table + gl.maximum(last - 2 - j, bottom))
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), TILE * D)
@@ -1206,29 +1337,31 @@ NUMBERS = (
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
-def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr,
+def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lens_ptr, cu_ptr,
              sinks_ptr, left_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
              num_kv_heads, table_width, causal, window, parts, least, together, plane, scale, cap, cos_ptr, sin_ptr, angle_stride_b,
              angle_stride_t, DH: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, CUBICS: gl.constexpr,
              LO: gl.constexpr, CAP: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, INTERLEAVED: gl.constexpr,
-             STEP: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
+             STEP: gl.constexpr, ROTATE: gl.constexpr, REGS: gl.constexpr, FEED: gl.constexpr):  # fmt: skip
     Q16: gl.constexpr = q_d.dtype.primitive_bitwidth == 16
-    SHIFT: gl.constexpr = lse_ptr is not None or CAP or sinks_ptr is not None  # K's means: weights alone do without
+    # K's mean: weights alone do without.
+    SHIFT: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or CAP or sinks_ptr is not None)
+    header_ptr = (pool_ptr + 256 * DH).to(gl.pointer_type(gl.float32))
     rope = (cos_ptr, sin_ptr, angle_stride_b, angle_stride_t)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q_d.dtype)
     TURNS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
     q_in = gl.allocate_shared_memory(q_d.dtype, [TURNS * WGS, 1, ROWS, 1, D], q_d.layout)
     q16_s = reinterpret(q_in, q_d.dtype, [TURNS * WGS, ROWS, D], FLAT)
     if Q16:
-        FP8: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv)
-        q_s = gl.allocate_shared_memory(gl.float8e4nv, [WGS, ROWS, D], FP8)
-        rest_s = reinterpret(q_in, gl.float8e4nv, [2 * WGS, ROWS, D], FP8)
+        BYTES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_d.dtype)
+        q_s = gl.allocate_shared_memory(k_d.dtype, [WGS, ROWS, D], BYTES)
+        rest_s = reinterpret(q_in, k_d.dtype, [2 * WGS, ROWS, D], BYTES)
     else:
         q_s = q16_s
         rest_s = q16_s
     PARTS: gl.constexpr = v_d.block_type.shape[1]  # of V's channels, each of them one product
     ring = (
-        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, D], k_d.layout),
+        allocate_k(k_d, STAGES),
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, D // PARTS, TILE], v_layout(D // PARTS)),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.float8e4nv, [8, TILE], gl.NVMMASharedLayout.get_default_for([8, TILE], gl.float8e4nv)),
@@ -1269,11 +1402,11 @@ def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, ROTATE, SHIFT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
-            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, ROTATE, SHIFT)),
+            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, header_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
                         table_width, causal, window, parts, least, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
         ], [4, 1], [REGS, FEED])  # fmt: skip
@@ -1281,14 +1414,14 @@ def _prefill(q_d, k_d, v_d, out_d, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, k
         gl.warp_specialize([
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 0, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, ROTATE, SHIFT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 1, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, ROTATE, SHIFT)),
             (_multiply, (q_s, q16_s, rest_s, ring, info_s, last_s, means_s, shift_s, factor_s, q_bars, bars, out, lse_ptr, k_mean_ptr,
                          v_mean_ptr, sinks_ptr, num_tokens, num_q_heads, causal, window, plane, scale, cap, rope, 2, WGS, DH,
-                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, SHIFT)),
-            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr,
+                         D, STAGES, CUBICS, Q16, LO, CAP, SPLIT, HALF, INTERLEAVED, STEP, ROTATE, SHIFT)),
+            (_produce, (q_d, k_d, v_d, q_in, ring, info_s, last_s, means_s, q_bars, bars, header_ptr, k_mean_ptr, v_mean_ptr,
                         table_ptr, lens_ptr, cu_ptr, left_ptr, counter_ptr, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads,
                         table_width, causal, window, parts, least, together, WGS, DH, D, STAGES, Q16, LO, SPLIT, HALF, SHIFT)),
         ], [4, 4, 1], [REGS, REGS, FEED])  # fmt: skip
@@ -1351,20 +1484,22 @@ def attention(
     equal bits.
 
     Args:
-        q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, scaled per row and rounded to FP8
-            here; or float8_e4m3fn, taken as it is.
+        q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, rotated as K is, scaled
+            per row and rounded to K's dtype here; or float8_e4m3fn, taken as it is.
         rope_cos, rope_sin: `[T, R / 2]` or `[num_seqs, S, R / 2]`, such that `turns` says yes: Q is turned first, and rounded to its dtype.
         return_lse: without it `lse` may be None, and an item costs less.
     Returns:
-        `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says how they lie.
+        `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says their order of memory.
     Raises:
-        ValueError: FP8 queries come with tables.
+        ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
     """
     if rope_cos is not None and q.dtype == FP8:
         raise ValueError("FP8 queries cannot be turned, they are rounded already: rotate them before they are quantised")
+    if q.dtype == FP8 and (pages.rotate_keys or pages.key_dtype != FP8):
+        raise ValueError("FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to these pages")
     device = q.device
     *rows, head_dim = shape = q.shape
-    num_pages, num_kv_heads, _, _ = pages.k.shape
+    num_pages, num_kv_heads = pages.pool.shape[:2]
     table = pages.page_table
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     # Two kinds of launches write an LSE that nobody reads: without it ptxas spills in their loops (-20%).
@@ -1388,7 +1523,7 @@ def attention(
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
     queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, given = plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, rope,
+        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys,
     )  # fmt: skip
     sinks = None if sinks is None else sinks.float()
     target, target_lse = out, lse
@@ -1400,7 +1535,7 @@ def attention(
     args = (
         Tiles(q, queries), *tiles(pages, width, part),
         *((None, target) if outputs is None else (Tiles(out, outputs), None)),
-        target_lse, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        target_lse, pages.pool, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
         *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
     )  # fmt: skip
@@ -1441,6 +1576,7 @@ def plan(
     softcap: bool,
     leftpad: bool,
     rope: tuple[int, tuple[int, ...], bool] | None,
+    rotate_keys: bool,
 ) -> Plan:
     """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `rope` is R / 2, the
     tables' strides and `rope_interleaved`."""
@@ -1480,8 +1616,8 @@ def plan(
         outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     given = constants(
         "prefill", device, DH=head_dim, D=width, WGS=cut.warpgroups, STAGES=cut.stages, CUBICS=cut.cubics, LO=window > 0 or leftpad,
-        CAP=softcap, SPLIT=splits > 1, HALF=half, INTERLEAVED=interleaved and half > 0, STEP=step, REGS=cut.regs, FEED=cut.feed,
-        num_warps=4, launch_pdl=True,
+        CAP=softcap, SPLIT=splits > 1, HALF=half, INTERLEAVED=interleaved and half > 0, STEP=step, ROTATE=rotate_keys, REGS=cut.regs,
+        FEED=cut.feed, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])

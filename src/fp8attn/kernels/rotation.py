@@ -5,10 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rotation import HIGH_SIGNS, LOW_SIGNS, block_size
+from .. import rotation
 
-_LOW = tl.constexpr(LOW_SIGNS)
-_HIGH = tl.constexpr(HIGH_SIGNS)
+_LOW = tl.constexpr(rotation.LOW_SIGNS)
+_HIGH = tl.constexpr(rotation.HIGH_SIGNS)
+
+
+block_size = triton.constexpr_function(rotation.block_size)
 
 
 @triton.constexpr_function
