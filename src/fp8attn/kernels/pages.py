@@ -64,7 +64,9 @@ def allocate_k(k_desc, STAGES: gl.constexpr):
 @gluon.jit
 def fetch_k(k_desc, slot, barrier, memory):
     """Starts to copy K of `slot` (page x heads + head) to `memory [128, width]`."""
-    fetch(k_desc, [slot, 0, 0], barrier, reinterpret(memory, k_desc.dtype, k_desc.block_type.shape, k_desc.layout))
+    SHAPE: gl.constexpr = k_desc.block_type.shape
+    LAYOUT: gl.constexpr = k_desc.layout
+    fetch(k_desc, [slot, 0, 0], barrier, reinterpret(memory, k_desc.dtype, SHAPE, LAYOUT))
 
 
 @gluon.jit
