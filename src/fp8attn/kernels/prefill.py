@@ -61,7 +61,6 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))  # t
 # INT8 products are summed onto the bits of this number: then the bits of every sum are those of MAGIC + s in FP32 (|s| < 2^22 up to
 # head_dim 256), with no instruction that converts.
 MAGIC = gl.constexpr(12582912.0)
-MAGIC_BITS = gl.constexpr(0x4B400000)
 LN2 = gl.constexpr(math.log(2))
 LOG2E = gl.constexpr(math.log2(math.e))
 
@@ -90,6 +89,14 @@ def _exp2_asm(n: int, cubics: int) -> str:
     return "{ .reg .f32 t, r, b, f, p; .reg .s32 i;\n" + "\n".join(lines) + "}"
 
 
+def _fill_asm(part: int) -> str:
+    """PTX for 16 registers that hold `MAGIC + 0 * c`, with another c for each: ptxas would move equal ones, by a pipe of half the speed."""
+    lines = (f"fma.rn.f32 ${i}, ${16 + i}, 0f{0x3F800000 + (16 * part + i << 16):08X}, magic;" for i in range(16))
+    return "{ .reg .f32 magic; mov.f32 magic, 0f4B400000;\n" + "\n".join(lines) + "}"
+
+
+FILL_0, FILL_1, FILL_2, FILL_3 = (gl.constexpr(_fill_asm(part)) for part in range(4))
+FILL_REGS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 16))
 _EX2 = [gl.constexpr(_exp2_asm(16, cubics)) for cubics in range(3)]
 EX2_0, EX2_1, EX2_2 = _EX2
 EX2_REGS = gl.constexpr(",".join(["=f"] * 16 + ["f"] * 16))
@@ -248,11 +255,21 @@ def _last_key(info_s, slot, causal, S: gl.constexpr, WG: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, k):
-    """Q K, begun."""
+def _fill(zero, ASM: gl.constexpr):
+    """MAGIC's bits in the place of every zero."""
+    return gl.inline_asm_elementwise(ASM, FILL_REGS, [zero], dtype=gl.int32, is_pure=True, pack=16)
+
+
+@gluon.jit
+def _scores(q, k, m):
+    """Q K, begun; `m` are the rows' maxima so far, of which nothing is used but that they are finite."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     if k.dtype == gl.int8:
-        s = warpgroup_mma(q, k.permute([1, 0]), gl.full([ROWS, TILE], MAGIC_BITS, gl.int32, S), use_acc=True, is_async=True)
+        zero, _ = gl.broadcast((m * 0.0)[:, None], gl.zeros([ROWS, TILE], gl.float32, S))
+        a, b, c, d = _split(zero, 4)
+        s = _join((_fill(a, FILL_0), _fill(b, FILL_1), _fill(c, FILL_2), _fill(d, FILL_3)))
+        s = gl.convert_layout(s, S, assert_trivial=True)
+        s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)
     else:
         s = warpgroup_mma(q, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, S), use_acc=False, is_async=True)
     return s
@@ -300,7 +317,7 @@ def _weigh(q, rest_s, ring, bars, q_factor, shift, cap, edge, tile, m, stage, ph
         # `tile >> 30` is zero, and ptxas cannot know: descriptors that it kept would leave no uniform registers to the ring's place.
         s = _scores_twice(q, rest_s.index(2 * WG + (tile >> 30)), k_s.index(stage + (tile >> 30)))
     else:
-        s = _scored(warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(stage))]))
+        s = _scored(warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(stage), m)]))
     mbarrier.arrive(k_empty.index(stage))
     s = _visible(s, factor, shift, cap, edge, tile, S, WG, MASK, LO, CAP, INT)
     p, alpha, m = _weights(s, factor, m, CUBICS, CAP, INT)
@@ -330,7 +347,7 @@ def _step(q, ring, bars, s, factor, ratio, q_factor, shift, cap, edge, tile, m, 
     total = _add_up(p8, ones_s, none, False)
     t = warpgroup_mma(p8, v_s.index(vst).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
     mbarrier.wait(k_full.index(kst), kph)
-    s_next = _scores(q, k_s.index(kst))
+    s_next = _scores(q, k_s.index(kst), m)
     shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
     k_scale = _number(scale_s.index(kst))
     ratio = _number(scale_s.index(STAGES + kst))
@@ -367,7 +384,7 @@ def _attend(q, ring, bars, q_factor, shift, cap, edge, top, n_hi, n_free, n_lo, 
     none, z = _nothing()
     mbarrier.wait(k_full.index(kst), kph)
     INT: gl.constexpr = k_s.dtype == gl.int8
-    s = _scores(q, k_s.index(kst))
+    s = _scores(q, k_s.index(kst), m)
     factor = q_factor * _number(scale_s.index(kst))
     ratio = _number(scale_s.index(STAGES + kst))
     s = _scored(warpgroup_mma_wait(0, deps=[s]))
@@ -415,7 +432,7 @@ def _tile(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, 
     k_s, v_s, scale_s, ones_s = ring
     k_full, k_empty, v_full, v_empty = bars
     mbarrier.wait(k_full.index(stage), phase)
-    s = _scores(q, k_s.index(stage))
+    s = _scores(q, k_s.index(stage), m)
     if Q16:
         q_factor = factor_s.load(gl.SliceLayout(1, S))  # no registers for it between tiles
     factor = q_factor * _number(scale_s.index(stage))
