@@ -35,8 +35,8 @@ def emulate(launch: Launch, late: tuple[int, ...] = ()) -> int:
             continue
         if isinstance(value, Tiles):
             (x, view), meta = value, next(metas)
-            about = x.itemsize, view.shape, view.strides, meta["block_size"], 16 << meta["swizzle"]
-            arguments += [TensorMap(memory, address(x), *about), *view.shape, *view.strides]
+            about = value.dtype.itemsize, view.shape, view.strides, meta["block_size"], 16 << meta["swizzle"]
+            arguments += [TensorMap(memory, address(x) + view.offset, *about), *view.shape, *view.strides]
         elif isinstance(value, Counters):
             counters.append(torch.zeros(value.count, dtype=torch.int32))
             arguments.append(address(counters[-1]))

@@ -295,7 +295,7 @@ class Machine:
             return np.zeros(32, dtype)
         if name.startswith(("0f", "0F")):
             return np.full(32, int(name[2:], 16), np.uint32).view(np.float32)
-        value = int(name, 0)
+        value = int(name.rstrip("U"), 0)
         if kind == "pred":
             return np.full(32, value != 0)
         size = np.dtype(dtype).itemsize
@@ -410,6 +410,12 @@ class Machine:
                     value, start, width = x[0], int(operands[2]), int(operands[3])
                     field = (value.astype(np.int64) & 0xFFFFFFFF) >> start & ((1 << width) - 1)
                     out = np.where(field >> (width - 1) & (kind[0] == "s"), field - (1 << width), field).astype(x[0].dtype)
+                case "prmt":
+                    pool = np.stack([np.ascontiguousarray(v).view(np.uint8).reshape(32, 4) for v in x[:2]], 1).reshape(32, 8)
+                    places = x[2][:, None] >> np.array([0, 4, 8, 12], np.uint32)
+                    picked = np.take_along_axis(pool, (places & 7).astype(np.int64), 1)
+                    picked = np.where(places & 8, np.where(picked & 0x80, 0xFF, 0), picked).astype(np.uint8)  # its sign alone
+                    out = picked.view(np.uint32)[:, 0]
                 case "copysign":
                     out = np.copysign(x[1], x[0])
                 case "popc":
@@ -720,14 +726,24 @@ class Machine:
         return warp.cta.shared[at]
 
     def op_mma(self, warp, opcode, operands, mask, active) -> None:
-        assert active.all() and opcode[3:] == ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"], opcode
+        assert active.all() and opcode[4:6] == ["row", "col"], opcode
         d, a, b, c = (_operands(o[1:-1]) for o in operands)
-        halves = [np.stack([self.get(warp, x, "b32") for x in regs]).view(np.float16).astype(np.float64) for regs in (a, b)]
-        left = halves[0].reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(16, 16)  # [k half, row half, group, thread, pair]
-        right = halves[1].reshape(2, 8, 4, 2).transpose(0, 2, 3, 1).reshape(16, 8)
-        more = np.stack([self.get(warp, x, "f32") for x in c]).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1).reshape(16, 8)
+        match opcode[3], [x for x in opcode[6:] if x != "satfinite"]:
+            case "m16n8k16", ["f32", "f16", "f16", "f32"]:
+                item, wide, kind, out_kind = np.float16, np.float64, "f32", np.float32
+            case "m16n8k32", ["s32", "s8", "s8", "s32"]:
+                item, wide, kind, out_kind = np.int8, np.int64, "s32", np.int32
+            case _:
+                raise NotImplementedError(opcode)
+        left, right = (np.stack([self.get(warp, x, "b32") for x in regs]).view(item).astype(wide) for regs in (a, b))
+        each = 4 // np.dtype(item).itemsize  # elements of a register
+        left = left.reshape(2, 2, 8, 4, each).transpose(1, 2, 0, 3, 4).reshape(16, 8 * each)  # [k half, row half, group, thread, element]
+        right = right.reshape(2, 8, 4, each).transpose(0, 2, 3, 1).reshape(8 * each, 8)
+        more = np.stack([self.get(warp, x, kind) for x in c]).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1).reshape(16, 8).astype(wide)
         with np.errstate(all="ignore"):
-            out = (left @ right + more).astype(np.float32).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
+            out = left @ right + more
+            assert out_kind is np.float32 or (np.abs(out) < 2**31).all(), "an INT32 sum overflows"
+            out = out.astype(out_kind).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
         for i, x in enumerate(d):
             self.put(warp, x, out[i].copy(), mask)
 

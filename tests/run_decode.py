@@ -20,60 +20,79 @@ from machine_code import Sass, build, dry
 
 from fp8attn import KVPages, reference
 from fp8attn.kernels import decode
-from fp8attn.layout import FP8
+from fp8attn.layout import FP8, KEY_TYPES
 
 PLAIN = {
     "lengths": [1], "heads": 1, "group": 4, "head_dim": 128, "queries": 1, "bounds": None, "dtype": torch.float16, "causal": True,
-    "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0,
-    "late": (),
+    "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0, "keys": "int8", "rotate": True,
+    "means": True, "late": (),
 }  # fmt: skip
+PLAIN_E4M3 = {"keys": "e4m3", "rotate": False, "means": False}
 EVERYTHING = {"bounds": [0, 1, 4, 6, 8], "queries": 3, "window": 300, "softcap": 5.0, "sinks": True, "leftpad": [100, 600, 300, 0]}
 COMPILED = {
-    **{f"D{d} rows{rows}": {"head_dim": d, "group": rows} for d in (64, 80, 96, 128, 192, 256) for rows in (4, 16)},
+    **{
+        f"D{d} rows{rows} {keys}": {"head_dim": d, "group": rows, "keys": keys, "means": False}
+        for d in (64, 80, 96, 128, 192, 256)
+        for rows in (4, 16)
+        for keys in KEY_TYPES
+    },
+    **{f"D{d} rows{rows} plain": {"head_dim": d, "group": rows} | PLAIN_E4M3 for d in (128, 256) for rows in (4, 16)},
     "D128 rows1": {"group": 1},
     "D128 rows32": {"queries": 8},
     "D128 many": {"lengths": [1] * 33},
     "D128 everything": dict(lengths=[1] * 4, **EVERYTHING),
+    "D128 everything e4m3": dict(lengths=[1] * 4, keys="e4m3", **EVERYTHING),
     "D256 everything": dict(lengths=[1] * 4, head_dim=256, dtype=torch.bfloat16, **EVERYTHING),
 }
 EMULATED = {
     "ragged": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2},
+    "ragged e4m3": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2, "keys": "e4m3"},
     "split": {"lengths": [2700, 1, 0, 700], "heads": 2, "v_mean": 1.0},
-    "D64 rows16": {"lengths": [1100, 30], "head_dim": 64, "group": 16},
-    "D96": {"lengths": [1100, 30], "head_dim": 96, "group": 8, "dtype": torch.bfloat16},
+    "D64 rows16": {"lengths": [1100, 30], "head_dim": 64, "group": 16, "means": False},
+    "D80": {"lengths": [1100, 30], "head_dim": 80, "group": 8},
+    "D96": {"lengths": [1100, 30], "head_dim": 96, "group": 8, "dtype": torch.bfloat16, "keys": "e4m3"},
     "D256": {"lengths": [900, 30], "head_dim": 256, "group": 2},
     "queries": {"lengths": [700, 129, 128, 5], "queries": 8},
     "everything": dict(lengths=[700, 1200, 300, 50], **EVERYTHING),
-    "idle": {"lengths": [300], "sms": 8},
-    "parts": {"lengths": [5000, 10], "sms": 20},
+    "everything e4m3": dict(lengths=[700, 1200, 300, 50], keys="e4m3", **EVERYTHING),
+    "idle": {"lengths": [300], "sms": 8, "head_dim": 192},
+    "parts": {"lengths": [5000, 10], "sms": 20} | PLAIN_E4M3,
     "many": {"lengths": [37 * i % 150 for i in range(40)], "sms": 8},
-    "late consumer": {"lengths": [700, 1200], "late": (0, 1, 2, 3)},
+    "late consumer": {"lengths": [700, 1200], "late": (0, 1, 2, 3), "rotate": False},
     "late producer": {"lengths": [700, 1200], "late": (4, 5, 6, 7)},
 }
 
 
-def filled_pages(lengths: list[int], heads: int, head_dim: int, v_mean: float) -> KVPages:
-    """A cache as mean as can be: pages in any order, unused ones and K's tails NaN, scales and means at random."""
+def filled_pages(
+    lengths: list[int], heads: int, head_dim: int, v_mean: float, *, keys: str = "int8", rotate: bool = True, means: bool = True
+) -> KVPages:
+    """A cache as mean as can be: pages in any order, scales (and means) at random; unused pages are NaN, scales and all, and K's tails NaN
+    or -128."""
     counts = [max(-(-n // 128), 1) for n in lengths]
-    pages = KVPages.empty(sum(counts) + 3, heads, head_dim, len(lengths), max(counts) + 1)
+    k_mean, v_mean_off = (torch.randn(heads, head_dim) if means else None for _ in "kv")
+    pages = KVPages.empty(
+        sum(counts) + 3, heads, head_dim, len(lengths), max(counts) + 1, key_dtype=KEY_TYPES[keys], rotate_keys=rotate, k_mean=k_mean,
+        v_mean=v_mean_off,
+    )  # fmt: skip
     order, used = torch.randperm(pages.num_pages), 0
     pages.page_table.fill_(int(order[-1]))
     for seq, count in enumerate(counts):
         pages.page_table[seq, :count] = order[used : used + count]
         used += count
-    pages.k.copy_(torch.randn(pages.k.shape).to(FP8))
+    k = torch.randn(pages.k.shape)
+    pages.k.copy_((32 * k).round().clamp(-127, 127) if keys == "int8" else k)
     pages.v.copy_((torch.randn(pages.v.shape) + v_mean).to(FP8))
     for scale in (pages.k_scale, pages.v_scale):
         scale.copy_(2.0 ** torch.randint(-3, 3, scale.shape))
-    for mean in (pages.k_mean, pages.v_mean):
-        mean.normal_()
+    if keys == "int8":  # any number
+        pages.k_scale.mul_((1 + torch.rand(pages.k_scale.shape)) / 48)
     pages.cache_seqlens.copy_(torch.tensor(lengths))
-    k, v = pages.k.view(torch.uint8), pages.v.view(torch.uint8)
-    empty = [int(pages.page_table[seq, 0]) for seq, n in enumerate(lengths) if not n]
-    k[order[used:]], v[order[used:]], k[empty], v[empty] = (0x7F,) * 4
+    pages.pool[order[used:]] = 0xFF
     for seq, n in enumerate(lengths):
         if n % 128:
-            k[pages.page_table[seq, n // 128], :, n % 128 :] = 0x7F
+            pages.k.view(torch.uint8)[pages.page_table[seq, n // 128], :, n % 128 :] = 0x80 if keys == "int8" else 0x7F
+        if not n:
+            pages.pool[pages.page_table[seq, 0]] = 0xFF
     return pages
 
 
@@ -81,7 +100,7 @@ def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
     """Runs the launcher on a case, and `run` on what it would launch; returns the result and float64's."""
     c = PLAIN | case
     torch.manual_seed(0)
-    pages = filled_pages(c["lengths"], c["heads"], c["head_dim"], c["v_mean"])
+    pages = filled_pages(c["lengths"], c["heads"], c["head_dim"], c["v_mean"], keys=c["keys"], rotate=c["rotate"], means=c["means"])
     tokens = c["queries"] * len(c["lengths"]) if c["bounds"] is None else c["bounds"][-1] + 2
     q = torch.randn(tokens, c["heads"] * c["group"], c["head_dim"]).to(c["dtype"])
     options = {
@@ -108,10 +127,12 @@ def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
 def emulate_case(name: str) -> dict:
     left = []
     (out, lse), (ref, ref_lse) = attend(EMULATED[name], lambda launch: left.append(emulate(launch, (PLAIN | EMULATED[name])["late"])))
+    case = PLAIN | EMULATED[name]
     rounded = ref.to(out.dtype).double()
     scale = ref.norm()
     return {
-        "case": name, "rel_err": float((out.double() - ref).norm() / scale), "rounding": float((rounded - ref).norm() / scale),
+        "case": name, "keys": case["keys"] + " rotated" * (case["keys"] == "e4m3" and case["rotate"]),
+        "rel_err": float((out.double() - ref).norm() / scale), "rounding": float((rounded - ref).norm() / scale),
         "lse_err": float((lse - ref_lse).nan_to_num(0.0, 0.0, 0.0).abs().max()), "counters": left[0],
         "same_inf": bool((lse.isinf() == ref_lse.isinf()).all()), "nan": bool(out.isnan().any() | lse.isnan().any()),
     }  # fmt: skip

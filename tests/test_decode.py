@@ -10,8 +10,14 @@ triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 # What is compiled in CI, and the most instructions in its loop over a page: what Triton 3.6 and 3.9 give, and a little.
-LOOPS = {"D64 rows4": 300, "D96 rows16": 580, "D128 rows4": 420, "D128 rows16": 580, "D256 rows4": 650}
-EMULATED = ("ragged", "split", "D64 rows16", "everything", "idle", "parts", "late consumer", "late producer")
+LOOPS = {
+    "D64 rows4 int8": 240, "D64 rows4 e4m3": 260, "D96 rows16 e4m3": 540, "D128 rows4 int8": 325, "D128 rows4 e4m3": 375,
+    "D128 rows16 int8": 505, "D128 rows4 plain": 375, "D256 rows4 int8": 480,
+}  # fmt: skip
+# Besides the rounding of weights to FP16 and of the output, queries are rounded: of an INT8 row by 2^-17 of the largest element at most,
+# rotated ones by 2^-12 of themselves, and others not at all. The scores of these cases spread by up to 5.
+ERRORS = {"int8": (2e-4, 5e-4), "e4m3 rotated": (4e-4, 2e-3), "e4m3": (1.5e-4, 1e-5)}  # of the output, relative; of the LSE
+EMULATED = ("ragged", "ragged e4m3", "split", "D64 rows16", "D80", "everything", "idle", "parts", "late consumer", "late producer")
 SAMPLE = ("everything", "parts")
 
 
@@ -31,9 +37,10 @@ def test_agrees_with_the_reference(case):
     """Ragged and empty sequences, NaN in what must not be read, shared and whole heads, more CTAs than work, every option at once; and a
     warp that comes late to everything, as others' instructions between its own (a sanitizer's) can make it."""
     row = compiling.call("run_decode", "emulate_case", case)
-    assert not row["nan"] and row["same_inf"] and row["lse_err"] < 1e-5, row
+    error, lse_error = ERRORS[row["keys"]]
+    assert not row["nan"] and row["same_inf"] and row["lse_err"] < lse_error, row
     assert row["counters"] == 0, "the counters must be left as they were found"
-    assert (row["rel_err"] ** 2 - row["rounding"] ** 2) ** 0.5 <= 1.5e-4, row
+    assert (row["rel_err"] ** 2 - row["rounding"] ** 2) ** 0.5 <= error, row
 
 
 def lanes_of_a(row: int, column: int) -> tuple[int, int, int]:

@@ -7,8 +7,10 @@ query rows cost nothing in padding, and the accumulator of a warp is `[head_dim,
     S^T [tokens, rows] = K [tokens, d] Q^T [d, rows]        O^T [d, rows] += V [d, tokens] P^T [tokens, rows]
 
 Each of four warps owns 32 of a page's 128 tokens, with its own running maximum, sum and output, so the loop has no exchange between
-warps. K and V go from FP8 to FP16 in registers. V lies transposed and in `V_ORDER`: four bytes of a channel are the four tokens that one
-thread's A fragment wants. P^T's fragments are the scores' accumulators transposed 8x8, which `movmatrix` does.
+warps. E4M3 becomes FP16 in registers. INT8 keys stay as they are: the queries are rounded to 16-bit integers, each row with its own scale,
+and the two bytes of these are multiplied apart and summed exactly in INT32, with no conversion of K at all. V is transposed and in
+`V_ORDER`: four bytes of a channel are the four tokens that one thread's A fragment wants. P^T's fragments are the scores' accumulators
+transposed 8x8, which `movmatrix` does.
 
 Work is cut flat over (sequence, head, page): every CTA finds its range from `cache_seqlens` by itself. A head that several ranges share
 is combined, in order, by the last of them to finish.
@@ -23,17 +25,19 @@ import torch
 from ..layout import KVPages
 from .gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, mma_v2, sync, tensor_descriptor
 from .launch import Constants, Counters, constants, launch, num_sms
-from .pages import PAGE, fetch_k, fetch_v, tiles, v_layout
+from .pages import PAGE, allocate_k, fetch_k, fetch_v, page_bytes, tiles, v_layout
+from .rotation import block_size, negative
 
 WARPS = 4  # that consume; the producer's warp counts as four more, for warps are given registers by fours
 MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-MASKED = gl.constexpr(-1e30)  # a score that nobody sees; finite, so that no inf - inf can arise
+MASKED = gl.constexpr(-1e30)  # a score that is masked; finite, so that no inf - inf can arise
 NO_SCORE = gl.constexpr(-1e28)  # the maximum of no scores: far above MASKED, so that masked weights are exactly zero
 WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times what they stand for, out of FP16's subnormals
 WHOLE = gl.constexpr(4)  # heads of up to so many pages are not shared between ranges: combining would cost more
+LARGEST_QUERY = gl.constexpr(127 * 256.0)  # as an integer of two bytes, each of them in [-128, 127]
 LEAST = gl.constexpr(2)  # pages that a range has at least, when there is little work
 PRODUCER_REGISTERS = gl.constexpr(40)
 
@@ -74,7 +78,7 @@ class Batch:
     def pages(self, length, num_q, pad):
         """First page that some row sees and how many there are from it on; scalars or vectors.
 
-        None without rows. With rows one at least, even of an empty sequence: somebody has to write its zeros.
+        None without rows. With rows one at least, even of an empty sequence: its zeros have to be written.
         """
         last = gl.maximum(length - 1, 0) // PAGE
         first = last * 0
@@ -222,7 +226,7 @@ class Pipe:
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor  # of stage i: K's at 2i, V's at 2i + 1
+    scales: gl.shared_memory_descriptor  # K's and V's
     k_full: gl.shared_memory_descriptor  # and the scales
     v_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -248,11 +252,11 @@ class Pipe:
 
 
 @gluon.jit
-def make_pipe(k_desc, v_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+def make_pipe(k_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     """`WIDTH` is the head dimension, padded to a power of two."""
-    k = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PAGE, WIDTH], k_desc.layout)
+    k = allocate_k(k_desc, STAGES)
     v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_layout(WIDTH))
-    scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -265,18 +269,16 @@ class Source:
 
     k_desc: tensor_descriptor
     v_desc: tensor_descriptor
-    k_scale: gl.tensor  # pointers
-    v_scale: gl.tensor
+    pool: gl.tensor  # pointers
     table: gl.tensor
     table_stride: gl.tensor
     D: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, k_desc, v_desc, k_scale, v_scale, table, table_stride, D):
+    def __init__(self, k_desc, v_desc, pool, table, table_stride, D):
         self.k_desc = k_desc
         self.v_desc = v_desc
-        self.k_scale = k_scale
-        self.v_scale = v_scale
+        self.pool = pool
         self.table = table
         self.table_stride = table_stride
         self.D = gl.constexpr(D)
@@ -284,9 +286,9 @@ class Source:
     @gluon.jit
     def request(self, pipe, stage, slot):
         """Starts K and V of `slot` (page x heads + head), and their scales, on their way to a stage that is free."""
-        one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        fetch_words(pipe.scales.index(2 * stage), self.k_scale + slot + one)
-        fetch_words(pipe.scales.index(2 * stage + 1), self.v_scale + slot + one)
+        header = self.pool + slot.to(gl.int64) * page_bytes(self.D) + 2 * PAGE * self.D
+        two = gl.arange(0, 2, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+        fetch_words(pipe.scales.index(stage), header.to(gl.pointer_type(gl.float32), bitcast=True) + two)
         arrive_with_words(pipe.k_full.index(stage))
         mbarrier.expect(pipe.k_full.index(stage), self.k_desc.block_type.nbytes)
         fetch_k(self.k_desc, slot, pipe.k_full.index(stage), pipe.k.index(stage))
@@ -310,7 +312,7 @@ def produce(pipe, batch, work, requested, source):
     """One warp: requests the pages of a range, but for the first if it has been.
 
     That one is not waited for either. Its stage was free, and by the time that this warp comes here it may have been freed again: the wait
-    would be for the time after that, and nobody would ask for the second page.
+    would be for the time after that, and the second page would never be requested.
     """
     seq, head, begin = work.seq, work.head, work.begin
     done = requested.to(gl.int32)  # pages of the head
@@ -379,7 +381,16 @@ def _mma_layout(warps):
 
 
 @gluon.jit
-def _load_query(q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q_stride_h, D: gl.constexpr, WIDTH: gl.constexpr,
+def _load_mean(mean_ptr, head, d, D: gl.constexpr):
+    """The mean of channels `d` of a KV head; zeros if there is none."""
+    mean = (d * 0).to(gl.float32)
+    if mean_ptr is not None:
+        mean = gl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
+    return mean
+
+
+@gluon.jit
+def _load_query(q_ptr, k_mean_ptr, batch, head, query, num_q, q_stride_t, q_stride_h, D: gl.constexpr, WIDTH: gl.constexpr,
                 ROWS: gl.constexpr, OPERAND: gl.constexpr):  # fmt: skip
     """Q^T of a row tile, and K's mean."""
     WARPS: gl.constexpr = OPERAND.parent.warps_per_cta[0]
@@ -389,27 +400,82 @@ def _load_query(q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q
     token = query + row // batch.GROUP
     q_head = head * batch.GROUP + row % batch.GROUP
     inside = (row < num_q * batch.GROUP) & (d < D) & (warp >= 0)
-    mean = gl.load(k_mean_ptr + (seq * batch.heads + head) * D + d, mask=d < D, other=0.0)
-    sync()  # or ptxas would load it after it had waited for the queries
+    mean = _load_mean(k_mean_ptr, head, d, D)
+    if k_mean_ptr is not None:
+        sync()  # or ptxas would load it after it had waited for the queries
     return gl.load(q_ptr + token * q_stride_t + q_head * q_stride_h + d + warp * 0, mask=inside, other=0.0), mean
 
 
-@gluon.jit
-def _scale_query(q, mean, scale, OPERAND: gl.constexpr, VECTOR: gl.constexpr):
-    """Q^T as FP16 operand, each row times a power of two (exactly); what takes scores back, times log2(e); and the rows' q.k_mean.
+@gluon.constexpr_function
+def _log2_block(head_dim):
+    return block_size(head_dim).bit_length() - 1
 
-    The row's largest value comes to lie in [2^14, 2^15), so elements down to 2^-29 of it keep all their bits. The softmax scale's sign goes
-    into Q, so that the factor of the scores is positive and the largest score is found before it is applied.
+
+@gluon.jit
+def _rotate(q, D: gl.constexpr):
+    """`rotation.rotate` of Q^T `[warps, channels, rows]` in FP32, up to rounding. Padding is blocks of its own, and stays zero."""
+    WARPS: gl.constexpr = q.shape[0]
+    WIDTH: gl.constexpr = q.shape[1]
+    ROWS: gl.constexpr = q.shape[2]
+    OPERAND: gl.constexpr = q.type.layout
+    STEPS: gl.constexpr = _log2_block(D)
+    FACTOR: gl.constexpr = 2.0 ** (-0.5 * STEPS)
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
+    q *= gl.where(negative(d), -FACTOR, FACTOR)
+    for step in gl.static_range(STEPS):
+        pairs = q.reshape([WARPS, WIDTH >> (step + 1), 2, ROWS << step])
+        second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs.type.layout))))[None, None, :, None] > 0
+        total = gl.sum(pairs, 2)[:, :, None, :]  # in registers, but for two steps, whose pairs are in neighboring lanes
+        q = gl.where(second, total - 2 * pairs, total).reshape([WARPS, WIDTH, ROWS])
+    return gl.convert_layout(q, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _query_operand(q, k_mean, k_mean_ptr, scale, VECTOR: gl.constexpr, D: gl.constexpr, ROTATE: gl.constexpr, INT8: gl.constexpr):
+    """Q^T as the operand that `_scores` takes; what takes scores back, times log2(e); and the rows' q.k_mean.
+
+    The softmax scale's sign goes into Q, so that the factor of the scores is positive and the largest score is found before it is applied.
+    Rows of nothing but tiny values are scaled as if 2^-60 were the largest: no factor may underflow.
     """
     q = q.to(gl.float32)
-    offset = gl.sum(q * mean, 1) * (scale * LOG2E)
-    # Rows of nothing but tiny values are scaled as if 2^-60 were the largest: no factor may underflow.
-    exponent = gl.maximum(gl.max(gl.abs(q), 1).to(gl.int32, bitcast=True) >> 23, 67)
-    up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
-    down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-    q = (q * (gl.where(scale < 0, -up, up))[:, None, :]).to(gl.float16)
-    factor = down * (gl.abs(scale) * LOG2E)
+    if ROTATE:
+        q = _rotate(q, D)
+    offset = gl.zeros([q.shape[0], q.shape[2]], gl.float32, gl.SliceLayout(1, q.type.layout))
+    if k_mean_ptr is not None:
+        offset = gl.sum(q * k_mean, 1) * (scale * LOG2E)
+    largest = gl.maximum(gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23)  # NaN is the largest of all
+    sign = gl.where(scale < 0, -1.0, 1.0)
+    if INT8:
+        largest = largest.to(gl.float32, bitcast=True)
+        # The sum's last 16 bits are the integer nearest to the product, and these the two bytes; the lower one is signed, too.
+        bits = (q * (sign * LARGEST_QUERY / largest)[:, None, :] + 1.5 * 2**23).to(gl.int32, bitcast=True)
+        OPERAND: gl.constexpr = q.type.layout
+        SHAPE: gl.constexpr = [q.shape[0], q.shape[1], 2 * q.shape[2]]
+        high_low = gl.join(((bits + 128) >> 8).to(gl.int8), bits.to(gl.int8)).permute(0, 1, 3, 2)
+        q = gl.convert_layout(high_low.reshape(SHAPE), OPERAND, assert_trivial=True)
+        factor = largest * (gl.abs(scale) * (LOG2E / LARGEST_QUERY))
+    else:
+        # A power of two (exactly) that makes the row's largest value one in [2^14, 2^15): elements down to 2^-29 of it keep all their bits.
+        exponent = largest >> 23
+        up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+        down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+        q = (q * (sign * up)[:, None, :]).to(gl.float16)
+        factor = down * (gl.abs(scale) * LOG2E)
     return q, gl.convert_layout(factor, VECTOR), gl.convert_layout(offset, VECTOR)
+
+
+@gluon.jit
+def _scores(k, q, ROWS: gl.constexpr, MMA: gl.constexpr):
+    """K Q^T `[warps, tokens, rows]` in FP32, `q` as `_query_operand` makes it."""
+    WARPS: gl.constexpr = k.shape[0]
+    TOKENS: gl.constexpr = k.shape[1]
+    if k.dtype == gl.int8:
+        s = mma_v2(k, q, gl.zeros([WARPS, TOKENS, 2 * ROWS], gl.int32, MMA))
+        high, low = gl.split(s.reshape([WARPS, TOKENS, 2, ROWS]).permute(0, 1, 3, 2))
+        s = gl.convert_layout(((high << 8) + low).to(gl.float32), MMA, assert_trivial=True)  # the sum is below 2^31
+    else:
+        s = mma_v2(k.to(gl.float16), q, gl.zeros([WARPS, TOKENS, ROWS], gl.float32, MMA))
+    return s
 
 
 @gluon.jit
@@ -419,8 +485,8 @@ def _tanh(x):
 
 
 @gluon.jit
-def _finish(o, m, mass, offset, mean, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr, SINKS: gl.constexpr,
-            SOFTCAP: gl.constexpr):  # fmt: skip
+def _finish(o, m, mass, offset, mean, v_mean_ptr, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr,
+            SINKS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
     """Outputs and LSE of one head from sums over all its keys: `o [width, rows]`; by row `m`, `mass` and `offset`, as exponents of two;
     by channel V's `mean`."""
     ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
@@ -444,7 +510,9 @@ def _finish(o, m, mass, offset, mean, batch, head, query, num_q, sinks_ptr, out_
         total = mass * weight + gl.exp2(sink - top)
         m = top
     weight = weight / total
-    result = o * weight[None, :] + gl.convert_layout(mean, COLUMN)[:, None] * (mass * weight)[None, :]
+    result = o * weight[None, :]
+    if v_mean_ptr is not None:
+        result += gl.convert_layout(mean, COLUMN)[:, None] * (mass * weight)[None, :]
     result = gl.where((mass > 0)[None, :], result, 0.0)  # a row that sees no key
     gl.store(out_ptr + out_row[None, :] * D + d[:, None], result.to(out_ptr.dtype.element_ty), mask=inside[None, :] & (d < D)[:, None])
     gl.store(lse_ptr + out_row, (m + gl.log2(total) + offset) * LN2, mask=inside)
@@ -453,7 +521,7 @@ def _finish(o, m, mass, offset, mean, batch, head, query, num_q, sinks_ptr, out_
 @gluon.jit
 def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t, q_stride_h, k_mean_ptr, v_mean_ptr, sinks_ptr, out_ptr,
              lse_ptr, scale, softcap, D: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
-             SOFTCAP: gl.constexpr, SINKS: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
+             SOFTCAP: gl.constexpr, SINKS: gl.constexpr, ROTATE: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
     """Four warps: attention over the pages of the range, and the combination of heads that ranges share."""
     WARPS: gl.constexpr = gl.num_warps()
     TOKENS: gl.constexpr = PAGE // WARPS  # of a page, for each warp
@@ -461,7 +529,8 @@ def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t,
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     VECTOR: gl.constexpr = gl.SliceLayout(1, MMA)  # [warp, rows]
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # of a number that all threads have
+    TWO: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])  # of two numbers that all threads have
+    INT8: gl.constexpr = pipe.k.dtype == gl.int8
     # Channels over lanes, rows over warps, all warps' values in one thread.
     CHANNELS: gl.constexpr = min(WIDTH // 32, 4)
     MERGED: gl.constexpr = gl.BlockedLayout([WARPS, CHANNELS, 1], [1, 32, 1], [1, 1, WARPS], [1, 2, 0])
@@ -473,7 +542,7 @@ def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t,
     channel = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
     step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
     first_start = work.holder(work.begin)  # where the first head began
-    q, factor, offset = _scale_query(first_q, first_k_mean, scale, B, VECTOR)
+    q, factor, offset = _query_operand(first_q, first_k_mean, k_mean_ptr, scale, VECTOR, D, ROTATE, INT8)
     seq, head, begin = work.seq, work.head, work.begin
     tile = 0
     while begin < work.high:
@@ -481,8 +550,8 @@ def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t,
         i, j = portion(begin, count, work.low, work.high)
         if i < j:
             if begin > work.begin:
-                next_q, k_mean = _load_query(q_ptr, k_mean_ptr, batch, seq, head, query, num_q, q_stride_t, q_stride_h, D, WIDTH, ROWS, B)
-                q, factor, offset = _scale_query(next_q, k_mean, scale, B, VECTOR)
+                next_q, k_mean = _load_query(q_ptr, k_mean_ptr, batch, head, query, num_q, q_stride_t, q_stride_h, D, WIDTH, ROWS, B)
+                q, factor, offset = _query_operand(next_q, k_mean, k_mean_ptr, scale, VECTOR, D, ROTATE, INT8)
             # Keys [from_, until) are seen by the row; pages before `clear` or past `full` have keys that some row does not see.
             until = length + step * 0
             full = length
@@ -504,14 +573,15 @@ def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t,
                 phase = (tile // pipe.STAGES) & 1
                 last_v_scale = v_scale
                 mbarrier.wait(pipe.k_full.index(stage), phase)
-                c = gl.max(pipe.scales.index(2 * stage).load(ONE), 0) * factor
-                v_scale = gl.max(pipe.scales.index(2 * stage + 1).load(ONE), 0)
+                k_scale, v_scale = gl.split(pipe.scales.index(stage).reshape([1, 2]).load(TWO))
+                c = gl.max(k_scale, 0) * factor
+                v_scale = gl.max(v_scale, 0)
                 k = pipe.k.index(stage).reshape([WARPS, TOKENS, WIDTH]).load(A)
                 if EARLY_V:  # frees the stage before the arithmetic
                     mbarrier.wait(pipe.v_full.index(stage), phase)
                     v = pipe.v.index(stage).reshape([WIDTH, WARPS, TOKENS]).permute([1, 0, 2]).load(A)
                     mbarrier.arrive(pipe.empty.index(stage), count=1)
-                s = mma_v2(k.to(gl.float16), q, gl.zeros([WARPS, TOKENS, ROWS], gl.float32, MMA))
+                s = _scores(k, q, ROWS, MMA)
                 if SOFTCAP:
                     s = _tanh((s * c[:, None, :] + offset[:, None, :]) * (1.0 / softcap)) * softcap
                     c = factor * 0.0 + 1.0
@@ -536,7 +606,7 @@ def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t,
                 tile += 1
 
             # The four warps' sums become one.
-            v_mean = gl.load(v_mean_ptr + (seq * batch.heads + head) * D + channel, mask=channel < D, other=0.0)
+            v_mean = _load_mean(v_mean_ptr, head, channel, D)
             o = gl.convert_layout(acc, MERGED)
             m_all, mass_all = gl.split(gl.convert_layout(gl.join(m, mass), PAIRS))
             m_all = gl.convert_layout(m_all, SUMS)
@@ -546,13 +616,17 @@ def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t,
             mass_one = gl.sum(mass_all * weight, 0)
             o = gl.sum(o * (weight * v_scale)[:, None, :], 0)
             if i + count == j:
-                _finish(o, m_one, mass_one, offset_one, v_mean, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
+                _finish(
+                    o, m_one, mass_one, offset_one, v_mean, v_mean_ptr, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D, SINKS,
+                    SOFTCAP,
+                )  # fmt: skip
             else:
                 place = (work.worker + gl.where(i == 0, work.workers, 0)) * ROWS
                 row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(0, MERGED)))
                 inside = batch.row0 + row < num_q * batch.GROUP
                 gl.store(parts.o + (place + row)[None, :] * WIDTH + channel[:, None], o, mask=inside[None, :] & (channel < D)[:, None])
-                gl.store(parts.offsets + place + row, gl.convert_layout(offset_one, row.type.layout), mask=inside)
+                if k_mean_ptr is not None:
+                    gl.store(parts.offsets + place + row, gl.convert_layout(offset_one, row.type.layout), mask=inside)
                 row = gl.arange(0, ROWS, gl.SliceLayout(1, PAIR))
                 inside = batch.row0 + row < num_q * batch.GROUP
                 pair = (place + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
@@ -564,16 +638,17 @@ def _consume(pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t,
                 if done == count:
                     gl.store(parts.pages + start, 0)
                     _combine(
-                        start, work.holder(begin + count - 1), batch, work, parts, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr,
-                        lse_ptr, D, WIDTH, ROWS, USED, SINKS, SOFTCAP,
+                        start, work.holder(begin + count - 1), batch, work, parts, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr,
+                        lse_ptr, D, WIDTH, ROWS, USED, k_mean_ptr is not None, SINKS, SOFTCAP,
                     )  # fmt: skip
         begin += count
         seq, head = batch.following(seq, head, count)
 
 
 @gluon.jit
-def _combine(start, last, batch, work, parts, seq, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr,
-             WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
+def _combine(start, last, batch, work, parts, head, query, num_q, v_mean_ptr, sinks_ptr, out_ptr, lse_ptr, D: gl.constexpr,
+             WIDTH: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr, OFFSETS: gl.constexpr, SINKS: gl.constexpr,
+             SOFTCAP: gl.constexpr):  # fmt: skip
     """The parts of one head, from the ranges `[start, last]`, in this order whatever order they came in, and its output. Only `USED` of
     `ROWS` rows are real. What is loaded lies at constant distances from one address a thread."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -598,13 +673,15 @@ def _combine(start, last, batch, work, parts, seq, head, query, num_q, v_mean_pt
     part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SUM))[:, None]
     part_o = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
     part_sums = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None, None]
-    mean = gl.load(v_mean_ptr + (seq * batch.heads + head) * D + d, mask=d < D, other=0.0)
+    mean = _load_mean(v_mean_ptr, head, d, D)
     # To the range that it begins in, the head is one that ends after it; to the others, one that began before.
     first = (work.workers + start) * ROWS
-    offset = gl.load(parts.offsets + first + row, mask=batch.row0 + row < num_q * batch.GROUP, other=0.0)
     m, mass = gl.split(gl.load(parts.sums + 2 * first + in_sums, mask=inside_sums, other=0.0))
     m = gl.convert_layout(m, ROW)
     mass = gl.convert_layout(mass, ROW)
+    offset = mass * 0.0
+    if OFFSETS:
+        offset = gl.load(parts.offsets + first + row, mask=batch.row0 + row < num_q * batch.GROUP, other=0.0)
     o = gl.load(parts.o + first * WIDTH + in_o, mask=inside_o, other=0.0)
     for base in range(start + 1, last + 1, AT_ONCE):
         left = last + 1 - base
@@ -627,12 +704,12 @@ def _combine(start, last, batch, work, parts, seq, head, query, num_q, v_mean_pt
         mass = mass * shrink + gl.sum(some_mass * weight, 0)
         o = o * gl.convert_layout(shrink, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some_o * weight[:, None, :], 0)
         m = m_new
-    _finish(o, m, mass, offset, mean, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
+    _finish(o, m, mass, offset, mean, v_mean_ptr, batch, head, query, num_q, sinks_ptr, out_ptr, lse_ptr, D, SINKS, SOFTCAP)
 
 
 @gluon.jit
 def _clear_rest(batch, num_tokens, out_ptr, lse_ptr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """Zeros for tokens past the last sequence's: they belong to nobody."""
+    """Zeros in tokens past the last sequence's: they belong to no sequence."""
     d = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     heads = batch.heads * batch.GROUP
     rest = gl.load(batch.bounds + batch.num_seqs) * heads
@@ -642,12 +719,13 @@ def _clear_rest(batch, num_tokens, out_ptr, lse_ptr, D: gl.constexpr, WIDTH: gl.
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "num_tokens", "window", "workers", "plane"])
-def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride,
-           lengths_ptr, bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q,
-           num_tokens, window, workers, scale, softcap, D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
-           USED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-           WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LEFTPAD: gl.constexpr, EARLY_V: gl.constexpr):  # fmt: skip
-    """`workers * TILES` CTAs. Neighbours read the same pages at the same time for different row tiles: memory is read once."""
+def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride, lengths_ptr,
+           bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q, num_tokens, window,
+           workers, scale, softcap, D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr,
+           TILES: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+           WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LEFTPAD: gl.constexpr, ROTATE: gl.constexpr,
+           EARLY_V: gl.constexpr):  # fmt: skip
+    """`workers * TILES` CTAs. Neighbors read the same pages at the same time for different row tiles: memory is read once."""
     row_tile = gl.program_id(0) % TILES
     worker = gl.program_id(0) // TILES
     batch = Batch(
@@ -657,23 +735,23 @@ def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, k_scale_ptr, v_scale_p
     first = row_tile * (2 * workers) * ROWS
     sums_ptr = part_ptr + plane * WIDTH
     parts = Parts(part_ptr + first * WIDTH, sums_ptr + 2 * first, sums_ptr + 2 * plane + first, state_ptr + row_tile * workers)
-    source = Source(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, D)
+    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, D)
     # Before the warps part, all that the first page has to wait for and nothing else; but for the first queries, which would otherwise
     # wait behind the pages that the SM has requested.
     count = batch.counts(0, BLOCK)
-    pipe = make_pipe(k_desc, v_desc, WIDTH, STAGES)
+    pipe = make_pipe(k_desc, WIDTH, STAGES)
     pipe.open(0, 1)
     work = assign(batch, count, worker, workers, BLOCK)
     _, query, num_q, _, _, _ = batch.sequence(work.seq)
     first_q, first_k_mean = _load_query(
-        q_ptr, k_mean_ptr, batch, work.seq, work.head, query, num_q, q_stride_t, q_stride_h, D, WIDTH, ROWS,
+        q_ptr, k_mean_ptr, batch, work.head, query, num_q, q_stride_t, q_stride_h, D, WIDTH, ROWS,
         gl.DotOperandLayout(1, _mma_layout(gl.num_warps()), 4),
     )  # fmt: skip
     requested = request_first(pipe, batch, work, source)
     pipe.open(1, STAGES)
     gl.warp_specialize([
         (_consume, (pipe, batch, work, parts, first_q, first_k_mean, q_ptr, q_stride_t, q_stride_h, k_mean_ptr, v_mean_ptr, sinks_ptr,
-                    out_ptr, lse_ptr, scale, softcap, D, WIDTH, ROWS, USED, CAUSAL, SOFTCAP, SINKS, EARLY_V)),
+                    out_ptr, lse_ptr, scale, softcap, D, WIDTH, ROWS, USED, CAUSAL, SOFTCAP, SINKS, ROTATE, EARLY_V)),
         (produce, (pipe, batch, work, requested, source)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     if RAGGED:
@@ -694,6 +772,7 @@ class Launch:
     softcap: bool = False
     sinks: bool = False
     leftpad: bool = False
+    rotate: bool = False  # the queries, as the keys are
 
     @property
     def width(self) -> int:
@@ -732,11 +811,11 @@ class Launch:
             "D": self.head_dim, "WIDTH": self.width, "GROUP": self.group, "ROWS": self.rows, "TILES": self.tiles, "STAGES": self.stages,
             "USED": min(self.rows, 1 << (self.max_rows - 1).bit_length()), "BLOCK": 32 if self.num_seqs <= 32 else 128,
             "CAUSAL": self.causal, "RAGGED": self.ragged, "WINDOW": self.window, "SOFTCAP": self.softcap,
-            "SINKS": self.sinks, "LEFTPAD": self.leftpad, "EARLY_V": self.width * self.rows <= 2048,
+            "SINKS": self.sinks, "LEFTPAD": self.leftpad, "ROTATE": self.rotate, "EARLY_V": self.width * self.rows <= 2048,
         }  # fmt: skip
 
     def options(self) -> dict[str, int]:
-        """Under warp specialisation every register must be spoken for, so `maxnreg` is the SM's 65536 over all its threads."""
+        """Under warp specialization every register must be spoken for, so `maxnreg` is the SM's 65536 over all its threads."""
         return {"num_warps": WARPS, "maxnreg": min(65536 // (self.ctas_per_sm * 2 * WARPS * 32), 248)}
 
 
@@ -762,7 +841,7 @@ def plan(device: torch.device, heads: int, *shape) -> Plan:
 
 def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
     """Why this kernel does not take these queries; None if it does."""
-    group = q.shape[-2] // pages.k.shape[1]
+    group = q.shape[-2] // pages.num_kv_heads
     if max_seqlen_q * group > MAX_ROWS:
         return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
     return None
@@ -784,8 +863,7 @@ def attention(
     """`reference.attention` for up to 128 rows (query tokens x GQA group) a sequence: one launch, nothing read back to the host."""
     device = q.device
     num_tokens, num_q_heads, head_dim = q.shape
-    num_pages, heads, _, _ = pages.k.shape
-    num_seqs = pages.page_table.shape[0]
+    num_pages, heads, num_seqs = pages.num_pages, pages.num_kv_heads, pages.num_seqs
     out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device)
     if not num_tokens or not num_pages or not pages.page_table.shape[1]:
@@ -793,15 +871,15 @@ def attention(
     group = num_q_heads // heads
     workers, grid, counters, plane, width, given = plan(
         device, heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1, cu_seqlens_q is not None,
-        window > 0, softcap > 0, sinks is not None, leftpad_k is not None,
+        window > 0, softcap > 0, sinks is not None, leftpad_k is not None, pages.rotate_keys,
     )  # fmt: skip
     parts = torch.empty(plane * (width + 3), dtype=torch.float32, device=device)
-    _, _, k_scale, v_scale, k_mean, v_mean, table, lengths = pages.tensors
+    table, lengths = pages.page_table, pages.cache_seqlens
     stride_t, stride_h, _ = q.stride()
     args = (
         q, stride_t, stride_h,
         *tiles(pages, width, width),
-        k_scale, v_scale, k_mean, v_mean, table, table.stride(0), lengths,
+        pages.pool, pages.k_mean, pages.v_mean, table, table.stride(0), lengths,
         # The lengths stand in for what is not given and not read.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
         out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,

@@ -25,13 +25,17 @@ def _factor(head_dim):
 
 
 @triton.jit
+def negative(c):
+    """Whether the sign of channels `c` is negative."""
+    return (((_LOW >> (c & 15)) ^ (_HIGH >> ((c >> 4) & 7))) & 1) > 0
+
+
+@triton.jit
 def rotate(x, D: tl.constexpr):
     """`rotation.rotate` of rows `x [N, C]` in FP32, of which the first D channels count; every operation rounds by itself."""
     N: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    c = tl.arange(0, C)
-    negative = ((_LOW >> (c & 15)) ^ (_HIGH >> ((c >> 4) & 7))) & 1
-    x = x * tl.where(negative > 0, -_factor(D), _factor(D))[None, :]
+    x = x * tl.where(negative(tl.arange(0, C)), -_factor(D), _factor(D))[None, :]
     second = (tl.arange(0, 2) > 0)[None, None, :, None]
     for step in tl.static_range(_steps(D)):
         y = tl.reshape(x, (N, C >> (step + 1), 2, 1 << step))
