@@ -513,7 +513,7 @@ def _finish(o, m, mass, offset, mean, v_mean_ptr, batch, head, query, num_q, sin
     result = o * weight[None, :]
     if v_mean_ptr is not None:
         result += gl.convert_layout(mean, COLUMN)[:, None] * (mass * weight)[None, :]
-    result = gl.where((mass > 0)[None, :], result, 0.0)  # a row that sees no key
+    result = gl.where((mass == 0)[None, :], 0.0, result)  # a row that sees no key; NaN stays
     gl.store(out_ptr + out_row[None, :] * D + d[:, None], result.to(out_ptr.dtype.element_ty), mask=inside[None, :] & (d < D)[:, None])
     gl.store(lse_ptr + out_row, (m + gl.log2(total) + offset) * LN2, mask=inside)
 
