@@ -697,7 +697,7 @@ class Machine:
         assert active.all()
         if opcode[1] != "mma_async":
             return
-        assert opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"], opcode
+        assert opcode[5:] == ["s32", "s8", "s8"] or (opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"]), opcode
         columns = int(re.fullmatch(r"m64n(\d+)k32", opcode[4])[1])
         if operands[1][0] == "{":
             registers = np.stack([self.get(warp, x, "b32") for x in _operands(operands[1][1:-1])]).view(np.uint8)
@@ -706,11 +706,15 @@ class Machine:
             left = self._matrix(warp, operands[1], 64)[16 * (warp.index % 4) :][:16]
         right = self._matrix(warp, operands[2], columns)
         with np.errstate(all="ignore"):
-            product = E4M3[left] @ E4M3[right].T
+            if opcode[5] == "s32":
+                product = (left.view(np.int8).astype(np.int64) @ right.view(np.int8).astype(np.int64).T).astype(np.int32)
+            else:
+                product = E4M3[left] @ E4M3[right].T
             product = product.reshape(2, 8, columns // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(columns // 2, 32)
             scale = self.get(warp, operands[3], "pred") if operands[3][0] == "%" else np.full(32, operands[3] != "0")
             for register, more in zip(_operands(operands[0][1:-1]), product, strict=True):
-                self.put(warp, register, np.where(scale, self.get(warp, register, "f32"), 0) + more, mask)
+                before = self.get(warp, register, opcode[5])
+                self.put(warp, register, np.where(scale, before, before.dtype.type(0)) + more, mask)
 
     def _matrix(self, warp, descriptor, rows) -> np.ndarray:
         """Rows of 32 bytes, of a matrix in shared memory whose channels of K are contiguous."""
@@ -731,12 +735,17 @@ class Machine:
         match opcode[3], [x for x in opcode[6:] if x != "satfinite"]:
             case "m16n8k16", ["f32", "f16", "f16", "f32"]:
                 item, wide, kind, out_kind = np.float16, np.float64, "f32", np.float32
+            case "m16n8k16", ["f32", "bf16", "bf16", "f32"]:
+                item, wide, kind, out_kind = np.float32, np.float64, "f32", np.float32
             case "m16n8k32", ["s32", "s8", "s8", "s32"]:
                 item, wide, kind, out_kind = np.int8, np.int64, "s32", np.int32
             case _:
                 raise NotImplementedError(opcode)
-        left, right = (np.stack([self.get(warp, x, "b32") for x in regs]).view(item).astype(wide) for regs in (a, b))
-        each = 4 // np.dtype(item).itemsize  # elements of a register
+        left, right = (np.stack([self.get(warp, x, "b32") for x in regs]) for regs in (a, b))
+        if "bf16" in opcode:
+            left, right = (np.stack([x << 16, x & 0xFFFF0000], -1).view(np.float32).reshape(len(x), -1) for x in (left, right))
+        left, right = (x.view(item).astype(wide) for x in (left, right))
+        each = left.shape[1] // 32  # elements of a register
         left = left.reshape(2, 2, 8, 4, each).transpose(1, 2, 0, 3, 4).reshape(16, 8 * each)  # [k half, row half, group, thread, element]
         right = right.reshape(2, 8, 4, each).transpose(0, 2, 3, 1).reshape(8 * each, 8)
         more = np.stack([self.get(warp, x, kind) for x in c]).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1).reshape(16, 8).astype(wide)

@@ -19,30 +19,32 @@ from run_decode import filled_pages
 from fp8attn import reference
 from fp8attn.kernels import prefill
 from fp8attn.layout import FP8
-from fp8attn.numerics import dequantize, power_of_two_scale, quantize
+from fp8attn.numerics import quantize
 from fp8attn.rope import apply_rope
 
 # Keys end within a tile, queries within a warpgroup's rows, and before the first block's some warpgroups have none: stored by TMA and,
 # of the ragged batch, by masks. Rows see few keys and many.
 CASES = {
-    "16-bit queries": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16},
-    "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8},
-    "ragged, turned queries": {"lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "turned": True},
-}
+    "INT8 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8"},
+    "E4M3 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3"},
+    "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
+    "ragged, RoPE on queries": {
+        "lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "rope": True,
+    },
+}  # fmt: skip
 
 
 def emulate_case(name: str) -> dict:
     case = CASES[name]
     torch.manual_seed(0)
-    pages = filled_pages(case["lengths"], 1, case["head_dim"], v_mean=1.0)
+    rotated = case["dtype"] != FP8
+    pages = filled_pages(case["lengths"], 1, case["head_dim"], v_mean=1.0, keys=case["keys"], rotate=rotated)
     queries = case["queries"]
     q = torch.randn(sum(queries), 1, case["head_dim"])
-    scale = power_of_two_scale(q.abs().amax(-1))[..., None]
-    q = dequantize(quantize(q, scale), scale)  # what is left is the kernel's own error
     q = quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
     tables, asked = {}, q
-    if case.get("turned"):
-        quarters = torch.randint(4, (sum(queries), case["head_dim"] // 2))  # of a turn: what is a number of FP8 remains one
+    if case.get("rope"):
+        quarters = torch.randint(4, (sum(queries), case["head_dim"] // 2))  # of a turn, so that RoPE rounds nothing
         tables = {"rope_cos": torch.tensor([1.0, 0.0, -1.0, 0.0])[quarters], "rope_sin": torch.tensor([0.0, 1.0, 0.0, -1.0])[quarters]}
         asked = apply_rope(q, *tables.values())
     bounds = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int() if len(set(queries)) > 1 else None

@@ -5,19 +5,20 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-CASES = "16-bit queries", "FP8 queries, three warpgroups", pytest.param("ragged, turned queries", marks=pytest.mark.triton36)
+# By the keys' dtype: relative errors of all outputs and of the worst row, and of the LSE. What Q's rounding adds is in them: scores here
+# have a spread of up to 8, of which INT8's rounding is 0.3% and E4M3's 2%.
+BOUNDS = {"INT8 keys": (0.007, 0.04, 0.1), "E4M3 keys": (0.02, 0.1, 0.4), "FP8 queries, three warpgroups": (0.004, 0.02, 2**-4)}
+CASES = *BOUNDS, pytest.param("ragged, RoPE on queries", marks=pytest.mark.triton36)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_reference(case):
     """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory and a ring that wraps;
-    NaN where nobody may look.
-
-    Bounds are those of `benchmarks.prefill_check` on a GPU, for V with a mean and for sums of weights that are rounded to 3 bits. A row of
-    some 300 keys has not averaged its own roundings: 3.5% by sqrt(300), of scores so unlike that a few keys count.
-    """
+    NaN wherever no row may look. A row of some 300 keys has not averaged the roundings of its weights: 3.5% by sqrt(300), of scores so
+    unlike that a few keys count."""
     row = compiling.call("run_prefill", "emulate_case", case)
+    rel_err, row_err, lse_err = BOUNDS.get(case, BOUNDS["INT8 keys"])
     assert not row["nan"]
-    assert row["rel_err"] < 0.004 and row["row_err"] < 0.02, row
-    assert row["lse_err"] < 2**-4, row
+    assert row["rel_err"] < rel_err and row["row_err"] < row_err, row
+    assert row["lse_err"] < lse_err, row
     assert row["counters"] == 0, "the counter must be left as it was found"
