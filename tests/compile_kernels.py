@@ -25,11 +25,12 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes one pr
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def attention(head_dim: int, dtype, queries: int, **features) -> None:
+def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=True, means=False, **features) -> None:
     """`queries` queries of a sequence; 4 query heads a KV head."""
     options = {"causal": True, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None} | features
     q = torch.zeros(queries, 8, head_dim, dtype=dtype)
-    pages = KVPages.empty(48, 2, head_dim, 1, 48)
+    mean = torch.zeros(2, head_dim) if means else None
+    pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=key_dtype, rotate_keys=rotate, k_mean=mean, v_mean=mean)
     portable.attention(q, pages, cu_seqlens_q=None, max_seqlen_q=queries, softmax_scale=0.1, **options)
 
 
@@ -68,10 +69,14 @@ def cases(arch: int) -> dict[str, tuple]:
     for i, head_dim in enumerate(HEAD_DIMS if arch == 90 else (128, 256) if arch == 80 else (256,)):
         dtype, other = (BF16, FP16) if i % 2 else (FP16, BF16)
         rope, some = {"rotary": head_dim, "q_heads": 32}, i % 2 * head_dim
+        seeds, means = {"key_dtype": FP8, "rotate": False}, {"means": True}
         found |= {
-            f"D{head_dim} rows4": (attention, head_dim, dtype, 1, {"splits": 4 if i % 3 else 33}),
+            f"D{head_dim} rows4": (attention, head_dim, dtype, 1, means | {"splits": 4 if i % 3 else 33}),
             f"D{head_dim} rows64": (attention, head_dim, other, 16, {"splits": 1 + i % 2}),
-            f"D{head_dim} rows128": (attention, head_dim, dtype, 512, {}),
+            f"D{head_dim} rows128": (attention, head_dim, dtype, 512, means),
+            f"D{head_dim} rows4 e4m3": (attention, head_dim, other, 1, seeds),
+            f"D{head_dim} rows64 e4m3": (attention, head_dim, dtype, 16, seeds | means),
+            f"D{head_dim} rows128 e4m3": (attention, head_dim, other, 512, seeds),
         }
         if head_dim in (80, 192) or (arch, head_dim) == (80, 256):
             continue
@@ -87,10 +92,10 @@ def cases(arch: int) -> dict[str, tuple]:
         leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
         found |= {
             "D128 rows4 window sinks": (attention, 128, BF16, 1, {"window": 100, "sinks": sinks}),
-            "D64 rows4 softcap leftpad": (attention, 64, FP16, 1, {"softcap": 30.0, "leftpad_k": leftpad}),
-            "D128 rows64 softcap": (attention, 128, BF16, 16, {"softcap": 30.0, "sinks": sinks}),
+            "D64 rows4 softcap leftpad": (attention, 64, FP16, 1, {"softcap": 30.0, "leftpad_k": leftpad, "key_dtype": FP8}),
+            "D128 rows64 softcap": (attention, 128, BF16, 16, {"softcap": 30.0, "sinks": sinks, "rotate": False}),
             "D128 rows128 window sinks": (attention, 128, BF16, 512, {"window": 100, "sinks": sinks}),
-            "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad}),
+            "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad, "key_dtype": FP8}),
             "D128 prompt": (append_tokens, 128, BF16, 300, {}),
             "D128 dense rope": (quantize, 128, BF16, {"rotary": 128}),
             "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),

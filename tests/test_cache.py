@@ -13,9 +13,11 @@ from fp8attn import OutOfPagesError, PagedKVCache
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import E4M3
 from fp8attn.rope import apply_rope
+from fp8attn.rotation import rotate
 from fp8attn.scales import LayerScales
 
 HEADS, DIM = 2, 64
+PLAIN = {"key_dtype": "e4m3", "rotate_keys": False}  # small integers stay what they are
 
 
 def tokens(count, seed=0, scale=1.0):
@@ -23,19 +25,28 @@ def tokens(count, seed=0, scale=1.0):
     return tuple(torch.randn(count, HEADS, DIM, generator=generator) * scale for _ in range(2))
 
 
-def assert_quantised(cache, seq, k, v):
-    """What the cache reads back is `k` and `v` to half a step of FP8: 2^-4 of the value, or half a subnormal step of its page."""
+def assert_quantized(cache, seq, k, v):
+    """What the cache reads back is `k` and `v` to what its formats round off.
+
+    E4M3: half a step, 2^-4 of the value, or half a subnormal step of its page, at most twice (scales grow by powers of two). INT8: half a
+    step, and half of each smaller one that the page had before; each is 1.25 times the one before it, so 2.5 steps are more than all.
+    """
     ids = cache.pages.page_table[seq].repeat_interleave(PAGE_SIZE)[: len(k)].long()
-    for got, want, scale, mean in zip(
-        cache.read(seq), (k, v), (cache.pages.k_scale, cache.pages.v_scale), (cache.pages.k_mean, cache.pages.v_mean), strict=True
-    ):
-        bound = 2.0**-4 * (want - mean[seq]).abs() + E4M3.smallest_subnormal * scale[ids][..., None]
-        assert got.shape == want.shape and ((got - want).abs() <= bound).all()
+    got_k, got_v = cache.read(seq)
+    assert got_k.shape == k.shape and got_v.shape == v.shape
+    k, got_k = (rotate(x) if cache.rotate_keys else x for x in (k, got_k))
+    if cache.key_dtype == "int8":
+        assert ((got_k - k).abs() <= 2.5 * cache.pages.k_scale[ids][..., None]).all()
+    else:
+        assert ((got_k - k).abs() <= 2.0**-4 * k.abs() + E4M3.smallest_subnormal * cache.pages.k_scale[ids][..., None]).all()
+    assert ((got_v - v).abs() <= 2.0**-4 * v.abs() + E4M3.smallest_subnormal * cache.pages.v_scale[ids][..., None]).all()
 
 
 @pytest.mark.parametrize("num_pages", [None, 40])
-def test_prompts_then_single_tokens(num_pages):
-    cache = PagedKVCache(HEADS, DIM, num_seqs=3, num_pages=num_pages)
+@pytest.mark.parametrize("rotate_keys", [True, False])
+@pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
+def test_prompts_then_single_tokens(num_pages, key_dtype, rotate_keys):
+    cache = PagedKVCache(HEADS, DIM, num_seqs=3, num_pages=num_pages, key_dtype=key_dtype, rotate_keys=rotate_keys)
     held = [[torch.empty(0, HEADS, DIM)] * 2 for _ in range(3)]
     for step, lengths in enumerate([[300, 0, 127], [1, 1, 1], [1, 5, 1], [1, 128, 1]]):
         k, v = tokens(sum(lengths), step)
@@ -45,15 +56,14 @@ def test_prompts_then_single_tokens(num_pages):
     assert cache.lengths == (303, 134, 130)
     assert cache.pages.cache_seqlens.tolist() == [303, 134, 130]
     for seq, (k, v) in enumerate(held):
-        assert_quantised(cache, seq, k, v)
+        assert_quantized(cache, seq, k, v)
 
 
-@pytest.mark.parametrize("means", [True, False])
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 1), (1, 128), (3, 300)])
-def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope, means):
+def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope):
     """A pool without pages has them made by `quantize`; one of fixed size, by `reserve`, before anything is written to them."""
-    caches = [PagedKVCache(HEADS, DIM, num_seqs=num_seqs, num_pages=count, remove_means=means) for count in (None, 12)]
+    caches = [PagedKVCache(HEADS, DIM, num_seqs=num_seqs, num_pages=count) for count in (None, 12)]
     for count in (length, 2, 200):
         k, v = tokens(num_seqs * count, count)
         k += 3.0
@@ -63,49 +73,49 @@ def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope,
         grown, fixed = caches
         held = grown.pages.num_pages
         assert grown.lengths == fixed.lengths and (grown.num_free_pages, held) == (0, 12 - fixed.num_free_pages)
-        for name in ("k_mean", "v_mean", "page_table", "cache_seqlens"):
+        for name in ("page_table", "cache_seqlens"):
             assert torch.equal(getattr(grown.pages, name), getattr(fixed.pages, name)), name
-        for name in ("k_scale", "v_scale"):
-            assert torch.equal(getattr(grown.pages, name), getattr(fixed.pages, name)[:held]), name
-        assert torch.equal(grown.pages.v.view(torch.uint8), fixed.pages.v.view(torch.uint8)[:held])
+        assert torch.equal(grown.pages.pool, fixed.pages.pool[:held])
         for seq in range(num_seqs):
             assert torch.equal(grown.read(seq)[0], fixed.read(seq)[0])
 
 
 def test_a_growing_scale_shifts_older_tokens_exactly():
-    """Integers up to 15 keep every bit under every scale that a value of 448 * 16 asks for."""
-    cache = PagedKVCache(HEADS, DIM, remove_means=False)
+    """Integers up to 15 keep every bit under every scale that a value of 448 * 16 asks for, headroom of 32 included."""
+    cache = PagedKVCache(HEADS, DIM, **PLAIN)
     small = torch.randint(-15, 16, (10, HEADS, DIM)).float()
+    small[0, 0, 0] = 15
     cache.append(small, small)
     before = cache.pages.k_scale[0, 0].item()
     large = torch.full((1, HEADS, DIM), 448.0 * 16)
     cache.append(large, large)
     k, v = cache.read(0)
-    assert cache.pages.k_scale[0, 0].item() == 16.0 > before
+    assert before == 2.0  # of 15, for which 448 * 2^-5 is too small, and headroom
+    assert cache.pages.k_scale[0, 0].item() == 16.0 * 32
     assert torch.equal(k, torch.cat([small, large])) and torch.equal(v, torch.cat([small, large]))
 
 
 def test_a_page_has_its_own_scale():
-    cache = PagedKVCache(1, DIM, remove_means=False)
+    cache = PagedKVCache(1, DIM, rotate_keys=False)
     k = torch.ones(256, 1, DIM)
     k[128:] = 1000.0
     cache.append(k, k)
-    assert cache.pages.k_scale[:2, 0].tolist() == [2.0**-8, 4.0]
+    assert cache.pages.v_scale[:2, 0].tolist() == [2.0**-8 * 32, 4.0 * 32]
+    assert cache.pages.k_scale[:2, 0].tolist() == pytest.approx([1.25 / 127, 1250 / 127], rel=1e-6)
 
 
-def test_means_are_fixed_by_the_first_append_and_inherited():
-    cache = PagedKVCache(HEADS, DIM, num_seqs=2)
-    k, v = tokens(200)
-    cache.append(k + 50, v, lengths=[200, 0])
-    mean = cache.pages.k_mean[0].clone()
-    assert mean.min() > 49 and (cache.pages.k_mean[1] == 0).all()
-    cache.append(*tokens(20, 1), lengths=[10, 10])
-    assert torch.equal(cache.pages.k_mean[0], mean)
-    cache.copy(0, 1, 150)
-    assert torch.equal(cache.pages.k_mean[1], mean)
-    cache.truncate(0)
-    cache.append(*tokens(40, 2))  # an emptied sequence begins anew
-    assert cache.pages.k_mean.abs().max() < 2
+def test_what_is_stored_is_said_by_the_pages():
+    mean = torch.randn(HEADS, DIM)
+    default, other = PagedKVCache(HEADS, DIM), PagedKVCache(HEADS, DIM, k_mean=mean, v_mean=mean, **PLAIN)
+    assert (default.pages.key_dtype, default.pages.rotate_keys, default.pages.k_mean, default.pages.v_mean) == (
+        torch.int8,
+        True,
+        None,
+        None,
+    )
+    assert (other.pages.key_dtype, other.pages.rotate_keys) == (torch.float8_e4m3fn, False)
+    assert torch.equal(other.pages.k_mean, mean) and torch.equal(other.pages.v_mean, mean)
+    assert torch.equal(PagedKVCache(HEADS, DIM, k_mean=mean).pages.k_mean, rotate(mean))  # it is subtracted from what is rotated
 
 
 def test_append_rotates_queries_or_does_nothing_at_all():
@@ -118,20 +128,25 @@ def test_append_rotates_queries_or_does_nothing_at_all():
     assert torch.equal(turned, apply_rope(q, angle.cos(), angle.sin())) and cache.lengths == (5,)
 
 
-def test_an_offset_costs_nothing_with_means():
+@pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
+def test_an_offset_costs_nothing_with_means(key_dtype):
     """The reason for means: an offset of 100 leaves the rounding error of the part that varies."""
     k, v = tokens(256)
     errors = {}
-    for remove in (True, False):
-        cache = PagedKVCache(HEADS, DIM, remove_means=remove)
+    for mean in (torch.full((HEADS, DIM), 100.0), None):
+        cache = PagedKVCache(HEADS, DIM, key_dtype=key_dtype, k_mean=mean)
         cache.append(k + 100, v)
-        errors[remove] = float((cache.read(0)[0] - k - 100).pow(2).mean().sqrt())
-    assert errors[True] < 0.03 < 0.5 < errors[False]
+        errors[mean is None] = float((cache.read(0)[0] - k - 100).pow(2).mean().sqrt())
+    assert errors[False] < 0.03 < 0.5 < errors[True]
+
+
+def static(k_scale, v_scale, k_mean=0.0, **options) -> LayerScales:
+    means = torch.full((HEADS, DIM), k_mean), torch.zeros(HEADS, DIM)
+    return LayerScales(torch.full((HEADS,), k_scale), torch.full((HEADS,), v_scale), *means, **options)
 
 
 def test_static_scales_saturate_and_stay():
-    scales = LayerScales(torch.full((HEADS,), 1.0), torch.full((HEADS,), 0.3), torch.full((HEADS, DIM), 2.0), torch.zeros(HEADS, DIM))
-    cache = PagedKVCache(HEADS, DIM, scales=scales)
+    cache = PagedKVCache(HEADS, DIM, scales=static(1.0, 0.3, 2.0, **PLAIN), **PLAIN)
     k = torch.full((5, HEADS, DIM), 1000.0)
     cache.append(k, k)
     assert (cache.pages.k_scale == 1.0).all() and (cache.pages.v_scale == 0.5).all()  # 0.3 rounded up to a power of two
@@ -139,16 +154,23 @@ def test_static_scales_saturate_and_stay():
     assert (got_k == 448 + 2).all() and (got_v == 448 * 0.5).all()
 
 
+def test_static_scales_of_integers_are_any_number():
+    cache = PagedKVCache(HEADS, DIM, scales=static(0.3, 1.0, rotate_keys=False), rotate_keys=False)
+    k = torch.tensor([1000.0, -1000.0, 0.31]).view(3, 1, 1).expand(3, HEADS, DIM).contiguous()
+    cache.append(k, k)
+    torch.testing.assert_close(cache.pages.k_scale, torch.full_like(cache.pages.k_scale, 0.3), rtol=1e-6, atol=0)
+    torch.testing.assert_close(cache.read(0)[0][:, 0, 0], torch.tensor([127 * 0.3, -127 * 0.3, 0.3]), rtol=1e-6, atol=0)
+
+
 def test_running_out_changes_nothing():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=3)
     k, v = tokens(130)
     cache.append(k, v, lengths=[129, 1])
-    before = [t.clone() for t in cache.pages.tensors]
+    before = [t.clone() for t in cache.pages.state[:3]]
     with pytest.raises(OutOfPagesError, match=r"needs 1 more pages of 128 tokens and has 0 of 3 free"):
         cache.append(*tokens(200, 1), lengths=[72, 128])
     assert cache.lengths == (129, 1) and cache.num_free_pages == 0
-    for old, new in zip(before, cache.pages.tensors, strict=True):
-        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages.state[:3], strict=True))
     cache.append(*tokens(200, 1), lengths=[73, 127])
     assert cache.lengths == (202, 128)
 
@@ -165,7 +187,7 @@ def test_copies_share_pages_until_one_writes():
     cache.append(new_k, new_v)
     assert cache.pages.num_pages == 5  # 0 and 1 part at their last page, 2 at its second
     for seq, length in enumerate((300, 300, 200)):
-        assert_quantised(cache, seq, torch.cat([k[:length], new_k[seq : seq + 1]]), torch.cat([v[:length], new_v[seq : seq + 1]]))
+        assert_quantized(cache, seq, torch.cat([k[:length], new_k[seq : seq + 1]]), torch.cat([v[:length], new_v[seq : seq + 1]]))
 
 
 def test_select_repeats_and_drops():
@@ -176,15 +198,15 @@ def test_select_repeats_and_drops():
     assert cache.lengths == (300, 300, 100) and cache.num_seqs == 3 and cache.num_free_pages == 4
     cache.select(torch.tensor([2]))
     assert cache.lengths == (100,) and cache.num_free_pages == 7
-    assert_quantised(cache, 0, k[:100], v[:100])
+    assert_quantized(cache, 0, k[:100], v[:100])
 
 
 def test_select_in_place_keeps_the_tensors_that_graphs_hold():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2)
     cache.append(*tokens(20))
-    held = cache.pages.page_table, cache.pages.cache_seqlens, cache.pages.k_mean
+    held = cache.pages.state[:3]
     cache.select([1, 0])
-    assert all(a is b for a, b in zip(held, (cache.pages.page_table, cache.pages.cache_seqlens, cache.pages.k_mean), strict=True))
+    assert all(a is b for a, b in zip(held, cache.pages.state[:3], strict=True))
 
 
 def test_recycled_pages_are_clean():
@@ -194,18 +216,18 @@ def test_recycled_pages_are_clean():
     cache.reset()
     cache.append(k[:5], v[:5])
     assert cache.pages.v.float().isfinite().all()
-    assert_quantised(cache, 0, k[:5], v[:5])
+    assert_quantized(cache, 0, k[:5], v[:5])
 
 
 def test_non_finite_values_stay_where_they_are():
     k, v = tokens(128)
     k[3, 0, 5], k[4, 0, 6], k[5, 0, 7] = torch.nan, torch.inf, -torch.inf
-    cache = PagedKVCache(HEADS, DIM, remove_means=False)
+    cache = PagedKVCache(HEADS, DIM, **PLAIN)
     cache.append(k, v)
     got, _ = cache.read(0)
     scale = cache.pages.k_scale[0, 0].item()
     assert got[3, 0, 5].isnan() and got[4, 0, 6] == 448 * scale and got[5, 0, 7] == -448 * scale
-    assert scale == 2.0**-6  # of the largest finite value, between 3.5 and 7
+    assert scale == 2.0**-7 * 32  # of the first token's largest value, between 1.75 and 3.5
     assert got.isnan().sum() == 1
 
 
@@ -234,6 +256,11 @@ def test_half_the_bytes():
         ({"num_seqs": 0}, "must be positive"),
         ({"num_pages": 0}, "must be positive"),
         ({"scales": LayerScales(*[torch.ones(3)] * 2, *[torch.ones(3, 64)] * 2)}, "the scales are for heads"),
+        ({"scales": static(1.0, 1.0), "key_dtype": "e4m3"}, "scales are for key_dtype='int8', rotate_keys=True, and the cache has 'e4m3'"),
+        ({"scales": static(1.0, 1.0), "rotate_keys": False}, "the cache has 'int8', False"),
+        ({"scales": static(1.0, 1.0), "k_mean": torch.zeros(HEADS, DIM)}, "leave out k_mean and v_mean"),
+        ({"v_mean": torch.zeros(DIM)}, r"v_mean must be \[2, 64\]; got \[64\]"),
+        ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
     ],
 )
 def test_bad_caches_are_refused(kwargs, message):
@@ -284,7 +311,7 @@ def test_a_copy_that_fails_changes_nothing(numbers):
     with pytest.raises(ValueError, match="the cache has the sequences 0 to 1; got "):
         cache.copy(*numbers)
     assert cache.lengths == (256, 0) and cache.num_free_pages == 2
-    assert_quantised(cache, 0, k, v)
+    assert_quantized(cache, 0, k, v)
     cache.reset()
     assert cache.num_free_pages == 4
 
@@ -296,8 +323,8 @@ def test_a_mask_of_sequences_filters(form):
     cache.append(k, v, lengths=[30, 40, 50])
     cache.select(form([True, False, True]))
     assert cache.lengths == (30, 50)
-    assert_quantised(cache, 0, k[:30], v[:30])
-    assert_quantised(cache, 1, k[70:], v[70:])
+    assert_quantized(cache, 0, k[:30], v[:30])
+    assert_quantized(cache, 1, k[70:], v[70:])
     cache.select(form([1, 0]))  # numbers, as ever
     assert cache.lengths == (50, 30)
 
@@ -317,13 +344,27 @@ def test_a_pickled_cache_goes_on(scales):
     assert cache.lengths == (152, 152) and other.num_free_pages == 4
 
 
+def test_copies_and_pages_are_the_same_bytes():
+    """A page that was shared and then written to is its tokens' bytes, as if they had come to a cache of their own."""
+    k, v = tokens(140)
+    new_k, new_v = tokens(2, 1, scale=100)
+    cache, alone = PagedKVCache(HEADS, DIM, num_seqs=2), PagedKVCache(HEADS, DIM)
+    cache.append(k, v, lengths=[140, 0])
+    cache.copy(0, 1)
+    cache.append(new_k, new_v)
+    alone.append(torch.cat([k, new_k[1:]]), torch.cat([v, new_v[1:]]))
+    theirs = cache.pages.pool[cache.pages.page_table[1].long()]
+    assert torch.equal(theirs, alone.pages.pool[alone.pages.page_table[0].long()])
+    assert not torch.equal(theirs[1], cache.pages.pool[cache.pages.page_table[0, 1].long()])
+
+
 class CacheMachine(RuleBasedStateMachine):
-    """Random appends, truncations, selections, copies and reads. Values are small integers times small powers of two, which FP8 holds
+    """Random appends, truncations, selections, copies and reads. Values are small integers times small powers of two, which E4M3 holds
     exactly under any scale they lead to, so what is read must be what was written, to the bit, whatever happened in between."""
 
     @initialize(seqs=st.integers(1, 3), fixed=st.booleans())
     def make(self, seqs, fixed):
-        self.cache = PagedKVCache(1, DIM, num_seqs=seqs, num_pages=12 if fixed else None, remove_means=False)
+        self.cache = PagedKVCache(1, DIM, num_seqs=seqs, num_pages=12 if fixed else None, **PLAIN)
         self.fixed = fixed
         self.held = {seq: (torch.empty(0, 1, DIM), torch.empty(0, 1, DIM)) for seq in range(seqs)}
 

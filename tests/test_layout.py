@@ -1,11 +1,15 @@
 """The page layout, byte by byte."""
 
+import copy
+import pickle
+import struct
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fp8attn.layout import FP8, PAGE_SIZE, V_ORDER, V_POSITION, KVPages, pack_k, pack_v, unpack_k, unpack_v
+from fp8attn.layout import FP8, PAGE_SIZE, V_ORDER, V_POSITION, KVPages, key_type, pack_k, pack_v, page_bytes, unpack_k, unpack_v
+from fp8attn.rotation import rotate
 
 
 def test_v_order_is_the_accumulators():
@@ -34,51 +38,113 @@ def test_unpack_undoes_pack():
     assert torch.equal(unpack_v(pack_v(x)), x)
 
 
-def test_read_dequantises_in_table_order():
-    pages = KVPages.empty(4, 1, 64, num_seqs=2, max_pages=2)
-    codes = torch.randint(0, 127, (4 * PAGE_SIZE, 1, 64), dtype=torch.uint8)
-    pages.k.view(torch.uint8).copy_(pack_k(codes))
-    pages.v.view(torch.uint8).copy_(pack_v(codes))
+@pytest.mark.parametrize("key_dtype", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_every_byte_of_a_page(head_dim, key_dtype):
+    """K token by token, V group by group, channel by channel and in V_ORDER, and then the scales, little-endian."""
+    k, v = (torch.randint(0, 127, (2 * PAGE_SIZE, 3, head_dim), dtype=torch.uint8) for _ in "kv")
+    pages = KVPages.empty(2, 3, head_dim, num_seqs=1, max_pages=2, key_dtype=key_dtype)
+    assert pages.pool.shape == (2, 3, 256 * head_dim + 128) and not pages.pool.any()
+    assert pages.k.dtype == key_dtype and pages.v.dtype == FP8
+    pages.k.view(torch.uint8).copy_(pack_k(k))
+    pages.v.view(torch.uint8).copy_(pack_v(v))
+    pages.k_scale.copy_(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.1]]))
+    pages.v_scale.copy_(torch.tensor([[0.5, 0.25, 8.0], [16.0, 32.0, 2.0**-20]]))
+    for page, head, token, channel in ((0, 0, 0, 0), (0, 1, 1, 2), (1, 0, 8, 3), (1, 2, 127, head_dim - 1), (0, 2, 18, 17)):
+        run = pages.pool[page, head].tolist()
+        assert run[token * head_dim + channel] == k[page * PAGE_SIZE + token, head, channel]
+        group, position = token // 16, V_ORDER.index(token % 16)
+        place = 128 * head_dim + (group * head_dim + channel) * 16 + position
+        assert run[place] == v[page * PAGE_SIZE + token, head, channel]
+    header = bytes(pages.pool[1, 2, 256 * head_dim :].tolist())
+    assert header == struct.pack("<ff", 0.1, 2.0**-20) + bytes(120)
+    assert page_bytes(head_dim) == 256 * head_dim + 128
+
+
+def filled(key_dtype=torch.int8, rotate_keys=False, **means) -> KVPages:
+    """Four pages of random codes and scales, of two sequences."""
+    pages = KVPages.empty(4, 1, 64, num_seqs=2, max_pages=2, key_dtype=key_dtype, rotate_keys=rotate_keys, **means)
+    for codes in (pages.k, pages.v):
+        codes.view(torch.uint8).random_(0, 127)
     pages.k_scale.copy_(torch.tensor([[1.0], [2.0], [4.0], [8.0]]))
     pages.v_scale.fill_(0.5)
-    pages.k_mean[1] = 3.0
-    pages.page_table.copy_(torch.tensor([[0, 0], [3, 1]]))
+    pages.page_table.copy_(torch.tensor([[0, 2], [3, 1]]))
+    pages.cache_seqlens.copy_(torch.tensor([256, 130]))
+    return pages
+
+
+@pytest.mark.parametrize("key_dtype", [torch.int8, FP8], ids=str)
+def test_read_dequantizes_in_table_order(key_dtype):
+    pages = filled(key_dtype, k_mean=torch.full((1, 64), 3.0), v_mean=torch.full((1, 64), -2.0))
     k, v = pages.read(1, 130)
-    values = codes.view(FP8).float()
-    assert torch.equal(k, torch.cat([values[384:] * 8, values[128:130] * 2]) + 3)
-    assert torch.equal(v, torch.cat([values[384:], values[128:130]]) * 0.5)
+    codes = unpack_k(pages.k.float()), unpack_v(pages.v.float())
+    assert torch.equal(k, torch.cat([codes[0][384:] * 8, codes[0][128:130] * 2]) + 3)
+    assert torch.equal(v, torch.cat([codes[1][384:], codes[1][128:130]]) * 0.5 - 2)
+    assert pages.read(0, 0)[0].shape == (0, 1, 64)
+
+
+def test_read_rotates_keys_back_with_their_mean():
+    mean = torch.randn(1, 64)
+    stored, as_they_are = filled(rotate_keys=True, k_mean=mean), filled(rotate_keys=False, k_mean=mean)
+    as_they_are.pool.copy_(stored.pool)
+    k, v = stored.read(0, 200, torch.float64)
+    assert k.dtype == torch.float64
+    torch.testing.assert_close(rotate(k), as_they_are.read(0, 200, torch.float64)[0], rtol=0, atol=1e-11)
+    assert torch.equal(v, as_they_are.read(0, 200, torch.float64)[1])
+
+
+def test_a_copy_of_a_page_is_a_copy_of_its_bytes():
+    pages = filled(rotate_keys=True)
+    pages.pool[2] = pages.pool[3]
+    first, second = pages.read(0, 256), pages.read(1, 128)
+    assert all(torch.equal(a[128:], b) for a, b in zip(first, second, strict=True))
+    other = KVPages.empty(1, 1, 64, num_seqs=1, max_pages=1)
+    other.pool[0] = pages.pool[3]
+    assert all(torch.equal(a, b) for a, b in zip(other.read(0, 128), second, strict=True))
+
+
+@pytest.mark.parametrize("again", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_pages_are_pickled_and_copied(again):
+    pages = filled(FP8, k_mean=torch.randn(1, 64))
+    twin = again(pages)
+    assert (twin.key_dtype, twin.rotate_keys, twin.v_mean) == (FP8, False, None)
+    for name in ("pool", "page_table", "cache_seqlens", "k_mean"):
+        ours, theirs = getattr(pages, name), getattr(twin, name)
+        assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
+    twin.pool.zero_()
+    assert pages.pool.any()
 
 
 def test_nbytes_counts_every_tensor():
+    means = {"k_mean": torch.zeros(2, 64), "v_mean": torch.zeros(2, 64)}
     pages = KVPages.empty(10, 2, 64, num_seqs=3, max_pages=7)
-    data, scales, means, table, lengths = 2 * 10 * 2 * 128 * 64, 2 * 10 * 2 * 4, 2 * 3 * 2 * 64 * 4, 3 * 7 * 4, 3 * 4
-    assert pages.nbytes == data + scales + means + table + lengths
-
-
-def of_slices(pages: KVPages, heads: slice) -> dict:
-    """What tensor parallelism might take of a pool."""
-    return {
-        name: getattr(pages, name)[:, heads] for name in ("k", "v", "k_scale", "v_scale", "k_mean", "v_mean")
-    }  # fmt: skip
+    pool, table, lengths = 10 * 2 * (256 * 64 + 128), 3 * 7 * 4, 3 * 4
+    assert pages.nbytes == pool + table + lengths
+    assert replace(pages, **means).nbytes == pool + table + lengths + 2 * 2 * 64 * 4
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda p: of_slices(p, slice(1, 2)), r"k must be contiguous.*call \.contiguous\(\)"),
-        (lambda p: {"k": torch.zeros(4, 2, 2, 128, 64).to(FP8)[:, 0]}, "k must be contiguous"),  # K and V of one allocation
-        (lambda p: {"v": p.k}, r"v must be \(4, 2, 8, 64, 16\) float8_e4m3fn on cpu; got \(4, 2, 128, 64\)"),
-        (lambda p: {"k": p.k.view(torch.uint8)}, "k must be .* float8_e4m3fn on cpu; got .* uint8"),
-        (lambda p: {"k": p.k[:, :, :64]}, r"k must be \[num_pages, num_kv_heads, 128, head_dim\]"),
-        (lambda p: {"k_scale": p.k_scale.double()}, "k_scale must be .* float32 on cpu; got .* float64"),
-        (lambda p: {"v_scale": p.v_scale.T.contiguous().T}, "v_scale must be contiguous"),
-        (lambda p: {"k_mean": p.k_mean[:2]}, r"k_mean must be \(3, 2, 64\)"),
-        (lambda p: {"v_mean": p.v_mean.to("meta")}, "v_mean must be .* on cpu; got .* on meta"),
+        (lambda p: {"pool": p.pool[:, 1:2]}, r"pool must be contiguous.*call \.contiguous\(\)"),  # as tensor parallelism might
+        (lambda p: {"pool": torch.zeros(4 * 2 * 16512 + 8, dtype=torch.uint8)[8:].view(4, 2, 16512)}, "begin at a multiple of 16 bytes"),
+        (lambda p: {"pool": p.pool.view(torch.int8)}, r"pool must be \(4, 2, 16512\) uint8 on cpu; got \(4, 2, 16512\) int8"),
+        (lambda p: {"pool": p.pool[..., :16384].contiguous()}, r"pool must be .* 256 \* head_dim \+ 128\].*got \(4, 2, 16384\)"),
+        (lambda p: {"pool": torch.zeros(4, 2, 256 * 72 + 128, dtype=torch.uint8)}, r"head_dim one of \(64, 80"),
+        (lambda p: {"pool": p.pool.flatten(0, 1)}, r"pool must be \[num_pages, num_kv_heads"),
+        (lambda p: {"pool": None}, "pool must be a tensor; got NoneType"),
+        (lambda p: {"k_mean": torch.zeros(3, 2, 64)}, r"k_mean must be \(2, 64\) float32 on cpu; got \(3, 2, 64\)"),
+        (lambda p: {"k_mean": torch.zeros(2, 64).double()}, r"k_mean must be .* float32 on cpu; got .* float64"),
+        (lambda p: {"v_mean": torch.zeros(2, 64, device="meta")}, "v_mean must be .* on cpu; got .* on meta"),
+        (lambda p: {"v_mean": torch.zeros(64, 2).T}, "v_mean must be contiguous"),
+        (lambda p: {"v_mean": 0.0}, "v_mean must be a tensor; got float"),
         (lambda p: {"page_table": p.page_table.long()}, "page_table must be .* int32 on cpu; got .* int64"),
         (lambda p: {"page_table": p.page_table.repeat(1, 2)[:, ::2]}, "page_table must have its rows contiguous"),
         (lambda p: {"page_table": p.page_table[0]}, r"page_table \[num_seqs, max_pages\]"),
         (lambda p: {"cache_seqlens": torch.zeros(3, 2, dtype=torch.int32)[:, 0]}, "cache_seqlens must be contiguous"),
+        (lambda p: {"cache_seqlens": torch.zeros(2, dtype=torch.int32)}, r"cache_seqlens must be \(3,\) int32"),
         (lambda p: {"cache_seqlens": [0, 0, 0]}, "cache_seqlens must be a tensor; got list"),
+        (lambda p: {"key_dtype": torch.float8_e5m2}, r"key_dtype must be torch\.int8 or torch\.float8_e4m3fn; got torch\.float8_e5m2"),
     ],
 )  # fmt: skip
 def test_pages_are_checked_when_they_are_made(changed, message):
@@ -86,6 +152,12 @@ def test_pages_are_checked_when_they_are_made(changed, message):
     pages = KVPages.empty(4, 2, 64, num_seqs=3, max_pages=2)
     with pytest.raises(ValueError, match=message):
         replace(pages, **changed(pages))
+
+
+def test_keys_are_named():
+    assert (key_type("int8"), key_type("e4m3")) == (torch.int8, FP8)
+    with pytest.raises(ValueError, match="key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"):
+        key_type("fp8")
 
 
 def test_a_table_may_be_part_of_a_wider_one():
@@ -97,4 +169,4 @@ def test_a_table_may_be_part_of_a_wider_one():
 def test_dynamo_may_make_pages_of_proxies():
     """torch 2.11 does so to write its graph, outside of what it traces."""
     proxy = torch.fx.Proxy(torch.fx.Graph().placeholder("x"))
-    assert KVPages(*[proxy] * 8).k is proxy
+    assert KVPages(*[proxy] * 7).pool is proxy

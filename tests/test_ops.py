@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8attn
 from fp8attn import PagedKVCache, attention, backends
 from fp8attn.backends import BACKENDS, select_backend, unsupported_reason
+from fp8attn.ops import run_quantize
 from fp8attn.rope import apply_rope
 
 
@@ -53,6 +54,82 @@ def cache():
 def test_refusals_say_what_would_do(cache, q, options, message):
     with pytest.raises(ValueError, match=message):
         attention(q, cache.pages, **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"v": torch.zeros(2, 2, 100, 64).bfloat16()}, r"of one shape .* got \(2, 2, 100, 64\) torch.float32 .* torch.bfloat16"),
+        ({"v": torch.zeros(2, 2, 99, 64)}, "k and v must be of one shape"),
+        ({"k": torch.zeros(2, 2, 0, 64), "v": torch.zeros(2, 2, 0, 64)}, "not empty"),
+        ({"k": torch.zeros(2, 2, 9, 72), "v": torch.zeros(2, 2, 9, 72)}, r"head_dim one of \(64, 80"),
+        ({"k": torch.zeros(2, 100, 64)}, r"k must be \[B, heads, S, head_dim\]"),
+        ({"k": torch.zeros(2, 2, 64, 100).mT}, "last dimension contiguous"),
+        ({"k_mean": torch.zeros(2, 2, 64)}, r"k_mean must be \(2, 64\) float32 on cpu; got \(2, 2, 64\)"),
+        ({"v_mean": torch.zeros(2, 64).half()}, "v_mean must be .* float32 on cpu; got .* float16"),
+        ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
+        ({"key_dtype": torch.int8}, "key_dtype must be one of 'int8', 'e4m3'; got torch.int8"),
+        ({"rope_cos": torch.zeros(100, 32)}, "together"),
+        ({"rope_cos": torch.zeros(99, 32), "rope_sin": torch.zeros(99, 32)}, r"must both be \[100, R/2\]"),
+        ({"backend": "fastest"}, "unknown backend"),
+    ],
+)
+def test_quantize_says_what_would_do(changed, message):
+    arguments = {"k": torch.zeros(2, 2, 100, 64), "v": torch.zeros(2, 2, 100, 64)} | changed
+    with pytest.raises(ValueError, match=message):
+        fp8attn.quantize(arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_quantize_takes_e4m3_as_it_is_or_not_at_all():
+    x = torch.randn(2, 2, 100, 64).to(torch.float8_e4m3fn)
+    mean = torch.zeros(2, 64)
+    for options in ({}, {"key_dtype": "e4m3"}, {"rotate_keys": False}, {"key_dtype": "e4m3", "rotate_keys": False, "v_mean": mean}):
+        with pytest.raises(ValueError, match="pass key_dtype='e4m3' and rotate_keys=False, and no means"):
+            fp8attn.quantize(x, x, **options)
+    none = dict.fromkeys(("rope_cos", "rope_sin", "k_mean", "v_mean"))
+    pages = run_quantize("reference", x, x, **none, rope_interleaved=False, key_dtype=x.dtype, rotate_keys=False)
+    for seq in range(2):
+        assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
+
+
+@pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
+@pytest.mark.parametrize("rotate_keys", [True, False])
+def test_quantize_is_a_first_append(key_dtype, rotate_keys):
+    torch.manual_seed(0)
+    k, v, mean, angle = torch.randn(2, 2, 150, 64), torch.randn(2, 2, 150, 64), torch.randn(2, 64), torch.randn(150, 32)
+    k[0, :, 140] *= 100
+    tables = {"rope_cos": angle.cos(), "rope_sin": angle.sin()}
+    pages = fp8attn.quantize(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
+    assert (pages.key_dtype, pages.rotate_keys, pages.v_mean) == (fp8attn.layout.key_type(key_dtype), rotate_keys, None)
+    assert pages.page_table.tolist() == [[0, 1], [2, 3]] and pages.cache_seqlens.tolist() == [150, 150]
+    empty = fp8attn.KVPages.empty(4, 2, 64, 2, 2, key_dtype=pages.key_dtype, rotate_keys=rotate_keys, k_mean=mean)
+    empty.page_table.copy_(pages.page_table)
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+    fp8attn.append(empty, *flat, **{name: table.repeat(2, 1) for name, table in tables.items()})
+    assert torch.equal(empty.pool, pages.pool)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "options", "message"),
+    [
+        (torch.zeros(3, 2, 64), None, {}, "3 tokens do not divide over 2 sequences; give cu_seqlens and max_seqlen"),
+        (torch.zeros(4, 3, 64), None, {}, r"must both be \[T, 2, 64\] and of one dtype; got \(4, 3, 64\)"),
+        (torch.zeros(4, 2, 64), torch.zeros(2, 2, 64), {}, r"must both be \[T, 2, 64\]"),
+        (torch.zeros(4, 2, 64), torch.zeros(4, 2, 64).half(), {}, "of one dtype; got .* torch.float32 and .* torch.float16"),
+        (torch.zeros(4, 64), None, {}, r"\[T, heads, head_dim\]"),
+        (torch.zeros(4, 64, 2).mT, None, {}, "last dimension contiguous"),
+        (torch.zeros(4, 2, 64), None, {"rope_cos": torch.zeros(4, 32)}, "together"),
+        (torch.zeros(4, 2, 64), None, {"rope_cos": torch.zeros(3, 32), "rope_sin": torch.zeros(3, 32)}, r"T = 4"),
+        (torch.zeros(4, 2, 64), None, {"cu_seqlens": torch.zeros(2).int(), "max_seqlen": 1}, r"cu_seqlens must be \(3,\) int32"),
+        (torch.zeros(4, 2, 64, device="meta"), None, {}, "the cache is on cpu and the tokens are on meta"),
+        (torch.zeros(4, 2, 64), None, {"backend": "fastest"}, "unknown backend"),
+    ],
+)
+def test_append_says_what_would_do(cache, k, v, options, message):
+    before = cache.pages.pool.clone()
+    with pytest.raises(ValueError, match=message):
+        fp8attn.append(cache.pages, k, k if v is None else v, **options)
+    assert torch.equal(cache.pages.pool, before) and cache.pages.cache_seqlens.tolist() == [10, 10]
 
 
 def test_append_needs_the_longest_of_ragged_sequences(cache):
@@ -141,34 +218,30 @@ def test_auto_never_falls_back_from_a_gpu():
 
 
 def test_ops_pass_torch_opcheck(cache):
-    # All of opcheck but test_schema, which compares arguments with allclose: a CPU has none for FP8. The next test stands in for it.
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     cache.reserve(40)
     k = torch.randn(4, 2, 64)
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
-    options = (q, torch.empty_like(q), None, 2, angle, angle, False, False, True, "reference")
-    torch.library.opcheck(torch.ops.fp8attn.append, (k, k, *cache.pages.tensors, *options), test_utils=checks)
-    arguments = (torch.randn(4, 4, 64), *cache.pages.tensors, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
+    options = (q, torch.zeros_like(q), None, 2, angle, angle, False, False, "reference")
+    torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *cache.pages.state, *options))
+    arguments = (torch.randn(4, 4, 64), *cache.pages.state, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
     for return_lse in (False, True):
-        torch.library.opcheck(torch.ops.fp8attn.attention, (*arguments, return_lse, "reference"), test_utils=checks)
+        torch.library.opcheck(torch.ops.fp8attn.attention, (*arguments, return_lse, "reference"))
+    x, mean, table = torch.randn(2, 2, 130, 64), torch.randn(2, 64), torch.randn(2, 130, 32)
+    for key_dtype in (torch.int8, torch.float8_e4m3fn):
+        torch.library.opcheck(torch.ops.fp8attn.quantize, (x, x.clone(), table, table, False, mean, None, key_dtype, True, "reference"))
 
 
 def test_ops_change_what_they_say_and_nothing_else(cache):
     cache.reserve(40)
-    names = ("k", "v", "k_scale", "v_scale", "k_mean", "v_mean", "page_table", "cache_seqlens")
-    bits = lambda: {name: t.view(torch.uint8).clone() for name, t in zip(names, cache.pages.tensors, strict=True)}  # noqa: E731
+    names = ("pool", "page_table", "cache_seqlens")
+    bits = lambda: {name: getattr(cache.pages, name).clone() for name in names}  # noqa: E731
     before = bits()
     attention(torch.randn(4, 4, 64), cache.pages)
     assert all(torch.equal(before[name], after) for name, after in bits().items())
     k = torch.randn(4, 2, 64) * 1000
     fp8attn.append(cache.pages, k, k.clone())
     changed = {name for name, after in bits().items() if not torch.equal(before[name], after)}
-    assert changed == {"k", "v", "k_scale", "v_scale", "cache_seqlens"}
-    cache.reset()
-    before = bits()
-    fp8attn.append(cache.pages, k / 64, k / 32, fix_means=True)
-    changed = {name for name, after in bits().items() if not torch.equal(before[name], after)}
-    assert changed == {"k", "v", "k_scale", "v_scale", "k_mean", "v_mean", "cache_seqlens"}
+    assert changed == {"pool", "cache_seqlens"}
 
 
 def test_whoever_watches_sees_torch_ops(cache):
@@ -204,7 +277,7 @@ def test_gradients_are_refused(cache):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_derivatives_and_transforms_are_refused(cache):
     q, k = torch.randn(2, 4, 64), torch.randn(2, 2, 64)
-    before = [x.view(torch.uint8).clone() for x in cache.pages.tensors]
+    before = [x.clone() for x in cache.pages.state[:3]]
     calls = [(q, lambda x: attention(x, cache.pages)), (k, lambda x: cache.append(x, k)), (k, lambda x: cache.append(k, x))]
     for x, call in calls:
         with torch.no_grad(), forward_ad.dual_level():
@@ -215,7 +288,7 @@ def test_forward_mode_derivatives_and_transforms_are_refused(cache):
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
                 transformed()
     assert cache.lengths == (10, 10)
-    assert all(torch.equal(old, new.view(torch.uint8)) for old, new in zip(before, cache.pages.tensors, strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages.state[:3], strict=True))
 
 
 def test_a_step_compiles_whole_and_once(cache):

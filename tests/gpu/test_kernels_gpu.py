@@ -1,5 +1,7 @@
 """The Triton kernels, compiled, on a GPU: bytes against the reference, errors against float64 up to 131072 tokens, CUDA graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -218,7 +220,7 @@ def test_pages_beyond_two_gigabytes_are_reached():
 
 def reference_of(q: torch.Tensor, pages: KVPages) -> torch.Tensor:
     """Decode of the first sequence in float64."""
-    first = KVPages(*pages.tensors[:4], pages.k_mean[:1], pages.v_mean[:1], pages.page_table[:1], pages.cache_seqlens[:1])
+    first = replace(pages, page_table=pages.page_table[:1], cache_seqlens=pages.cache_seqlens[:1])
     arguments = {"cu_seqlens_q": None, "max_seqlen_q": 1, "causal": True, "softmax_scale": 128**-0.5, "window": 0, "softcap": 0.0}
     wide = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
     return reference.attention(q, first, **arguments, sinks=None, leftpad_k=None, **wide)[0]

@@ -24,15 +24,22 @@ def is_native(device: torch.device) -> bool:
 
 @triton.jit
 def from_e4m3(x, NATIVE: tl.constexpr):
-    """E4M3 (bytes unless NATIVE) to FP16, which holds every E4M3 value exactly."""
+    """Bytes of E4M3 to FP16, which holds every E4M3 value exactly."""
     if NATIVE:
-        return x.to(tl.float16)
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         # E4M3's four exponent bits in FP16's five give the value over 2^8 (the biases are 7 and 15), subnormals included.
         bits = x.to(tl.int16)
         magnitude = bits & 0x7F
         value = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True) * 256.0
         return tl.where(magnitude == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def from_int8(x):
+    """Bytes of INT8 to FP16, exactly."""
+    # FP16 counts by 1 from 1024 on, so the last bits of such a number are an integer; 1152 is 1024 and the 128 that `^ 0x80` adds.
+    return ((x ^ 0x80).to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
 
 
 @triton.jit

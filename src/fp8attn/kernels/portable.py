@@ -1,12 +1,12 @@
-"""Attention over FP8 pages in plain Triton: FP8 storage, 16-bit arithmetic, FP32 accumulation, for prefill and decode alike.
+"""Attention over 8-bit pages in plain Triton: 8-bit storage, 16-bit arithmetic, FP32 accumulation, for prefill and decode alike.
 
-Nothing but the cache is rounded to FP8. K and V are exact in FP16; Q is brought into FP16's range by a power of two per row; the
-weights P are held 2^15 times too large, so that FP16 keeps all its digits down to weights of 2^-29, and the denominator sums the
-weights as they were rounded, so that their errors cancel where V is constant. What is left, about 2e-4, is the rounding of P.
+Nothing but the cache is rounded to 8 bits. K, in INT8 or E4M3, and V are exact in FP16. Q is rotated in FP32 where K is rotated, and
+rounded to FP16 after a power of two for each row brings it into range. The weights P are held 2^15 times too large, so that FP16 keeps all
+its digits down to weights of 2^-29. The denominator sums the weights as they were rounded, so that their errors cancel where V is constant.
 
-Means cost nothing per key: `q . (k + k_mean)` is `q . k` and one constant per row, which leaves a softmax as it is and only the LSE,
-sinks and a softcap ask for it; v_mean is added to the normalised output. A page's k_scale joins the row's factor and its v_scale is the
-accumulator's unit, which the rescaling by the running maximum changes on the way (FlashAttention-2, arXiv:2307.08691).
+Means cost nothing per key: `q . (k + k_mean)` is `q . k` and one constant per row. A softmax does not depend on that constant; the LSE,
+sinks and a softcap do. v_mean is added to the normalized output. A page's k_scale is multiplied into the row's factor. Its v_scale is the
+accumulator's unit, which changes from page to page in the rescaling by the running maximum (FlashAttention-2, arXiv:2307.08691).
 
 The query heads of one KV head are packed into the rows of a tile (row r: token r // G, head r % G), so that decode shares each K and V
 byte between them. Long sequences are split over programs (Flash-Decoding): each takes its share of the pages that its rows see, computed on
@@ -24,15 +24,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import PAGE_SIZE, V_GROUP, KVPages
+from ..layout import HEADER, PAGE_SIZE, V_GROUP, KVPages
 from .combine import combine, finish, num_splits
-from .fp8 import from_e4m3, is_native, round_to
+from .fp8 import from_e4m3, from_int8, is_native, round_to
 from .launch import constants, launch
+from .rotation import rotate
 
 CLEARING = 64  # programs that write zeros behind the last sequence of a ragged batch
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
+_HEADER = tl.constexpr(HEADER)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _P_BITS = tl.constexpr(15)  # P is held times 2^15: at most 32768 in FP16
 _Q_BITS = tl.constexpr(8)  # a row of Q is held with its largest value in [2^8, 2^9)
@@ -40,11 +42,23 @@ _NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: fini
 
 
 @triton.jit
+def _page(pool_ptr, page, num_kv_heads, kv_head, D: tl.constexpr):
+    """Where the bytes of one head's page begin: K `[128, D]`, V `[8, D, 16]`, and the header with their scales."""
+    return pool_ptr + (page.to(tl.int64) * num_kv_heads + kv_head) * (2 * _PAGE * D + _HEADER)
+
+
+@triton.jit
+def _scales(page_ptr, mask, D: tl.constexpr):
+    """k_scale and v_scale of a page; 1 where `mask` is false."""
+    scale_ptr = (page_ptr + 2 * _PAGE * D).to(tl.pointer_type(tl.float32))
+    return tl.load(scale_ptr, mask=mask, other=1.0), tl.load(scale_ptr + 1, mask=mask, other=1.0)
+
+
+@triton.jit
 def _tiles(
-    acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
-    first, last,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, MASK_START: tl.constexpr, MASK_END: tl.constexpr,
-    SOFTCAP: tl.constexpr, NATIVE: tl.constexpr,
+    acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first, last,
+    INT8: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, MASK_START: tl.constexpr,
+    MASK_END: tl.constexpr, SOFTCAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, denom, m` of a block of rows.
 
@@ -72,24 +86,27 @@ def _tiles(
 
     # A page's number and scales are loaded one tile ahead: nothing else hides their latency, and the pipeline need not.
     some = first < last
-    page = tl.load(table_ptr + first // TILES, mask=some, other=0).to(tl.int64) * num_kv_heads
-    k_scale = tl.load(k_scale_ptr + page, mask=some, other=1.0)
-    v_scale = tl.load(v_scale_ptr + page, mask=some, other=1.0)
+    page_ptr = _page(pool_ptr, tl.load(table_ptr + first // TILES, mask=some, other=0), num_kv_heads, kv_head, D)
+    k_scale, v_scale = _scales(page_ptr, some, D)
     ratio = unit / v_scale
     for tile in range(first, last):
-        in_page = tile * TILE - tile // TILES * _PAGE
-        k_ptrs = k_ptr + (page * (_PAGE * D) + in_page * D) + k_offsets
-        v_ptrs = v_ptr + (page * (_PAGE * D) + in_page * D) + v_offsets
-        page = tl.load(table_ptr + tl.minimum(tile + 1, last - 1) // TILES).to(tl.int64) * num_kv_heads
-        next_k_scale = tl.load(k_scale_ptr + page)
-        next_v_scale = tl.load(v_scale_ptr + page)
+        tile_ptr = page_ptr + (tile * TILE - tile // TILES * _PAGE) * D
+        k_ptrs = tile_ptr + k_offsets
+        v_ptrs = tile_ptr + _PAGE * D + v_offsets
+        page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, last - 1) // TILES), num_kv_heads, kv_head, D)
+        next_k_scale, next_v_scale = _scales(page_ptr, True, D)
 
-        k = from_e4m3(tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0.0), NATIVE)
+        k = tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0)
+        k = from_int8(k) if INT8 else from_e4m3(k, NATIVE)
         s = tl.dot(q, tl.permute(k, (0, 2, 1)) if WARPS > 1 else tl.trans(k))
         f = factor * k_scale
         if SOFTCAP:
             # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
             s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
+        elif INT8 and (MASK_START or MASK_END):
+            # A page with a NaN in a token has a NaN scale (`numerics.settle`). It is for the rows that see a key of the page.
+            s += k_scale - k_scale
+            f = tl.where(k_scale == k_scale, f, 1.0)
         if MASK_START and MASK_END:
             s = tl.where((tile * TILE + key < see_to) & (tile * TILE + key >= see_from), s, float("-inf"))
         elif MASK_END:
@@ -105,7 +122,7 @@ def _tiles(
         alpha = tl.exp2(m - new_m)
         denom = denom * alpha + tl.sum(p.to(tl.float32), AXIS)
         rescale = tl.broadcast_to(tl.expand_dims(alpha * ratio, -1), acc.shape)
-        v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0.0), NATIVE)
+        v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0), NATIVE)
         v = tl.permute(tl.reshape(v, (TILE // _GROUP, DP, _GROUP)), (0, 2, 1))
         v = tl.reshape(v, (WARPS, TILE // WARPS, DP) if WARPS > 1 else (TILE, DP))
         # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (Written as a product and a sum,
@@ -136,11 +153,10 @@ def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs
     do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_seqs", "num_blocks", "num_splits", "num_rows", "window"]
 )
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr,
-    out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows,
-    softmax_scale, softcap, window,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, NATIVE: tl.constexpr,
+    q_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr, out_ptr, lse_ptr, q_stride_t,
+    q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows, softmax_scale, softcap, window,
+    INT8: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    WARPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # The last queries see the most keys and start first.
     split = tl.program_id(0) % num_splits
@@ -201,6 +217,8 @@ def _attention_kernel(
     q_offsets = (start + query).to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
     q_mask = real[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    if ROTATE:
+        q = rotate(q, D)
     # factor * q16 = |softmax_scale| * log2(e) * q: what is left of q after a power of two that brings its largest value to 2^8.
     exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
     grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)
@@ -209,9 +227,10 @@ def _attention_kernel(
     q = tl.where(softmax_scale < 0, -q, q)
     # Above zero, so that -inf keeps its meaning: scores this small are zero whatever the factor.
     factor = tl.maximum(shrink * scale_log2, 1e-25)
-    means = (seq.to(tl.int64) * num_kv_heads + kv_head) * D
-    k_mean = tl.load(k_mean_ptr + means + d, mask=d < D, other=0.0)
-    mean_score = tl.sum(q * k_mean[None, :], 1) * scale_log2  # in units of log2, as all scores here
+    mean_score = tl.zeros_like(factor)  # to base 2, as all scores here
+    if k_mean_ptr is not None:
+        k_mean = tl.load(k_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)
+        mean_score = tl.sum(q * k_mean[None, :], 1) * scale_log2
     q = (q * grow[:, None]).to(tl.float16)
     cap = softcap * _LOG2E
     shift = mean_score
@@ -244,17 +263,13 @@ def _attention_kernel(
         see_from = see_from[:, None]
         see_to = see_to[:, None]
     unit = tl.full((), 1.0, tl.float32)
-    k_ptr += kv_head.to(tl.int64) * (_PAGE * D)
-    v_ptr += kv_head.to(tl.int64) * (_PAGE * D)
-    k_scale_ptr += kv_head
-    v_scale_ptr += kv_head
     table_ptr += seq.to(tl.int64) * table_stride
     HAS_START: tl.constexpr = WINDOW or leftpad_ptr is not None
     if WARPS > 1:
         # One loop: a mask over a few rows costs less than filling the pipeline twice.
         acc, denom, m, unit = _tiles(
-            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
-            first_tile, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, NATIVE,
+            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first_tile,
+            last_tile, INT8, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, NATIVE,
         )  # fmt: skip
     else:
         all_last = tl.minimum(tl.maximum(all_end // TILE, first_tile), last_tile)
@@ -263,16 +278,16 @@ def _attention_kernel(
             all_first = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(all_begin, 0), TILE), first_tile), last_tile)
             all_last = tl.maximum(all_last, all_first)
             acc, denom, m, unit = _tiles(
-                acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
-                num_kv_heads, first_tile, all_first, D, DP, TILE, WARPS, True, True, SOFTCAP, NATIVE,
+                acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first_tile,
+                all_first, INT8, D, DP, TILE, WARPS, True, True, SOFTCAP, NATIVE,
             )  # fmt: skip
         acc, denom, m, unit = _tiles(
-            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
-            all_first, all_last, D, DP, TILE, WARPS, False, False, SOFTCAP, NATIVE,
+            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, all_first,
+            all_last, INT8, D, DP, TILE, WARPS, False, False, SOFTCAP, NATIVE,
         )  # fmt: skip
         acc, denom, m, unit = _tiles(
-            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, num_kv_heads,
-            all_last, last_tile, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, NATIVE,
+            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, all_last,
+            last_tile, INT8, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, NATIVE,
         )  # fmt: skip
     if WARPS > 1:
         top = tl.max(m, 0)
@@ -285,8 +300,9 @@ def _attention_kernel(
     nothing = denom == 0.0
     lse = tl.where(nothing, float("-inf"), tl.log2(denom) + (m - _P_BITS))
     out = acc * (unit / tl.where(nothing, 1.0, denom))[:, None]
-    v_mean = tl.load(v_mean_ptr + means + d, mask=d < D, other=0.0)
-    out = tl.where(nothing[:, None], 0.0, out + v_mean[None, :])
+    if v_mean_ptr is not None:
+        out += tl.load(v_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)[None, :]
+    out = tl.where(nothing[:, None], 0.0, out)
     out_mask = real[:, None] & (d < D)[None, :]
     if SPLIT:
         tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask & (nothing == 0)[:, None])
@@ -375,16 +391,15 @@ def attention(
     else:
         target, target_lse = out, lse
     native = is_native(device)
-    k, v = (pages.k, pages.v) if native else (pages.k.view(torch.uint8), pages.v.view(torch.uint8))
     args = (
-        q, k, v, pages.k_scale, pages.v_scale, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens,
-        cu_seqlens_q, None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1),
-        pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows,
-        float(softmax_scale), float(softcap), window,
+        q, pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q, None if splits > 1 else sinks,
+        leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads,
+        pages.num_seqs, blocks, splits, num_rows, float(softmax_scale), float(softcap), window,
     )  # fmt: skip
     given = constants(
-        "attend", device, D=head_dim, DP=padded, G=group, ROWS=rows, TILE=tile, WARPS=key_warps, CAUSAL=causal, WINDOW=window > 0,
-        SOFTCAP=softcap > 0, SPLIT=splits > 1, NATIVE=native, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+        "attend", device, INT8=pages.key_dtype == torch.int8, ROTATE=pages.rotate_keys, D=head_dim, DP=padded, G=group, ROWS=rows,
+        TILE=tile, WARPS=key_warps, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0, SPLIT=splits > 1, NATIVE=native,
+        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     programs = pages.num_seqs * pages.num_kv_heads * blocks * splits
     launch(_attention_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, given)
