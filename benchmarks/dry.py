@@ -39,7 +39,6 @@ def pretend(machine: dict) -> None:
     capability = tuple(machine["capability"])
     answers: list[tuple[Callable, Callable]] = [
         (launch.num_sms, lambda device: machine["sms"]),
-        (launch.overlaps, lambda device: capability >= (9, 0)),
         (fp8.is_native, lambda device: capability >= (8, 9)),
         (portable._device, lambda device: (machine["sms"], machine["shared"])),
         (backends.unsupported_reason, lambda backend, device, dtype=torch.bfloat16: None),

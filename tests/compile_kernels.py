@@ -34,31 +34,40 @@ def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=T
     portable.attention(q, pages, cu_seqlens_q=None, max_seqlen_q=queries, softmax_scale=0.1, **options)
 
 
-def append_tokens(head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False) -> None:
+def append_tokens(
+    head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype=torch.int8, rotate=True
+) -> None:
     """`tokens` new tokens of each of two sequences."""
     k = torch.zeros(2 * tokens, 8, head_dim, dtype=dtype)
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
     angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
-        KVPages.empty(48, 8, head_dim, 2, 24), k, k, q=q, q_out=q, max_seqlen=tokens, rope_cos=angle, rope_sin=angle,
+        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_dtype, rotate_keys=rotate), k, k, q=q, q_out=q, max_seqlen=tokens,
+        rope_cos=angle, rope_sin=angle,
         cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
-        static_scales=False, fix_means=tokens > append.MAX_TOKENS,
+        static_scales=False,
     )  # fmt: skip
 
 
-def quantize(head_dim: int, dtype, rotary=0) -> None:
-    """Dense K, V and Q of two sequences, transposed."""
+def quantize(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True) -> None:
+    """Dense K, V and Q of two sequences, transposed, with means where keys are E4M3."""
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
-    append.quantize(x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=False, means=dtype != FP8)
+    mean = torch.zeros(8, head_dim) if key_dtype == FP8 else None
+    append.quantize(
+        x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=False, k_mean=mean, v_mean=mean, key_dtype=key_dtype, rotate_keys=rotate
+    )
     if rotary:
         append.rotate(x, angle, angle, False)
 
 
 def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
-    """Dense K; without a mean if it is not rotated."""
+    """Dense K; rotated, in INT8 and with a mean if it has RoPE."""
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
-    options = dict(rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, means=rotary > 0, heads_per_scale=4)
+    options = dict(
+        rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, rotate_keys=rotary > 0, means=rotary > 0, heads_per_scale=4,
+        dtype=torch.int8 if rotary else FP8,
+    )  # fmt: skip
     rows.quantize_rows(torch.zeros(2, 8, 300, head_dim, dtype=dtype), **options)
 
 
@@ -84,6 +93,8 @@ def cases(arch: int) -> dict[str, tuple]:
             f"D{head_dim} step rope": (append_tokens, head_dim, other, 1 + i, rope),
             f"D{head_dim} prompt rope": (append_tokens, head_dim, dtype, 300, rope | {"interleaved": i % 2 == 1}),
             f"D{head_dim} dense": (quantize, head_dim, dtype, {"rotary": some}),
+            f"D{head_dim} step e4m3": (append_tokens, head_dim, dtype, 1, {"key_dtype": FP8, "rotate": i % 2 == 1}),
+            f"D{head_dim} dense e4m3": (quantize, head_dim, other, {"key_dtype": FP8, "rotate": i % 2 == 0}),
             f"D{head_dim} rows": (quantize_rows, head_dim, other, {"rotary": some, "interleaved": i % 4 == 3}),
         }
     found["D128 dense fp8"] = quantize, 128, FP8, {}
@@ -111,7 +122,6 @@ def launches(arch: int, name: str) -> list[Launch]:
     with dry() as (found, patch):
         for module in (portable, combine, append, rows):
             patch.setattr(module, "is_native", lambda device: arch >= 89)
-        patch.setattr(append, "overlaps", lambda device: arch >= 90)
         patch.setattr(portable, "_device", lambda device: (132, SHARED_MEMORY[arch]))
         patch.setattr(portable, "num_splits", lambda *_: splits)
         function(*arguments, **options)

@@ -214,6 +214,57 @@ def check_append(append, case: dict, device="cpu") -> None:
     assert not actual.pool[..., 8 - HEADER :][held.to(device)].any(), "wrote to the header's zeros"
 
 
+QUANTIZE_FACTORS = {
+    "head_dim": [64, 96, 128],
+    "dtype": [torch.bfloat16, torch.float16, FP8],
+    "shape": [(1, 1, 128), (2, 3, 150)],  # batch, heads, tokens
+    "rotary": [0, 40, "all"],
+    "interleaved": [False, True],
+    "mean": [0.0, 0.5],
+    "key_dtype": [torch.int8, FP8],
+    "rotate": [True, False],
+    "transposed": [False, True],
+}
+
+
+def check_quantize(quantize, case: dict, device="cpu") -> None:
+    """The kernel's pages are the reference's, the headers' zeros and V's tail too."""
+    (batch, heads, length), head_dim, dtype = case["shape"], case["head_dim"], case["dtype"]
+    given_bytes = dtype == FP8
+    k, v = (random_tokens(batch * length, heads, head_dim, torch.float32, device, 6).unflatten(0, (batch, length)) for _ in "kv")
+    k[-1, length // 2, 0, 5], v[0, 3, 0, 7] = torch.nan, -torch.inf
+    k, v = (x.to(dtype).transpose(1, 2) for x in (k, v))
+    if not case["transposed"]:
+        k, v = k.contiguous(), v.contiguous()
+    rotary = 0 if given_bytes else min(head_dim, case["rotary"]) if case["rotary"] != "all" else head_dim
+    angle = torch.randn(batch, length, rotary // 2, device=device) * 10
+    k_mean, v_mean = (
+        torch.randn(heads, head_dim, device=device) * case["mean"] if case["mean"] and not given_bytes else None for _ in "kv"
+    )
+    options = {
+        "rope_cos": angle.cos() if rotary else None,
+        "rope_sin": angle.sin() if rotary else None,
+        "rope_interleaved": case["interleaved"],
+        "k_mean": k_mean,
+        "v_mean": v_mean,
+        "key_dtype": FP8 if given_bytes else case["key_dtype"],
+        "rotate_keys": case["rotate"] and not given_bytes,
+    }
+    actual, expected = quantize(k, v, **options), reference.quantize(k, v, **options)
+    assert torch.equal(actual.page_table, expected.page_table) and torch.equal(actual.cache_seqlens, expected.cache_seqlens)
+    assert actual.state[3:] == expected.state[3:]
+    assert not actual.pool[..., 8 - HEADER :].any()
+    for seq in range(batch):
+        ids = expected.page_table[seq].long()
+        for name, unpack in (("k", unpack_k), ("v", unpack_v)):
+            scales = torch.stack([getattr(pages, f"{name}_scale")[ids] for pages in (actual, expected)])
+            assert torch.equal(*scales.isnan()) and torch.equal(*scales.nan_to_num()), (name, seq)
+            codes = torch.stack([unpack(getattr(pages, name)[ids].view(torch.uint8)) for pages in (actual, expected)])
+            if getattr(expected, name).dtype == FP8:
+                codes[codes == 0xFF] = POISON  # a NaN may lose its sign
+            assert torch.equal(*codes[:, :length]) and (name == "k" or not codes[0, length:].any()), (name, seq)
+
+
 # Attention
 
 LENGTHS = [[1, 300, 0], [2, 15, 128], [16, 17, 129], [127, 130, 1]]

@@ -16,9 +16,11 @@ from kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
     ATTENTION_FACTORS,
+    QUANTIZE_FACTORS,
     case_id,
     check_append,
     check_attention,
+    check_quantize,
     clone,
     cumulative,
     empty_cache,
@@ -98,6 +100,43 @@ def test_append_at_its_edges(name):
     check_append(append, APPEND_EDGES[name])
 
 
+@pytest.mark.parametrize("case", pairwise(QUANTIZE_FACTORS), ids=case_id)
+def test_quantize_writes_the_references_bytes(case):
+    check_quantize(quantize_pages, case)
+
+
+@pytest.mark.parametrize("rotary", [8, 64])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
+    """A row has fewer angles than pairs of channels where only some of them turn."""
+    k, angle = random_tokens(80, 2, 64, torch.bfloat16).view(2, 40, 2, 64).transpose(1, 2), torch.randn(2, 40, rotary // 2)
+    held = torch.zeros(3, *angle.shape)
+    held[0], held[1] = angle.cos(), angle.sin()
+    first, last = held.data_ptr(), held[2].data_ptr()
+    read = []
+    masked_load = InterpreterBuilder.create_masked_load
+
+    def noting(self, ptrs, mask, *rest):
+        read.append(ptrs.data[mask.data])
+        return masked_load(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting)
+    quantize_pages(
+        k,
+        k,
+        rope_cos=held[0],
+        rope_sin=held[1],
+        rope_interleaved=interleaved,
+        k_mean=None,
+        v_mean=None,
+        key_dtype=torch.int8,
+        rotate_keys=True,
+    )
+    addresses = torch.cat([torch.from_numpy(x.astype("int64")).flatten() for x in read])
+    assert ((first <= addresses) & (addresses < last)).any()
+    assert not ((last <= addresses) & (addresses < last + held[2].nbytes)).any()
+
+
 def test_append_of_nothing():
     pages = empty_cache([128, 128], 2, 64)
     before = clone(pages)
@@ -105,7 +144,7 @@ def test_append_of_nothing():
     arguments = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "static_scales": False}
     append(pages, nothing, nothing, cu_seqlens=None, max_seqlen=0, **arguments)
     append(pages, nothing, nothing, cu_seqlens=cumulative([0, 0]), max_seqlen=5, **arguments)
-    assert all(torch.equal(a, b) for a, b in zip(before.state[:3], pages.state[:3], strict=True))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before.state[:3], pages.state[:3], strict=True))
 
 
 @pytest.mark.parametrize("case", pairwise(ATTENTION_FACTORS), ids=case_id)
@@ -296,15 +335,17 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     bounds = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     none = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "static_scales": False}
     with recording(dry=True) as launches:
-        pages = quantize_pages(x, x, **tables, means=True)
-        quantize_pages(x.to(FP8), x.to(FP8), **{**tables, "rope_cos": None, "rope_sin": None}, means=False)
+        form = {"k_mean": None, "v_mean": None, "key_dtype": torch.int8, "rotate_keys": True}
+        pages = quantize_pages(x, x, **tables, **form)
+        as_it_is = {"rope_cos": None, "rope_sin": None, "key_dtype": FP8, "rotate_keys": False}
+        quantize_pages(x.to(FP8), x.to(FP8), **{**tables, **form, **as_it_is})
         rotate(x, angle, angle, False)
-        quantize_rows(x, **tables, means=True, heads_per_scale=1)
+        quantize_rows(x, **tables, rotate_keys=True, means=True, heads_per_scale=1, dtype=FP8)
         append(pages, tokens, tokens, cu_seqlens=None, max_seqlen=1, **none)
-        append(pages, prompt, prompt, cu_seqlens=None, max_seqlen=40, fix_means=True, **none)
+        append(pages, prompt, prompt, cu_seqlens=None, max_seqlen=40, **none)
         append(pages, prompt, prompt, cu_seqlens=bounds, max_seqlen=40, **none)
         portable.attention(tokens.repeat(1, 2, 1), pages, **ARGUMENTS)
-    assert len({note.kernel.fn.__name__ for note in launches}) == 9
+    assert len({note.kernel.fn.__name__ for note in launches}) == 8
     for note in launches:
         assert note.grid[0] < 2**31 and all(programs < 65_536 for programs in note.grid[1:]), (note.kernel.fn.__name__, note.grid)
 

@@ -1,10 +1,11 @@
-"""Rows in FP8: the kernels, interpreted, against the reference; the definition."""
+"""Rows in 8 bits: the kernels, interpreted, against the reference; the definition."""
 
 import pytest
 import torch
 
-from fp8attn import ops
-from fp8attn.numerics import finite_amax, power_of_two_scale, quantize
+from fp8attn import reference, rotation
+from fp8attn.layout import FP8
+from fp8attn.numerics import encode, finite_amax, needed_scale
 from fp8attn.rope import apply_rope
 
 pytest.importorskip("triton")
@@ -14,26 +15,32 @@ from fp8attn.kernels.quantize_rows import quantize_rows
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU; tests/gpu has the compiled kernels")
 
 
-def check(x, heads_per_scale=1, means=False, cos=None, sin=None, interleaved=False):
-    """The kernels' bytes are those that their means and this definition give; the reference's means are near."""
-    options = dict(rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved, means=means, heads_per_scale=heads_per_scale)
-    x_fp8, scale, mean = quantize_rows(x, **options)
-    y = x.float()
-    if cos is not None:
-        turned = apply_rope(x.transpose(1, 2).flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1), interleaved)
-        y = turned.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
+def check(x, heads_per_scale=1, means=False, cos=None, sin=None, interleaved=False, rotate=False, dtype=FP8):
+    """The kernels' bytes are those that their means and this definition give; the reference's means are near, and without means all is
+    the reference's."""
+    options = dict(
+        rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved, rotate_keys=rotate, means=means, heads_per_scale=heads_per_scale,
+        dtype=dtype,
+    )  # fmt: skip
+    codes, scale, mean = quantize_rows(x, **options)
+    expected_codes, expected_scale, expected_mean = reference.quantize_rows(x, **options)
+    assert codes.dtype == dtype and codes.stride() == x.stride()
     if means:
-        y = y - mean[:, :, None]
-        torch.testing.assert_close(mean, ops.quantize_rows(x, **options, backend="reference")[2], rtol=1e-5, atol=1e-6)
+        y = x.float()
+        if cos is not None:
+            turned = apply_rope(x.transpose(1, 2).flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1), interleaved)
+            y = turned.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
+        y = (rotation.rotate(y) if rotate else y) - mean[:, :, None]
+        torch.testing.assert_close(mean, expected_mean, rtol=1e-5, atol=1e-6)
+        expected_scale = needed_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)), dtype)
+        expected_codes = encode(y, (1 / expected_scale).repeat_interleave(heads_per_scale, 1)[..., None, None], dtype).to(dtype)
     else:
         assert mean is None
-    assert torch.equal(scale, power_of_two_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4))))
-    expected = quantize(y, scale.repeat_interleave(heads_per_scale, 1)[..., None, None])
-    nan = expected.isnan()
-    assert torch.equal(nan, x_fp8.isnan())
-    assert torch.equal(expected.view(torch.uint8)[~nan], x_fp8.view(torch.uint8)[~nan])
-    assert x_fp8.stride() == x.stride()
-    return x_fp8, scale, mean
+    assert torch.equal(scale, expected_scale)
+    nan = expected_codes.isnan()
+    assert torch.equal(nan, codes.isnan())
+    assert torch.equal(expected_codes.view(torch.uint8)[~nan], codes.view(torch.uint8)[~nan])
+    return codes, scale, mean
 
 
 @pytest.mark.parametrize(
@@ -48,19 +55,22 @@ def check(x, heads_per_scale=1, means=False, cos=None, sin=None, interleaved=Fal
     ],
     ids=str,
 )
-def test_bytes_scales_and_means(shape, options):
+@pytest.mark.parametrize(("rotate", "dtype"), [(False, FP8), (True, torch.int8)], ids=str)
+def test_bytes_scales_and_means(shape, options, rotate, dtype):
     torch.manual_seed(0)
     x = (torch.randn(shape) * 3 + torch.randn(shape[0], shape[1], 1, shape[3]) * 10).bfloat16()
-    check(x, **options)
-    check(x.transpose(1, 2).contiguous().transpose(1, 2), **options)
+    check(x, **options, rotate=rotate, dtype=dtype)
+    check(x.transpose(1, 2).contiguous().transpose(1, 2), **options, rotate=rotate, dtype=dtype)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary", [64, 32])
-def test_rotated(rotary, interleaved):
+@pytest.mark.parametrize(("rotate", "dtype"), [(False, FP8), (True, torch.int8), (True, FP8)], ids=str)
+def test_with_rope(rotary, interleaved, rotate, dtype):
     torch.manual_seed(0)
     x, angle = torch.randn(2, 2, 21, 64).half(), torch.randn(2, 21, rotary // 2)
-    check(x, means=True, cos=angle.cos(), sin=angle.sin(), interleaved=interleaved)
+    for means in (False, True):
+        check(x, means=means, cos=angle.cos(), sin=angle.sin(), interleaved=interleaved, rotate=rotate, dtype=dtype)
 
 
 def test_what_is_not_finite_influences_nothing_else():
@@ -68,11 +78,11 @@ def test_what_is_not_finite_influences_nothing_else():
     x = torch.randn(1, 2, 30, 64)
     clean = check(x, means=True)
     x[0, 0, 3, 5], x[0, 1, 4, 6], x[0, 1, 5, 6] = torch.nan, torch.inf, -torch.inf
-    x_fp8, _, mean = check(x, means=True)
-    assert x_fp8[0, 0, 3, 5].isnan() and x_fp8[0, 1, 4, 6].float() == 448 and x_fp8[0, 1, 5, 6].float() == -448
+    codes, _, mean = check(x, means=True)
+    assert codes[0, 0, 3, 5].isnan() and codes[0, 1, 4, 6].float() == 448 and codes[0, 1, 5, 6].float() == -448
     assert mean[0, 0, 5] == mean[0, 1, 6] == 0 and mean[0, 0, 6] == clean[2][0, 0, 6]
 
 
 def test_zeros():
-    x_fp8, scale, mean = check(torch.zeros(1, 1, 5, 64), means=True)
-    assert not x_fp8.float().any() and not mean.any() and scale.item() == 2.0**-32
+    codes, scale, mean = check(torch.zeros(1, 1, 5, 64), means=True)
+    assert not codes.float().any() and not mean.any() and scale.item() == 2.0**-32

@@ -38,7 +38,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     """`R x` on the last dimension, in x's dtype.
 
     In FP32 this defines the bits that kernels store: the factor `sign / sqrt(n)` first, then `log2(n)` steps over channels 1, 2, 4, ...
-    apart, each `(a, b) -> (u, u - 2 b)` with `u = a + b`, every operation rounded by itself.
+    apart, each `(a, b) -> (a + b, a - b)`, every operation rounded by itself.
 
     Args:
         x: `[..., head_dim]`, float32 or float64.
@@ -62,7 +62,6 @@ def _hadamard(x: torch.Tensor) -> torch.Tensor:
     while step < block_size(x.shape[-1]):
         pairs = x.unflatten(-1, (-1, 2, step))
         a, b = pairs.unbind(-2)
-        u = a + b
-        x = torch.stack([u, u - 2 * b], -2).flatten(-3)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
         step *= 2
     return x

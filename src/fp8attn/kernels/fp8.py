@@ -1,4 +1,4 @@
-"""E4M3 and BF16 conversions inside Triton kernels, with the rounding of `numerics`.
+"""E4M3, INT8 and BF16 conversions and page scales inside Triton kernels, with the rounding of `numerics`.
 
 `NATIVE` says that the target converts E4M3 by itself (NVIDIA from compute capability 8.9). Everywhere else, Triton's interpreter
 included (whose own conversions truncate), integer arithmetic does it, to the same bits.
@@ -12,6 +12,20 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+
+from ..layout import FP8
+from ..numerics import E4M3, HEADROOM, INT8_MAX, MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
+
+_MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
+_MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
+_MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
+_MAX_SCALE = tl.constexpr(MAX_SCALE)
+_INT8_MAX = tl.constexpr(float(INT8_MAX))
+_PER_INT8_MAX = tl.constexpr(1 / INT8_MAX)
+_INT8_HEADROOM = tl.constexpr(HEADROOM[torch.int8])
+_E4M3_HEADROOM = tl.constexpr(HEADROOM[FP8])
+_ROUND = tl.constexpr(1.5 * 2**23)  # a sum with it is a multiple of one, and its lowest byte is that of the other number, rounded
 
 
 @lru_cache
@@ -87,3 +101,90 @@ def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x != x, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def to_int8(x):
+    """FP32 of magnitudes up to 127.5 to INT8 bytes: to nearest, ties to even."""
+    return (x + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def saturate_int8(x):
+    """To [-127, 127]; NaN becomes zero."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -_INT8_MAX), _INT8_MAX), 0.0)
+
+
+@triton.jit
+def to_codes(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes of codes: rounded to nearest, ties to even, saturated. NaN becomes an INT8 zero, and E4M3's NaN."""
+    if INT8:
+        return to_int8(saturate_int8(x))
+    else:
+        return to_e4m3(x, NATIVE)
+
+
+@triton.jit
+def from_codes(codes, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 of bytes of codes."""
+    if INT8:
+        return from_int8(codes).to(tl.float32)
+    else:
+        return from_e4m3(codes, NATIVE).to(tl.float32)
+
+
+@triton.jit
+def encode(x, INT8: tl.constexpr, NATIVE: tl.constexpr, SATURATE: tl.constexpr = True):
+    """`numerics.encode`: codes as FP32 numbers. Not SATURATE: no magnitude is above 127.5, or E4M3 saturates by itself."""
+    if INT8:
+        return ((saturate_int8(x) if SATURATE else x) + _ROUND) - _ROUND
+    else:
+        return from_codes(to_e4m3(x, NATIVE), False, NATIVE)
+
+
+@triton.jit
+def needed_scale(amax, INT8: tl.constexpr):
+    """`numerics.needed_scale`."""
+    if INT8:
+        return tl.minimum(tl.maximum(amax * _PER_INT8_MAX, _MIN_SCALE), _MAX_SCALE)
+    else:
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 127 - _MAX_E4M3_EXPONENT + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, _MIN_SCALE_EXPONENT), _MAX_SCALE_EXPONENT)
+        return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def with_headroom(scale, INT8: tl.constexpr):
+    """`numerics.with_headroom`."""
+    return tl.minimum(scale * (_INT8_HEADROOM if INT8 else _E4M3_HEADROOM), _MAX_SCALE)
+
+
+@triton.jit
+def inverse(scale, INT8: tl.constexpr):
+    """`1 / scale`, rounded to nearest; of E4M3's powers of two exact."""
+    if INT8:
+        return tl.div_rn(1.0, scale)
+    else:
+        return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finite(x):
+    """Magnitudes, zero where they are not finite."""
+    magnitude = tl.abs(x)
+    return tl.where(magnitude < float("inf"), magnitude, 0.0)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def magnitude(x, NATIVE: tl.constexpr):
+    """The largest magnitude of each row of `x [N, C]`; NaN where there is one."""
+    if NATIVE:
+        return tl.reduce(tl.abs(x), 1, _larger)
+    else:
+        return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)

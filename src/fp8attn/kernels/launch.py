@@ -252,12 +252,6 @@ def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, given: Cons
 
 
 @lru_cache
-def overlaps(device: torch.device) -> bool:
-    """Whether a launch with `launch_pdl=True` may begin while the one before it ends, and wait for it by `gdc_wait` (from Hopper on)."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@lru_cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

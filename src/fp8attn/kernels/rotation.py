@@ -15,13 +15,8 @@ block_size = triton.constexpr_function(rotation.block_size)
 
 
 @triton.constexpr_function
-def _steps(head_dim):
-    return block_size(head_dim).bit_length() - 1
-
-
-@triton.constexpr_function
-def _factor(head_dim):
-    return block_size(head_dim) ** -0.5
+def _log2(n):
+    return n.bit_length() - 1
 
 
 @triton.jit
@@ -35,10 +30,15 @@ def rotate(x, D: tl.constexpr):
     """`rotation.rotate` of rows `x [N, C]` in FP32, of which the first D channels count; every operation rounds by itself."""
     N: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    x = x * tl.where(negative(tl.arange(0, C)), -_factor(D), _factor(D))[None, :]
-    second = (tl.arange(0, 2) > 0)[None, None, :, None]
-    for step in tl.static_range(_steps(D)):
-        y = tl.reshape(x, (N, C >> (step + 1), 2, 1 << step))
-        u = tl.sum(y, 2, keep_dims=True)  # a + b: a shuffle where the two are in two threads
-        x = tl.reshape(tl.where(second, u - 2 * y, u), (N, C))
+    BLOCK: tl.constexpr = block_size(D)
+    FACTOR: tl.constexpr = BLOCK**-0.5
+    x = x * tl.where(negative(tl.arange(0, C)), -FACTOR, FACTOR)[None, :]
+    sign = tl.where(tl.arange(0, 2) > 0, -1.0, 1.0)[None, None, :, None]
+    for step in tl.static_range(_log2(BLOCK)):
+        x = tl.reshape(x, (N, C >> (step + 1), 2, 1 << step))
+        # The other one of a pair is the sum of both less this one, of integers, which is exact: what is left of it in machine code is a
+        # shuffle where the two are in two threads, and nothing where they are in one.
+        bits = x.to(tl.int32, bitcast=True)
+        other = (tl.sum(bits, 2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+        x = tl.reshape(tl.fma(x, tl.broadcast_to(sign, x.shape), other), (N, C))
     return x

@@ -1,0 +1,106 @@
+"""Rows of channels in Triton kernels: loaded in FP32, with RoPE, and stored.
+
+A row of `head_dim` (D) channels is held in their order, padded with zeros to C, a power of two. Of a row that is rotated as a whole, both
+halves are loaded by themselves: the two channels of a pair are then in one thread, and so are those of the last step of `rotation.rotate`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .fp8 import from_e4m3
+
+
+@triton.jit
+def _load(rows, at, inside, WHOLE: tl.constexpr):
+    """FP32 of elements `at [M]` of the rows at pointers `[N, 1]`; zero where not `inside [M]`. WHOLE: all are."""
+    x = tl.load(rows + at) if WHOLE else tl.load(rows + at, mask=inside & tl.full(rows.shape, 1, tl.int1), other=0.0)
+    if x.dtype == tl.uint8:  # E4M3 where that is not native
+        return from_e4m3(x, False).to(tl.float32)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def load_rows(rows, D: tl.constexpr, C: tl.constexpr):
+    """`[N, C]` of the rows at pointers `[N, 1]`."""
+    c = tl.arange(0, C)
+    return _load(rows, c, c < D, C == D)
+
+
+@triton.jit
+def store_rows(rows, x, valid, D: tl.constexpr, C: tl.constexpr):
+    """What `load_rows` reads, where `valid [N, 1]`."""
+    c = tl.arange(0, C)
+    tl.store(rows + c, x, mask=valid & (c < D))
+
+
+@triton.jit
+def _together(c, HALF: tl.constexpr):
+    """Says of channels `c` that eight stay together where HALF is a multiple of eight: accesses are then 16 bytes wide."""
+    N: tl.constexpr = 8 if HALF % 8 == 0 else 1
+    return tl.max_contiguous(tl.multiple_of(c, N), N)
+
+
+@triton.jit
+def _turn(a, b, cos, sin):
+    """`rope.apply_rope` on pairs; every product and sum rounds by itself, as torch's do (the launches turn FMA contraction off)."""
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def load_turned(
+    rows, cos, sin, D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` and RoPE: HALF pairs turn by the angles of the rows at `cos` and `sin [N, 1]`, which are STEP elements apart."""
+    N: tl.constexpr = rows.shape[0]
+    if D == C and not INTERLEAVED and (HALF == 0 or 2 * HALF == D):
+        i = tl.arange(0, C // 2)
+        a = _load(rows, i, i >= 0, True)
+        b = _load(rows + C // 2, i, i >= 0, True)
+        if HALF > 0:
+            a, b = _turn(a, b, _load(cos, i * STEP, i >= 0, True), _load(sin, i * STEP, i >= 0, True))
+        return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, C))
+    x = load_rows(rows, D, C)
+    if HALF > 0:
+        if INTERLEAVED:
+            i = tl.arange(0, C // 2)
+            a, b = tl.split(tl.reshape(x, (N, C // 2, 2)))
+            turned_a, turned_b = _turn(a, b, _load(cos, i * STEP, i < HALF, 2 * HALF == C), _load(sin, i * STEP, i < HALF, 2 * HALF == C))
+            if 2 * HALF < C:
+                turned_a = tl.where(i < HALF, turned_a, a)
+                turned_b = tl.where(i < HALF, turned_b, b)
+            x = tl.reshape(tl.join(turned_a, turned_b), (N, C))
+        else:  # each channel's partner by a second load
+            c = tl.arange(0, C)
+            first = c < HALF
+            turns = c < 2 * HALF
+            other = _load(rows, _together(tl.where(first, c + HALF, tl.where(turns, c - HALF, c)), HALF), c < D, C == D)
+            i = _together(tl.where(first, c, tl.where(turns, c - HALF, 0)), HALF) * STEP
+            cosine = _load(cos, i, turns, False)
+            sine = _load(sin, i, turns, False)
+            x = tl.where(turns, x * cosine + other * tl.where(first, -sine, sine), x)
+    return x
+
+
+def row_constants(
+    head_dim: int, cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
+) -> tuple[dict[str, int], tuple[torch.Tensor | None, torch.Tensor | None], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What kernels need to know of a row and its RoPE: constants, the tables, and the tables' strides but for their last."""
+    half, step, strides = 0, 1, ((0, 0), (0, 0))
+    if cos is not None:
+        if cos.stride(-1) != sin.stride(-1):
+            cos, sin = cos.contiguous(), sin.contiguous()
+        half, step, strides = cos.shape[-1], cos.stride(-1), (cos.stride()[:-1], sin.stride()[:-1])
+    row = {
+        "D": head_dim, "C": power_of_two(head_dim), "HALF": half, "INTERLEAVED": interleaved and half > 0, "STEP": step,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    return row, (cos, sin), strides
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is not below `n >= 1`. (`triton.next_power_of_2` takes 8 us.)"""
+    return 1 << (n - 1).bit_length()
