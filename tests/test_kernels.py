@@ -30,6 +30,7 @@ from kernel_cases import (
     random_tokens,
     run_attention,
 )
+from triton.runtime.interpreter import InterpreterBuilder
 
 import fp8attn
 from fp8attn import KVPages, reference

@@ -32,7 +32,8 @@ def rotate(x, D: tl.constexpr):
     C: tl.constexpr = x.shape[1]
     BLOCK: tl.constexpr = block_size(D)
     FACTOR: tl.constexpr = BLOCK**-0.5
-    x = x * tl.where(negative(tl.arange(0, C)), -FACTOR, FACTOR)[None, :]
+    minus = negative(tl.arange(0, C))  # a line of its own: Triton's interpreter loses `tl.where` in the call
+    x = x * tl.where(minus, -FACTOR, FACTOR)[None, :]
     sign = tl.where(tl.arange(0, 2) > 0, -1.0, 1.0)[None, None, :, None]
     for step in tl.static_range(_log2(BLOCK)):
         x = tl.reshape(x, (N, C >> (step + 1), 2, 1 << step))
