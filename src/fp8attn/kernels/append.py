@@ -181,8 +181,16 @@ def _settle_step(
         `x`, of rows that are not fresh codes shifted and not rounded yet; the scales; and whether rows are fresh, `[HEADS, T]`.
     """
     first_fresh = tl.zeros((HEADS,), tl.int32)
-    key = _first_over(need, token, scale[:, None], new)
+    # How often any of the scales grows. (A `while` that carries the tile is more than Triton 3.6 compiles.)
+    settled = scale
+    count = 0
+    key = _first_over(need, token, settled[:, None], new)
     while tl.min(key) < _NONE:
+        settled = tl.where(key < _NONE, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8), settled)
+        key = _first_over(need, token, settled[:, None], new)
+        count += 1
+    key = _first_over(need, token, scale[:, None], new)
+    for _ in range(count):
         grows = key < _NONE
         index = (key >> 32).to(tl.int32)
         grown = tl.where(grows, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8), scale)
