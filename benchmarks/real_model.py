@@ -1,18 +1,18 @@
-"""What 8-bit keys and values cost a public model and this repository's own: perplexity beside the model in BF16, divergence from the model in
-FP32 with exact attention, on identical tokens.
+"""What 8-bit keys and values cost a public model and this repository's own: perplexity beside the model in BF16, and divergence from the
+model in FP32 with exact attention, on identical tokens.
 
     python -m benchmarks.real_model [case substring ...] [--windows N] [--save]
 
 `smollm2` is SmolLM2-135M-Instruct (`fp8attn[public]`), `stdlib` the committed model. An implementation is a cache and a way to read it:
-`-prefill` puts all tokens through the kernel of many queries (on a CPU, through the reference, whose arithmetic is exact), and `-decode` reads
-the same bytes with 16-bit arithmetic, as a decode step does.
+`-prefill` puts all tokens through the kernel of many queries (on a CPU: through the reference, whose arithmetic is exact), and `-decode`
+reads the same bytes with 16-bit arithmetic, as a decode step does.
 
-| implementation | holds | `-prefill` |
-|---|---|---|
-| `fp8attn`, and with `-int8-keys`, `-e4m3-keys`, `-e4m3-plain` | our pages: as by default, or keys in INT8 or E4M3, or in E4M3 without rotation | our kernel |
-| `scale-1` | K and V cast to E4M3 | queries are cast too, as a kernel without scales has them; the weights' rounding is not counted |
-| `transformers-fp8` | E4M3, one scale for a layer's K and one for its V | the first forward attends in 16 bits, so that nothing is lost in it |
-| `bf16` | what the model computes, through torch's attention | |
+- `fp8attn`: our pages, as they are by default; `-int8-keys`, `-e4m3-keys`: with keys in that format; `-e4m3-plain`: without rotation.
+- `scale-1`: K and V cast to E4M3. In `-prefill` queries are cast too, as a kernel without scales has them. The rounding of its weights is
+  not counted.
+- `transformers-fp8`: E4M3, one scale for a layer's K and one for its V, those of the first forward. In `-prefill` that forward attends to K
+  and V before they are rounded, as transformers does.
+- `bf16`: what the model computes, through torch's attention.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ def measure(case: str, model: Any, exact: Any, windows: torch.Tensor, *, impls: 
         # Not a number: a cache whose scale its later values did not fit.
         numbers = {key: value if math.isfinite(value) else None for key, value in row.items()}
         rows.append({"case": case, "impl": impl, "windows": len(windows), "tokens": len(change), **numbers})
+        print(f"{case} {impl}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
     return rows
 
 
@@ -201,9 +202,6 @@ def main() -> None:
         began = time.monotonic()
         windows = models.windows(text, case.context + 1, min(case.windows, args.windows or case.windows))
         rows = measure(name, model, exact, windows, impls=impls, chunk=args.chunk)
-        for row in rows:
-            shown = {key: value if value is None or isinstance(value, int) else float(f"{value:.4g}") for key, value in list(row.items())[4:]}
-            print(f"{name} {row['impl']}: " + ", ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         found += rows
     if args.save:

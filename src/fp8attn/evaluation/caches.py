@@ -60,9 +60,9 @@ class E4M3Layer(DynamicLayer):
     """K and V in E4M3 with one scale for all of K and one for all of V, as other libraries keep them; read in the model's dtype.
 
     Args:
-        scale: both scales; a value beyond 448 times that saturates. None: the largest magnitude of the first forward becomes 448, and a later
-            value that does not fit becomes NaN (`Fp8QuantizedLayer` of transformers 5.23).
-        first_exact: the first forward attends to K and V as they are, as transformers' layer does.
+        scale: both scales; a value beyond 448 times that saturates. None: the largest magnitude of the first forward becomes 448, and a
+            later value that does not fit becomes NaN (`Fp8QuantizedLayer` of transformers 5.23).
+        first_exact: the first forward gets K and V as they came, before they are rounded, as in transformers.
     """
 
     def __init__(self, scale: float | None = 1.0, *, first_exact: bool = False) -> None:

@@ -50,7 +50,8 @@ def load_config(model: str | Path | None = None) -> Any:
     Args:
         model: a folder, a name of `PUBLIC` or a Hugging Face id; None: the committed model.
     Raises:
-        ValueError: no such folder; a public model that is not installed; a type of model that transformers does not know, or that is no causal language model.
+        ValueError: no such folder; a public model that is not installed; a type of model that transformers does not know, or that is no
+            causal language model.
         OSError: transformers finds no config.
     """
     if model in PUBLIC:
@@ -97,7 +98,8 @@ def load(
         dtype: default: the checkpoint's on a GPU (bfloat16 of a GGUF file) and float32 on a CPU (whose 16-bit products are slow).
         attn_implementation: of transformers; `fp8_kv` reads both kinds of cache.
     Raises:
-        ValueError: no model given outside a checkout; no such folder or device; a public model that is not installed; not a causal language model; a damaged file.
+        ValueError: no model given outside a checkout; no such folder or device; a public model that is not installed; not a causal
+            language model; a damaged file.
         OSError: transformers finds no such model.
     """
     source = default_model() if model is None else model

@@ -93,7 +93,7 @@ def perplexity(
     Raises:
         ValueError: more tokens to decode than a window has to predict.
     """
-    count, context = windows.shape[0], windows.shape[1] - 1
+    context = windows.shape[1] - 1
     if not 0 <= decode_tokens <= context:
         raise ValueError(f"a context of {context} tokens predicts as many; cannot decode {decode_tokens}")
     start = context - decode_tokens if decode_tokens else 0  # the first position that predicts
@@ -144,9 +144,9 @@ def by_token(
         step: tokens of a forward from there on.
         progress: called with (windows done, windows in all).
     Returns:
-        By name, `[3, N, S - start]` in float64: the negative log-likelihood in nats, the KL divergence of the first run's prediction from this
-        one's in nats, and 1 where both think the same token likeliest, else 0. And by name, the bytes of the cache after a window by token
-        held; NaN if it does not say.
+        By name, `[3, N, S - start]` in float64: the negative log-likelihood in nats, the KL divergence of the first run's prediction from
+        this one's in nats, and 1 where both think the same token likeliest, else 0. And by name, the bytes of the cache after a window by
+        token held; NaN if it does not say.
     """
     first, _ = next(iter(runs.values()))
     count, context = windows.shape[0], windows.shape[1] - 1

