@@ -20,7 +20,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         found = run(Path(out), DEVICE)
         sides = [(name, side, f"{name}_{side}") for name in ("bytes_per_token", "ppl", "needle") for side in ("bf16", "fp8")]
-        names = ("needle_cells_equal", "answers_equal", "answer_tokens_matched", "answer_tokens", "model", "seconds")
+        names = ("needle_cells_equal", "greedy_tokens_equal", "greedy_tokens_matched", "greedy_tokens", "model", "seconds")
         public = [
             (name, key.removeprefix(f"{name}_"), key) for name in ("public_ppl", "public_kl") for key in found if key.startswith(name)
         ]

@@ -76,9 +76,9 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     bf16, fp8, fp8_static = chunks
     results = {
         "model": name,
-        "answers_equal": matched == counted,
-        "answer_tokens_matched": matched,
-        "answer_tokens": counted,
+        "greedy_tokens_equal": matched == counted,
+        "greedy_tokens_matched": matched,
+        "greedy_tokens": counted,
         **{f"public_ppl_{row.cache}": row.ppl for row in public},
         **{f"public_kl_{row.cache}": row.kl for row in public},
         "bytes_per_token_bf16": bf16.bytes_per_token,
@@ -147,7 +147,7 @@ def _summary(results: dict[str, Any], public: list[Perplexity]) -> Table:
     bf16, fp8 = public[:2]
     same = "the same prompts" if results["needle_cells_equal"] else "different prompts"
     ratio = results["bytes_per_token_fp8"] / results["bytes_per_token_bf16"]
-    table.add_row(f"{results['model']}: tokens of answers", str(results["answer_tokens"]), str(results["answer_tokens_matched"]), "equal")
+    table.add_row(f"{results['model']}: tokens of answers", str(results["greedy_tokens"]), str(results["greedy_tokens_matched"]), "equal")
     table.add_row(f"{results['model']}: perplexity", f"{bf16.ppl:.4f}", f"{fp8.ppl:.4f}", f"{fp8.ppl / bf16.ppl - 1:+.3%}")
     change = results["ppl_fp8"] / results["ppl_bf16"] - 1
     table.add_row("committed model: perplexity", *(f"{results[f'ppl_{c}']:.4f}" for c in ("bf16", "fp8")), f"{change:+.3%}")

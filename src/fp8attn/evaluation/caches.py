@@ -61,7 +61,7 @@ class E4M3Layer(DynamicLayer):
 
     Args:
         scale: both scales; a value beyond 448 times that saturates. None: the largest magnitude of the first forward becomes 448, and a
-            later value that does not fit becomes NaN (`Fp8QuantizedLayer` of transformers 5.23).
+            later value that does not fit becomes what torch's cast gives, NaN or 448 (`Fp8QuantizedLayer` of transformers 5.23).
         first_exact: the first forward gets K and V as they came, before they are rounded, as in transformers.
     """
 
