@@ -44,11 +44,11 @@ def test_a_wheel_without_its_file_or_its_reader(wheel, monkeypatch):
 
 
 def write_gguf(path):
-    """A random llama of one layer, two query heads and one KV head of 64, 256 single bytes as tokens and two special ones."""
+    """A random llama of one layer, two query heads and one KV head of 64, single bytes and two merges as tokens, and two special ones."""
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     from tokenizers.pre_tokenizers import ByteLevel
 
-    tokens = ["<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ab"]
+    tokens = ["<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ab", "abc"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_block_count(1)
@@ -64,7 +64,7 @@ def write_gguf(path):
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab c"])  # readers take an array of one for a single value
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     generator = torch.Generator().manual_seed(0)
