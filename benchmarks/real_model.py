@@ -32,6 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
 from fp8attn.evaluation.perplexity import by_token
+from fp8attn.evaluation.public import PUBLIC, find
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache, fp8_kv_attention, fp8_kv_mask
 from fp8attn.numerics import quantize
 
@@ -177,7 +178,8 @@ def installed(names: list[str]) -> list[str]:
     kept = []
     for name in names:
         try:
-            models.load_config(CASES[name].model)
+            if CASES[name].model in PUBLIC:
+                find(CASES[name].model)
             kept.append(name)
         except ValueError as problem:
             print(f"{name} is left out: {problem}", flush=True)
