@@ -23,7 +23,7 @@ from ..evaluation.report import meta, needle_table, perplexity_table, sensitivit
 from .shared import ask_all, encode, load, out, output, progress
 
 PUBLIC = "smollm2"
-QUESTIONS = ("What is the capital of France?", "Which planet is the largest?", "What is a hash table? Answer in one sentence.")
+QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is a hash table? Answer in one sentence.")
 PROMPT = "def read_header(self, name, default=None):\n"  # for a model that answers no questions
 ANSWER = 48  # tokens at most
 CONTEXT, WINDOWS = 2048, 1  # of the first model's perplexity
@@ -49,7 +49,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     answers = _answer(*first)
     matched, counted = _show(first[1], answers)
 
-    out.rule(f"2. {name}: perplexity of held-out code, every K and V read through the cache", align="left")
+    out.rule(f"2. {name}: perplexity of code it reads through each cache", align="left")
     names = ("bf16", "fp8", "scale-1", *(["transformers-fp8"] if hasattr(cache_utils, "Fp8QuantizedLayer") else []))
     public = _perplexity(*first, text, CONTEXT, WINDOWS, {each: cache_factory(each, first[0].config) for each in names})
     if first is not committed:
