@@ -1,15 +1,19 @@
-"""The benchmarks of losses by position and of drift run whole on a CPU, and are drawn."""
+"""The benchmarks of losses, divergences and drift run whole on a CPU."""
 
 import json
+import math
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import drift, needle, perplexity, plot
+from benchmarks import agreement, drift, needle, perplexity, plot, real_model
 from benchmarks.needle_systems import stressed
 from fp8attn.evaluation import models
+from fp8attn.evaluation.caches import BF16Cache, E4M3Cache
+from fp8attn.evaluation.caches import forward as through
 from fp8attn.evaluation.needle import Outcome, save_outcomes
 
 
@@ -34,6 +38,87 @@ def test_losses_by_position_and_drift(given, tmp_path, monkeypatch):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
     plot.plot_drift()
     assert (tmp_path / "drift.png").stat().st_size > 10_000
+
+
+@torch.no_grad()
+def logits(model, windows, cache=None):
+    given = {"use_cache": False} if cache is None else {"past_key_values": cache}
+    return torch.cat([model(input_ids=window[None, :-1], **given).logits for window in windows]).double().log_softmax(-1)
+
+
+def test_what_8_bits_cost_a_real_model(given):
+    model, _, text, _ = given
+    windows = models.windows(text, 257, 1)
+    impls = tuple(impl for impl in real_model.IMPLS if "keys" not in impl and "plain" not in impl)
+    rows = {row["impl"]: row for row in real_model.measure("tiny", model, model, windows, impls=impls, chunk=100)}
+    assert tuple(rows) == impls
+    exact, held = logits(model, windows), logits(model, windows, BF16Cache(model.config))
+    losses = [-x.gather(2, windows[:, 1:, None])[..., 0] for x in (exact, held)]
+    bf16 = rows["bf16"]
+    assert bf16["ppl"] == pytest.approx(math.exp(losses[1].mean()), rel=1e-4)
+    # K and V in bfloat16 change little: what float32 and the order of sums leave of so small a divergence is a hundredth of the others'.
+    assert bf16["kl"] == pytest.approx((exact.exp() * (exact - held)).sum(-1).mean().item(), abs=2e-6)
+    assert bf16["top1"] == pytest.approx((exact.argmax(-1) == held.argmax(-1)).double().mean().item())
+    assert bf16["d_ppl_pct"] == bf16["d_ppl_se"] == bf16["kl_excess"] == 0
+    for impl, row in rows.items():
+        assert (row["case"], row["windows"], row["tokens"]) == ("tiny", 1, 256)
+        assert row["kl_excess"] == row["kl"] - bf16["kl"]
+        assert row["d_ppl_pct"] == pytest.approx(100 * (row["ppl"] / bf16["ppl"] - 1))
+        if impl != "bf16":
+            assert 1e-5 < row["kl_excess"] < 0.05
+            assert abs(row["d_ppl_pct"]) < 5 * row["d_ppl_se"] < 10
+    # The reference has one arithmetic for any number of queries; rounding queries too costs more; what is not rounded costs less.
+    assert rows["fp8attn-prefill"]["kl"] == rows["fp8attn-decode"]["kl"]
+    assert rows["scale-1-prefill"]["kl"] > 1.2 * rows["scale-1-decode"]["kl"]
+    assert rows["transformers-fp8-prefill"]["kl"] < rows["transformers-fp8-decode"]["kl"]
+
+
+def test_a_format_that_the_cache_lacks_is_left_out(given, monkeypatch, capsys):
+    model, _, text, _ = given
+    monkeypatch.setitem(real_model.OURS, "fp8attn-fp4", {"key_dtype_of_tomorrow": "fp4"})
+    rows = real_model.measure("tiny", model, model, models.windows(text, 65, 1), impls=("bf16", "fp8attn-fp4-decode"))
+    assert [row["impl"] for row in rows] == ["bf16"]
+    assert "tiny fp8attn-fp4-decode is left out: FP8Cache has no key_dtype_of_tomorrow" in capsys.readouterr().out
+
+
+def test_a_cache_that_overflows_gives_no_numbers(given, monkeypatch):
+    model, _, text, _ = given
+    monkeypatch.setattr(real_model, "E4M3Cache", lambda config, **options: E4M3Cache(config, scale=math.nan))
+    impls = ("bf16", "transformers-fp8-decode")
+    bf16, row = real_model.measure("tiny", model, model, models.windows(text, 65, 1), impls=impls)
+    assert row["kl"] is None and row["ppl"] is None and bf16["kl"] > 0
+
+
+def test_prefill_agrees_with_decode(given):
+    model, _, text, _ = given
+    windows = models.windows(text, 201, 2)
+    rows = agreement.measure("tiny", model, windows, impls=("bf16", "fp8attn"), decode=30, chunk=64)
+    assert [(row["impl"], row["attention"], row["windows"], row["decoded"]) for row in rows] == [
+        ("bf16", "sdpa", 2, 30), ("fp8attn", "fp8attn", 2, 30)
+    ]  # fmt: skip
+    for row in rows:  # exact arithmetic over the same bytes: what is left is the order of float32's sums
+        assert 0 < row["dlogp_mean"] <= row["dlogp_max"] < 1e-2
+        assert row["kl"] < 1e-5
+        assert row["top1"] > 0.95
+
+
+def test_how_far_two_sets_of_predictions_are_apart():
+    p, q = torch.tensor([[0.5, 0.5], [0.9, 0.1]]), torch.tensor([[0.25, 0.75], [0.9, 0.1]])
+    found = agreement.compare(p.log()[None], q.log()[None] + 3, torch.tensor([[1, 0]]))
+    assert found["dlogp_max"] == pytest.approx(math.log(1.5), rel=1e-5)
+    assert found["dlogp_mean"] == pytest.approx(math.log(1.5) / 2, rel=1e-5)
+    assert found["kl"] == pytest.approx((0.5 * math.log(2) + 0.5 * math.log(2 / 3)) / 2, rel=1e-5)
+    assert found["top1"] == 0.5
+
+
+def test_both_paths_read_the_same_tokens(given):
+    model, _, text, _ = given
+    tokens = models.windows(text, 90, 2)
+    prefilled, decoded = agreement.both_paths(model, tokens, lambda: BF16Cache(model.config), 20, 32)
+    want = through(model, tokens, BF16Cache(model.config), logits=20)
+    assert prefilled.shape == decoded.shape == want.shape
+    for got in (prefilled, decoded):
+        torch.testing.assert_close(got, want, atol=5e-3, rtol=0)  # K and V round to bfloat16 after sums in another order
 
 
 def test_retrieval_is_drawn(tmp_path, monkeypatch):

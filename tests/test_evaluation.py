@@ -14,9 +14,9 @@ pytest.importorskip("matplotlib")
 
 from fp8attn import calibrate  # noqa: E402
 from fp8attn.evaluation import models, needle, page, plots, report  # noqa: E402
-from fp8attn.evaluation.caches import NAMES, BF16Cache, cache_factory, cache_names, greedy, prefill  # noqa: E402
+from fp8attn.evaluation.caches import NAMES, BF16Cache, E4M3Cache, cache_factory, cache_names, greedy, prefill  # noqa: E402
 from fp8attn.evaluation.needle import Outcome  # noqa: E402
-from fp8attn.evaluation.perplexity import perplexity  # noqa: E402
+from fp8attn.evaluation.perplexity import by_token, perplexity  # noqa: E402
 from fp8attn.evaluation.recall import recall_samples  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
 
@@ -91,6 +91,30 @@ def test_bf16_cache_with_sliding_layers():
             cache.update(torch.randn(1, 1, 3, 64), torch.randn(1, 1, 3, 64), layer)
         assert cache.layers[layer].keys.dtype == torch.bfloat16
     assert (cache.layers[0].keys.shape[2], cache.layers[1].keys.shape[2]) == (3, 9)
+
+
+def test_a_plain_cast_rounds_once_and_saturates():
+    layer = E4M3Cache(transformers.LlamaConfig(num_hidden_layers=1)).layers[0]
+    k, v = torch.tensor([0.0, 1.0, 1.0625, 1.1, 449.0, -1e4, 2.0**-10]), torch.linspace(-3, 3, 7)
+    want = torch.tensor([0.0, 1.0, 1.0, 1.125, 448.0, -448.0, 0.0])  # 3 bits behind the first, ties to even, up to 448, from 2^-9 on
+    layer.update(k.expand(1, 2, 3, 7), v.expand(1, 2, 3, 7))
+    keys, values = layer.update(k.expand(1, 2, 2, 7), v.expand(1, 2, 2, 7))
+    assert torch.equal(keys, want.expand(1, 2, 5, 7))
+    assert torch.equal(values, v.to(torch.float8_e4m3fn).float().expand(1, 2, 5, 7))
+    assert layer.get_seq_length() == 5
+    assert layer.keys.nbytes == 2 * 5 * 7
+
+
+def test_one_scale_a_tensor_is_as_in_transformers():
+    if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this transformers has no FP8 cache")
+    config = transformers.LlamaConfig(num_hidden_layers=1)
+    theirs, ours = cache_factory("transformers-fp8", config)(), E4M3Cache(config, scale=None, first_exact=True)
+    torch.manual_seed(0)
+    for length, size in ((5, 3.0), (1, 2.0), (4, 9.0)):  # the last is larger than the first scale holds
+        k, v = (size * torch.randn(1, 2, length, 64).bfloat16() for _ in "kv")
+        for want, got in zip(theirs.update(k, v, 0), ours.update(k, v, 0), strict=True):
+            assert torch.equal(want.nan_to_num(777.0), got.nan_to_num(777.0))  # NaN where a cast beyond 448 gives that
 
 
 def test_cache_names_and_factory(loaded):
@@ -181,6 +205,23 @@ def test_fp8_beside_bf16(loaded, tokens):
         cache = FP8Cache(model.config)
         prefill(model, tokens[None, :256], cache)
         assert fp8.bytes_per_token == cache.nbytes / 256
+
+
+def test_runs_of_several_models(loaded, tokens):
+    """The first model is what divergences are from; the second one's predictions are known from plain forwards."""
+    model, _ = loaded
+    other = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    windows = models.windows(tokens, 101, 2)
+    make = lambda: transformers.DynamicCache(config=model.config)  # noqa: E731
+    found, held = by_token({"first": (model, make), "again": (model, make), "other": (other, make)}, windows, start=60, step=25)
+    with torch.no_grad():
+        first, second = (m(input_ids=windows[:, :-1], use_cache=False).logits[:, 60:].double().log_softmax(-1) for m in (model, other))
+    want = [direct(other, windows)[:, 60:], (first.exp() * (first - second)).sum(-1), first.argmax(-1) == second.argmax(-1)]
+    for got, expected in zip(found["other"], want, strict=True):
+        torch.testing.assert_close(got, expected.double(), rtol=1e-4, atol=1e-5)  # float32's rounding through two layers
+    assert torch.equal(found["first"], found["again"])
+    assert found["first"][1].abs().max() == 0 and found["first"][2].min() == 1
+    assert all(math.isnan(size) for size in held.values())
 
 
 # reports

@@ -3,102 +3,155 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
+from transformers import cache_utils
 
 from .. import calibrate
 from ..evaluation import models
-from ..evaluation.caches import cache_factory, greedy
+from ..evaluation.caches import MakeCache, cache_factory, decode_greedily, prefill
 from ..evaluation.needle import cells, same_outcomes, score
-from ..evaluation.perplexity import perplexity
+from ..evaluation.perplexity import Perplexity, perplexity
 from ..evaluation.plots import needle_maps, save
 from ..evaluation.recall import recall_samples
 from ..evaluation.report import meta, needle_table, perplexity_table, sensitivity_table, title, write_json
-from .shared import ask_all, load, out, output, progress
+from .shared import ask_all, encode, load, out, output, progress
 
+PUBLIC = "smollm2"
+QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is a hash table? Answer in one sentence.")
+PROMPT = "def read_header(self, name, default=None):\n"  # for a model that answers no questions
+ANSWER = 48  # tokens at most
+CONTEXT, WINDOWS = 2048, 1  # of the first model's perplexity
+COMMITTED_CONTEXT, COMMITTED_WINDOWS = 4096, 1  # of the committed model's
 CALIBRATION = (8, 1024)  # windows, tokens of each: from the text's end, where the measurements do not come
-CONTEXT, WINDOWS = 4096, 2  # of the perplexity
-DECODE = 1024, 128  # context, tokens decoded
 LENGTHS = (512, 1024, 2048, 4096)  # of the needles' prompts
-PROMPT = "def read_header(self, name, default=None):\n"
 
 
 def run(folder: Path, device: str | None) -> dict[str, Any]:
-    """Calibrate, generate, measure; print tables, write `demo.json`, `needle.png` and `scales.safetensors` into `folder`."""
+    """Answer, measure, calibrate, retrieve; print tables, write `demo.json`, `needle.png` and `scales.safetensors` into `folder`."""
     began = time.monotonic()
     write_results, write_plot, write_scales = (output(folder / file) for file in ("demo.json", "needle.png", "scales.safetensors"))
-    model, tokenizer = load(None, device)
     text = models.read_text()
-    tokens = models.tokenize(tokenizer, text)
+    committed = load(None, device)
+    try:
+        first = load(PUBLIC, device)
+    except ValueError as missing:
+        out.print(f"[yellow]{escape(str(missing))}. The committed model takes its place.")
+        first = committed
 
-    out.rule("1. Calibrate static scales (optional: the FP8 cache finds its own)", align="left")
+    name = Path(first[0].config.name_or_path).name
+    out.rule(f"1. {name} answers, greedily", align="left")
+    answers = _answer(*first)
+    matched, counted = _show(first[1], answers)
+
+    out.rule(f"2. {name}: perplexity of code it reads through each cache", align="left")
+    names = ("bf16", "fp8", "scale-1", *(["transformers-fp8"] if hasattr(cache_utils, "Fp8QuantizedLayer") else []))
+    public = _perplexity(*first, text, CONTEXT, WINDOWS, {each: cache_factory(each, first[0].config) for each in names})
+    if first is not committed:
+        out.print(f"8,192 tokens take minutes without a GPU: fp8attn evaluate perplexity --model {PUBLIC} --context 8192 --windows 1")
+
+    model, tokenizer = committed
+    out.rule(f"3. {Path(model.config.name_or_path).name}: calibrated scales, which are optional", align="left")
     count, length = CALIBRATION
+    windows = models.windows(models.tokenize(tokenizer, text), length, count, from_end=True)
     with progress("calibrating") as tick:
-        scales = calibrate(model, models.windows(tokens, length, count, from_end=True).split(1), progress=tick)
+        scales = calibrate(model, windows.split(1), progress=tick)
     write_scales(scales.save)
     out.print(sensitivity_table(scales))
-    caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
+    caches = {each: cache_factory(each, model.config) for each in ("bf16", "fp8")}
     static = {"fp8-static": cache_factory("fp8-static", model.config, scales=scales)}
+    chunks = _perplexity(model, tokenizer, text, COMMITTED_CONTEXT, COMMITTED_WINDOWS, caches | static)
 
-    out.rule("2. Generate, greedily", align="left")
-    prompt = models.tokenize(tokenizer, PROMPT)[None].to(model.device)
-    written = {name: greedy(model, prompt, make(), 64)[0].tolist() for name, make in caches.items()}
-    for name, ids in written.items():
-        out.print(f"[bold]{title(name)}[/bold]")
-        out.print(PROMPT + tokenizer.decode(ids), markup=False, highlight=False)
-    pairs = zip(written["bf16"], written["fp8"], strict=True)
-    matched = next((at for at, (a, b) in enumerate(pairs) if a != b), len(written["bf16"]))
-
-    out.rule("3. Perplexity of held-out code, every K and V read through the cache", align="left")
-    with progress("prefill in chunks") as tick:
-        parts = models.windows(tokens, CONTEXT + 1, WINDOWS)
-        chunks = perplexity(model, parts, caches | static, tokenizer=tokenizer, progress=tick)
-    with progress("token by token") as tick:
-        context, count = DECODE
-        decoded = perplexity(model, parts[:1, : context + 1], caches, decode_tokens=count, tokenizer=tokenizer, progress=tick)
-    out.print(perplexity_table(chunks))
-    out.print(perplexity_table(decoded))
-
-    out.rule("4. Needles in haystacks of held-out code", align="left")
+    out.rule("4. The same model finds needles in haystacks of held-out code", align="left")
     questions = list(recall_samples(tokenizer, text, lengths=LENGTHS, samples=1, seed=2026))
     outcomes = ask_all("asking", model, tokenizer, questions, caches)
     out.print(needle_table(outcomes))
-    heading = f"Needle in a haystack: {Path(model.config._name_or_path).name}"
+    heading = f"Needle in a haystack: {Path(model.config.name_or_path).name}"
     write_plot(lambda path: save(needle_maps(outcomes, heading=heading), path))
 
-    bf16, fp8 = chunks[:2]
+    bf16, fp8, fp8_static = chunks
     results = {
+        "model": name,
+        "greedy_tokens_equal": matched == counted,
+        "greedy_tokens_matched": matched,
+        "greedy_tokens": counted,
+        **{f"public_ppl_{row.cache}": row.ppl for row in public},
+        **{f"public_kl_{row.cache}": row.kl for row in public},
         "bytes_per_token_bf16": bf16.bytes_per_token,
         "bytes_per_token_fp8": fp8.bytes_per_token,
         "ppl_bf16": bf16.ppl,
         "ppl_fp8": fp8.ppl,
-        "ppl_fp8_static": chunks[2].ppl,
+        "ppl_fp8_static": fp8_static.ppl,
         "needle_bf16": score(outcomes, "bf16"),
         "needle_fp8": score(outcomes, "fp8"),
         "needle_cells_equal": same_outcomes(outcomes, "bf16", "fp8"),
-        "greedy_tokens_equal": matched == len(written["bf16"]),
-        "greedy_tokens_matched": matched,
-        "greedy_tokens": len(written["bf16"]),
         "seconds": time.monotonic() - began,
     }
-    everything = {**results, "meta": meta(model), "perplexity": [*chunks, *decoded], "needle": cells(outcomes)}
+    everything = {**results, "meta": meta(first[0]), "perplexity": [*public, *chunks], "needle": cells(outcomes)}
     write_results(lambda path: write_json(path, everything))
-    out.print(_summary(results))
+    out.print(_summary(results, public))
     out.print(f"{folder}/demo.json, {folder}/needle.png, {folder}/scales.safetensors; {results['seconds']:.0f} s")
     return results
 
 
-def _summary(results: dict[str, Any]) -> Table:
-    table = Table(title=f"BF16 and FP8 cache side by side, contexts up to {CONTEXT} tokens", title_justify="left")
+def _answer(model: Any, tokenizer: Any) -> dict[str, list[tuple[str, list[int]]]]:
+    """What the model says through each cache: prompts, and the tokens that follow, to the end of the answer."""
+    chat = bool(tokenizer.chat_template)
+    prompts, found = QUESTIONS if chat else (PROMPT,), {}
+    end = tokenizer.eos_token_id
+    with progress("answering") as tick:
+        for name in ("bf16", "fp8"):
+            found[name] = []
+            for prompt in prompts:
+                cache, ids = cache_factory(name, model.config)(), encode(tokenizer, prompt, chat)["input_ids"].to(model.device)
+                last = prefill(model, ids, cache)
+                new, _ = decode_greedily(model, last, cache, ANSWER, done=lambda ids: bool(ids[0, -1] == end))
+                found[name].append((prompt, list(takewhile(lambda token: token != end, new[0].tolist()))))
+                tick(sum(map(len, found.values())), 2 * len(prompts))
+    return found
+
+
+def _show(tokenizer: Any, answers: dict[str, list[tuple[str, list[int]]]]) -> tuple[int, int]:
+    """Print prompts with each cache's answer.
+
+    Returns:
+        How many of BF16's tokens FP8 has, up to the first other one of each answer, and how many BF16 has.
+    """
+    matched = counted = 0
+    for (prompt, ours), (_, theirs) in zip(answers["fp8"], answers["bf16"], strict=True):
+        out.print(f"[bold]{escape(prompt.rstrip())}")
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+        matched, counted = matched + same, counted + len(theirs)
+        for name, ids in (("bf16", theirs), ("fp8", ours)):
+            out.print(f"{title(name):>5}: {tokenizer.decode(ids).strip()}", markup=False, highlight=False)
+    return matched, counted
+
+
+def _perplexity(model: Any, tokenizer: Any, text: str, context: int, count: int, caches: Mapping[str, MakeCache]) -> list[Perplexity]:
+    """Of the first `count` windows of `context` tokens, with its table."""
+    tokens = models.windows(models.tokenize(tokenizer, text), context + 1, count)
+    with progress(f"{context} tokens through {len(caches)} caches") as tick:
+        rows = perplexity(model, tokens, caches, tokenizer=tokenizer, progress=tick)
+    out.print(perplexity_table(rows))
+    return rows
+
+
+def _summary(results: dict[str, Any], public: list[Perplexity]) -> Table:
+    table = Table(title="BF16 and FP8 cache side by side", title_justify="left")
     for column, side in (("", "left"), ("BF16", "right"), ("FP8", "right"), ("", "right")):
         table.add_column(column, justify=side)
-    ratio = results["bytes_per_token_fp8"] / results["bytes_per_token_bf16"]
-    change = results["ppl_fp8"] / results["ppl_bf16"] - 1
+    bf16, fp8 = public[:2]
     same = "the same prompts" if results["needle_cells_equal"] else "different prompts"
-    table.add_row("cache bytes per token", *(f"{results[f'bytes_per_token_{c}']:.0f}" for c in ("bf16", "fp8")), f"{ratio:.1%}")
-    table.add_row("perplexity", *(f"{results[f'ppl_{c}']:.4f}" for c in ("bf16", "fp8")), f"{change:+.3%}")
+    ratio = results["bytes_per_token_fp8"] / results["bytes_per_token_bf16"]
+    table.add_row(f"{results['model']}: tokens of answers", str(results["greedy_tokens"]), str(results["greedy_tokens_matched"]), "equal")
+    table.add_row(f"{results['model']}: perplexity", f"{bf16.ppl:.4f}", f"{fp8.ppl:.4f}", f"{fp8.ppl / bf16.ppl - 1:+.3%}")
+    change = results["ppl_fp8"] / results["ppl_bf16"] - 1
+    table.add_row("committed model: perplexity", *(f"{results[f'ppl_{c}']:.4f}" for c in ("bf16", "fp8")), f"{change:+.3%}")
     table.add_row("needles found", *(f"{results[f'needle_{c}']:.1%}" for c in ("bf16", "fp8")), same)
-    table.add_row("greedy tokens equal", "", f"{results['greedy_tokens_matched']}", f"of {results['greedy_tokens']}")
+    table.add_row("cache bytes per token", *(f"{results[f'bytes_per_token_{c}']:.0f}" for c in ("bf16", "fp8")), f"{ratio:.1%}")
     return table

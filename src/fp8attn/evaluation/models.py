@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from ..integrations import transformers as _registers_fp8_kv  # noqa: F401
+from .public import PUBLIC, dequantized, find
 
 DEFAULT_MODEL = "models/stdlib-llama"
 HELD_OUT = "heldout.txt.xz"
@@ -47,11 +48,17 @@ def load_config(model: str | Path | None = None) -> Any:
     """The config of a causal language model. Code that comes with a model is never run.
 
     Args:
-        model: a folder or Hugging Face id; None: the committed model.
+        model: a folder, a name of `PUBLIC` or a Hugging Face id; None: the committed model.
     Raises:
-        ValueError: no such folder; a type of model that transformers does not know, or that is no causal language model.
+        ValueError: no such folder; a public model that is not installed; a type of model that transformers does not know, or that is no
+            causal language model.
         OSError: transformers finds no config.
     """
+    if model in PUBLIC:
+        file = find(model)
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        config.name_or_path = PUBLIC[model].title
+        return config
     source = default_model() if model is None else model
     is_folder = Path(source).is_dir()
     if not is_folder:
@@ -86,24 +93,36 @@ def load(
     """A model for evaluation, and its tokenizer.
 
     Args:
-        model: a folder or Hugging Face id; None: the committed model.
+        model: a folder, a name of `PUBLIC` or a Hugging Face id; None: the committed model.
         device: default: the GPU if there is one.
-        dtype: default: the checkpoint's on a GPU and float32 on a CPU (whose 16-bit products are slow).
+        dtype: default: the checkpoint's on a GPU (bfloat16 of a GGUF file) and float32 on a CPU (whose 16-bit products are slow).
         attn_implementation: of transformers; `fp8_kv` reads both kinds of cache.
     Raises:
-        ValueError: no model given outside a checkout; no such folder or device; not a causal language model; a damaged file.
+        ValueError: no model given outside a checkout; no such folder or device; a public model that is not installed; not a causal
+            language model; a damaged file.
         OSError: transformers finds no such model.
     """
     source = default_model() if model is None else model
     device = _usable(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    load_config(source)  # its errors are shorter than those of the classes below
-    dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
+    config = load_config(source)  # its errors are shorter than those of the classes below
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16 if model in PUBLIC else "auto")
+    if model in PUBLIC:
+        loaded, tokenizer = _load_gguf(find(model), config, dtype=dtype, attn_implementation=attn_implementation)
+        return loaded.to(device).eval(), tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False)
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"a file of {source} is damaged or cut short ({error}); download or copy the model again") from error
     return loaded.to(device).eval(), tokenizer
+
+
+def _load_gguf(file: Path, config: Any, **options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)  # transformers 5.17 takes the first special token
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, config=config, gguf_file=file.name, **dequantized(), **options)
+    loaded.config.name_or_path = config.name_or_path
+    return loaded, tokenizer
 
 
 def _usable(device: torch.device | str) -> torch.device:

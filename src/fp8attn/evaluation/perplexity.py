@@ -93,42 +93,21 @@ def perplexity(
     Raises:
         ValueError: more tokens to decode than a window has to predict.
     """
-    count, context = windows.shape[0], windows.shape[1] - 1
+    context = windows.shape[1] - 1
     if not 0 <= decode_tokens <= context:
         raise ValueError(f"a context of {context} tokens predicts as many; cannot decode {decode_tokens}")
     start = context - decode_tokens if decode_tokens else 0  # the first position that predicts
-    step = 1 if decode_tokens else chunk
-    sums = {name: torch.zeros(4, context - start, dtype=torch.float64, device=model.device) for name in caches}
-    held = dict.fromkeys(caches, math.nan)
-    for number, window in enumerate(windows.to(model.device)):
-        window = window[None]
-        open_caches = {name: make() for name, make in caches.items()}
-        if start:
-            for cache in open_caches.values():
-                prefill(model, window[:, :start], cache, chunk=chunk)
-        for begin in range(start, context, step):
-            end = min(begin + step, context)
-            baseline = base = None
-            for name, cache in open_caches.items():
-                predicted = forward(model, window[:, begin:end], cache)[0].float().log_softmax(-1)
-                losses = -predicted.gather(1, window[0, begin + 1 : end + 1, None])[:, 0]
-                if baseline is None:
-                    baseline, base = predicted, losses
-                kl = (baseline.exp() * (baseline - predicted)).sum(-1)
-                same = baseline.argmax(-1) == predicted.argmax(-1)
-                sums[name][:, begin - start : end - start] += torch.stack([losses, (losses - base).square(), kl, same])
-        held = {name: getattr(cache, "nbytes", math.nan) / context for name, cache in open_caches.items()}
-        if progress:
-            progress(number + 1, count)
+    runs = {name: (model, make) for name, make in caches.items()}
+    found, held = by_token(runs, windows, start=start, step=1 if decode_tokens else chunk, chunk=chunk, progress=progress)
     nbytes = math.nan
     if tokenizer is not None:
         texts = tokenizer.batch_decode(windows[:, start + 1 :].tolist(), clean_up_tokenization_spaces=False)
         nbytes = sum(len(text.encode()) for text in texts)
-    first = next(iter(sums.values()))
+    first = next(iter(found.values()))
     rows = []
-    for name, sums_ in sums.items():
-        positions = tuple(_summary(sums_, first, begin, end, start, count) for begin, end in _stretches(start, context))
-        whole = _summary(sums_, first, start, context, start, count)
+    for name, mine in found.items():
+        positions = tuple(_summary(mine, first, begin, end, start) for begin, end in _stretches(start, context))
+        whole = _summary(mine, first, start, context, start)
         rows.append(
             Perplexity(
                 name,
@@ -147,15 +126,62 @@ def perplexity(
     return rows
 
 
+def by_token(
+    runs: Mapping[str, tuple[Any, MakeCache]],
+    windows: torch.Tensor,
+    *,
+    start: int = 0,
+    step: int = CHUNK,
+    chunk: int = CHUNK,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What each run makes of every token, beside the first run.
+
+    Args:
+        runs: by name, a model and a function that makes an empty cache for it; the models share one vocabulary and one device.
+        windows: `[N, S + 1]` token ids.
+        start: tokens of a window that are prefilled before the first that predicts, in forwards of `chunk`.
+        step: tokens of a forward from there on.
+        progress: called with (windows done, windows in all).
+    Returns:
+        By name, `[3, N, S - start]` in float64: the negative log-likelihood in nats, the KL divergence of the first run's prediction from
+        this one's in nats, and 1 where both think the same token likeliest, else 0. And by name, the bytes of the cache after a window by
+        token held; NaN if it does not say.
+    """
+    first, _ = next(iter(runs.values()))
+    count, context = windows.shape[0], windows.shape[1] - 1
+    found = {name: torch.zeros(3, count, context - start, dtype=torch.float64, device=first.device) for name in runs}
+    held = dict.fromkeys(runs, math.nan)
+    for number, window in enumerate(windows.to(first.device)):
+        window = window[None]
+        opened = {name: (model, make()) for name, (model, make) in runs.items()}
+        if start:
+            for model, cache in opened.values():
+                prefill(model, window[:, :start], cache, chunk=chunk)
+        for begin in range(start, context, step):
+            end, baseline = min(begin + step, context), None
+            for name, (model, cache) in opened.items():
+                predicted = forward(model, window[:, begin:end], cache)[0].float().log_softmax(-1)
+                baseline = predicted if baseline is None else baseline
+                losses = -predicted.gather(1, window[0, begin + 1 : end + 1, None])[:, 0]
+                kl = (baseline.exp() * (baseline - predicted)).sum(-1)
+                same = baseline.argmax(-1) == predicted.argmax(-1)
+                found[name][:, number, begin - start : end - start] = torch.stack([losses, kl, same])
+        held = {name: getattr(cache, "nbytes", math.nan) / context for name, (_, cache) in opened.items()}
+        if progress:
+            progress(number + 1, count)
+    return found, held
+
+
 def _stretches(start: int, stop: int) -> list[tuple[int, int]]:
     """`start` to `stop`, cut at the powers of two from 256 on."""
     cuts = [start, *(2**k for k in range(8, stop.bit_length()) if start < 2**k < stop), stop]
     return list(pairwise(cuts))
 
 
-def _summary(sums: torch.Tensor, first: torch.Tensor, begin: int, end: int, start: int, windows: int) -> Positions:
-    """Means over positions `begin` to `end` of sums `[4, context - start]` over windows, beside the first cache's."""
-    tokens = windows * (end - begin)
-    nll, squares, kl, same = (sums[:, begin - start : end - start].sum(1) / tokens).tolist()
-    difference = nll - float(first[0, begin - start : end - start].sum()) / tokens
-    return Positions(begin, end, tokens, nll, math.sqrt(max(0.0, squares - difference**2) / tokens), kl, same)
+def _summary(mine: torch.Tensor, first: torch.Tensor, begin: int, end: int, start: int) -> Positions:
+    """Means over positions `begin` to `end` of a run's `by_token`, `[3, N, context - start]`, beside the first run's."""
+    mine, first = (x[:, :, begin - start : end - start].flatten(1) for x in (mine, first))
+    nll, kl, same = mine.mean(1).tolist()
+    scatter = (mine[0] - first[0]).std(correction=0)
+    return Positions(begin, end, mine.shape[1], nll, float(scatter) / math.sqrt(mine.shape[1]), kl, same)

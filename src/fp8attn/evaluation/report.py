@@ -31,7 +31,14 @@ SOURCES = (
     *("integrations/transformers/attention.py", "integrations/transformers/cache.py", "integrations/transformers/tensors.py"),
     *("evaluation/caches.py", "evaluation/perplexity.py", "evaluation/needle.py", "evaluation/recall.py"),
 )
-TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-static": "FP8 static", "fp8-no-means": "FP8 no means", "transformers-fp8": "HF FP8"}
+TITLES = {
+    "bf16": "BF16",
+    "fp8": "FP8",
+    "fp8-static": "FP8 static",
+    "fp8-no-means": "FP8 no means",
+    "scale-1": "plain cast",
+    "transformers-fp8": "HF FP8",
+}
 
 
 def title(cache: str) -> str:

