@@ -2,6 +2,7 @@
 
 from .cache import OutOfPagesError, PagedKVCache
 from .calibrate import calibrate
+from .fake_quantize import fake_quantize
 from .layout import PAGE_SIZE, KVPages
 from .mode import AttentionPolicy, fp8_attention
 from .ops import append, attention, quantize
@@ -21,6 +22,7 @@ __all__ = [
     "append",
     "attention",
     "calibrate",
+    "fake_quantize",
     "fallback_reason",
     "fp8_attention",
     "quantize",

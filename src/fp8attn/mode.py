@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from .layout import DEFAULT_KEY_DTYPE, key_type
 from .sdpa import NAMES, fallback_reason, scaled_dot_product_attention
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # and torch._C._nn's: they are one object
@@ -63,12 +64,12 @@ class AttentionPolicy:
     """Which calls run in FP8. Every other call is torch's own, as it was made, and the report says why.
 
     Attributes:
-        min_length: calls with fewer queries or fewer keys stay as they are: quantising costs them more than it saves.
+        min_length: calls with fewer queries or fewer keys stay as they are: quantizing costs them more than it saves.
         skip_first, skip_last: so many of the model's first and last layers stay as they are; they need the `model`.
         skip: what else stays as it is. A string is a pattern (`fnmatch`: `"*.attn2"`) that names modules by their dotted name, with all
             that is inside them; it needs the `model`. A function takes an `AttentionCall` and says whether to skip it.
         steps: the diffusion steps that run in FP8, as a range, a set or a function of the step's index; None: all. `Report.step` counts.
-        backend: of `fp8attn.scaled_dot_product_attention`.
+        key_dtype, rotate_keys, backend: of `fp8attn.scaled_dot_product_attention`.
     """
 
     min_length: int = MIN_LENGTH
@@ -76,6 +77,8 @@ class AttentionPolicy:
     skip_last: int = 0
     skip: Sequence[str | Callable[[AttentionCall], bool]] = ()
     steps: Container[int] | Callable[[int], bool] | None = None
+    key_dtype: str = DEFAULT_KEY_DTYPE
+    rotate_keys: bool = True
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ class AttentionPolicy:
             raise ValueError(f"skip is a sequence of patterns (strings) and functions of a call; got {self.skip!r}")
         if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
             raise ValueError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
+        key_type(self.key_dtype)  # raises ValueError
         if self.backend not in NAMES:
             raise ValueError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, NAMES))}")
 
@@ -316,8 +320,9 @@ class _Mode(TorchFunctionMode):
             if reason is not None:
                 return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, backend=self.policy.backend
-        )
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, key_dtype=self.policy.key_dtype,
+            rotate_keys=self.policy.rotate_keys, backend=self.policy.backend,
+        )  # fmt: skip
 
     def _reason(self, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str | None:
         """Why the policy leaves this call out; None: it does not."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .layout import HEAD_DIMS, PAGE_SIZE
+from .layout import HEAD_DIMS, PAGE_SIZE, page_bytes
 
 CACHES = ("bf16", "fp8")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -42,16 +42,16 @@ class CacheShape:
         return self.full_layers + len(self.windows) + self.other_layers
 
     def bytes_per_token(self, cache: str) -> float:
-        """Bytes that one more token costs once sliding windows are full: `2 * H * D` a layer in FP8 and its share of the page's scales."""
-        elements = 2 * self.full_layers * self.num_kv_heads * self.head_dim
+        """Bytes that one more token costs once sliding windows are full: in FP8 its share of a page, `2 * H * D` and a little a layer."""
         if _check(cache) == "bf16":
-            return 2.0 * elements
-        return elements + self.full_layers * _page_overhead(self.num_kv_heads) / PAGE_SIZE
+            return 4.0 * self.full_layers * self.num_kv_heads * self.head_dim
+        return self.full_layers * self._page_cost / PAGE_SIZE
 
     def nbytes(self, cache: str, context: int, batch: int = 1) -> int:
         """Bytes of a cache of `batch` sequences of `context` tokens: every one that `PagedKVCache.nbytes` counts.
 
-        FP8: whole pages of 128 tokens, a scale per page, head and tensor, means and page table per sequence. BF16: the elements.
+        FP8, with INT8 and with E4M3 keys: whole pages of 128 tokens, their entries in the page table, a length a sequence; means, which
+        are static, are not counted. BF16: the elements.
         Sliding layers: `min(context, window)` tokens in 16 bits.
         """
         per_head = 2 * self.num_kv_heads * self.head_dim
@@ -59,9 +59,13 @@ class CacheShape:
         if _check(cache) == "bf16":
             return sliding + batch * 2 * per_head * context * self.full_layers
         pages = -(-context // PAGE_SIZE)
-        page = PAGE_SIZE * per_head + _page_overhead(self.num_kv_heads)
-        means, length = 4 * per_head, 4
-        return sliding + batch * self.full_layers * (pages * page + means + length)
+        length = 4  # an int32
+        return sliding + batch * self.full_layers * (pages * self._page_cost + length)
+
+    @property
+    def _page_cost(self) -> int:
+        """Bytes of a page of all KV heads of a layer, and of its int32 entry in the page table."""
+        return self.num_kv_heads * page_bytes(self.head_dim) + 4
 
 
 @dataclass(frozen=True)
@@ -188,11 +192,6 @@ def _check(cache: str) -> str:
     if cache not in CACHES:
         raise ValueError(f"cache must be one of {CACHES}; got {cache!r}")
     return cache
-
-
-def _page_overhead(num_kv_heads: int) -> int:
-    """Bytes of a page besides its tokens: two FP32 scales a head, and one int32 entry of the page table."""
-    return 8 * num_kv_heads + 4
 
 
 def _largest(cost: Callable[[int], int], free: int) -> int:

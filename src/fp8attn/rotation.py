@@ -13,8 +13,6 @@ golden ratio's expansion 0x9E3779.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 LOW_SIGNS = 0x9E37  # bit c % 16 is set where the sign is negative,
@@ -27,11 +25,14 @@ def block_size(head_dim: int) -> int:
     return min(head_dim & -head_dim, MAX_BLOCK)
 
 
-@lru_cache
-def signs(head_dim: int, device: torch.device) -> torch.Tensor:
-    """`[head_dim]` float32 of 1 and -1."""
-    bits = [(LOW_SIGNS >> c % 16 ^ HIGH_SIGNS >> c // 16 % 8) & 1 for c in range(head_dim)]
-    return torch.tensor([1.0 - 2.0 * bit for bit in bits], device=device)
+def signs(x: torch.Tensor) -> torch.Tensor:
+    """`[head_dim]` of 1 and -1 in the dtype of `x [..., head_dim]`.
+
+    It is computed from x alone: a constant tensor would be a real one where this is traced with fake ones.
+    """
+    c = x.new_ones(x.shape[-1], dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1
+    bits = ((LOW_SIGNS >> (c & 15)) ^ (HIGH_SIGNS >> ((c >> 4) & 7))) & 1
+    return 1 - 2 * bits.to(x.dtype)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -52,8 +53,7 @@ def rotate_back(x: torch.Tensor) -> torch.Tensor:
 
 
 def _factor(x: torch.Tensor) -> torch.Tensor:
-    head_dim = x.shape[-1]
-    return signs(head_dim, x.device).to(x.dtype) * block_size(head_dim) ** -0.5
+    return signs(x) * block_size(x.shape[-1]) ** -0.5
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from .layout import DEFAULT_KEY_DTYPE, FP8, key_type
 from .numerics import E4M3, INT8_MAX, needed_scale
 
-FORMAT = "fp8attn.kv_scales.1"  # what the metadata of a file calls itself
+FORMAT = "fp8attn.kv_scales.2"  # what the metadata of a file calls itself
 RECALIBRATE = "calibrate again (fp8attn calibrate --model MODEL --out FILE)"
 TENSORS = ("k_scale", "v_scale", "k_mean", "v_mean")
 _NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS)})")
@@ -24,7 +24,7 @@ _NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS)})")
 
 @dataclass(frozen=True, eq=False)
 class LayerScales:
-    """Static scales and means of one layer, as a cache takes them in place of its own.
+    """Static scales and means of one layer, which a cache uses instead of its pages' own scales.
 
     Attributes:
         k_scale, v_scale: `[num_kv_heads]` float32, of K as it is stored: after RoPE, rotated with `rotate_keys`, without its mean. A cache
@@ -55,7 +55,7 @@ class KVScales:
     """Calibrated `LayerScales` of a model's layers, and where they come from.
 
     Attributes:
-        layers: by layer index; layers whose cache stays in 16 bits (sliding windows) are absent.
+        layers: by layer index, all of one key_dtype and rotate_keys; layers whose cache stays in 16 bits (sliding windows) are absent.
         num_layers: attention layers of the model, present here or not.
         num_kv_heads, head_dim: the shape of every layer here.
         model_id: the model's name or folder, as its config says it.
@@ -63,7 +63,8 @@ class KVScales:
         method: how the scales were chosen, such as "absmax" or "percentile 99.99".
         sqnr_db: by layer index, (K, V) signal to quantisation-noise ratio in dB on a sample of those tokens.
     Raises:
-        ValueError: a scale that is not positive and finite, a mean that is not finite, a shape that does not fit.
+        ValueError: a scale that is not positive and finite, a mean that is not finite, a shape that does not fit, layers whose keys are
+            stored in different ways.
     """
 
     layers: Mapping[int, LayerScales]
@@ -91,6 +92,21 @@ class KVScales:
                     wanted = "positive and finite" if name.endswith("scale") else "finite"
                     raise ValueError(f"layer {index}: {name} must be {wanted}, and is not; {RECALIBRATE}")
 
+            key_type(layer.key_dtype)  # raises ValueError
+        ways = {(layer.key_dtype, layer.rotate_keys) for layer in self.layers.values()}
+        if len(ways) > 1:
+            raise ValueError(f"the layers differ in (key_dtype, rotate_keys): {', '.join(map(str, sorted(ways)))}; {RECALIBRATE}")
+
+    @property
+    def key_dtype(self) -> str:
+        """What keys are stored in: `"int8"` or `"e4m3"`."""
+        return next(iter(self.layers.values())).key_dtype
+
+    @property
+    def rotate_keys(self) -> bool:
+        """Whether keys are rotated."""
+        return next(iter(self.layers.values())).rotate_keys
+
     def __contains__(self, index: int) -> bool:
         """Whether layer `index` has scales."""
         return index in self.layers
@@ -108,15 +124,25 @@ class KVScales:
             )
         return self.layers[index]
 
-    def check(self, *, num_layers: int, num_kv_heads: int, head_dim: int, model_id: str | None = None) -> None:
-        """Refuse scales that were calibrated on another model.
+    def check(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        model_id: str | None = None,
+        key_dtype: str | None = None,
+        rotate_keys: bool | None = None,
+    ) -> None:
+        """Refuse scales that were calibrated on another model, or for keys that are stored in another way.
 
         Args:
             num_layers, num_kv_heads, head_dim: the model's shape; with tensor parallelism, of the whole model.
             model_id: the model's name or folder. Compared by its last part alone, because a hub name and a local copy differ in the rest;
                 None or empty: not compared.
+            key_dtype, rotate_keys: the cache's. None: not compared.
         Raises:
-            ValueError: they are another model's, with what differs.
+            ValueError: they are another model's or another way's, with what differs.
         """
         differences = [
             f"{name} is {mine} in the scales and {yours} in the model"
@@ -131,6 +157,13 @@ class KVScales:
             differences.append(f"the scales are for {self.model_id!r} and the model is {model_id!r}")
         if differences:
             raise ValueError(f"these scales belong to another model: {'; '.join(differences)}; {RECALIBRATE}")
+        wanted = {"key_dtype": key_dtype, "rotate_keys": rotate_keys}
+        if any(wish is not None and wish != getattr(self, name) for name, wish in wanted.items()):
+            raise ValueError(
+                f"these scales are for key_dtype={self.key_dtype!r}, rotate_keys={self.rotate_keys}, and the cache has "
+                f"{', '.join(f'{name}={wish!r}' for name, wish in wanted.items() if wish is not None)}; make the cache with theirs, or "
+                "calibrate again for these (fp8attn calibrate --key-dtype)"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file and make the folders above it.
@@ -142,8 +175,9 @@ class KVScales:
             for index, layer in self.layers.items()
             for name in TENSORS
         }
-        metadata = {name: str(getattr(self, name)) for name in _METADATA}
-        metadata |= {"format": FORMAT, "sqnr_db": json.dumps({str(index): list(db) for index, db in self.sqnr_db.items()})}
+        metadata = {name: str(getattr(self, name)) for name in (*_METADATA, "key_dtype")}
+        metadata |= {"format": FORMAT, "rotate_keys": json.dumps(self.rotate_keys)}
+        metadata["sqnr_db"] = json.dumps({str(index): list(db) for index, db in self.sqnr_db.items()})
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(save(tensors, metadata))  # safetensors' own save_file ignores the umask and makes the file private
 
@@ -163,6 +197,8 @@ class KVScales:
             raise ValueError(f"{path} is not a safetensors file, or it is cut short ({error}); {RECALIBRATE}") from error
         if metadata.get("format") != FORMAT:
             found = f"its format is {metadata['format']!r}" if "format" in metadata else "it does not say what it is"
+            if metadata.get("format") == "fp8attn.kv_scales.1":
+                found = "it was written for the pages of fp8attn before keys were rotated or in INT8, whose scales are of other values"
             raise ValueError(f"{path} does not hold fp8attn scales ({FORMAT}): {found}; {RECALIBRATE}")
         layers: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
@@ -175,10 +211,11 @@ class KVScales:
                 raise ValueError(f"{path}: layer {index} has no {', '.join(sorted(set(TENSORS) - set(found)))}; {RECALIBRATE}")
         try:
             provenance = {name: kind(metadata[name]) for name, kind in _METADATA.items()}
+            way = {"key_dtype": metadata["key_dtype"], "rotate_keys": {"true": True, "false": False}[metadata["rotate_keys"]]}
             sqnr_db = {int(index): (float(k), float(v)) for index, (k, v) in json.loads(metadata["sqnr_db"]).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}") from error
-        return cls({index: LayerScales(**layers[index]) for index in sorted(layers)}, sqnr_db=sqnr_db, **provenance)
+        return cls({index: LayerScales(**layers[index], **way) for index in sorted(layers)}, sqnr_db=sqnr_db, **provenance)
 
 
 _METADATA = {"num_layers": int, "num_kv_heads": int, "head_dim": int, "model_id": str, "tokens": int, "method": str}

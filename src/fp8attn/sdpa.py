@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` in FP8: torch's signature and semantics, quantisation included.
+"""`scaled_dot_product_attention` in FP8: torch's signature and semantics, quantization included.
 
 K and V become pages in one pass over them (`ops.quantize`), and `ops.attention` reads those; queries stay in their dtype until the
 attention kernel rounds them. What FP8 cannot do as asked (`fallback_reason`) torch's own function does, exactly and in the inputs' dtype:
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from . import ops
 from .backends import BACKENDS, unsupported_reason
-from .layout import HEAD_DIMS
+from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, key_type
 from .rope import check_device, dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 
@@ -103,9 +103,11 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    key_dtype: str = DEFAULT_KEY_DTYPE,
+    rotate_keys: bool = True,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` in FP8, quantisation included.
+    """`torch.nn.functional.scaled_dot_product_attention` in FP8, quantization included.
 
     Args:
         query: `[..., Hq, L, E]`, any strides; bfloat16 or float16 (float32 on a CPU). `torch.autocast` casts all three, as in torch.
@@ -115,13 +117,17 @@ def scaled_dot_product_attention(
         is_causal: query i sees keys 0 to i (aligned to the first key, as in torch, whatever the lengths).
         scale: default `1 / sqrt(E)`.
         enable_gqa: Hq may be a multiple of H.
+        key_dtype: what keys are multiplied in, `"int8"` or `"e4m3"`; values are E4M3. `"fa3"` has no INT8: its keys are E4M3.
+        rotate_keys: rotate queries and keys before quantization (`rotation.rotate`): the scores are the same, and rounding errors shrink.
         backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`kernels/fa3.py`); one named
             outright refuses what has a `fallback_reason`.
     Returns:
         `[..., Hq, L, Ev]` in query's dtype, and in the order of memory of query.
     Raises:
-        ValueError: `dropout_p` is not zero; a named backend that cannot run here, or not answer this call, and why.
+        ValueError: `dropout_p` is not zero; a key_dtype that is none; a named backend that cannot run here, or not answer this call, and
+            why.
     """
+    key_type(key_dtype)  # raises ValueError
     if dropout_p:
         raise ValueError(
             f"FP8 attention has no dropout: it is for inference, and dropout_p is {dropout_p}; "
@@ -134,7 +140,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"backend {backend!r} cannot answer this call: {reason}; with backend='auto' torch's own SDPA does, exactly")
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = _batched(query), _batched(key), _batched(value)
-    out = _run(q, k, v, None, None, False, is_causal, scale, backend)
+    out = _run(q, k, v, None, None, False, is_causal, scale, key_dtype, rotate_keys, backend)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
 
@@ -151,6 +157,8 @@ def rope_scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    key_dtype: str = DEFAULT_KEY_DTYPE,
+    rotate_keys: bool = True,
     backend: str = "auto",
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` of rotated queries and keys. Both turn on their way to FP8: keys are not rounded in between, queries
@@ -162,13 +170,14 @@ def rope_scaled_dot_product_attention(
             offset is a slice of longer tables.
         key_rope_cos, key_rope_sin: of the keys; None: the same.
         rope_interleaved: pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
-        is_causal, scale, enable_gqa, backend: as there.
+        is_causal, scale, enable_gqa, key_dtype, rotate_keys, backend: as there.
     Raises:
-        ValueError: tables that do not fit; a backend that cannot run here; a call that only torch's SDPA can answer, with the reason
-            (rotate first, and call `scaled_dot_product_attention`).
+        ValueError: tables that do not fit; a key_dtype that is none; a backend that cannot run here; a call that only torch's SDPA can
+            answer, with the reason (rotate first, and call `scaled_dot_product_attention`).
     """
     if (key_rope_cos is None) != (key_rope_sin is None):
         raise ValueError("give key_rope_cos and key_rope_sin together, or neither")
+    key_type(key_dtype)  # raises ValueError
     query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
     if reason is None and query.dim() != 4:
@@ -183,7 +192,7 @@ def rope_scaled_dot_product_attention(
     batch, _, q_len, head_dim = q.shape
     q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)
     k_rope = dense_tables(key_rope_cos, key_rope_sin, batch, k.shape[2], head_dim, rope_interleaved)
-    return _run(q, k, v, q_rope, k_rope, rope_interleaved, is_causal, scale, backend)
+    return _run(q, k, v, q_rope, k_rope, rope_interleaved, is_causal, scale, key_dtype, rotate_keys, backend)
 
 
 def _run(q, k, v, q_rope: Tables, k_rope: Tables, *options) -> torch.Tensor:
@@ -193,8 +202,11 @@ def _run(q, k, v, q_rope: Tables, k_rope: Tables, *options) -> torch.Tensor:
     return torch.ops.fp8attn.sdpa(q, k, v, *(q_rope or (None, None)), *(k_rope or (None, None)), *options)
 
 
-def _attend(q, k, v, q_rope: Tables, k_rope: Tables, interleaved: bool, is_causal: bool, scale: float | None, backend: str) -> torch.Tensor:
-    """`[B, H, S, D]` of one batch size, checked: cut, pad, quantise, attend."""
+def _attend(
+    q, k, v, q_rope: Tables, k_rope: Tables, interleaved: bool, is_causal: bool, scale: float | None, key_dtype: str, rotate_keys: bool,
+    backend: str,
+) -> torch.Tensor:  # fmt: skip
+    """`[B, H, S, D]` of one batch size, checked: cut, pad, quantize, attend."""
     q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if is_causal and q_len < kv_len:  # nobody sees the others
@@ -203,9 +215,9 @@ def _attend(q, k, v, q_rope: Tables, k_rope: Tables, interleaved: bool, is_causa
     padded = _padded(head_dim, v_dim)
     q, k, v = _widened(q, padded), _widened(k, padded), _widened(v, padded)
     if backend == "fa3":
-        attend = _over_rows(k, v, k_rope, interleaved, scale)
+        attend = _over_rows(k, v, k_rope, interleaved, scale, rotate_keys)
     else:
-        attend = _over_pages(ops.resolve(backend, q), k, v, k_rope, interleaved, scale)
+        attend = _over_pages(ops.resolve(backend, q), k, v, k_rope, interleaved, scale, key_dtype, rotate_keys)
     if is_causal and q_len > kv_len:  # rows behind the last key see all of them
         out = torch.empty_like(q)
         for rows, causal in ((slice(kv_len), True), (slice(kv_len, None), False)):
@@ -219,10 +231,15 @@ def _rows(tables: Tables, rows: slice) -> Tables:
     return tables and (tables[0][:, rows], tables[1][:, rows])
 
 
-def _over_pages(name: str, k, v, k_rope: Tables, interleaved: bool, scale: float) -> Callable[[torch.Tensor, Tables, bool], torch.Tensor]:
-    """What answers queries, to be turned by tables, causal or not, aligned to the last key: over pages."""
+def _over_pages(
+    name: str, k, v, k_rope: Tables, interleaved: bool, scale: float, key_dtype: str, rotate_keys: bool
+) -> Callable[[torch.Tensor, Tables, bool], torch.Tensor]:
+    """A function of queries, their tables for RoPE and whether they are causal, aligned to the last key: attention over pages."""
     k_cos, k_sin = k_rope or (None, None)
-    pages = ops.run_quantize(name, k, v, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, means=True)
+    pages = ops.run_quantize(
+        name, k, v, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, k_mean=None, v_mean=None, key_dtype=key_type(key_dtype),
+        rotate_keys=rotate_keys,
+    )  # fmt: skip
 
     def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
         cos, sin = rope or (None, None)
@@ -235,18 +252,22 @@ def _over_pages(name: str, k, v, k_rope: Tables, interleaved: bool, scale: float
     return attend
 
 
-def _over_rows(k, v, k_rope: Tables, interleaved: bool, scale: float) -> Callable[[torch.Tensor, Tables, bool], torch.Tensor]:
-    """The same over FP8 rows, by FlashAttention-3. Its sums lose what has a mean (`accumulation`): V's is taken off here and added to
+def _over_rows(
+    k, v, k_rope: Tables, interleaved: bool, scale: float, rotate_keys: bool
+) -> Callable[[torch.Tensor, Tables, bool], torch.Tensor]:
+    """The same over E4M3 rows, by FlashAttention-3. Its sums lose what has a mean (`accumulation`): V's is subtracted here and added to
     the output; K's shifts all scores of a query alike."""
     k_cos, k_sin = k_rope or (None, None)
-    k, k_scale, _ = ops.quantize_rows(k, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, means=True)
+    k, k_scale, _ = ops.quantize_rows(
+        k, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, rotate_keys=rotate_keys, means=True
+    )
     v, v_scale, v_mean = ops.quantize_rows(v, means=True)
 
     def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
         if rope is not None:
             q = ops.rotate(q, *rope, rope_interleaved=interleaved)
-        q_fp8, q_scale, _ = ops.quantize_rows(q, heads_per_scale=group)
+        q_fp8, q_scale, _ = ops.quantize_rows(q, rotate_keys=rotate_keys, heads_per_scale=group)
         out = scaled_dot_product_attention_quantized(q_fp8, k, v, causal, scale, q_scale, k_scale, v_scale, backend="fa3")
         out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
         return out.to(q.dtype)
@@ -291,7 +312,7 @@ def _sdpa_fake(q, k, v, *args) -> torch.Tensor:
 
 ops.register(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? q_cos, Tensor? q_sin, Tensor? k_cos, Tensor? k_sin, bool rope_interleaved, bool is_causal, "
-    "float? scale, str backend) -> Tensor",
+    "float? scale, str key_dtype, bool rotate_keys, str backend) -> Tensor",
     _sdpa,
     _sdpa_fake,
 )

@@ -89,7 +89,7 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     if any(x.dtype != FP8 for x in tensors):
         raise ValueError(
             f"query, key and value must be {FP8}, got {', '.join(str(x.dtype) for x in tensors)}; "
-            "fp8attn.scaled_dot_product_attention takes 16 bits and quantises"
+            "fp8attn.scaled_dot_product_attention takes 16 bits and quantizes"
         )
     fits = all(x.dim() == 4 for x in tensors) and key.shape[:3] == value.shape[:3] and query.shape[::3] == key.shape[::3]
     if not fits or not key.shape[1] or query.shape[1] % key.shape[1] or max(query.shape[3], value.shape[3]) > HEAD_DIMS[-1]:
@@ -123,13 +123,15 @@ def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def _over_pages(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, backend) -> torch.Tensor:
     name = _selected(backend, q.device, torch.bfloat16)
-    # Quantising what is FP8 loses nothing: a page's scale is a power of two of at most one, so codes only shift to larger exponents.
-    pages = quantize_kernel(name)(k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, means=False)
-    # Then V's scales of a sequence and head differ by powers of two as ever, which is what the kernels ask for, and K's may be anything.
+    # E4M3 bytes are stored as they are, under scales of one. Then the pages' scales are the descales, any FP32 numbers: those of V are equal
+    # over a sequence and head, so that their ratios are powers of two, as kernels need.
+    pages = quantize_kernel(name)(
+        k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
+    )
     batch, heads = k.shape[:2]
     for scales, descale in ((pages.k_scale, q_descale), (pages.k_scale, k_descale), (pages.v_scale, v_descale)):
         if descale is not None:
-            scales.view(batch, -1, heads).mul_(descale[:, None])
+            scales.unflatten(0, (batch, -1)).mul_(descale[:, None])
     length, group = q.shape[2], q.shape[1] // heads
     if not (name == "hopper" and _takes_fp8_queries(length * group)):
         q = q.to(torch.bfloat16)

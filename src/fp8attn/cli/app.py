@@ -25,7 +25,7 @@ Model = Annotated[
     str | None, typer.Option(help="A model folder, smollm2, or a Hugging Face id. Default: the small model of this repository.")
 ]
 Device = Annotated[str | None, typer.Option(help="Where to run. Default: the GPU where there is one.")]
-CACHES = "bf16, fp8, fp8-static, fp8-no-means, scale-1, transformers-fp8"
+CACHES = "bf16, fp8, fp8-int8-keys, fp8-e4m3-keys, fp8-e4m3-plain, fp8-static, scale-1, transformers-fp8"
 CacheChoice = Annotated[str, typer.Option("--cache", help=f"both, or some of {CACHES}, joined by commas.")]
 Scales = Annotated[Path | None, typer.Option(help="Calibrated scales (fp8attn calibrate): fp8 means fp8-static, unless both are named.")]
 Text = Annotated[Path | None, typer.Option(help="A text file, plain or .xz. Default: the held-out text of the committed model.")]

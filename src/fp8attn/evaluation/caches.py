@@ -11,27 +11,38 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from ..integrations.transformers import FP8Cache
-from ..numerics import E4M3, quantize
+from ..layout import FP8
+from ..numerics import quantize
 from ..scales import KVScales
 
-NAMES = ("bf16", "fp8", "fp8-static", "fp8-no-means", "scale-1", "transformers-fp8")
+FORMATS = {  # of keys, by the name of the cache that has it
+    "fp8": {},
+    "fp8-int8-keys": {"key_dtype": "int8"},
+    "fp8-e4m3-keys": {"key_dtype": "e4m3"},
+    "fp8-e4m3-plain": {"key_dtype": "e4m3", "rotate_keys": False},
+}
+NAMES = ("bf16", *FORMATS, "fp8-static", "scale-1", "transformers-fp8")
 CHUNK = 512  # tokens of a prefill's forward: bounds the memory of logits and scores
 MakeCache = Callable[[], Cache]
 
 
-def _stored(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.bfloat16)
-
-
 class _StoresBF16:
-    """Makes a layer keep K and V in bfloat16 whatever the model computes in, and give them back in that dtype."""
+    """Makes a layer keep K and V in bfloat16 whatever the model computes in, and return them in the model's dtype."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(_stored(key_states), _stored(value_states))
+        super().lazy_initialization(self.stored(key_states), self.stored(value_states))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(_stored(key_states), _stored(value_states), *args, **kwargs)
-        return keys.to(key_states.dtype), values.to(value_states.dtype)
+        keys, values = super().update(self.stored(key_states), self.stored(value_states), *args, **kwargs)
+        return self.read(keys, key_states.dtype), self.read(values, value_states.dtype)
+
+    @staticmethod
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16)
+
+    @staticmethod
+    def read(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype)
 
 
 class BF16Layer(_StoresBF16, DynamicLayer):
@@ -42,12 +53,30 @@ class BF16SlidingLayer(_StoresBF16, DynamicSlidingWindowLayer):
     """A sliding window that stores bfloat16."""
 
 
-class BF16Cache(DynamicCache):
-    """The 16-bit baseline: what a model in bfloat16 keeps, also where a CPU computes in float32."""
+class Scale1Layer(BF16Layer):
+    """A full-attention layer that stores E4M3 with a scale of one: a plain, saturating cast. (As bytes: torch's layers index and join
+    their tensors, and a CPU does that to no FP8.)"""
 
-    def __init__(self, config: Any) -> None:
+    @staticmethod
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return quantize(x).view(torch.uint8)
+
+    @staticmethod
+    def read(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.view(FP8).to(dtype)
+
+
+class BF16Cache(DynamicCache):
+    """The 16-bit baseline: what a model in bfloat16 keeps, also where a CPU computes in float32.
+
+    Args:
+        config: the model's config.
+        full: the layer that holds full attention. Sliding windows are in bfloat16.
+    """
+
+    def __init__(self, config: Any, full: type[BF16Layer] = BF16Layer) -> None:
         super().__init__(config=config)
-        replaced = {DynamicLayer: lambda _: BF16Layer(), DynamicSlidingWindowLayer: lambda old: BF16SlidingLayer(old.sliding_window)}
+        replaced = {DynamicLayer: lambda _: full(), DynamicSlidingWindowLayer: lambda old: BF16SlidingLayer(old.sliding_window)}
         self.layers = [replaced.get(type(layer), lambda old: old)(layer) for layer in self.layers]
 
     @property
@@ -109,9 +138,10 @@ def cache_factory(name: str, config: Any, *, scales: KVScales | None = None, max
     """A function that makes an empty cache of the kind `name` for a model of that config.
 
     Args:
-        name: `bf16`: the baseline. `fp8`: ours, which finds its own scales and means. `fp8-static`: with calibrated `scales`.
-            `fp8-no-means`: scales alone, to see what means are worth. `scale-1`: a plain cast to E4M3. `transformers-fp8`: the one in
-            transformers (its first prefill attends in 16 bits, and its one scale per tensor is that of the first tokens).
+        name: `bf16`: the baseline. `fp8`: ours. `fp8-int8-keys`, `fp8-e4m3-keys`: ours, with keys in that format whatever the default is.
+            `fp8-e4m3-plain`: with E4M3 keys that are not rotated. `fp8-static`: with calibrated `scales`, and keys in the format that
+            these are for. `scale-1`: a plain cast of K and V to E4M3. `transformers-fp8`: the one in transformers (its first prefill
+            attends in 16 bits, and its one scale per tensor is that of the first tokens).
         config: the model's config.
         scales: for `fp8-static`.
         max_cache_len: tokens that our caches allocate from the start. None: they grow.
@@ -130,13 +160,16 @@ def cache_factory(name: str, config: Any, *, scales: KVScales | None = None, max
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
             raise ValueError(f"transformers {transformers.__version__} has no FP8 cache of its own; 5.23 has")
         return lambda: QuantizedCache("fp8", config)
-    return lambda: FP8Cache(config, max_cache_len=max_cache_len, scales=scales, remove_means=name != "fp8-no-means")
+    if name == "scale-1":
+        return lambda: BF16Cache(config, Scale1Layer)
+    keys = FORMATS[name] if scales is None else {"key_dtype": scales.key_dtype, "rotate_keys": scales.rotate_keys}
+    return lambda: FP8Cache(config, max_cache_len=max_cache_len, scales=scales, **keys)
 
 
 def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
     """The caches that `choice` names: names joined by commas, or `both` for BF16 and FP8.
 
-    With scales, `fp8` means `fp8-static`, unless `fp8-static` is named too: then `fp8` is the cache that finds its own scales.
+    With scales, `fp8` means `fp8-static`, unless `fp8-static` is named too: then `fp8` is the cache whose pages have their own scales.
 
     Raises:
         ValueError: no such cache; scales that no cache takes.

@@ -18,7 +18,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .. import __version__
-from ..numerics import E4M3
+from ..layout import FP8, key_type
+from ..numerics import E4M3, INT8_MAX
 from ..scales import KVScales
 from .drift import Segment
 from .needle import Outcome, cells
@@ -27,18 +28,14 @@ from .perplexity import Perplexity
 
 # What an evaluation's numbers depend on, besides the model: a change here makes them stale.
 SOURCES = (
-    *("numerics.py", "layout.py", "cache.py", "ops.py", "reference.py"),
+    *("numerics.py", "rotation.py", "layout.py", "cache.py", "ops.py", "reference.py"),
     *("integrations/transformers/attention.py", "integrations/transformers/cache.py", "integrations/transformers/tensors.py"),
     *("evaluation/caches.py", "evaluation/perplexity.py", "evaluation/needle.py", "evaluation/recall.py"),
 )
 TITLES = {
-    "bf16": "BF16",
-    "fp8": "FP8",
-    "fp8-static": "FP8 static",
-    "fp8-no-means": "FP8 no means",
-    "scale-1": "plain cast",
-    "transformers-fp8": "HF FP8",
-}
+    "bf16": "BF16", "fp8": "FP8", "fp8-int8-keys": "INT8 keys", "fp8-e4m3-keys": "E4M3 keys", "fp8-e4m3-plain": "E4M3 plain",
+    "fp8-static": "FP8 static", "scale-1": "E4M3 cast", "transformers-fp8": "HF FP8",
+}  # fmt: skip
 
 
 def title(cache: str) -> str:
@@ -66,12 +63,14 @@ def perplexity_table(rows: Sequence[Perplexity]) -> Table:
 
 
 def sensitivity_table(scales: KVScales) -> Table:
-    """A row a layer: SQNR of K and V in dB, and the largest magnitude (means taken off) that the scale of any of its heads holds."""
-    table = _table(f"What FP8 keeps of K and V: {scales.method}, {scales.tokens} tokens")
+    """A row a layer: SQNR of K and V in dB, and the largest magnitude (as it is stored) that the scale of any of its heads holds."""
+    keys = f"keys in {scales.key_dtype.upper()}{', rotated' if scales.rotate_keys else ''}"
+    table = _table(f"What 8 bits keep of K and V: {keys}, {scales.method}, {scales.tokens} tokens")
     for column in ("layer", "K SQNR (dB)", "V SQNR (dB)", "K up to", "V up to"):
         table.add_column(column, justify="right")
     for index, (k, v) in scales.sqnr_db.items():
-        tops = (float(scale.max()) * E4M3.max for scale in (scales.layer(index).k_scale, scales.layer(index).v_scale))
+        layer, k_max = scales.layer(index), E4M3.max if key_type(scales.key_dtype) == FP8 else INT8_MAX
+        tops = float(layer.k_scale.max()) * k_max, float(layer.v_scale.max()) * E4M3.max
         table.add_row(str(index), f"{k:.1f}", f"{v:.1f}", *(f"{top:.3g}" for top in tops))
     return table
 

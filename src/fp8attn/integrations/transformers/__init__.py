@@ -6,7 +6,7 @@
 
 Importing this registers one attention function and one mask function under the new name `fp8_kv` (`AttentionInterface.register`,
 `AttentionMaskInterface.register`); no name that transformers has is changed. Under any other attention implementation `FP8Cache`
-hands out dequantised tensors: the same answers, and the memory, without the speed.
+returns dequantized tensors: the same answers, and the memory, without the speed.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

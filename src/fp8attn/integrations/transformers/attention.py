@@ -124,8 +124,8 @@ def fp8_kv_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(key, PagedKV) and isinstance(value, PagedKV) and (key.which, value.which) == ("k", "v"):
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
-    # A model that changes K or V after the cache (DiffLlama) has dequantised what it changed; the other one follows.
-    key, value = (x.dequantise() if isinstance(x, PagedKV) else x for x in (key, value))
+    # A model that changes K or V after the cache (DiffLlama) has dequantized what it changed; the other one follows.
+    key, value = (x.dequantize() if isinstance(x, PagedKV) else x for x in (key, value))
     compact = attention_mask is not None and attention_mask.dtype == torch.int32
     exact = softcap is not None or s_aux is not None
     if not compact and not exact:
@@ -153,7 +153,7 @@ def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, s
     if unknown:
         raise ValueError(
             f"{_in_fp8(module)} and is called with {', '.join(sorted(unknown))}, which fp8_kv cannot honour. Keep such layers in 16 bits "
-            "(FP8Cache(config, skip_layers=[...])), or read the same cache dequantised: model.set_attn_implementation('sdpa' or 'eager')"
+            "(FP8Cache(config, skip_layers=[...])), or read the same cache dequantized: model.set_attn_implementation('sdpa' or 'eager')"
         )
     start = None
     if mask is not None:
@@ -163,7 +163,7 @@ def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, s
                 f"{tuple(mask.shape)}: a four-dimensional one; a two-dimensional one with holes (padding on the right that more tokens "
                 "follow is one) or shorter than the cache and the new tokens together; or one that the model makes for packed sequences, "
                 "image blocks or prefixes. Pad on the left (tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or "
-                "read the same cache dequantised, with any mask: model.set_attn_implementation('sdpa')"
+                "read the same cache dequantized, with any mask: model.set_attn_implementation('sdpa')"
             )
         causal, start = True, mask[0, 0, 0] if mask.shape[2] == 2 else None
     (query,) = autocast(query)

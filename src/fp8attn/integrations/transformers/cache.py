@@ -18,10 +18,10 @@ from transformers.cache_utils import (
 
 from ... import ops
 from ...cache import PagedKVCache
-from ...layout import HEAD_DIMS, PAGE_SIZE, KVPages
+from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type
 from ...scales import KVScales, LayerScales
 from ...sdpa import autocast
-from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantise
+from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantize
 
 # Kinds that stay transformers' own: windows, which do not grow, in 16 bits, and layers that read an earlier layer's K and V.
 THEIRS = ("sliding_attention", "chunked_attention", "dummy")
@@ -36,8 +36,9 @@ class FP8Layer(CacheLayerMixin):
         max_cache_len: tokens to make room for, once and for all; None grows.
         checks_room: whether this layer makes sure that new tokens fit into `max_cache_len`. One layer of a cache does so for all, which
             grow together.
-        scales, remove_means, backend: as `PagedKVCache` takes them.
+        scales, key_dtype, rotate_keys, backend: as `PagedKVCache` takes them.
     Attributes:
+        k_mean, v_mean: static means, as `PagedKVCache` takes them; None: zero.
         known_empty: whether the host knows that a static layer holds no tokens. Who writes to its pages directly sets it to False.
     """
 
@@ -52,7 +53,8 @@ class FP8Layer(CacheLayerMixin):
         max_cache_len: int | None,
         checks_room: bool,
         scales: LayerScales | None,
-        remove_means: bool,
+        key_dtype: str,
+        rotate_keys: bool,
         backend: str,
     ) -> None:
         super().__init__()
@@ -62,7 +64,9 @@ class FP8Layer(CacheLayerMixin):
         self.checks_room = checks_room
         self.is_compileable = max_cache_len is not None
         self.scales = scales
-        self.remove_means = remove_means
+        self.key_dtype, self.rotate_keys = key_dtype, rotate_keys
+        self.k_mean: torch.Tensor | None = None
+        self.v_mean: torch.Tensor | None = None
         self.backend = backend
         self.cache: PagedKVCache | None = None
         self.known_empty = False
@@ -95,25 +99,29 @@ class FP8Layer(CacheLayerMixin):
             head_dim,
             num_seqs=self.batch_size,
             num_pages=None if length is None else self.batch_size * -(-length // PAGE_SIZE),
+            key_dtype=self.key_dtype,
+            rotate_keys=self.rotate_keys,
+            k_mean=self.k_mean,
+            v_mean=self.v_mean,
             scales=self.scales,
-            remove_means=self.remove_means,
             device=self.device,
             backend=self.backend,
         )
         if length is not None:
             self.cache.reserve(length)
-            for tensor in self.cache.pages.tensors:
-                torch._dynamo.mark_static_address(tensor)  # CUDA graphs write into it in place
+            for x in self.cache.pages.state:
+                if isinstance(x, torch.Tensor):
+                    torch._dynamo.mark_static_address(x)  # CUDA graphs write into it in place
         self.is_initialized = self.known_empty = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantise new tokens onto the end, and return K and V of all.
+        """Quantize new tokens onto the end, and return K and V of all.
 
         Args:
             key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens.
         Returns:
             K and V `[B, num_kv_heads, length, head_dim]` (the static form: `max_cache_len`, zero past its tokens): `PagedKV` under the
-            attention implementation `fp8_kv`, plain dequantised tensors under any other.
+            attention implementation `fp8_kv`, plain dequantized tensors under any other.
         Raises:
             RuntimeError: a derivative is wanted.
             ValueError: another batch, head count or head_dim than before.
@@ -144,12 +152,11 @@ class FP8Layer(CacheLayerMixin):
                     "FP8Cache is full: make it with a larger max_cache_len (or, if something else than `update` has filled it, set "
                     "`known_empty = False` on its layers)",
                 )
-            fix_means = self.remove_means and self.scales is None and length > 1
-            ops.append(pages, k, v, static_scales=self.scales is not None, fix_means=fix_means, backend=self.backend)
+            ops.append(pages, k, v, static_scales=self.scales is not None, backend=self.backend)
             total = self.max_cache_len
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
             return tuple(PagedKV(pages, which, total, key_states.dtype, self.backend) for which in "kv")
-        return tuple(dequantise(pages, which, total, key_states.dtype) for which in "kv")
+        return tuple(dequantize(pages, which, total, key_states.dtype) for which in "kv")
 
     def _pages_for(self, length: int) -> KVPages:
         """The pages for an append of `length` tokens, and for their attention.
@@ -279,14 +286,17 @@ class FP8Cache(Cache):
         config: the model's config (`model.config`). Its attention implementation is read at every step: `fp8_kv` gets the pages.
         max_cache_len: None grows as tokens come. A number makes the static form: all memory at once, no host work in a step, so that
             decoding compiles once (`generate` does so on a GPU) and runs in CUDA graphs.
-        scales: calibrated scales and means (`KVScales.load`); None: the cache finds its own as it goes, and needs no calibration.
+        scales: calibrated scales and means (`KVScales.load`), of this key_dtype and rotate_keys. None: each page has scales of its own,
+            and there is nothing to calibrate.
+        key_dtype: what keys are stored in, `"int8"` or `"e4m3"`; values are E4M3.
+        rotate_keys: rotate keys before quantization (`rotation.rotate`).
         skip_layers: layers to keep in 16 bits: numbers (negative ones count from the end), or a function of the number. A choice for
             whoever measured the model: `fp8attn calibrate` reports each layer's error; `edge_layers` names the first and last.
-        remove_means: subtract each sequence's mean K and V before quantising (`PagedKVCache`).
         backend: `"auto"`, `"triton"` or `"reference"`, for writing and for attention.
     Raises:
         TypeError: no config of a model.
-        ValueError: a model that it cannot serve, by name, with what to do instead; a `max_cache_len` that is no number of tokens.
+        ValueError: a model that it cannot serve, by name, with what to do instead; a `max_cache_len` that is no number of tokens; scales
+            of another model, key_dtype or rotate_keys.
     """
 
     def __init__(
@@ -296,13 +306,15 @@ class FP8Cache(Cache):
         max_cache_len: int | None = None,
         scales: KVScales | None = None,
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
-        remove_means: bool = True,
+        key_dtype: str = DEFAULT_KEY_DTYPE,
+        rotate_keys: bool = True,
         backend: str = "auto",
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"FP8Cache takes a model's config, as in FP8Cache(model.config); got {type(config).__name__}")
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
             raise ValueError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
+        key_type(key_dtype)  # raises ValueError
         config = _supported(config)
         kinds, options = get_layer_types_and_kwargs(config)
         if isinstance(options, dict):  # transformers < 5.20: one set of options for all layers
@@ -315,6 +327,8 @@ class FP8Cache(Cache):
                 num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
                 head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
                 model_id=config.name_or_path,
+                key_dtype=key_dtype,
+                rotate_keys=rotate_keys,
             )
         plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
         length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
@@ -333,7 +347,8 @@ class FP8Cache(Cache):
                         max_cache_len=max_cache_len,
                         checks_room=not any(isinstance(layer, FP8Layer) for layer in layers),
                         scales=None if scales is None else scales.layer(index),
-                        remove_means=remove_means,
+                        key_dtype=key_dtype,
+                        rotate_keys=rotate_keys,
                         backend=backend,
                     )
                 )
@@ -407,7 +422,7 @@ def _supported(config: PreTrainedConfig) -> PreTrainedConfig:
     if config._attn_implementation == ATTN_IMPLEMENTATION and not calls_the_interface():
         raise ValueError(
             f"{config.model_type!r} computes its attention itself and never calls {ATTN_IMPLEMENTATION!r}, whose masks it would misread; "
-            "load it with attn_implementation='eager', which reads the same cache dequantised"
+            "load it with attn_implementation='eager', which reads the same cache dequantized"
         )
     return config
 

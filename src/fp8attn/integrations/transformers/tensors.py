@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 from torch.utils._pytree import tree_map
 
-from ...layout import FP8, PAGE_SIZE, KVPages
+from ...layout import FIELDS, PAGE_SIZE, KVPages
+from ...rotation import rotate_back
 
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers looks into names: "flash", "sdpa", "flex_attention" and "/" would mean something
-_PAGES = tuple(field.name for field in fields(KVPages))
+_TENSORS = FIELDS[:5]
 
 
-def dequantise(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """K or V of every sequence as `[num_seqs, num_kv_heads, length, head_dim]`, zero past `cache_seqlens`; device work alone.
+def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """K (rotated back) or V of every sequence as `[num_seqs, num_kv_heads, length, head_dim]`, zero past `cache_seqlens`; device work
+    alone. Where a sequence has tokens the values are those of `KVPages.read`.
 
     Args:
         pages: the cache.
@@ -23,15 +23,17 @@ def dequantise(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
         dtype: of the result. The arithmetic is FP32.
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
-    pool, scale, mean = getattr(pages, which), getattr(pages, f"{which}_scale"), getattr(pages, f"{which}_mean")
+    codes, scale, mean = getattr(pages, which), getattr(pages, f"{which}_scale"), getattr(pages, f"{which}_mean")
     # FP8 tensors index through their bytes: a CPU has no gather for them.
-    x = pool.view(torch.uint8)[ids].view(FP8).float()
+    x = codes.view(torch.uint8)[ids].view(codes.dtype).float()
     if which == "v":
         # `layout.V_ORDER` as axes: position 4a + 2b + c holds token 8b + 2a + c. Indices and aranges would be real tensors where this is
         # traced with fake ones.
         x = x.unflatten(-1, (4, 2, 2)).transpose(-2, -3).flatten(-3).transpose(-1, -2).flatten(-3, -2)
     x = x * scale[ids][..., None, None]
-    x = x.transpose(1, 2).flatten(2, 3)[:, :, :length] + mean[:, :, None]
+    x = x.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    x = x if mean is None else x + mean[:, None]
+    x = rotate_back(x) if which == "k" and pages.rotate_keys else x
     x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # a table may name no more pages than there are tokens for
     # Bytes past the length are unspecified in K: a NaN there would survive a mask that is added.
     held = pages.cache_seqlens.new_ones(length).cumsum(0) <= pages.cache_seqlens[:, None]
@@ -41,7 +43,7 @@ def dequantise(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
 class PagedKV(torch.Tensor):
     """K or V of an FP8 layer: shape `[B, num_kv_heads, S, head_dim]`, the model's dtype, and no storage but the layer's pages.
 
-    The attention function takes the pages (`pages_of`); every other operation dequantises first. `data_ptr()` is 0, so code that passes
+    The attention function takes the pages (`pages_of`); every other operation dequantizes first. `data_ptr()` is 0, so code that passes
     raw pointers (a foreign kernel) must not get one: the cache hands it out only when the model's attention implementation is `fp8_kv`.
     """
 
@@ -55,31 +57,32 @@ class PagedKV(torch.Tensor):
     def __init__(self, pages: KVPages, which: str, length: int, dtype: torch.dtype, backend: str = "auto") -> None:
         self.which, self.backend = which, backend
         # One attribute a tensor, as `__tensor_flatten__` wants them.
-        self._k, self._v, self._k_scale, self._v_scale = pages.k, pages.v, pages.k_scale, pages.v_scale
-        self._k_mean, self._v_mean, self._page_table, self._cache_seqlens = (
-            pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens,
-        )  # fmt: skip
+        self._pool, self._page_table, self._cache_seqlens = pages.pool, pages.page_table, pages.cache_seqlens
+        self._k_mean, self._v_mean = pages.k_mean, pages.v_mean
+        self._key_dtype, self._rotate_keys = pages.key_dtype, pages.rotate_keys
 
-    def dequantise(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """The plain tensor that this one stands for."""
-        return dequantise(pages_of(self), self.which, self.shape[2], self.dtype)
+        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype)
 
     def __repr__(self, **_) -> str:
         return f"PagedKV({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __tensor_flatten__(self):
-        return [f"_{name}" for name in _PAGES], (self.which, self.shape[2], self.dtype, self.backend)
+        given = [f"_{name}" for name in _TENSORS if getattr(self, f"_{name}") is not None]
+        return given, (self._key_dtype, self._rotate_keys, self.which, self.shape[2], self.dtype, self.backend)
 
     @classmethod
     def __tensor_unflatten__(cls, inner, context, outer_size, outer_stride):
-        return cls(KVPages.trusted(*(inner[f"_{name}"] for name in _PAGES)), *context)
+        key_dtype, rotate_keys, *rest = context
+        return cls(KVPages.trusted(*(inner.get(f"_{name}") for name in _TENSORS), key_dtype, rotate_keys), *rest)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        plain = tree_map(lambda x: x.dequantise() if isinstance(x, PagedKV) else x, (args, kwargs or {}))
+        plain = tree_map(lambda x: x.dequantize() if isinstance(x, PagedKV) else x, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
 def pages_of(x: PagedKV) -> KVPages:
     """The pages that `x` stands for. A function, because Dynamo traces into neither methods nor properties of a tensor."""
-    return KVPages.trusted(x._k, x._v, x._k_scale, x._v_scale, x._k_mean, x._v_mean, x._page_table, x._cache_seqlens)
+    return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._k_mean, x._v_mean, x._key_dtype, x._rotate_keys)

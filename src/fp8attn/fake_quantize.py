@@ -1,0 +1,66 @@
+"""What an 8-bit cache would give back, with gradients: to train a model against it, or to score RL samples as it was sampled."""
+
+from __future__ import annotations
+
+import torch
+
+from . import ops
+from .layout import DEFAULT_KEY_DTYPE, PAGE_SIZE, KVPages
+from .reference import rotate
+from .rope import dense_tables
+
+
+def fake_quantize(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    key_dtype: str = DEFAULT_KEY_DTYPE,
+    rotate_keys: bool = True,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as a cache gives them back: `read(quantize(k, v))`, bit for bit, in their dtype.
+
+    The gradient is that of no rounding (straight-through, Bengio et al., arXiv:1308.3432): V's passes as it is, K's through RoPE alone.
+    Masks, dropout and the attention itself are the caller's. A token's values depend on the tokens before it on its page of 128 (their
+    largest sets the scale) and on none after it but those that make the scale grow.
+
+    Args:
+        k, v: `[B, num_kv_heads, S, head_dim]`, from the first token of each sequence; otherwise as `quantize` takes them.
+        rope_cos, rope_sin, rope_interleaved: apply RoPE to K first; the result is K after RoPE.
+        k_mean, v_mean, key_dtype, rotate_keys, backend: as `quantize` takes them.
+    Returns:
+        K and V `[B, num_kv_heads, S, head_dim]`.
+    Raises:
+        ValueError: a shape, dtype or backend that does not fit, with what would.
+    """
+    options = dict(
+        rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype,
+        rotate_keys=rotate_keys, backend=backend,
+    )  # fmt: skip
+    return _StraightThrough.apply(k, v, options)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, k: torch.Tensor, v: torch.Tensor, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.options = options
+        pages = ops.quantize(k, v, **options)
+        batch, _, length, _ = k.shape
+        # All sequences as one, whose table names every page: one gather.
+        tokens = PAGE_SIZE * pages.num_pages
+        table = pages.page_table.view(1, -1)
+        merged = KVPages.trusted(pages.pool, table, table.new_full((1,), tokens), *pages.state[3:])
+        return tuple(x.unflatten(0, (batch, -1))[:, :length].transpose(1, 2).contiguous() for x in merged.read(0, tokens, k.dtype))
+
+    @staticmethod
+    def backward(ctx, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        cos, sin, interleaved = (ctx.options[name] for name in ("rope_cos", "rope_sin", "rope_interleaved"))
+        if cos is not None:
+            cos, sin = dense_tables(cos, sin, grad_k.shape[0], *grad_k.shape[2:], interleaved)
+            grad_k = rotate(grad_k, cos, -sin, interleaved)  # the inverse
+        return grad_k, grad_v, None
