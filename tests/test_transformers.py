@@ -1,11 +1,11 @@
-"""transformers models on an FP8 cache, against the same models on a plain cache that holds the dequantised values."""
+"""transformers models on an FP8 cache, against the same models on a plain cache that holds the dequantized values."""
 
 import copy
 
 import pytest
 import torch
 from transformers import CompileConfig, LlamaConfig, StaticCache
-from transformers_models import FAMILIES, MIXED, SHAPE, Oracle, close, fp8, generated, logits, make, one_thread, plain, prompt, using  # noqa: F401
+from transformers_models import FAMILIES, MIXED, SHAPE, Oracle, close, generated, logits, make, one_thread, plain, prompt, using  # noqa: F401
 
 from fp8attn import ops
 from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention, fp8_kv_mask
@@ -25,13 +25,13 @@ def llama():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_equals_a_plain_cache_of_the_rounded_values(family):
     model, ids = make(family), prompt()
-    ours = logits(model, fp8(model.config), ids)
+    ours = logits(model, FP8Cache(model.config), ids)
     with using(model, "eager"):
         oracle, exact = logits(model, Oracle(model.config), ids), logits(model, plain(model.config), ids)
-        dequantised = logits(model, fp8(model.config), ids)
+        dequantized = logits(model, FP8Cache(model.config), ids)
     close(ours, oracle)
-    close(dequantised, oracle)
-    close(logits(model, fp8(model.config, max_cache_len=ids.shape[1]), ids), oracle)
+    close(dequantized, oracle)
+    close(logits(model, FP8Cache(model.config, max_cache_len=ids.shape[1]), ids), oracle)
     # FP8 rounds K and V by 2 to 3%. gpt-oss has a router, which magnifies; Qwen2 has offsets in K, and the means are off here.
     assert 1e-3 < relative_error(ours, exact) < (0.15 if "gpt" in family else 0.06)
     close(logits(model, plain(model.config), ids), exact)  # without our cache, `fp8_kv` is sdpa with sinks and softcaps
@@ -43,7 +43,7 @@ def test_left_padding(family, static):
     model, ids = make(family), prompt()
     mask = torch.ones_like(ids)
     mask[1, :37] = 0
-    cache = fp8(model.config, max_cache_len=160 if static else None)
+    cache = FP8Cache(model.config, max_cache_len=160 if static else None)
     ours = logits(model, cache, ids, mask)
     with using(model, "eager"):
         oracle = logits(model, Oracle(model.config), ids, mask)
@@ -57,8 +57,8 @@ def test_a_page_of_padding_changes_nothing(llama):
     both = torch.cat([padded, prompt(1, padded.shape[1])])
     mask = torch.ones_like(both)
     mask[0, :PAGE_SIZE] = 0
-    tokens, scores = generated(llama, fp8(llama.config), both, attention_mask=mask)
-    alone, alone_scores = generated(llama, fp8(llama.config), ids)
+    tokens, scores = generated(llama, FP8Cache(llama.config), both, attention_mask=mask)
+    alone, alone_scores = generated(llama, FP8Cache(llama.config), ids)
     assert torch.equal(tokens[:1], alone)
     close(scores[:1], alone_scores)
 
@@ -94,7 +94,7 @@ def test_right_padded_scoring(llama):
     mask = torch.ones_like(ids)
     mask[1, -40:] = 0
     with torch.no_grad():
-        ours = llama(ids, attention_mask=mask, past_key_values=fp8(llama.config)).logits
+        ours = llama(ids, attention_mask=mask, past_key_values=FP8Cache(llama.config)).logits
         with using(llama, "sdpa"):
             oracle = llama(ids, attention_mask=mask, past_key_values=Oracle(llama.config)).logits
     close(ours[mask.bool()], oracle[mask.bool()])
@@ -104,7 +104,7 @@ def test_means_rescue_a_model_with_offsets_in_k():
     model, ids = make("qwen2"), prompt()
     exact = logits(model, plain(model.config), ids)
     with_means = relative_error(logits(model, FP8Cache(model.config), ids), exact)
-    without = relative_error(logits(model, fp8(model.config), ids), exact)
+    without = relative_error(logits(model, FP8Cache(model.config), ids), exact)
     assert with_means < 0.5 * without
 
 
@@ -130,7 +130,7 @@ def test_generate(llama, options, static):
     mask = torch.ones_like(ids)
     mask[0, :20] = 0
     results = []
-    for cache in (fp8(llama.config, max_cache_len=170 if static else None), Oracle(llama.config)):
+    for cache in (FP8Cache(llama.config, max_cache_len=170 if static else None), Oracle(llama.config)):
         torch.manual_seed(3)
         results.append(generated(llama, cache, ids, attention_mask=mask, **options))
     assert torch.equal(results[0][0], results[1][0])
@@ -140,7 +140,7 @@ def test_generate(llama, options, static):
 def test_beam_search_across_a_page_boundary(llama):
     ids = prompt(length=120)
     options = {"num_beams": 3, "max_new_tokens": 20}
-    ours, oracle = (generated(llama, make_cache(llama.config), ids, **options) for make_cache in (fp8, Oracle))
+    ours, oracle = (generated(llama, make_cache(llama.config), ids, **options) for make_cache in (FP8Cache, Oracle))
     assert torch.equal(ours[0], oracle[0])
     close(ours[1], oracle[1])
 
@@ -148,8 +148,8 @@ def test_beam_search_across_a_page_boundary(llama):
 @pytest.mark.parametrize("static", [False, True])
 def test_prompt_lookup_equals_greedy(llama, static):
     ids = prompt(1, 40).repeat(1, 4)  # repeats, so that lookups find candidates, and miss
-    greedy, scores = generated(llama, fp8(llama.config), ids, max_new_tokens=24)
-    cache = fp8(llama.config, max_cache_len=200 if static else None)
+    greedy, scores = generated(llama, FP8Cache(llama.config), ids, max_new_tokens=24)
+    cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
     looked_up, looked_up_scores = generated(llama, cache, ids, max_new_tokens=24, prompt_lookup_num_tokens=5)
     assert torch.equal(looked_up, greedy)
     close(looked_up_scores, scores)
@@ -158,7 +158,7 @@ def test_prompt_lookup_equals_greedy(llama, static):
 def test_assisted_generation_equals_greedy(llama):
     ids = prompt(1)
     assistant = make(num_hidden_layers=1)
-    assert torch.equal(generated(llama, fp8(llama.config), ids, assistant_model=assistant)[0], generated(llama, fp8(llama.config), ids)[0])
+    assert torch.equal(generated(llama, FP8Cache(llama.config), ids, assistant_model=assistant)[0], generated(llama, FP8Cache(llama.config), ids)[0])
 
 
 def test_chunked_prefill_keeps_the_means_of_its_first_chunk(llama):
@@ -178,7 +178,7 @@ def test_chunked_prefill_keeps_the_means_of_its_first_chunk(llama):
 def test_a_conversation_goes_on_in_the_same_cache(llama):
     ids, more = prompt(), prompt(length=30)
     results = []
-    for cache in (fp8(llama.config), fp8(llama.config, max_cache_len=256), Oracle(llama.config)):
+    for cache in (FP8Cache(llama.config), FP8Cache(llama.config, max_cache_len=256), Oracle(llama.config)):
         first = llama.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=8)
         results.append(generated(llama, cache, torch.cat([first, more], 1)))
     for tokens, scores in results[:2]:
@@ -257,10 +257,10 @@ def test_a_narrow_table_changes_no_values(llama):
     cache = FP8Cache(llama.config, max_cache_len=1000)
     k = torch.randn(2, 2, 130, 64)
     prompt_k, _ = cache.update(k, k, 0)
-    held = prompt_k.dequantise()
+    held = prompt_k.dequantize()
     step_k, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
     assert prompt_k.shape == step_k.shape == held.shape == (2, 2, 1000, 64)
-    assert torch.equal(step_k.dequantise()[:, :, :130], held[:, :, :130]) and not held[:, :, 130:].any()
+    assert torch.equal(step_k.dequantize()[:, :, :130], held[:, :, :130]) and not held[:, :, 130:].any()
 
 
 @torch.no_grad()

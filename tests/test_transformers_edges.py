@@ -8,11 +8,11 @@ import torch
 import transformers
 from torch.autograd import forward_ad
 from transformers import LlamaConfig, MistralConfig
-from transformers_models import SHAPE, Oracle, close, fp8, logits, make, one_thread, plain, prompt, using  # noqa: F401
+from transformers_models import SHAPE, Oracle, close, logits, make, one_thread, plain, prompt, using  # noqa: F401
 
 from fp8attn import LayerScales
 from fp8attn.integrations.transformers import FP8Cache, edge_layers, fp8_kv_attention, fp8_kv_mask
-from fp8attn.integrations.transformers.tensors import PagedKV, dequantise
+from fp8attn.integrations.transformers.tensors import PagedKV, dequantize
 from fp8attn.numerics import relative_error
 from fp8attn.scales import KVScales
 
@@ -91,7 +91,7 @@ def test_crop_reset_and_moving_sequences(llama, static):
     length = 200 if static else None
 
     def filled(n=150, rows=slice(None)):
-        cache = fp8(llama.config, max_cache_len=length)
+        cache = FP8Cache(llama.config, max_cache_len=length)
         with torch.no_grad():
             llama(ids[rows, :n], past_key_values=cache)
         return cache
@@ -132,7 +132,7 @@ def test_crop_reset_and_moving_sequences(llama, static):
 @pytest.mark.parametrize("static", [False, True])
 def test_a_deep_copy_goes_its_own_way(llama, static):
     ids = prompt()
-    cache = fp8(llama.config, max_cache_len=200 if static else None)
+    cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
     with torch.no_grad():
         llama(ids[:, :130], past_key_values=cache)
         other = copy.deepcopy(cache)
@@ -163,16 +163,16 @@ def test_under_autocast_it_computes_in_its_dtype(llama):
     with torch.autocast("cpu", torch.bfloat16):
         ours = logits(llama, FP8Cache(llama.config), ids)
         with using(llama, "sdpa"):
-            dequantised, exact = (logits(llama, one, ids) for one in (FP8Cache(llama.config), plain(llama.config)))
-    assert ours.dtype == dequantised.dtype == exact.dtype == torch.bfloat16
-    close(ours, dequantised, 0.02)
+            dequantized, exact = (logits(llama, one, ids) for one in (FP8Cache(llama.config), plain(llama.config)))
+    assert ours.dtype == dequantized.dtype == exact.dtype == torch.bfloat16
+    close(ours, dequantized, 0.02)
     assert relative_error(ours, exact) < 0.1
 
 
 # Tensors that carry pages
 
 
-def test_paged_kv_is_its_dequantised_values():
+def test_paged_kv_is_its_dequantized_values():
     cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
     cache.layers[0].config._attn_implementation = "fp8_kv"
     k0, v0 = torch.randn(2, 2, 2, 150, 64) + 3
@@ -188,12 +188,12 @@ def test_paged_kv_is_its_dequantised_values():
     assert torch.equal(torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)(k), k * 2)
 
 
-def test_dequantise_is_zero_past_the_length():
+def test_dequantize_is_zero_past_the_length():
     cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64), max_cache_len=256)
     cache.update(torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64), 0)
     pages = cache.layers[0].cache.pages
     pages.k.view(torch.uint8)[:, :, 5:] = 0x7F  # NaN
-    k = dequantise(pages, "k", 256, torch.float32)
+    k = dequantize(pages, "k", 256, torch.float32)
     assert k.shape == (1, 2, 256, 64)
     assert (k[:, :, 5:] == 0).all()
 
@@ -259,7 +259,7 @@ def test_a_model_with_attention_of_its_own_is_refused_on_fp8_kv_and_served_on_ea
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         FP8Cache(model.config)
     model = transformers.BloomForCausalLM._from_config(config, attn_implementation="eager").eval()
-    close(logits(model, fp8(model.config), prompt()), logits(model, Oracle(model.config), prompt()))
+    close(logits(model, FP8Cache(model.config), prompt()), logits(model, Oracle(model.config), prompt()))
 
 
 @pytest.mark.parametrize(
@@ -331,12 +331,12 @@ def test_masks_that_are_refused(llama, kind):
             llama(ids, attention_mask=mask, past_key_values=cache)
 
 
-def test_a_refused_mask_works_dequantised(llama):
+def test_a_refused_mask_works_dequantized(llama):
     ids = prompt()
     mask = torch.ones_like(ids)
     mask[0, 5:9] = 0
     with using(llama, "sdpa"):
-        close(logits(llama, fp8(llama.config), ids, mask), logits(llama, Oracle(llama.config), ids, mask))
+        close(logits(llama, FP8Cache(llama.config), ids, mask), logits(llama, Oracle(llama.config), ids, mask))
     with torch.no_grad():  # and under fp8_kv without an FP8 layer that would see it
         ours = llama(ids, attention_mask=mask).logits
         with using(llama, "sdpa"):

@@ -1,7 +1,7 @@
-"""Small random transformers models, and a plain cache that holds what an FP8 cache holds, dequantised.
+"""Small random transformers models, and a plain cache that holds what an FP8 cache holds, dequantized.
 
-The plain cache (`Oracle`) knows nothing of pages: transformers' own layers keep K and V and move them about, and every read rounds
-whole blocks of 128 tokens. So it checks appending, cropping, reordering and masks, and not the quantiser (test_numerics does).
+The plain cache (`Oracle`) knows nothing of pages: transformers' own layers keep K and V and move them about, and every read quantizes
+all of them at once. So it checks appending, cropping, reordering and masks, and not the quantizer (test_numerics does).
 """
 
 import pytest
@@ -31,9 +31,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.layout import PAGE_SIZE
-from fp8attn.numerics import dequantize, finite_amax, power_of_two_scale, quantize, relative_error
+from fp8attn import fake_quantize
+from fp8attn.numerics import relative_error
 
 VOCABULARY = 89
 SHAPE = {
@@ -111,32 +110,24 @@ def one_thread():
 
 
 class OracleLayer(DynamicLayer):
-    def update(self, key_states, value_states, *args, **kwargs):
-        return tuple(self.rounded(x) for x in super().update(key_states, value_states, *args, **kwargs))
+    def __init__(self, key_dtype, rotate_keys):
+        super().__init__()
+        self.options = {"key_dtype": key_dtype, "rotate_keys": rotate_keys}
 
-    @staticmethod
-    def rounded(x):
-        blocks = []
-        for block in x.split(PAGE_SIZE, 2):
-            scale = power_of_two_scale(finite_amax(block, (2, 3)))[..., None, None]
-            blocks.append(dequantize(quantize(block, scale), scale))
-        return torch.cat(blocks, 2)
+    def update(self, key_states, value_states, *args, **kwargs):
+        return fake_quantize(*super().update(key_states, value_states, *args, **kwargs), **self.options)
 
 
 class Oracle(DynamicCache):
-    """What FP8Cache(config, remove_means=False) holds, dequantised."""
+    """What FP8Cache holds, dequantized: all tokens at once, at every read."""
 
-    def __init__(self, config):
+    def __init__(self, config, key_dtype="int8", rotate_keys=True):
         super().__init__(config=config)
-        self.layers = [OracleLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers = [OracleLayer(key_dtype, rotate_keys) if type(layer) is DynamicLayer else layer for layer in self.layers]
 
 
 def plain(config, **_):
     return DynamicCache(config=config)
-
-
-def fp8(config, **options):
-    return FP8Cache(config, remove_means=False, **options)
 
 
 def prompt(batch=2, length=150):

@@ -1,10 +1,11 @@
 """Scales and means from a few batches of text.
 
-A cache needs none of this: it finds its own. Calibrated values are for pages that unrelated sequences share, for engines that want static
-scales, and for seeing which layers FP8 hurts.
+A cache needs none of this: its pages have their own scales. Calibrated values are for models whose K or V have large offsets, for engines
+that want static scales, and for seeing which layers 8 bits hurt.
 
-One pass takes, per channel, the sum, the minimum and the maximum. Means follow, and with them the exact `max |x - mean|` of a head, which
-is at one of its channels' two ends: no second look at the data. A percentile needs one: it counts `|x - mean|` into bins.
+One pass takes, per channel, sums of x and of its powers, and the minimum and the maximum, also of x as it is stored. Means follow, and with
+them the exact `max |x - mean|` of a head, which is at one of its channels' two ends: no second look at the data. A percentile needs one: it
+counts `|x - mean|` into bins.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 
-from .numerics import E4M3, MIN_SCALE, dequantize, on_grid, power_of_two_scale, quantize, sqnr_db
-from .scales import KVScales, LayerScales
+from .layout import DEFAULT_KEY_DTYPE, FP8, key_type
+from .numerics import E4M3, INT8_MAX, MIN_SCALE, encode, needed_scale, sqnr_db
+from .rotation import rotate
+from .scales import SEVERAL, KVScales, LayerScales
 
 METHODS = ("absmax", "percentile")
 SAMPLED_TOKENS = 1024  # of each layer, kept to measure the SQNR on
@@ -29,9 +32,13 @@ def calibrate(
     *,
     method: str = "absmax",
     percentile: float = 99.99,
+    key_dtype: str = DEFAULT_KEY_DTYPE,
+    rotate_keys: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> KVScales:
-    """Static scales and means of K and V: `mean[h, d] = E[x]`, `scale[h] = max |x - mean| / 448`, or a percentile in place of the maximum.
+    """Static scales and means of K and V: `mean[h, d] = E[x]` where it is several deviations and 0 elsewhere, and
+    `scale[h] = max |x - mean| / M`, or a percentile instead of the maximum; M is 448 for E4M3 and 127 for INT8. K's scale is of K as it is
+    stored.
 
     The model runs through a cache that sees K (after RoPE) and V where attention reads them. Nothing is hooked or patched, and the model
     is left as it was. K and V of a whole batch are in memory one layer at a time; nothing but statistics is kept.
@@ -41,14 +48,17 @@ def calibrate(
         batches: `input_ids [B, S]`, or mappings with `input_ids` and `attention_mask [B, S]` (0 = padding, which is not counted).
         method: `"absmax"`, or `"percentile"` of the magnitudes over all tokens and channels of a head: what is larger saturates.
         percentile: in (0, 100]; found within 0.2% of its value.
+        key_dtype, rotate_keys: how the cache will store K (`PagedKVCache`).
         progress: called with (batches done, batches in all).
     Returns:
-        The scales of all full-attention layers (sliding layers stay in 16 bits), with the SQNR of K and V of each.
+        The scales of all full-attention layers (sliding layers stay in 16 bits), with the SQNR of K and V of each, and the layers whose K
+        has an offset that no static mean removes (`k_offsets`).
     Raises:
         TypeError: no transformers model, or a batch that holds no tensors.
-        ValueError: no tokens, NaN or Inf in K or V, an unknown method, a model without plain K and V.
+        ValueError: no tokens, NaN or Inf in K or V, an unknown method or key_dtype, a model without plain K and V.
     """
     _check_model(model)
+    k_type = key_type(key_dtype)
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}; got {method!r}")
     if not 0 < percentile <= 100:
@@ -60,7 +70,7 @@ def calibrate(
     layers: dict[int, tuple[_Range, _Range]] = {}
 
     def first(index: int, tokens: tuple[torch.Tensor, torch.Tensor]) -> None:
-        pair = layers.setdefault(index, (_Range(), _Range()))
+        pair = layers.setdefault(index, (_Range(k_type, rotate_keys, rope=True), _Range(FP8)))
         for name, seen, x in zip("KV", pair, tokens, strict=True):
             seen.add(x, every, f"{name} of layer {index}")
 
@@ -69,21 +79,24 @@ def calibrate(
         raise ValueError("calibration saw no tokens: give at least one batch with input_ids of a model that has full-attention layers")
     top = {index: [seen.amax for seen in pair] for index, pair in layers.items()}
     if method == "percentile":
-        counts = {index: tuple(_Histogram(seen.mean, seen.amax) for seen in pair) for index, pair in layers.items()}
+        counts = {index: tuple(_Histogram(seen.amax) for seen in pair) for index, pair in layers.items()}
 
         def second(index: int, tokens: tuple[torch.Tensor, torch.Tensor]) -> None:
-            for histogram, x in zip(counts[index], tokens, strict=True):
-                histogram.add(x)
+            for histogram, seen, x in zip(counts[index], layers[index], tokens, strict=True):
+                histogram.add(seen.centered(x))
 
         _run(model, batches, second, lambda done: progress and progress(len(batches) + done, steps))
         top = {index: [histogram.quantile(percentile / 100) for histogram in pair] for index, pair in counts.items()}
 
-    scales, sqnr = {}, {}
+    scales, sqnr, offsets = {}, {}, {}
     for index in sorted(layers):
         k, v = layers[index]
-        k_scale, v_scale = ((amax / E4M3.max).clamp_min(MIN_SCALE) for amax in top[index])
-        scales[index] = LayerScales(k_scale.cpu(), v_scale.cpu(), k.mean.cpu(), v.mean.cpu())  # layers may lie on several devices
+        k_scale, v_scale = ((amax / seen.largest_code).clamp_min(MIN_SCALE) for amax, seen in zip(top[index], (k, v), strict=True))
+        # Layers may be on several devices.
+        scales[index] = LayerScales(k_scale.cpu(), v_scale.cpu(), k.mean.cpu(), v.mean.cpu(), key_dtype, rotate_keys)
         sqnr[index] = (k.sqnr_db(k_scale), v.sqnr_db(v_scale))
+        if (offset := k.offset()) >= SEVERAL:
+            offsets[index] = offset
     heads, head_dim = next(iter(scales.values())).k_mean.shape
     return KVScales(
         scales,
@@ -94,6 +107,7 @@ def calibrate(
         next(iter(layers.values()))[0].count,
         method if method == "absmax" else f"percentile {percentile:g}",
         sqnr,
+        offsets,
     )
 
 
@@ -190,9 +204,17 @@ def _observing_cache(config: Any, observe: Callable[[int, torch.Tensor, torch.Te
 
 
 class _Range:
-    """Sum, minimum, maximum and a small sample of the tokens of one tensor."""
+    """Sums of powers, minimum, maximum and a small sample of the tokens of one tensor.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: what it is stored in.
+        rotated: whether it is rotated first.
+        rope: whether RoPE has turned it.
+    """
+
+    def __init__(self, dtype: torch.dtype, rotated: bool = False, rope: bool = False) -> None:
+        self.dtype, self.rotated, self.rope = dtype, rotated, rope
+        self.largest_code = INT8_MAX if dtype == torch.int8 else E4M3.max
         self.count = 0
         self._sample: list[torch.Tensor] = []
 
@@ -200,35 +222,92 @@ class _Range:
         """Take in `x [T, H, D]`, `sampled` of its tokens into the sample."""
         if not len(x):
             return
-        self._dtype, x = x.dtype, x.float()
-        low, high, total = x.amin(0), x.amax(0), x.sum(0, dtype=torch.float64)
-        if not torch.isfinite(total).all():
+        self._given, x = x.dtype, x.float()
+        self._mean = None
+        ranges = [torch.stack([-y.amin(0), y.amax(0)]) for y in (x, self._stored(x))]
+        wide = x.double()
+        sums = [wide.sum(0), wide.square().sum(0)]
+        for a, b in _pairings(wide) if self.rope else ():
+            power = a.square() + b.square()
+            sums += [power.sum(0), power.square().sum(0)]
+        if not torch.isfinite(sums[0]).all():
             raise ValueError(f"{name} holds NaN or Inf; run the model in bfloat16 or float32 (float16 overflows at 65504)")
         if self.count:
-            low, high, total = torch.minimum(low, self._low), torch.maximum(high, self._high), total + self._total
-        self._low, self._high, self._total = low, high, total
+            ranges = [torch.maximum(new, old) for new, old in zip(ranges, self._ranges, strict=True)]
+            sums = [new + old for new, old in zip(sums, self._sums, strict=True)]
+        self._ranges, self._sums = ranges, sums
         self.count += len(x)
         room = min(sampled, SAMPLED_TOKENS - sum(map(len, self._sample)), len(x))
         self._sample.append(x[torch.arange(room, device=x.device) * len(x) // max(room, 1)])
 
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        return rotate(x) if self.rotated else x
+
     @property
     def mean(self) -> torch.Tensor:
-        """`[H, D]` float32."""
-        return on_grid((self._total / self.count).float(), torch.maximum(self._high, -self._low), self._dtype)
+        """`[H, D]` float32, of what the model makes: zero where it is less than several deviations."""
+        if self._mean is None:
+            mean, square = (total / self.count for total in self._sums[:2])
+            variance = (square - mean.square()).clamp_min(0)
+            if self.rope:  # which makes an offset look like noise
+                (_, half), (_, neighbors) = self._offsets()
+                variance = torch.stack([variance, torch.cat([half, half], -1), neighbors.repeat_interleave(2, -1)]).amin(0)
+            mean = torch.where(mean.abs() >= SEVERAL * variance.sqrt(), mean, 0.0)
+            # Nor where some token is farther from it than from zero: the scale of its page would be larger.
+            low, high = -self._ranges[0][0], self._ranges[0][1]
+            mean = torch.where(torch.maximum(high - mean, mean - low) <= torch.maximum(high, -low), mean, 0.0)
+            # A number of the tensor's own dtype: V less such a number is rounded up as often as down.
+            self._mean = mean.to(self._given).float()
+        return self._mean
 
     @property
     def amax(self) -> torch.Tensor:
-        """`[H]`: the largest `|x - mean|` of each head, exactly."""
-        return torch.maximum(self._high - self.mean, self.mean - self._low).amax(1)
+        """`[H]`: the largest magnitude that is stored in each head, exactly."""
+        mean = self._stored(self.mean)
+        below, above = self._ranges[1]
+        return torch.maximum(above - mean, mean + below).amax(1)
+
+    def centered(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [T, H, D]` as it is stored, before quantization."""
+        return self._stored(x.float()) - self._stored(self.mean)
+
+    def offset(self) -> float:
+        """The largest offset of a pair of channels that `mean` leaves, in deviations."""
+        largest = 0.0
+        for (offset, noise), (a, b) in zip(self._offsets(), _pairings(self.mean.double()), strict=True):
+            left = (offset - a.square() - b.square()).clamp_min(0)
+            largest = max(largest, float((left / noise.clamp_min(1e-6 * offset)).nan_to_num(0.0).max().sqrt()))
+        return largest
+
+    def _offsets(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The squared offset and the variance of each pair of channels, `[H, D / 2]`, with pairs as both conventions have them.
+
+        RoPE keeps a pair's length r. If the pair is an offset b and noise of deviation s in both channels, wherever RoPE has turned it,
+        then `E[r^2] = b^2 + 2 s^2` and `Var[r^2] = 4 s^2 b^2 + 4 s^4`, which give b and s.
+        """
+        found = []
+        for total, total_of_squares in (self._sums[2:4], self._sums[4:6]):
+            square = total / self.count
+            spread = (total_of_squares / self.count - square.square()).clamp_min(0)
+            noise = (square - (square.square() - spread).clamp_min(0).sqrt()) / 2
+            found.append((square - 2 * noise, noise))
+        return found
 
     def sqnr_db(self, scale: torch.Tensor) -> float:
         """SQNR of the sample under static scales `[H]`, in dB; infinite where nothing is lost."""
-        x, scale = torch.cat(self._sample), power_of_two_scale(scale * E4M3.max)[:, None]
-        return sqnr_db(dequantize(quantize(x - self.mean, scale), scale) + self.mean, x)
+        x, mean = self._stored(torch.cat(self._sample)), self._stored(self.mean)
+        scale = needed_scale(scale * self.largest_code, self.dtype)[:, None]
+        return sqnr_db(encode(x - mean, 1.0 / scale, self.dtype) * scale + mean, x)
+
+
+def _pairings(x: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """The channels of `x [..., D]` in pairs: those half of D apart (NeoX, Llama), and neighbors (GPT-J)."""
+    half = x.shape[-1] // 2
+    return (x[..., :half], x[..., half:]), (x[..., ::2], x[..., 1::2])
 
 
 class _Histogram:
-    """Counts of `|x - mean|` per head, 512 bins to the octave, from the maximum down to 2^-16 of it; what is smaller is in the last.
+    """Counts of magnitudes per head, 512 bins to the octave, from the maximum down to 2^-16 of it; what is smaller is in the last.
 
     A positive float's bits, read as an integer, grow with it, and their upper part numbers such bins with no logarithm.
     """
@@ -236,15 +315,15 @@ class _Histogram:
     SHIFT = 23 - 9  # keeps 9 bits of the mantissa
     OCTAVES = 16
 
-    def __init__(self, mean: torch.Tensor, amax: torch.Tensor) -> None:
-        self._mean, self._amax = mean, amax
+    def __init__(self, amax: torch.Tensor) -> None:
+        self._amax = amax
         self._bins = self.OCTAVES << 9
         self._last = amax.view(torch.int32) >> self.SHIFT  # [H]: where the maximum falls
         self._counts = torch.zeros(len(amax), self._bins, dtype=torch.int64, device=amax.device)
 
     def add(self, x: torch.Tensor) -> None:
         """Count `x [T, H, D]`."""
-        bits = (x - self._mean).abs().contiguous().view(torch.int32) >> self.SHIFT
+        bits = x.abs().contiguous().view(torch.int32) >> self.SHIFT
         below = (self._last[:, None] - bits).clamp(0, self._bins - 1).transpose(0, 1).flatten(1)  # [H, T * D]
         self._counts += torch.stack([torch.bincount(head, minlength=self._bins) for head in below])
 

@@ -1,4 +1,4 @@
-"""What this machine can run, and why not the rest."""
+"""What this machine can run, and why not the rest; and what 8-bit keys mean for a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import importlib.metadata
 import os
 import platform
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from . import accumulation
 from .backends import BACKENDS, unsupported_reason
 from .kernels import fa3
+from .scales import ranges
 
 PACKAGES = {  # what each is for
     "triton": "the GPU kernels",
@@ -65,6 +67,34 @@ def diagnose(measure: bool = True) -> list[Check]:
             found = accumulation.measure(attend, hopper)
             checks.append(Check(f"accumulation of {name}", "ok" if found.levels == 2 else "warn", str(found)))
     return checks
+
+
+def examine(model: Any) -> list[Check]:
+    """What the biases of a transformers model do to its K and V in 8 bits: which layers `FP8Cache.for_model` gives static means, and where
+    K keeps an offset that no constant removes."""
+    from .integrations.transformers.biases import layer_biases
+
+    biases = layer_biases(model)
+    checks = [
+        Check(f"static means of {which.upper()}", "ok", f"layers {ranges(layers)}: from the model's biases (FP8Cache.for_model)")
+        for which in "kv"
+        if (layers := [index for index, found in biases.items() if getattr(found, f"{which}_mean") is not None])
+    ]
+    return [*checks, *offset_checks({index: found.k_offset for index, found in biases.items() if found.stands_out})] or [
+        Check("biases of K and V", "ok", "none is several deviations, or none can be read from the weights: no static means")
+    ]
+
+
+def offset_checks(offsets: dict[int, float]) -> list[Check]:
+    """A warning that names the layers, given by index with the size in deviations, whose K has an offset that no static mean removes."""
+    if not offsets:
+        return []
+    worst = max(offsets, key=offsets.get)
+    detail = (
+        f"layers {ranges(offsets)}: RoPE turns an offset of up to {offsets[worst]:.0f} deviations (layer {worst}), which no static mean "
+        f"removes. INT8 keys hold it best; or keep these layers in 16 bits: skip_layers={sorted(offsets)}"
+    )
+    return [Check("offsets of K", "warn", detail)]
 
 
 def _gpus(checks: list[Check]) -> list[str]:

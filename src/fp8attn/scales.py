@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,9 @@ from .numerics import E4M3, INT8_MAX, needed_scale
 FORMAT = "fp8attn.kv_scales.2"  # what the metadata of a file calls itself
 RECALIBRATE = "calibrate again (fp8attn calibrate --model MODEL --out FILE)"
 TENSORS = ("k_scale", "v_scale", "k_mean", "v_mean")
+# A static mean is subtracted where it is at least so many deviations. Below, it saves little, and it costs where a token that takes most of
+# the attention has a V near zero, as sink tokens do: without the mean, that V is not near zero any more.
+SEVERAL = 4.0
 _NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS)})")
 
 
@@ -61,7 +64,9 @@ class KVScales:
         model_id: the model's name or folder, as its config says it.
         tokens: how many tokens were seen.
         method: how the scales were chosen, such as "absmax" or "percentile 99.99".
-        sqnr_db: by layer index, (K, V) signal to quantisation-noise ratio in dB on a sample of those tokens.
+        sqnr_db: by layer index, (K, V) signal to quantization-noise ratio in dB on a sample of those tokens.
+        k_offsets: by layer index, the largest offset of a pair of K's channels that no static mean removes, in deviations; layers where it
+            is less than several are absent. RoPE turns such a pair faster than a constant could follow.
     Raises:
         ValueError: a scale that is not positive and finite, a mean that is not finite, a shape that does not fit, layers whose keys are
             stored in different ways.
@@ -75,6 +80,7 @@ class KVScales:
     tokens: int = 0
     method: str = ""
     sqnr_db: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    k_offsets: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -119,7 +125,7 @@ class KVScales:
         """
         if index not in self.layers:
             raise ValueError(
-                f"layer {index} has no scales (these are for layers {_ranges(self.layers)}); keep it in 16 bits, "
+                f"layer {index} has no scales (these are for layers {ranges(self.layers)}); keep it in 16 bits, "
                 "or calibrate the model whose cache this is"
             )
         return self.layers[index]
@@ -178,6 +184,7 @@ class KVScales:
         metadata = {name: str(getattr(self, name)) for name in (*_METADATA, "key_dtype")}
         metadata |= {"format": FORMAT, "rotate_keys": json.dumps(self.rotate_keys)}
         metadata["sqnr_db"] = json.dumps({str(index): list(db) for index, db in self.sqnr_db.items()})
+        metadata["k_offsets"] = json.dumps({str(index): offset for index, offset in self.k_offsets.items()})
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(save(tensors, metadata))  # safetensors' own save_file ignores the umask and makes the file private
 
@@ -213,16 +220,18 @@ class KVScales:
             provenance = {name: kind(metadata[name]) for name, kind in _METADATA.items()}
             way = {"key_dtype": metadata["key_dtype"], "rotate_keys": {"true": True, "false": False}[metadata["rotate_keys"]]}
             sqnr_db = {int(index): (float(k), float(v)) for index, (k, v) in json.loads(metadata["sqnr_db"]).items()}
+            offsets = {int(index): float(offset) for index, offset in json.loads(metadata["k_offsets"]).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}") from error
-        return cls({index: LayerScales(**layers[index], **way) for index in sorted(layers)}, sqnr_db=sqnr_db, **provenance)
+        found = {index: LayerScales(**layers[index], **way) for index in sorted(layers)}
+        return cls(found, sqnr_db=sqnr_db, k_offsets=offsets, **provenance)
 
 
 _METADATA = {"num_layers": int, "num_kv_heads": int, "head_dim": int, "model_id": str, "tokens": int, "method": str}
 
 
-def _ranges(indices: Mapping[int, LayerScales]) -> str:
-    """Indices as a person writes them: `0-3, 5`."""
+def ranges(indices: Iterable[int]) -> str:
+    """Indices in runs: `0-3, 5`."""
     runs: list[list[int]] = []
     for index in sorted(indices):
         if runs and index == runs[-1][1] + 1:

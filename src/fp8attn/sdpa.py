@@ -258,9 +258,7 @@ def _over_rows(
     """The same over E4M3 rows, by FlashAttention-3. Its sums lose what has a mean (`accumulation`): V's is subtracted here and added to
     the output; K's shifts all scores of a query alike."""
     k_cos, k_sin = k_rope or (None, None)
-    k, k_scale, _ = ops.quantize_rows(
-        k, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, rotate_keys=rotate_keys, means=True
-    )
+    k, k_scale, _ = ops.quantize_rows(k, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, rotate_keys=rotate_keys, means=True)
     v, v_scale, v_mean = ops.quantize_rows(v, means=True)
 
     def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:

@@ -123,8 +123,8 @@ def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def _over_pages(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, backend) -> torch.Tensor:
     name = _selected(backend, q.device, torch.bfloat16)
-    # E4M3 bytes are stored as they are, under scales of one. Then the pages' scales are the descales, any FP32 numbers: those of V are equal
-    # over a sequence and head, so that their ratios are powers of two, as kernels need.
+    # E4M3 bytes are stored as they are, under scales of one. Then the pages' scales are the descales, any FP32 numbers. Those of V are
+    # equal over a sequence and head: their ratios are powers of two, as kernels need.
     pages = quantize_kernel(name)(
         k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
     )

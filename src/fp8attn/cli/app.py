@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
+from ..layout import DEFAULT_KEY_DTYPE
 from .shared import ask_all, encode, load, makers, needle_samples, numbers, out, output, print_json, progress, read_windows
 
 app = typer.Typer(
@@ -243,24 +244,34 @@ def calibrate(
     windows: Annotated[int, typer.Option(help="Windows, from the end of the text (evaluations start at its start).", min=1)] = 16,
     method: Annotated[str, typer.Option(help="absmax, or percentile (what is larger saturates).")] = "absmax",
     percentile: Annotated[float, typer.Option(help="Of the magnitudes, with --method percentile.")] = 99.99,
+    key_dtype: Annotated[str, typer.Option(help="What the cache will store keys in: int8 or e4m3.")] = DEFAULT_KEY_DTYPE,
+    rotate_keys: Annotated[bool, typer.Option(help="Whether the cache will rotate keys.")] = True,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Find static scales and means, and how much each layer loses to FP8."""
+    """Find static scales and means, how much each layer loses to 8 bits, and the layers whose K has an offset that no mean removes."""
     from .. import calibrate as run
+    from ..doctor import offset_checks
     from ..evaluation.report import meta, sensitivity_table
 
     write_scales = output(save)
     loaded, tokenizer = load(model, device)
     batches = read_windows(tokenizer, model, text, context, windows, from_end=True)
     with progress("windows") as tick:
-        found = run(loaded, batches.split(1), method=method, percentile=percentile, progress=tick)
+        options = {"method": method, "percentile": percentile, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
+        found = run(loaded, batches.split(1), **options, progress=tick)
     write_scales(found.save)
     if as_json:
-        rows = [{"layer": index, "k_sqnr_db": k, "v_sqnr_db": v} for index, (k, v) in found.sqnr_db.items()]
-        print_json({"meta": meta(loaded), "scales": str(save), "tokens": found.tokens, "method": found.method, "rows": rows})
+        rows = [
+            {"layer": index, "k_sqnr_db": k, "v_sqnr_db": v, "k_offset": found.k_offsets.get(index)}
+            for index, (k, v) in found.sqnr_db.items()
+        ]
+        about = {"scales": str(save), "tokens": found.tokens, "method": found.method, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
+        print_json({"meta": meta(loaded), **about, "rows": rows})
         return
     out.print(sensitivity_table(found))
+    for check in offset_checks(found.k_offsets):
+        out.print(f"{check.name}: {check.detail}", markup=False)
     out.print(f"scales: {save}")
 
 
@@ -318,13 +329,16 @@ def plan(
 
 @app.command()
 def doctor(
+    model: Annotated[str | None, typer.Option(help="Also what 8-bit keys mean for this model: a folder or Hugging Face id.")] = None,
     measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the FP8 kernels that are here and say how exactly they sum.")] = True,
     as_json: Json = False,
 ) -> None:
     """What this machine can run, why not the rest, and how exactly its FP8 kernels sum."""
-    from ..doctor import diagnose
+    from ..doctor import diagnose, examine
 
     checks = diagnose(measure)
+    if model is not None:
+        checks += examine(load(model, "cpu")[0])
     if as_json:
         print_json(checks)
         return

@@ -74,7 +74,8 @@ def makers(choice: str, model: Any, scales: Path | None, max_cache_len: int | No
 
     loaded = KVScales.load(scales) if scales else None
     given = {name: loaded if name == "fp8-static" else None for name in cache_names(choice, loaded)}
-    return {name: cache_factory(name, model.config, scales=scales, max_cache_len=max_cache_len) for name, scales in given.items()}
+    options = {"model": model, "max_cache_len": max_cache_len}
+    return {name: cache_factory(name, model.config, scales=scales, **options) for name, scales in given.items()}
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:

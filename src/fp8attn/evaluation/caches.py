@@ -85,56 +85,9 @@ class BF16Cache(DynamicCache):
         return sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
 
 
-class E4M3Layer(DynamicLayer):
-    """K and V in E4M3 with one scale for all of K and one for all of V, as other libraries keep them; read in the model's dtype.
-
-    Args:
-        scale: both scales; a value beyond 448 times that saturates. None: the largest magnitude of the first forward becomes 448, and a
-            later value that does not fit becomes what torch's cast gives, NaN or 448 (`Fp8QuantizedLayer` of transformers 5.23).
-        first_exact: the first forward gets K and V as they came, before they are rounded, as in transformers.
-    """
-
-    def __init__(self, scale: float | None = 1.0, *, first_exact: bool = False) -> None:
-        super().__init__()
-        self.scale, self.first_exact = scale, first_exact
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put new K and V `[B, num_kv_heads, S, head_dim]` behind those held; all of them, dequantized."""
-        new, first = (key_states, value_states), not self.is_initialized
-        if first:
-            self.lazy_initialization(*new)
-            self.scales = [self._first_scale(x) for x in new]
-        stored = [self._cast(x, scale).view(torch.uint8) for x, scale in zip(new, self.scales, strict=True)]
-        if not first:  # bytes, because a CPU does not join E4M3
-            stored = [torch.cat([old.view(torch.uint8), x], 2) for old, x in zip((self.keys, self.values), stored, strict=True)]
-        self.keys, self.values = (x.view(E4M3.dtype) for x in stored)
-        if first and self.first_exact:
-            return new
-        return tuple((x.float() * scale).to(self.dtype) for x, scale in zip((self.keys, self.values), self.scales, strict=True))
-
-    def _first_scale(self, x: torch.Tensor) -> torch.Tensor:
-        if self.scale is not None:
-            return torch.tensor(self.scale, device=x.device)
-        return (x.abs().amax().float() / E4M3.max).clamp_min(torch.finfo(torch.float32).tiny)
-
-    def _cast(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (x.float() / scale).to(E4M3.dtype) if self.scale is None else quantize(x, scale)
-
-
-class E4M3Cache(DynamicCache):
-    """A cache whose full-attention layers are `E4M3Layer`s with these options; sliding windows stay in 16 bits."""
-
-    def __init__(self, config: Any, **options: Any) -> None:
-        super().__init__(config=config)
-        self.layers = [E4M3Layer(**options) if type(layer) is DynamicLayer else layer for layer in self.layers]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of K and V held."""
-        return sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
-
-
-def cache_factory(name: str, config: Any, *, scales: KVScales | None = None, max_cache_len: int | None = None) -> MakeCache:
+def cache_factory(
+    name: str, config: Any, *, model: Any = None, scales: KVScales | None = None, max_cache_len: int | None = None
+) -> MakeCache:
     """A function that makes an empty cache of the kind `name` for a model of that config.
 
     Args:
@@ -143,6 +96,7 @@ def cache_factory(name: str, config: Any, *, scales: KVScales | None = None, max
             these are for. `scale-1`: a plain cast of K and V to E4M3. `transformers-fp8`: the one in transformers (its first prefill
             attends in 16 bits, and its one scale per tensor is that of the first tokens).
         config: the model's config.
+        model: the model, whose biases give our caches static means (`FP8Cache.for_model`). None: no means but those of `scales`.
         scales: for `fp8-static`.
         max_cache_len: tokens that our caches allocate from the start. None: they grow.
     Raises:
@@ -162,8 +116,13 @@ def cache_factory(name: str, config: Any, *, scales: KVScales | None = None, max
         return lambda: QuantizedCache("fp8", config)
     if name == "scale-1":
         return lambda: BF16Cache(config, Scale1Layer)
-    keys = FORMATS[name] if scales is None else {"key_dtype": scales.key_dtype, "rotate_keys": scales.rotate_keys}
-    return lambda: FP8Cache(config, max_cache_len=max_cache_len, scales=scales, **keys)
+    if scales is not None:
+        return lambda: FP8Cache(
+            config, max_cache_len=max_cache_len, scales=scales, key_dtype=scales.key_dtype, rotate_keys=scales.rotate_keys
+        )
+    if model is not None:
+        return lambda: FP8Cache.for_model(model, max_cache_len=max_cache_len, **FORMATS[name])
+    return lambda: FP8Cache(config, max_cache_len=max_cache_len, **FORMATS[name])
 
 
 def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:

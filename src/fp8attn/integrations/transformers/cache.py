@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
-from transformers import MODEL_MAPPING, PreTrainedConfig
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -21,6 +21,7 @@ from ...cache import PagedKVCache
 from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type
 from ...scales import KVScales, LayerScales
 from ...sdpa import autocast
+from .biases import layer_biases
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantize
 
 # Kinds that stay transformers' own: windows, which do not grow, in 16 bits, and layers that read an earlier layer's K and V.
@@ -362,6 +363,40 @@ class FP8Cache(Cache):
             )
             raise ValueError(f"no layer would be in FP8: {why}. Use transformers' own cache (DynamicCache(config=model.config))")
         super().__init__(layers=layers)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        *,
+        max_cache_len: int | None = None,
+        skip_layers: Iterable[int] | Callable[[int], bool] = (),
+        key_dtype: str = DEFAULT_KEY_DTYPE,
+        rotate_keys: bool = True,
+        backend: str = "auto",
+    ) -> FP8Cache:
+        """The cache of `model.config`, with static means where the model's biases are several deviations of K or V (`biases`).
+
+        No data are needed. Where K keeps an offset that no constant removes, because RoPE turns it, INT8 keys are rotated as ever, and E4M3
+        keys are not: rotation would spread the offset over all channels, and with it E4M3's error, which is relative. For a model
+        without biases this is `FP8Cache(model.config)`.
+
+        Args:
+            model: a transformers model.
+            max_cache_len, skip_layers, key_dtype, rotate_keys, backend: as `FP8Cache` takes them. K's bias is averaged over max_cache_len
+                positions; over the config's max_position_embeddings where it is None.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
+        options = {"skip_layers": skip_layers, "key_dtype": key_dtype, "rotate_keys": rotate_keys, "backend": backend}
+        cache = cls(model.config, max_cache_len=max_cache_len, **options)
+        biases = layer_biases(model, max_cache_len)
+        for index in cache.fp8_layers:
+            if index in biases:
+                layer, found = cache.layers[index], biases[index]
+                layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
+                layer.rotate_keys = rotate_keys and not (key_dtype == "e4m3" and found.stands_out)
+        return cache
 
     @property
     def nbytes(self) -> int:
