@@ -47,8 +47,8 @@ def test_left_padding(family, static):
     model, ids = make(family), prompt()
     mask = torch.ones_like(ids)
     mask[1, :37] = 0
-    # Rows of padding see nothing: zeros here, an average in eager attention. So padding's K differs, which decides a page's first scale; the
-    # codes of E4M3, which is a floating-point format, do not depend on it.
+    # Rows of padding see nothing: zeros here, an average in eager attention. So padding's K differs, which decides a page's first scale.
+    # The codes of E4M3, a floating-point format, do not depend on it.
     cache = FP8Cache(model.config, key_dtype="e4m3", max_cache_len=160 if static else None)
     ours = logits(model, cache, ids, mask)
     with using(model, "eager"):

@@ -3,7 +3,7 @@
 A cache needs none of this: its pages have their own scales. Calibrated values are for models whose K or V have large offsets, for engines
 that want static scales, and for seeing which layers 8 bits hurt.
 
-One pass takes, per channel, sums of x and of its powers, and the minimum and the maximum, also of x as it is stored. Means follow, and with
+One pass takes, per channel, sums of x and of its powers, and the minimum and the maximum of x as it is stored. Means follow, and with
 them the exact `max |x - mean|` of a head, which is at one of its channels' two ends: no second look at the data. A percentile needs one: it
 counts `|x - mean|` into bins.
 """
@@ -23,6 +23,9 @@ from .scales import SEVERAL, KVScales, LayerScales
 
 METHODS = ("absmax", "percentile")
 SAMPLED_TOKENS = 1024  # of each layer, kept to measure the SQNR on
+# An offset that RoPE turns by 2 a in all has a mean of sin(a) / a of its size. Where tan(a) < 2 a, a < 1.166, no token is farther from that
+# mean than from zero, and so no page's scale is larger for it: where the mean has 0.62 of the offset's square.
+WORTH = 0.62
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
 
 
@@ -224,7 +227,8 @@ class _Range:
             return
         self._given, x = x.dtype, x.float()
         self._mean = None
-        ranges = [torch.stack([-y.amin(0), y.amax(0)]) for y in (x, self._stored(x))]
+        y = self._stored(x)
+        low, high = y.amin(0), y.amax(0)
         wide = x.double()
         sums = [wide.sum(0), wide.square().sum(0)]
         for a, b in _pairings(wide) if self.rope else ():
@@ -233,9 +237,9 @@ class _Range:
         if not torch.isfinite(sums[0]).all():
             raise ValueError(f"{name} holds NaN or Inf; run the model in bfloat16 or float32 (float16 overflows at 65504)")
         if self.count:
-            ranges = [torch.maximum(new, old) for new, old in zip(ranges, self._ranges, strict=True)]
+            low, high = torch.minimum(low, self._low), torch.maximum(high, self._high)
             sums = [new + old for new, old in zip(sums, self._sums, strict=True)]
-        self._ranges, self._sums = ranges, sums
+        self._low, self._high, self._sums = low, high, sums
         self.count += len(x)
         room = min(sampled, SAMPLED_TOKENS - sum(map(len, self._sample)), len(x))
         self._sample.append(x[torch.arange(room, device=x.device) * len(x) // max(room, 1)])
@@ -245,17 +249,18 @@ class _Range:
 
     @property
     def mean(self) -> torch.Tensor:
-        """`[H, D]` float32, of what the model makes: zero where it is less than several deviations."""
+        """`[H, D]` float32, of what the model makes: zero where it is less than several deviations, or where RoPE turns too far."""
         if self._mean is None:
             mean, square = (total / self.count for total in self._sums[:2])
             variance = (square - mean.square()).clamp_min(0)
-            if self.rope:  # which makes an offset look like noise
-                (_, half), (_, neighbors) = self._offsets()
-                variance = torch.stack([variance, torch.cat([half, half], -1), neighbors.repeat_interleave(2, -1)]).amin(0)
+            if self.rope:
+                found = []  # by convention: variance, offset and mean of the pair that each channel is in
+                for (offset, noise), (a, b), spread in zip(self._offsets(), _pairings(mean), _SPREAD, strict=True):
+                    found.append(torch.stack([spread(y) for y in (noise, offset, a.square() + b.square())]))
+                found = torch.where(found[0][:1] <= found[1][:1], *found)
+                variance = torch.minimum(variance, found[0])  # RoPE makes an offset look like variance
+                mean = torch.where(found[2] >= WORTH * found[1], mean, 0.0)
             mean = torch.where(mean.abs() >= SEVERAL * variance.sqrt(), mean, 0.0)
-            # Nor where some token is farther from it than from zero: the scale of its page would be larger.
-            low, high = -self._ranges[0][0], self._ranges[0][1]
-            mean = torch.where(torch.maximum(high - mean, mean - low) <= torch.maximum(high, -low), mean, 0.0)
             # A number of the tensor's own dtype: V less such a number is rounded up as often as down.
             self._mean = mean.to(self._given).float()
         return self._mean
@@ -264,8 +269,7 @@ class _Range:
     def amax(self) -> torch.Tensor:
         """`[H]`: the largest magnitude that is stored in each head, exactly."""
         mean = self._stored(self.mean)
-        below, above = self._ranges[1]
-        return torch.maximum(above - mean, mean + below).amax(1)
+        return torch.maximum(self._high - mean, mean - self._low).amax(1)
 
     def centered(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, H, D]` as it is stored, before quantization."""
@@ -298,6 +302,10 @@ class _Range:
         x, mean = self._stored(torch.cat(self._sample)), self._stored(self.mean)
         scale = needed_scale(scale * self.largest_code, self.dtype)[:, None]
         return sqnr_db(encode(x - mean, 1.0 / scale, self.dtype) * scale + mean, x)
+
+
+# From a channel of each pair to both, as `_pairings` has them.
+_SPREAD = (lambda x: torch.cat([x, x], -1), lambda x: x.repeat_interleave(2, -1))
 
 
 def _pairings(x: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:

@@ -3,8 +3,7 @@
 V's mean is its bias. K's bias is turned by RoPE, `R(t) b` at position t, and the best constant to subtract is its mean over positions:
 nearly all of it where a pair of channels turns slowly, nothing where it turns fast. Means are used where they are several deviations.
 There are no data to take deviations from, so the weights give them: `sqrt(sum_i (W[c, i] g[i])^2)` for channel c of a projection W behind
-an RMSNorm or LayerNorm of weight g, whose output has a root mean square of g. For K, whose channels RoPE mixes, it is the root mean square
-of a head's.
+an RMSNorm or LayerNorm of weight g, whose output has a root mean square of g. For K it is the root mean square of the pair that RoPE turns.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class LayerBiases:
 
     Attributes:
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, to be subtracted; None: nothing is worth it.
-        k_offset: root mean square over positions of what is left of K's bias after that, in deviations, of the channel where it is largest.
+        k_offset: root mean square over positions of what is left of K's bias after that, in deviations, of the pair where it is largest.
     """
 
     k_mean: torch.Tensor | None = None
@@ -118,12 +117,20 @@ def _rotated(
     positions = torch.randperm(context, generator=generator)[:count].sort().values.to(offset.device)
     layer_type = {"layer_type": "full_attention"} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
     cos, sin = rotary(offset, positions[None], **layer_type)
+    cos, sin = cos.float(), sin.float()
     x = offset[None, :, None].expand(1, -1, count, -1)  # [1, num_kv_heads, positions, head_dim]
-    x = apply(x, x, cos.float(), sin.float())[1][0]
-    deviation = deviation.square().mean(1, keepdim=True).sqrt().expand_as(offset)
+    x = apply(x, x, cos, sin)[1][0]
+    # Which channels RoPE mixes with one another: those that it makes of each channel alone at one position.
+    each = torch.eye(offset.shape[1], device=offset.device)[None, :, None]
+    mixed = (apply(each, each, cos[:, -1:], sin[:, -1:])[1][0, :, 0] != 0).float()
+
+    def length(x: torch.Tensor) -> torch.Tensor:
+        return (x.square() @ mixed).sqrt()
+
     mean = x.mean(1)
-    # A mean that puts some position farther from it than from zero would make the scale of that position's page larger.
-    harmless = (x - mean[:, None]).abs().amax(1) <= x.abs().amax(1)
-    mean = _several(torch.where(harmless, mean, 0.0), deviation)
-    left = x if mean is None else x - mean[:, None]
-    return mean, float((left.square().mean(1).sqrt() / deviation).nan_to_num(0.0).amax())
+    # A mean from which some position is farther than from zero would make the scale of that position's page larger.
+    harmless = length(x - mean[:, None]).amax(1) <= length(x).amax(1)
+    deviation = length(deviation) / mixed.sum(0).sqrt()
+    mean = torch.where(harmless & (length(mean) >= SEVERAL * deviation), mean, 0.0)
+    left = length(x - mean[:, None]).square().mean(1).sqrt()
+    return mean if mean.any() else None, float((left / deviation).nan_to_num(0.0).amax())
