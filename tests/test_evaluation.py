@@ -124,8 +124,8 @@ def test_cache_names_and_factory(loaded):
     scales = calibrate(model, [torch.arange(50)[None]])
     assert cache_names("both", scales) == ("bf16", "fp8-static")
     assert cache_names("bf16,fp8,fp8-static", scales) == ("bf16", "fp8", "fp8-static")
-    with pytest.raises(ValueError, match="no cache of 'bf16,fp8-no-means' takes them; add fp8-static, or leave the scales out"):
-        cache_names("bf16,fp8-no-means", scales)
+    with pytest.raises(ValueError, match="no cache of 'bf16,fp8-e4m3-keys' takes them; add fp8-static, or leave the scales out"):
+        cache_names("bf16,fp8-e4m3-keys", scales)
     with pytest.raises(ValueError, match="no cache is called 'int4'; choose bf16, fp8, both"):
         cache_names("bf16,int4")
     with pytest.raises(ValueError, match="no cache is called 'int4'"):
@@ -138,6 +138,25 @@ def test_cache_names_and_factory(loaded):
         make = cache_factory(name, model.config, scales=scales if name == "fp8-static" else None)
         assert make() is not make()
         prefill(model, torch.arange(20)[None], make())
+    # What each stores keys in; the model's biases are less than several deviations.
+    formats = {"fp8": ("int8", True), "fp8-int8-keys": ("int8", True), "fp8-e4m3-keys": ("e4m3", True), "fp8-e4m3-plain": ("e4m3", False)}
+    for name, expected in formats.items():
+        for given in (None, model):
+            layer = cache_factory(name, model.config, model=given)().layers[0]
+            assert (layer.key_dtype, layer.rotate_keys) == expected
+    plain = calibrate(model, [torch.arange(50)[None]], key_dtype="e4m3", rotate_keys=False)
+    layer = cache_factory("fp8-static", model.config, scales=plain)().layers[0]
+    assert (layer.key_dtype, layer.rotate_keys, layer.scales) == ("e4m3", False, plain.layer(0))
+
+
+def test_scale_1_is_a_plain_cast(loaded):
+    cache = cache_factory("scale-1", loaded[0].config)()
+    k, v = torch.randn(2, 1, 2, 9, 64) * 400
+    for part in (slice(5), slice(5, 9)):
+        keys, values = cache.update(k[:, :, part], v[:, :, part], 0)
+    for held, x in ((keys, k), (values, v)):
+        assert held.dtype == torch.float32 and torch.equal(held, x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert cache.nbytes == 2 * k.numel()
 
 
 def test_greedy_is_generate(loaded, tokens):
@@ -191,7 +210,9 @@ def test_decoding_predicts_the_last_tokens(loaded, tokens):
 def test_fp8_beside_bf16(loaded, tokens):
     model, _ = loaded
     scales = calibrate(model, [tokens[None, -500:]])
-    caches = {name: cache_factory(name, model.config, scales=scales if name == "fp8-static" else None) for name in NAMES[:3]}
+    caches = {
+        name: cache_factory(name, model.config, scales=scales if name == "fp8-static" else None) for name in ("bf16", "fp8", "fp8-static")
+    }
     for decode in (0, 10):
         bf16, fp8, static = perplexity(model, models.windows(tokens, 257, 2), caches, decode_tokens=decode, chunk=100)
         assert bf16.kl == bf16.standard_error == 0

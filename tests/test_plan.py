@@ -18,8 +18,8 @@ def test_fp8_bytes_are_those_of_a_cache(context, batch):
 
 def test_bytes_per_token():
     assert LLAMA_8B.bytes_per_token("bf16") == 131072
-    # Half, and 8 bytes a head and 4 of the page table for each page of 128 tokens and layer.
-    assert LLAMA_8B.bytes_per_token("fp8") == 65536 + 32 * (8 * 8 + 4) / 128
+    # Half, and a header of 128 bytes a head and 4 bytes of the page table for each page of 128 tokens and layer.
+    assert LLAMA_8B.bytes_per_token("fp8") == 65536 + 32 * (8 * 128 + 4) / 128
     assert LLAMA_8B.nbytes("bf16", 4096, 2) == 2 * 4096 * 131072
 
 

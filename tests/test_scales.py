@@ -26,7 +26,11 @@ def layer(seed=0, **changes):
 
 def scales(**changes):
     values = {"layers": {0: layer(0), 2: layer(2)}, "num_layers": 3, "num_kv_heads": HEADS, "head_dim": DIM, "model_id": "acme/tiny-7"}
-    return KVScales(**values | {"tokens": 4096, "method": "percentile 99.9", "sqnr_db": {0: (31.5, 30.25), 2: (20.0, 10.0)}} | changes)
+    return KVScales(
+        **values
+        | {"tokens": 4096, "method": "percentile 99.9", "sqnr_db": {0: (31.5, 30.25), 2: (20.0, 10.0)}, "k_offsets": {2: 12.5}}
+        | changes
+    )
 
 
 @pytest.fixture
@@ -38,7 +42,8 @@ def saved(tmp_path):
 
 def test_round_trip(saved):
     loaded, original = KVScales.load(saved), scales()
-    for name in ("num_layers", "num_kv_heads", "head_dim", "model_id", "tokens", "method", "sqnr_db"):
+    names = ("num_layers", "num_kv_heads", "head_dim", "model_id", "tokens", "method", "sqnr_db", "k_offsets", "key_dtype", "rotate_keys")
+    for name in names:
         assert getattr(loaded, name) == getattr(original, name), name
     assert list(loaded.layers) == [0, 2]
     assert 0 in loaded
@@ -46,6 +51,42 @@ def test_round_trip(saved):
     for index in (0, 2):
         for name in ("k_scale", "v_scale", "k_mean", "v_mean"):
             assert torch.equal(getattr(loaded.layer(index), name), getattr(original.layer(index), name))
+
+
+@pytest.mark.parametrize("way", [{"key_dtype": "e4m3"}, {"rotate_keys": False}])
+def test_how_keys_are_stored_is_saved(tmp_path, way):
+    path = tmp_path / "scales.safetensors"
+    made = scales(layers={0: layer(0, **way), 2: layer(2, **way)})
+    made.save(path)
+    loaded = KVScales.load(path)
+    assert (
+        (loaded.key_dtype, loaded.rotate_keys)
+        == (made.key_dtype, made.rotate_keys)
+        == (
+            way.get("key_dtype", "int8"),
+            way.get("rotate_keys", True),
+        )
+    )
+    assert loaded.layer(2).key_dtype == made.key_dtype and loaded.layer(2).rotate_keys == made.rotate_keys
+    shape = {"num_layers": 3, "num_kv_heads": HEADS, "head_dim": DIM}
+    made.check(**shape, key_dtype=made.key_dtype, rotate_keys=made.rotate_keys)
+    with pytest.raises(ValueError, match=r"and the cache has key_dtype='int8', rotate_keys=True; make the cache with theirs, or calibrate"):
+        made.check(**shape, key_dtype="int8", rotate_keys=True)
+
+
+def test_layers_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"differ in \(key_dtype, rotate_keys\): \('e4m3', True\), \('int8', True\)"):
+        scales(layers={0: layer(0), 2: layer(2, key_dtype="e4m3")})
+    with pytest.raises(ValueError, match="key_dtype must be one of 'int8', 'e4m3'; got 'int4'"):
+        scales(layers={0: layer(0, key_dtype="int4")})
+
+
+def test_a_file_of_the_first_format_is_named(saved):
+    save_file(load_file(saved), saved, metadata_of(saved) | {"format": "fp8attn.kv_scales.1"})
+    with pytest.raises(
+        ValueError, match=r"kv_scales.2\): it was written for the pages of fp8attn before keys were rotated.*calibrate again"
+    ):
+        KVScales.load(saved)
 
 
 def test_tensor_names_are_those_of_the_model(saved):
