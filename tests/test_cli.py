@@ -136,7 +136,7 @@ def test_evaluate_drift(tiny_model):
 
 
 def test_stress_changes_the_values_and_not_the_answers(tiny_model):
-    options = ("evaluate", "perplexity", "--model", tiny_model, "--context", 200, "--windows", 1, "--cache", "bf16,fp8,fp8-no-means")
+    options = ("evaluate", "perplexity", "--model", tiny_model, "--context", 200, "--windows", 1, "--cache", "bf16,fp8,scale-1")
     plain, stressed = (run_json(*options, "--stress", strength)["rows"] for strength in (0, 3))
     assert stressed[0]["nll"] == pytest.approx(plain[0]["nll"], rel=0.01)  # what bfloat16 loses of large values
     assert stressed[2]["kl"] > 2 * stressed[1]["kl"]
@@ -157,6 +157,11 @@ def test_plan_of_a_model(tiny_model):
     assert found["shape"] == {"full_layers": 2, "num_kv_heads": 2, "head_dim": 64, "windows": [], "other_layers": 0}
     assert found["weights"] == (tiny_model / "model.safetensors").stat().st_size
     assert "size of the files" in " ".join(run("plan", "--model", tiny_model, "--memory", "1GiB").split())
+
+
+def test_doctor_of_a_model(tiny_model):
+    found = run_json("doctor", "--model", tiny_model, "--no-measure")
+    assert found[-1]["name"] == "biases of K and V" and found[-1]["status"] == "ok"
 
 
 def test_doctor():

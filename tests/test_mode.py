@@ -451,12 +451,24 @@ def test_steps_of_a_schedule(net, x, steps):
         ({"skip": (3,)}, r"skip is a sequence of patterns .* got \(3,\)"),
         ({"steps": 5}, "steps is a range, a set or a function .* got 5"),
         ({"steps": "5"}, "steps is a range, a set or a function .* got '5'"),
+        ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
         ({"backend": "x"}, "unknown backend 'x'; choose 'auto', 'hopper', 'triton', 'reference', 'fa3'"),
     ],
 )
 def test_a_policy_that_cannot_be_meant(arguments, message):
     with pytest.raises(ValueError, match=message), fp8_attention(AttentionPolicy(**arguments)):
         pass
+
+
+@pytest.mark.parametrize("keys", [{}, {"key_dtype": "e4m3"}, {"key_dtype": "e4m3", "rotate_keys": False}, {"rotate_keys": False}])
+def test_the_policy_says_how_keys_are_stored(keys):
+    q, k, v = torch.randn(3, 1, 2, 40, 64)
+    with fp8_attention(AttentionPolicy(min_length=1, **keys)):
+        ours = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(ours, fp8attn.scaled_dot_product_attention(q, k, v, **keys))
+    others = [{"rotate_keys": rotate, "key_dtype": name} for rotate in (True, False) for name in ("int8", "e4m3")]
+    same = [torch.equal(ours, fp8attn.scaled_dot_product_attention(q, k, v, **other)) for other in others]
+    assert same == [other == {"rotate_keys": True, "key_dtype": "int8", **keys} for other in others]
 
 
 def test_arguments_of_another_type(net):
