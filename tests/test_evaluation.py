@@ -342,7 +342,8 @@ def test_the_committed_model_says_the_same_through_fp8():
     text = models.read_text()
     caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
     bf16, fp8 = perplexity(model, models.windows(models.tokenize(tokenizer, text), 1025, 1), caches)
-    assert fp8.ppl == pytest.approx(bf16.ppl, rel=0.003)
+    assert fp8.ppl == pytest.approx(bf16.ppl, rel=0.006)  # four standard errors of so few tokens
+    assert fp8.kl < 1.5e-3  # a plain cast's is 4.3e-3
     samples = recall_samples(tokenizer, text, lengths=(1024,), depths=(0.1, 0.9), samples=1)
     found = needle.ask(model, tokenizer, samples, caches)
     assert needle.same_outcomes(found, "bf16", "fp8")

@@ -464,10 +464,10 @@ def test_a_policy_that_cannot_be_meant(arguments, message):
 def test_the_policy_says_how_keys_are_stored(keys):
     q, k, v = torch.randn(3, 1, 2, 40, 64)
     with fp8_attention(AttentionPolicy(min_length=1, **keys)):
-        ours = F.scaled_dot_product_attention(q, k, v)
-    assert torch.equal(ours, fp8attn.scaled_dot_product_attention(q, k, v, **keys))
+        ours = scaled_dot_product_attention(q, k, v)
+    assert torch.equal(ours, sdpa.scaled_dot_product_attention(q, k, v, **keys))
     others = [{"rotate_keys": rotate, "key_dtype": name} for rotate in (True, False) for name in ("int8", "e4m3")]
-    same = [torch.equal(ours, fp8attn.scaled_dot_product_attention(q, k, v, **other)) for other in others]
+    same = [torch.equal(ours, sdpa.scaled_dot_product_attention(q, k, v, **other)) for other in others]
     assert same == [other == {"rotate_keys": True, "key_dtype": "int8", **keys} for other in others]
 
 

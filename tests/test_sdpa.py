@@ -386,22 +386,17 @@ def test_quantize_writes_the_references_bytes(shape, transposed, rotary, interle
         k, v = k.contiguous(), v.contiguous()
     angle = torch.randn(batch, length, rotary // 2)
     rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
-    ours, theirs = (ops.quantize(k, v, **rope, means=False, backend=backend) for backend in ("triton", "reference"))
+    ours, theirs = (ops.quantize(k, v, **rope, backend=backend) for backend in ("triton", "reference"))
     columns = -(-length // 128)
     assert ours.page_table.tolist() == torch.arange(batch * columns).view(batch, columns).tolist()
     assert ours.cache_seqlens.tolist() == [length] * batch
-    assert torch.equal(ours.k_scale, theirs.k_scale)
+    assert torch.equal(ours.k_scale.nan_to_num(-1.0), theirs.k_scale.nan_to_num(-1.0))  # an INT8 page with a NaN has one for its scale
     assert torch.equal(ours.v_scale, theirs.v_scale)
     for name, unpack in (("k", unpack_k), ("v", unpack_v)):
         a, b = (unpack(getattr(pages, name).view(torch.uint8)).unflatten(0, (batch, -1)) for pages in (ours, theirs))
         a, b = (torch.where(x == 0xFF, 0x7F, x) for x in (a, b))  # a NaN may lose its sign
         assert torch.equal(a[:, :length], b[:, :length])
         assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
-    means = [ops.quantize(k, v, **rope, backend=backend) for backend in ("triton", "reference")]
-    for name in ("k_mean", "v_mean"):  # the tolerance of kernel_cases.check_means
-        a, b = (getattr(pages, name) for pages in means)
-        largest = max(float(x.float().nan_to_num(0, 0, 0).abs().max()) for x in (k, v)) * 2**0.5
-        torch.testing.assert_close(a, b, rtol=0, atol=1.2e-5 * largest)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,12 +3,11 @@
 import copy
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
-from fp8attn.evaluation import models  # noqa: E402
-from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
+from fp8attn.evaluation import models
+from fp8attn.integrations.transformers import FP8Cache
 
 PROMPTS, LENGTH, NEW = 4, 200, 24
 
