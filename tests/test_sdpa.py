@@ -327,10 +327,10 @@ def test_tables_of_every_form(interleaved, backend):
     expected = ops.quantize(key, value, rope_cos=cos, rope_sin=sin, **given)
     for form in (twice, lambda x: x[:, None], lambda x: twice(x)[:, None]):
         pages = ops.quantize(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pages.tensors, expected.tensors, strict=True))
+        assert all(map(torch.equal, pages.state[:3], expected.state[:3]))
     shared = ops.quantize(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
     alone = ops.quantize(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(shared.tensors, alone.tensors, strict=True))
+    assert all(map(torch.equal, shared.state[:3], alone.state[:3]))
     x = bhsd(2, 3, 128, 64, True)
     rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
     assert torch.equal(ops.rotate(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
@@ -450,14 +450,16 @@ def test_ops_pass_torch_opcheck():
     x, angle = bhsd(2, 2, 130, 64, True), torch.randn(2, 130, 32)
     for backend in ("reference", "triton") if INTERPRETED else ("reference",):
         y = x if backend == "reference" else x.half()
-        torch.library.opcheck(torch.ops.fp8attn.quantize, (y, y, angle, angle, False, True, backend), test_utils=checks[:2])
+        pages_of = (y, y, angle, angle, False, None, None, torch.int8, True, backend)
+        torch.library.opcheck(torch.ops.fp8attn.quantize, pages_of, test_utils=checks[:2])
         torch.library.opcheck(torch.ops.fp8attn.rotate, (y, angle, angle, False, backend), test_utils=checks)
-        torch.library.opcheck(torch.ops.fp8attn.quantize_rows, (y, None, None, False, True, 1, backend), test_utils=checks[:2])
+        rows_of = (y, None, None, False, True, True, 1, torch.float8_e4m3fn, backend)
+        torch.library.opcheck(torch.ops.fp8attn.quantize_rows, rows_of, test_utils=checks[:2])
         pages = ops.quantize(y, y, backend=backend)
         q = y.transpose(1, 2)
         torch.library.opcheck(
             torch.ops.fp8attn.attention,
-            (q, *pages.tensors, None, 130, True, 0.1, 0, 0.0, None, None, None, None, False, False, backend),
+            (q, *pages.state, None, 130, True, 0.1, 0, 0.0, None, None, None, None, False, False, backend),
             test_utils=checks,
         )
 
@@ -478,7 +480,7 @@ def test_the_dense_op_passes_torch_opcheck(q_len, kv_len, head_dim, v_dim, rope,
         bhsd(2, heads, length, dim, transposed) for heads, length, dim in ((4, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, v_dim))
     ]
     tables = [torch.randn(2, length, 32) if rope else None for length in (q_len, q_len, kv_len, kv_len)]
-    arguments = *tensors, *tables, False, is_causal, None, "reference"
+    arguments = *tensors, *tables, False, is_causal, None, "int8", True, "reference"
     torch.library.opcheck(
         torch.ops.fp8attn.sdpa, arguments, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     )
