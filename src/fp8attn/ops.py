@@ -422,8 +422,7 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
 
 
 _STATE = (
-    "Tensor(a!) pool, Tensor page_table, Tensor(b!) cache_seqlens, Tensor? k_mean, Tensor? v_mean, ScalarType key_dtype, "
-    "bool rotate_keys"
+    "Tensor(a!) pool, Tensor page_table, Tensor(b!) cache_seqlens, Tensor? k_mean, Tensor? v_mean, ScalarType key_dtype, bool rotate_keys"
 )
 
 
