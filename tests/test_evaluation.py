@@ -149,16 +149,6 @@ def test_cache_names_and_factory(loaded):
     assert (layer.key_dtype, layer.rotate_keys, layer.scales) == ("e4m3", False, plain.layer(0))
 
 
-def test_scale_1_is_a_plain_cast(loaded):
-    cache = cache_factory("scale-1", loaded[0].config)()
-    k, v = torch.randn(2, 1, 2, 9, 64) * 400
-    for part in (slice(5), slice(5, 9)):
-        keys, values = cache.update(k[:, :, part], v[:, :, part], 0)
-    for held, x in ((keys, k), (values, v)):
-        assert held.dtype == torch.float32 and torch.equal(held, x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
-    assert cache.nbytes == 2 * k.numel()
-
-
 def test_greedy_is_generate(loaded, tokens):
     model = loaded[0]
     prompt = tokens[None, :70]

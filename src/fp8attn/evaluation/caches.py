@@ -11,8 +11,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from ..integrations.transformers import FP8Cache
-from ..layout import FP8
-from ..numerics import quantize
+from ..numerics import E4M3, quantize
 from ..scales import KVScales
 
 FORMATS = {  # of keys, by the name of the cache that has it
@@ -26,23 +25,19 @@ CHUNK = 512  # tokens of a prefill's forward: bounds the memory of logits and sc
 MakeCache = Callable[[], Cache]
 
 
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.bfloat16)
+
+
 class _StoresBF16:
-    """Makes a layer keep K and V in bfloat16 whatever the model computes in, and return them in the model's dtype."""
+    """Makes a layer keep K and V in bfloat16 whatever the model computes in, and give them back in that dtype."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(self.stored(key_states), self.stored(value_states))
+        super().lazy_initialization(_stored(key_states), _stored(value_states))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(self.stored(key_states), self.stored(value_states), *args, **kwargs)
-        return self.read(keys, key_states.dtype), self.read(values, value_states.dtype)
-
-    @staticmethod
-    def stored(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.bfloat16)
-
-    @staticmethod
-    def read(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return x.to(dtype)
+        keys, values = super().update(_stored(key_states), _stored(value_states), *args, **kwargs)
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
 
 
 class BF16Layer(_StoresBF16, DynamicLayer):
@@ -53,31 +48,62 @@ class BF16SlidingLayer(_StoresBF16, DynamicSlidingWindowLayer):
     """A sliding window that stores bfloat16."""
 
 
-class Scale1Layer(BF16Layer):
-    """A full-attention layer that stores E4M3 with a scale of one: a plain, saturating cast. (As bytes: torch's layers index and join
-    their tensors, and a CPU does that to no FP8.)"""
-
-    @staticmethod
-    def stored(x: torch.Tensor) -> torch.Tensor:
-        return quantize(x).view(torch.uint8)
-
-    @staticmethod
-    def read(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return x.view(FP8).to(dtype)
-
-
 class BF16Cache(DynamicCache):
-    """The 16-bit baseline: what a model in bfloat16 keeps, also where a CPU computes in float32.
+    """The 16-bit baseline: what a model in bfloat16 keeps, also where a CPU computes in float32."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        replaced = {DynamicLayer: lambda _: BF16Layer(), DynamicSlidingWindowLayer: lambda old: BF16SlidingLayer(old.sliding_window)}
+        self.layers = [replaced.get(type(layer), lambda old: old)(layer) for layer in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V held."""
+        return sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
+
+
+class E4M3Layer(DynamicLayer):
+    """K and V in E4M3 with one scale for all of K and one for all of V, as other libraries keep them; read in the model's dtype.
 
     Args:
-        config: the model's config.
-        full: the layer that holds full attention. Sliding windows are in bfloat16.
+        scale: both scales; a value beyond 448 times that saturates. None: the largest magnitude of the first forward becomes 448, and a
+            later value that does not fit becomes what torch's cast gives, NaN or 448 (`Fp8QuantizedLayer` of transformers 5.23).
+        first_exact: the first forward gets K and V as they came, before they are rounded, as in transformers.
     """
 
-    def __init__(self, config: Any, full: type[BF16Layer] = BF16Layer) -> None:
+    def __init__(self, scale: float | None = 1.0, *, first_exact: bool = False) -> None:
+        super().__init__()
+        self.scale, self.first_exact = scale, first_exact
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put new K and V `[B, num_kv_heads, S, head_dim]` behind those held; all of them, dequantized."""
+        new, first = (key_states, value_states), not self.is_initialized
+        if first:
+            self.lazy_initialization(*new)
+            self.scales = [self._first_scale(x) for x in new]
+        stored = [self._cast(x, scale).view(torch.uint8) for x, scale in zip(new, self.scales, strict=True)]
+        if not first:  # bytes, because a CPU does not join E4M3
+            stored = [torch.cat([old.view(torch.uint8), x], 2) for old, x in zip((self.keys, self.values), stored, strict=True)]
+        self.keys, self.values = (x.view(E4M3.dtype) for x in stored)
+        if first and self.first_exact:
+            return new
+        return tuple((x.float() * scale).to(self.dtype) for x, scale in zip((self.keys, self.values), self.scales, strict=True))
+
+    def _first_scale(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is not None:
+            return torch.tensor(self.scale, device=x.device)
+        return (x.abs().amax().float() / E4M3.max).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def _cast(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x.float() / scale).to(E4M3.dtype) if self.scale is None else quantize(x, scale)
+
+
+class E4M3Cache(DynamicCache):
+    """A cache whose full-attention layers are `E4M3Layer`s with these options; sliding windows stay in 16 bits."""
+
+    def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config=config)
-        replaced = {DynamicLayer: lambda _: full(), DynamicSlidingWindowLayer: lambda old: BF16SlidingLayer(old.sliding_window)}
-        self.layers = [replaced.get(type(layer), lambda old: old)(layer) for layer in self.layers]
+        self.layers = [E4M3Layer(**options) if type(layer) is DynamicLayer else layer for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
@@ -114,8 +140,6 @@ def cache_factory(
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
             raise ValueError(f"transformers {transformers.__version__} has no FP8 cache of its own; 5.23 has")
         return lambda: QuantizedCache("fp8", config)
-    if name == "scale-1":
-        return lambda: BF16Cache(config, Scale1Layer)
     if scales is not None:
         return lambda: FP8Cache(
             config, max_cache_len=max_cache_len, scales=scales, key_dtype=scales.key_dtype, rotate_keys=scales.rotate_keys

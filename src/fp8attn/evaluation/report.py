@@ -34,7 +34,7 @@ SOURCES = (
 )
 TITLES = {
     "bf16": "BF16", "fp8": "FP8", "fp8-int8-keys": "INT8 keys", "fp8-e4m3-keys": "E4M3 keys", "fp8-e4m3-plain": "E4M3 plain",
-    "fp8-static": "FP8 static", "scale-1": "E4M3 cast", "transformers-fp8": "HF FP8",
+    "fp8-static": "FP8 static", "scale-1": "plain cast", "transformers-fp8": "HF FP8",
 }  # fmt: skip
 
 
