@@ -455,18 +455,14 @@ def _tile(q, ring, bars, q_factor, factor_s, shift, cap, edge, tile, m, z, acc, 
         t0 = warpgroup_mma(p8, v_s.index(2 * stage).permute([1, 0]), zero, use_acc=False, is_async=True)
         t1 = warpgroup_mma(p8, v_s.index(2 * stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
         z = _grow(z, alpha, warpgroup_mma_wait(2, deps=[total]))
-        shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
-        a0, a1 = acc.reshape([ROWS, 2, D // 2]).permute([0, 2, 1]).split()
-        t0 = warpgroup_mma_wait(1, deps=[t0])
-        a0 = _pin(gl.convert_layout(a0, HALF, assert_trivial=True) * shrink + t0)
-        t1 = warpgroup_mma_wait(0, deps=[t1])
-        acc = _whole(a0, gl.convert_layout(a1, HALF, assert_trivial=True) * shrink + t1, OUT)
+        t0, t1 = warpgroup_mma_wait(0, deps=[t0, t1])
+        t = _whole(t0, t1, OUT)
     else:
         t = warpgroup_mma(p8, v_s.index(stage).permute([1, 0]), gl.zeros([ROWS, D], gl.float32, OUT), use_acc=False, is_async=True)
         z = _grow(z, alpha, warpgroup_mma_wait(1, deps=[total]))
         t = warpgroup_mma_wait(0, deps=[t])
-        acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     mbarrier.arrive(v_empty.index(stage))
+    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     stage, phase = advance(stage, phase, STAGES)
     return m, z, acc, stage, phase
 
