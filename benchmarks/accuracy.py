@@ -5,7 +5,8 @@
 A case is `{phase}-{data}-D{head_dim}-S{length}`. Phases: `causal`, a prompt; `full`, 128 queries that see every key; `decode`, one query.
 `rel_err` is against float64 on the bytes that each system was given, over the first and the last 64 queries (`first` and `last`: of them
 alone); `vs_bf16` against FlashAttention-3 in BF16 on the input before it was rounded to FP8. `fp8attn` takes 16-bit queries, `fp8attn-q8`
-FP8 ones as the peers do; in `-no-means` nothing is subtracted from K and V. Cases named `grid` are ours alone: FlashAttention-3's list of
+FP8 ones over E4M3 keys that are not rotated, as the peers do. Keys of `fp8attn` are of the default format, those of `fp8attn-e4m3-keys` (or
+`-int8-keys`) of the other. Cases named `grid` are ours alone: FlashAttention-3's list of
 odd lengths, whole outputs compared, the worst shape reported, and bits compared from run to run. Everywhere outputs are NaN before the
 call, pages that nobody holds and K behind a sequence's end are 0x7F, and scales of such pages NaN.
 """
@@ -21,12 +22,11 @@ import torch
 
 from fp8attn import KVPages
 from fp8attn.kernels import decode, prefill
-from fp8attn.layout import FP8
 
 from . import peers, results
 from .fingerprint import launched, peer
 from .measure import exact, in_processes, poisoned, relative
-from .problem import DEVICE, Shape, hold, ours
+from .problem import DEVICE, KEYS, Shape, given, ours
 
 HEADS = 2
 SAMPLED = 64  # queries from each end that are compared
@@ -117,17 +117,11 @@ def inputs(data: str, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 def own(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, peers.Run]:
     """Our implementations of a case, with what each was given."""
-    shape, found = case.shape, {}
-    for means, suffix in ((True, ""), (False, "-no-means")):
-        pages = hold(shape, k, v, means=means)
-        held = pages.read(0, case.length, torch.float64)
-        if case.phase == "decode":
-            found[f"fp8attn{suffix}"] = peers.Run(ours(decode.attention, shape, q.half(), pages), q, *held)
-        else:
-            if means:
-                found["fp8attn"] = peers.Run(ours(prefill.attention, shape, q, pages), q, *held)
-            q8 = q.to(FP8)
-            found[f"fp8attn-q8{suffix}"] = peers.Run(ours(prefill.attention, shape, q8, pages), q8, *held)
+    shape, found, decodes = case.shape, {}, case.phase == "decode"
+    for impl in KEYS if decodes else (*KEYS, "fp8attn-q8"):
+        queries, pages = given(impl, shape, q.half() if decodes else q, k, v)
+        call = ours(decode.attention if decodes else prefill.attention, shape, queries, pages)
+        found[impl] = peers.Run(call, queries, *pages.read(0, case.length, torch.float64))
     return found
 
 
@@ -142,14 +136,14 @@ def calls(name: str) -> dict[str, Callable]:
     if name in CASES:
         return {impl: run.call for impl, run in own(CASES[name], *inputs(CASES[name].data, CASES[name].shape)).items()}
     kernel, dtype, shapes = GRIDS[name]
-    found = [on_page_gains(kernel, dtype, shape)[0] for shape in shapes.values()]
-    return {"fp8attn": lambda: [call() for call in found]}
+    found = {impl: [on_page_gains(kernel, dtype, shape, impl)[0] for shape in shapes.values()] for impl in KEYS}
+    return {impl: lambda these=these: [call() for call in these] for impl, these in found.items()}
 
 
-def on_page_gains(kernel: Callable, dtype: torch.dtype, shape: Shape) -> tuple[Callable, torch.Tensor, KVPages]:
+def on_page_gains(kernel: Callable, dtype: torch.dtype, shape: Shape, impl: str) -> tuple[Callable, torch.Tensor, KVPages]:
     """A call, its queries and its cache."""
     q, k, v = inputs("page-gains", shape)
-    q, pages = q.to(dtype), hold(shape, k, v)
+    q, pages = given(impl, shape, q.to(dtype), k, v)
     return ours(kernel, shape, q, pages), q, pages
 
 
@@ -184,9 +178,9 @@ def measure(case: Case) -> list[dict]:
     return found
 
 
-def compare_all(kernel: Callable, dtype: torch.dtype, shape: Shape) -> tuple[float, bool, bool]:
+def compare_all(kernel: Callable, dtype: torch.dtype, shape: Shape, impl: str) -> tuple[float, bool, bool]:
     """(relative error of the whole output, whether it is finite, whether three runs have equal bits)."""
-    call, q, pages = on_page_gains(kernel, dtype, shape)
+    call, q, pages = on_page_gains(kernel, dtype, shape, impl)
     with poisoned():
         out, *again = (call() for _ in range(3))
     pairs = []
@@ -213,36 +207,37 @@ GRIDS = {
 }  # fmt: skip
 
 
-def grid(name: str) -> dict:
+def grid(name: str, impl: str, call: Callable) -> dict:
     kernel, dtype, shapes = GRIDS[name]
-    found = {shape_name: compare_all(kernel, dtype, shape) for shape_name, shape in shapes.items()}
+    found = {shape_name: compare_all(kernel, dtype, shape, impl) for shape_name, shape in shapes.items()}
     worst = max(found, key=lambda shape_name: found[shape_name][0])
     return {
-        "case": name, "impl": "fp8attn", "shapes": len(found), "rel_err": float(f"{found[worst][0]:.3g}"), "worst": worst,
+        "case": name, "impl": impl, "shapes": len(found), "rel_err": float(f"{found[worst][0]:.3g}"), "worst": worst,
         "finite": all(finite for _, finite, _ in found.values()), "equal_bits": all(equal for _, _, equal in found.values()),
-        "fingerprint": launched(calls(name)["fp8attn"]),
+        "fingerprint": launched(call),
     }  # fmt: skip
 
 
 # Running it
 
 
-def compile_kernel(kernel: Callable, shape: Shape, dtype: torch.dtype) -> None:
-    """Leave one specialisation, and append's, in Triton's cache."""
+def compile_kernel(kernel: Callable, shape: Shape, dtype: torch.dtype, impl: str) -> None:
+    """Leave one specialization, and append's, in Triton's cache."""
     q, k, v = inputs("mean0", shape)
-    ours(kernel, shape, q.to(dtype), hold(shape, k, v))()
+    ours(kernel, shape, *given(impl, shape, q.to(dtype), k, v))()
     torch.cuda.synchronize()
 
 
-def specialisations() -> list[tuple]:
+def specializations() -> list[tuple]:
     short = {dim: Shape((64,), (64,), HEADS, HEADS, dim, True) for dim in GRID_DIMS}
     long = {dim: Shape((4096,), (64,), HEADS, HEADS, dim, True) for dim in GRID_DIMS}  # in parts
     ragged = (1,) * len(RAGGED)
-    return [
-        *((prefill.attention, shapes[dim], dtype) for shapes in (short, long) for dim in GRID_DIMS for dtype in (torch.bfloat16, FP8)),
+    prompts = [(prefill.attention, shapes[dim], torch.bfloat16) for shapes in (short, long) for dim in GRID_DIMS]
+    steps = [
         (decode.attention, Shape((64,), (1,), HEADS, HEADS, 128, True), torch.float16),
         *((decode.attention, Shape(ragged, (n,) * len(ragged), 4, 2, dim, True), torch.float16) for dim in GRID_DIMS for n in (1, 3, 8)),
     ]
+    return [(*made, impl) for made in prompts + steps for impl in KEYS] + [(*made, "fp8attn-q8") for made in prompts]
 
 
 def show(rows: list[dict]) -> None:
@@ -268,11 +263,11 @@ def show(rows: list[dict]) -> None:
 def main() -> None:
     args = results.parse(results.arguments(__doc__))
     start = time.time()
-    in_processes(compile_kernel, specialisations())
+    in_processes(compile_kernel, specializations())
     print(f"peers: {', '.join(sorted(peers.available()))}; ready after {time.time() - start:.0f} s", flush=True)
     rows = []
     for name in results.chosen([*CASES, *GRIDS], args.cases):
-        rows += measure(CASES[name]) if name in CASES else [grid(name)]
+        rows += measure(CASES[name]) if name in CASES else [grid(name, *own) for own in calls(name).items()]
         torch.cuda.empty_cache()
     show(rows)
     print(f"\n{time.time() - start:.0f} s")

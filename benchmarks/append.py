@@ -2,6 +2,8 @@
 
     PYTHONPATH=src python -m benchmarks.append [case substring ...] [--rounds N] [--save]
 
+`fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them. `-rope` applies RoPE too.
+
 8 KV heads of 128 (`quantize`: 32), CUDA graphs, implementations interleaved, medians, the L2 cache flushed before every run. What is
 written is checked before it is timed: an append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read
 and one written for each element of K and V, and the tables of cos and sin that an append reads. `ceiling` reads and writes as many bytes:
@@ -13,8 +15,10 @@ attention does (`measure.between_reads`), `ms_flushed` its time alone after the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,18 +28,18 @@ import triton.language as tl
 from fp8attn import KVPages, ops, reference
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
-from fp8attn.layout import FP8, PAGE_SIZE
+from fp8attn.layout import FP8, PAGE_SIZE, key_type
 from fp8attn.numerics import relative_error
 
 from . import results
 from .fingerprint import launched
 from .measure import between_reads, graph_of, interleaved
-from .problem import DEVICE
+from .problem import DEVICE, KEYS
 
 HEADS, DIM, GROUP = 8, 128, 4
 STEPS = 1024  # that a sequence has pages for
 BLOCK = 4096  # elements of one program of the ceiling
-FP8_ERROR = 0.03  # 2.6% is E4M3's
+FP8_ERROR = 0.03  # 2.6% is E4M3's, and INT8's is less
 
 
 class Call(NamedTuple):
@@ -59,11 +63,17 @@ class Append:
     def prepare(self) -> Call:
         step, count = self.new == 1, self.batch * self.new
         columns = -(-(self.held + (STEPS if step else self.new)) // PAGE_SIZE)
-        pages = KVPages.empty(self.batch * columns, HEADS, DIM, self.batch, columns, DEVICE)
-        pages.page_table.copy_(torch.randperm(self.batch * columns, device=DEVICE).view(self.batch, columns))
+        num_pages = self.batch * columns
+        lengths = torch.zeros(len(KEYS), self.batch, dtype=torch.int32, device=DEVICE)  # of all caches: one launch sets them back
+        caches = {}
+        for (impl, name), row in zip(KEYS.items(), lengths, strict=True):
+            pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=key_type(name))
+            caches[impl] = replace(pages, cache_seqlens=row)
         options = {"cu_seqlens": None, "static_scales": False, "rope_cos": None, "rope_sin": None, "rope_interleaved": False}
-        if self.held:
-            append.append(pages, *(randn(self.batch * self.held, HEADS, DIM) for _ in "kv"), max_seqlen=self.held, **options)
+        before = [randn(self.batch * self.held, HEADS, DIM) for _ in "kv"]
+        for pages in caches.values():
+            pages.page_table.copy_(torch.randperm(num_pages, device=DEVICE).view(self.batch, columns))
+            append.append(pages, *before, max_seqlen=self.held, **options)
         k, v = (randn(count, HEADS, DIM) for _ in "kv")
         options |= {"max_seqlen": self.new}
         if self.rope:
@@ -74,18 +84,20 @@ class Append:
 
         def check() -> None:
             restart()
-            expected, q_out = KVPages(*(x.clone() for x in pages.tensors)), torch.empty_like(options["q"]) if step else None
-            append.append(pages, k, v, **options)
-            reference.append(expected, k, v, **options | ({"q_out": q_out} if step else {}))
-            pairs = [*zip(pages.tensors[:4], expected.tensors[:4], strict=True), *([(options["q_out"], q_out)] if step else [])]
-            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs), f"{self}: bytes are not the reference's"
+            for impl, pages in caches.items():
+                expected, q_out = copy.deepcopy(pages), torch.empty_like(options["q"]) if step else None
+                append.append(pages, k, v, **options)
+                reference.append(expected, k, v, **options | ({"q_out": q_out} if step else {}))
+                pairs = [(pages.pool, expected.pool), *([(options["q_out"].view(torch.uint8), q_out.view(torch.uint8))] if step else [])]
+                assert all(torch.equal(a, b) for a, b in pairs), f"{self}, {impl}: bytes are not the reference's"
 
         def restart() -> None:
-            pages.cache_seqlens.fill_(self.held)
+            lengths.fill_(self.held)
 
         restart()
         nbytes = count * (2 * HEADS * DIM * 3 + (DIM * 2 if self.rope else 0))
-        return Call({"fp8attn": lambda: append.append(pages, k, v, **options)}, nbytes, check, restart)
+        calls = {impl: lambda pages=pages: append.append(pages, k, v, **options) for impl, pages in caches.items()}
+        return Call(calls, nbytes, check, restart)
 
 
 @dataclass(frozen=True)
@@ -101,12 +113,16 @@ class Quantize:
         if not self.transposed:
             k, v = k.contiguous(), v.contiguous()
         cos, sin = tables(self.length)
-        calls = {"fp8attn": lambda: ops.quantize(k, v), "fp8attn-rope": lambda: ops.quantize(k, v, rope_cos=cos, rope_sin=sin)}
+        calls = {
+            f"{impl}{suffix}": partial(ops.quantize, k, v, key_dtype=name, **rope)
+            for impl, name in KEYS.items()
+            for suffix, rope in (("", {}), ("-rope", {"rope_cos": cos, "rope_sin": sin}))
+        }
 
         def check() -> None:
-            turned = ops.rotate(k, cos, sin, backend="reference")
-            for call, meant in zip(calls.values(), (k, turned), strict=True):
-                for x, y in zip(call().read(0, self.length), (meant, v), strict=True):
+            rotated = ops.rotate(k, cos, sin, backend="reference")
+            for impl, call in calls.items():
+                for x, y in zip(call().read(0, self.length), (rotated if impl.endswith("-rope") else k, v), strict=True):
                     assert (error := relative_error(x, y[0].transpose(0, 1))) < FP8_ERROR, f"{self}: {error:.1%} off"
 
         return Call(calls, 3 * (k.numel() + v.numel()), check)

@@ -5,8 +5,9 @@
 Each implementation (`benchmarks/peers.py` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is measured; the
 L2 cache is flushed before every run. `gbps` counts the live bytes of K and V.
 `stream-ceiling` is the same producer with a consumer that only lets go of what it is given: what is possible at all. `rel_err` is
-against float64 on the bytes that each implementation was given, on the first and the last sequence; ours have random scales per page and
-means per sequence, and FP16 queries and outputs (BF16's rounding alone is 1.6e-3).
+against float64 on the bytes that each implementation was given, on the first and the last sequence; ours have random scales per page,
+rotated queries, and FP16 queries and outputs (BF16's rounding alone is 1.6e-3). `fp8attn` has keys of the default format,
+`fp8attn-e4m3-keys` (or `-int8-keys`) of the other.
 
 A case that gives no answer in `SECONDS` is ended and measured again without peers; the last name that was printed is what hung.
 """
@@ -25,16 +26,16 @@ from fp8attn.kernels import decode
 from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
 from fp8attn.kernels.launch import constants, launch, num_sms
 from fp8attn.kernels.pages import tiles
-from fp8attn.layout import FP8
+from fp8attn.layout import DEFAULT_KEY_DTYPE, FP8, key_type
 
 from . import peers, results
 from .fingerprint import launched, peer
 from .measure import Beside, exact, graph_of, interleaved, relative
 from .peers import vllm_fa3
-from .problem import DEVICE, Shape, ours
+from .problem import DEVICE, KEYS, Shape, ours
 
 PAGED_BY = 64  # tokens in a page of vLLM's
-OURS = ("fp8attn", "stream-ceiling")
+OURS = (*KEYS, "stream-ceiling")
 SECONDS = 30  # for a case, compilation included
 
 
@@ -105,15 +106,15 @@ def _drain(pipe, batch, work):
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "workers"])
-def _stream(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers,
+def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers,
             D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
     worker = gl.program_id(0)
     batch = decode.Batch(
         lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, GROUP, False, False, False
     )  # fmt: skip
-    source = decode.Source(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, D)
+    source = decode.Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, D)
     count = batch.counts(0, BLOCK)
-    pipe = decode.make_pipe(k_desc, v_desc, WIDTH, STAGES)
+    pipe = decode.make_pipe(k_desc, WIDTH, STAGES)
     pipe.open(0, 1)
     work = decode.assign(batch, count, worker, workers, BLOCK)
     requested = decode.request_first(pipe, batch, work, source)
@@ -125,13 +126,13 @@ def _stream(k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, table_stride, l
 
 
 def stream(case: Case, pages: KVPages) -> Callable[[], None]:
-    device, how = pages.k.device, decode.Launch(case.dim, case.group, case.group, len(case.lengths))
+    device, how = pages.device, decode.Launch(case.dim, case.group, case.group, len(case.lengths))
     workers = how.workers(num_sms(device), case.heads * len(case.lengths))
     same = {name: how.constants()[name] for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
     given = constants("stream", device, **same, **how.options())
     args = (
-        *tiles(pages, how.width, how.width), pages.k_scale, pages.v_scale, pages.page_table, pages.page_table.stride(0),
-        pages.cache_seqlens, len(case.lengths), case.heads, 1, workers,
+        *tiles(pages, how.width, how.width), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
+        len(case.lengths), case.heads, 1, workers,
     )  # fmt: skip
     return lambda: launch(_stream, (workers,), args, given)
 
@@ -139,18 +140,17 @@ def stream(case: Case, pages: KVPages) -> Callable[[], None]:
 # What they are given, and what is right
 
 
-def make_pages(case: Case) -> KVPages:
-    """Random bytes, scales and means, in shuffled pages."""
+def make_pages(case: Case, key_dtype: str = DEFAULT_KEY_DTYPE) -> KVPages:
+    """Random bytes and scales, in shuffled pages."""
     counts = [-(-n // 128) for n in case.lengths]
-    pages = KVPages.empty(sum(counts), case.heads, case.dim, len(counts), max(counts), DEVICE)
+    pages = KVPages.empty(sum(counts), case.heads, case.dim, len(counts), max(counts), DEVICE, key_dtype=key_type(key_dtype))
+    unit = 1 / 32 if key_dtype == "int8" else 1.0  # a step of normal keys in INT8, so that 127 of them are four deviations
     for part in range(0, pages.num_pages, 1024):
-        for pool in (pages.k, pages.v):
-            some = pool[part : part + 1024]
-            some.copy_(torch.randn(some.shape, device=DEVICE, dtype=torch.float16))
-    for scale in (pages.k_scale, pages.v_scale):
-        scale.copy_(2.0 ** torch.randint(-1, 2, scale.shape, device=DEVICE))
-    pages.k_mean.normal_()
-    pages.v_mean.normal_()
+        for codes, size in ((pages.k, unit), (pages.v, 1.0)):
+            some = codes[part : part + 1024]
+            some.copy_((torch.randn(some.shape, device=DEVICE, dtype=torch.float16) / size).clamp(-127, 127))
+    for scale, size in ((pages.k_scale, unit), (pages.v_scale, 1.0)):
+        scale.copy_(size * 2.0 ** torch.randint(-1, 2, scale.shape, device=DEVICE))
     order = torch.randperm(pages.num_pages, device=DEVICE).int()
     for seq, ids in enumerate(order.split(counts)):
         pages.page_table[seq, : counts[seq]] = ids
@@ -172,22 +172,28 @@ def error(shape: Shape, out: torch.Tensor, q: torch.Tensor, keys_of: Callable[[i
     return relative(pairs)
 
 
-def own(case: Case, q: torch.Tensor, pages: KVPages) -> dict[str, Callable]:
-    return dict(zip(OURS, (ours(decode.attention, case.shape, q, pages), stream(case, pages)), strict=True))
+def own(case: Case, q: torch.Tensor):
+    """Yields (name, callable, its cache), the ceiling's among them."""
+    for impl, key_dtype in KEYS.items():
+        pages = make_pages(case, key_dtype)
+        yield impl, ours(decode.attention, case.shape, q, pages), pages
+    yield "stream-ceiling", stream(case, pages), None
 
 
 def calls(name: str) -> dict[str, Callable]:
     """Our implementations of a case."""
-    return own(CASES[name], make_queries(CASES[name]), make_pages(CASES[name]))
+    return {impl: call for impl, call, _ in own(CASES[name], make_queries(CASES[name]))}
 
 
 def implementations(case: Case):
     """Yields (name, callable, its queries, its K and V by sequence); the last two None where nothing is computed."""
     torch.manual_seed(0)
-    q, pages = make_queries(case), make_pages(case)
-    attention, ceiling = own(case, q, pages).items()
-    yield *attention, q, lambda seq: pages.read(seq, case.lengths[seq], torch.float64)
-    yield *ceiling, None, None
+    q = make_queries(case)
+    for impl, call, pages in own(case, q):
+        if pages is None:
+            yield impl, call, None, None
+        else:
+            yield impl, call, q, lambda seq, pages=pages: pages.read(seq, case.lengths[seq], torch.float64)
     if "vllm-fa3" not in peers.available() or not case.even or max(case.lengths) > 131072:
         return
     room = (len(case.lengths), case.lengths[0], case.heads, case.dim)

@@ -17,8 +17,9 @@ from fp8attn.evaluation.caches import cache_factory
 from fp8attn.evaluation.drift import drift
 
 from . import results
+from .problem import KEYS
 
-IMPLS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static"}
+IMPLS = {"fp8attn-static": "fp8-static", **{impl: f"fp8-{name}-keys" for impl, name in KEYS.items()}}
 
 
 def rows(model, tokens, names: list[str], prompt: int, segment: int, chunk: int, calibration) -> list[dict]:

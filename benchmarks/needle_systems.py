@@ -5,9 +5,8 @@ prompts run side by side, in what chunks, and where an answer ends. What is meas
 line, for everybody: the model writes a value and a line end.
 
 Others' kernels take K and V in rows with one scale for a whole tensor, as engines do: one (the default where a checkpoint has none), or
-`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` removes the means of K and V as our caches do, but those of a
-prompt's every token, where ours are estimated from 128. cuDNN's FP8 takes no prompts of unlike lengths side by side and plans anew for each
-length; it is not among them.
+`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` subtracts each prompt's
+means of K and V. cuDNN's FP8 takes no prompts of unlike lengths side by side and plans anew for each length; it is not among them.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import BF16Cache, MakeCache, cache_factory, prefill
 from fp8attn.evaluation.needle import Outcome, Sample
 from fp8attn.evaluation.stress import STRENGTHS, plant
+from fp8attn.layout import KEY_TYPES
 from fp8attn.numerics import E4M3, quantize
 
 from . import peers
 from .problem import Shape
 
-OURS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static", "fp8attn-no-means": "fp8-no-means"}
+OURS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static", **{f"fp8attn-{name}-keys": f"fp8-{name}-keys" for name in KEY_TYPES}}
 KERNELS = {"bf16": peers.fa3, "fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
 NEEDS = {"bf16": "fa3", "fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}
 OPTIONS = ("", ":calibrated", ":means", ":calibrated+means")

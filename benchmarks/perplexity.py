@@ -17,8 +17,9 @@ from fp8attn.evaluation.caches import cache_factory
 from fp8attn.evaluation.perplexity import perplexity
 
 from . import results
+from .problem import KEYS
 
-IMPLS = {"bf16": "bf16", "fp8attn": "fp8", "fp8attn-static": "fp8-static", "fp8attn-no-means": "fp8-no-means"}
+IMPLS = {"bf16": "bf16", "fp8attn-static": "fp8-static", **{impl: f"fp8-{name}-keys" for impl, name in KEYS.items()}}
 CASES = ((4096, 32, 0), (131072, 1, 0), (4096, 2, 128), (131072, 1, 256))  # tokens of a context, windows, tokens decoded (0: in chunks)
 
 

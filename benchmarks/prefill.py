@@ -2,30 +2,31 @@
 
     PYTHONPATH=src python -m benchmarks.prefill [case substring ...] [--impl NAME ...] [--rounds N] [--save]
 
-`fp8attn` takes BF16 queries and does everything; `fp8attn-q8` takes FP8 queries, as the peers do (`benchmarks/peers.py`). Both read pages
-as `append` makes them: shuffled, with their scales, and with the sequences' means taken off. They give no LSE, as `ops.attention` does not
-unless asked, and cuDNN for inference; FA3 always writes one. Times are medians of samples of several
-launches; TFLOPS count 4 Hq D per query and visible key. `rel_err` is over sampled rows, each implementation against float64 on the bytes
-that it was given; `rel_err_mean1` the same with V of mean 1.
+`fp8attn` has BF16 queries and keys of the default format, rotated; `fp8attn-e4m3-keys` (or `-int8-keys`) has keys of the other format.
+`fp8attn-q8` has FP8 queries over E4M3 keys that are not rotated, as the peers have (`benchmarks/peers.py`). All read pages as `append`
+writes them: shuffled, each with its scales. They give no LSE, as `ops.attention` does not unless asked, and cuDNN for inference; FA3
+always writes one. Times are medians of samples of several launches; TFLOPS count 4 Hq D per query and visible key. `rel_err` is over sampled
+rows, each implementation against float64 on the bytes that it was given; `rel_err_mean1` the same with V of mean 1.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from fp8attn import KVPages
 from fp8attn.kernels import prefill
-from fp8attn.layout import FP8
 
 from . import peers, results
 from .fingerprint import launched, peer
 from .measure import exact, in_processes, interleaved, relative, sampled_queries
-from .problem import DEVICE, Shape, hold, ours
+from .problem import DEVICE, KEYS, Shape, given, ours
 
-OURS = ("fp8attn", "fp8attn-q8")  # queries in BF16, and in FP8
+OURS = (*KEYS, "fp8attn-q8")  # queries in BF16, and in FP8
 SAMPLE_MS = 20  # launches of a sample together
 attention = partial(prefill.attention, return_lse=False)
 
@@ -62,22 +63,30 @@ def inputs(shape: Shape, mean: float = 0.0) -> tuple[torch.Tensor, torch.Tensor,
     return q, k, v + mean
 
 
+class Own(NamedTuple):
+    """One of ours, with what it was given."""
+
+    call: Callable[[], torch.Tensor]
+    q: torch.Tensor
+    pages: KVPages
+
+
 def calls(name: str) -> dict[str, Callable[[], torch.Tensor]]:
     """Our implementations of a case."""
-    shape = CASES[name]
-    q, k, v = inputs(shape)
-    pages = hold(shape, k, v)
-    return {impl: ours(attention, shape, x, pages) for impl, x in of_dtypes(q).items()}
+    return {impl: run.call for impl, run in own(CASES[name], *inputs(CASES[name]), OURS).items()}
 
 
-def of_dtypes(q: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The queries that each of ours gets."""
-    return dict(zip(OURS, (q, q.to(FP8)), strict=True))
+def own(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wanted: Iterable[str]) -> dict[str, Own]:
+    found = {}
+    for impl in wanted:
+        queries, pages = given(impl, shape, q, k, v)
+        found[impl] = Own(ours(attention, shape, queries, pages), queries, pages)
+    return found
 
 
 def compile_kernel(name: str, impl: str) -> None:
     """Leave a case's kernels in Triton's cache."""
-    calls(name)[impl]()
+    own(CASES[name], *inputs(CASES[name]), [impl])[impl].call()
     torch.cuda.synchronize()
 
 
@@ -101,11 +110,9 @@ def error(shape: Shape, out: torch.Tensor, q: torch.Tensor, keys_of: Callable[[i
 def implementations(shape: Shape, mean: float, wanted: list[str]) -> dict:
     """name -> (callable, its queries, its K and V by sequence)."""
     q, k, v = inputs(shape, mean)
-    pages = hold(shape, k, v)
     found = {
-        impl: (ours(attention, shape, given, pages), given, lambda seq: pages.read(seq, shape.keys[seq], torch.float64))
-        for impl, given in of_dtypes(q).items()
-        if not wanted or impl in wanted
+        impl: (run.call, run.q, lambda seq, pages=run.pages: pages.read(seq, shape.keys[seq], torch.float64))
+        for impl, run in own(shape, q, k, v, [impl for impl in OURS if not wanted or impl in wanted]).items()
     }
     for name, run in peers.runs(shape, q, k, v, [name for name in peers.KERNELS if not wanted or name in wanted]).items():
         found[name] = run.call, run.q, lambda seq, run=run: [x.split(list(shape.keys))[seq] for x in (run.k, run.v)]
@@ -145,7 +152,7 @@ def show(rows: list[dict]) -> None:
     for row in sorted(rows, key=lambda row: -row["tflops"]):
         ratio = f"  {row['tflops'] / best:5.3f}x the best FP8 peer" if best and row["impl"].startswith("fp8attn") else ""
         errors = f"err {row['rel_err']:.5f}  V mean 1 {row['rel_err_mean1']:.5f}"
-        print(f"  {row['impl']:14s} {row['tflops']:7.1f} TFLOPS {row['ms']:9.4f} ms  {errors}{ratio}", flush=True)
+        print(f"  {row['impl']:17s} {row['tflops']:7.1f} TFLOPS {row['ms']:9.4f} ms  {errors}{ratio}", flush=True)
 
 
 def summary(rows: list[dict]) -> str:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from fp8attn import KVPages, ops
-from fp8attn.layout import PAGE_SIZE
-from fp8attn.numerics import MIN_SCALE
+from fp8attn.layout import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES, PAGE_SIZE, key_type
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "meta" in a dry run (`dry`)
 SPARE_PAGES = 3
+POISON = 0x7F  # NaN in E4M3, the largest number in INT8
+# Our implementations with 16-bit queries, and their keys: `fp8attn` is the default, and the other is named after its keys.
+KEYS = {"fp8attn": DEFAULT_KEY_DTYPE} | {f"fp8attn-{name}-keys": name for name in KEY_TYPES if name != DEFAULT_KEY_DTYPE}
 
 
 @dataclass(frozen=True)
@@ -54,26 +56,36 @@ def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, means: bool = True) -> KVPages:
-    """A cache that `append` has filled with `k` and `v [tokens, num_kv_heads, head_dim]`: shuffled pages, scales of their own, means.
+def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype: str = DEFAULT_KEY_DTYPE, rotate_keys: bool = True) -> KVPages:
+    """A cache that `append` has filled with `k` and `v [tokens, num_kv_heads, head_dim]`, in shuffled pages.
 
-    Whatever nobody may read is poison: 0x7F in pages that no sequence holds and in K behind a sequence's end, NaN in those pages' scales.
+    Bytes that no kernel may read are poison: `POISON` in pages that no sequence holds and in K behind a sequence's end, NaN in the scales
+    of those pages.
     """
     counts = [-(-n // PAGE_SIZE) for n in shape.keys]
-    pages = KVPages.empty(sum(counts) + SPARE_PAGES, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE)
-    for pool in (pages.k, pages.v):
-        pool.view(torch.uint8).fill_(0x7F)
+    pages = KVPages.empty(
+        sum(counts) + SPARE_PAGES, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE, key_dtype=key_type(key_dtype),
+        rotate_keys=rotate_keys,
+    )  # fmt: skip
     order = torch.randperm(pages.num_pages, device=DEVICE)
     held = order[: sum(counts)]
+    pages.pool.fill_(POISON)
     pages.v.view(torch.uint8)[held] = 0  # as a cache hands out pages
     for scale in (pages.k_scale, pages.v_scale):
         scale.fill_(torch.nan)
-        scale[held] = MIN_SCALE
     pages.page_table[:] = order[-1]
     for seq, ids in enumerate(held.int().split(counts)):
         pages.page_table[seq, : counts[seq]] = ids
-    ops.append(pages, k, v, cu_seqlens=offsets(shape.keys), max_seqlen=max(shape.keys), fix_means=means)
+    ops.append(pages, k, v, cu_seqlens=offsets(shape.keys), max_seqlen=max(shape.keys))
     return pages
+
+
+def given(impl: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, KVPages]:
+    """The queries and the cache of one of ours. `fp8attn-q8` has FP8 queries and keys in E4M3 that are not rotated, as the peers have;
+    those of `KEYS` have `q` as it is."""
+    if impl == "fp8attn-q8":
+        return q.to(FP8), hold(shape, k, v, key_dtype="e4m3", rotate_keys=False)
+    return q, hold(shape, k, v, key_dtype=KEYS[impl])
 
 
 def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> Callable[[], torch.Tensor]:

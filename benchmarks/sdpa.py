@@ -3,11 +3,11 @@ interleaved, every output checked against float64 on the unquantized inputs befo
 
     PYTHONPATH=src python -m benchmarks.sdpa [case substring ...] [--impl NAME ...] [--save]
 
-Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous, or transposed from `[B, S, H, D]`. `fp8attn-rope` rotates queries
-and keys besides. `timed` says what was timed together: CUDA graphs, of ours (`fp8attn-graph`, `fp8attn-rope`) and the peers, or calls
-from Python. Below 64k tokens `fp8attn` alone is called, apart from the graphs: its time includes the host's, and is compared with nothing.
-From 64k tokens on everything is called, since the host's time is nothing there. Times are medians of samples of several calls;
-`sqnr_db` is over sampled rows.
+Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous, or transposed from `[B, S, H, D]`. `fp8attn` has keys of the
+default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; `fp8attn-rope` is `fp8attn` with RoPE on queries and keys. `timed` says
+what was timed together: CUDA graphs of the peers and of ours (`fp8attn-graph` is the graph of `fp8attn`), or calls from Python. Below 64k
+tokens `fp8attn` alone is called, apart from the graphs: its time includes the host's, and is compared with nothing. From 64k tokens on
+everything is called, since the host's time is nothing there. Times are medians of samples of several calls; `sqnr_db` is over sampled rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,13 +26,13 @@ from fp8attn.numerics import sqnr_db
 from . import peers, results
 from .fingerprint import launched, peer
 from .measure import exact, graph_of, interleaved, sampled_queries
-from .problem import DEVICE, Shape
+from .problem import DEVICE, KEYS, Shape
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SAMPLE_MS = 8  # calls of a sample together
 SHORT_ROUNDS, ROUNDS, LONG_ROUNDS = 21, 7, 3  # of calls under a millisecond, others, and those of `LONG`
 LONG = 65536  # tokens from which on calls are long: nothing is a graph, for the host's time is nothing beside the GPU's
-OURS = ("fp8attn", "fp8attn-graph", "fp8attn-rope")
+OURS = (*KEYS, "fp8attn-graph", "fp8attn-rope")
 PEERS = ("torchao", "fa3-bf16", "cudnn-bf16")
 LEAST_DB = 15.0  # below, an output is wrong
 
@@ -106,9 +107,9 @@ def calls(name: str) -> dict[str, Callable]:
 
 def own(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> dict[str, Callable]:
     options = {"is_causal": case.causal, "enable_gqa": case.kv_heads != HEADS}
-    plain = lambda: fp8attn.scaled_dot_product_attention(q, k, v, **options)  # noqa: E731
-    rope = lambda: fp8attn.rope_scaled_dot_product_attention(q, k, v, cos, sin, **options)  # noqa: E731
-    return dict(zip(OURS, (plain, plain, rope), strict=True))
+    found = {impl: partial(fp8attn.scaled_dot_product_attention, q, k, v, key_dtype=name, **options) for impl, name in KEYS.items()}
+    rope = partial(fp8attn.rope_scaled_dot_product_attention, q, k, v, cos, sin, **options)
+    return found | {"fp8attn-graph": found["fp8attn"], "fp8attn-rope": rope}
 
 
 def measure(name: str, case: Case, wanted: list[str]) -> list[dict]:

@@ -103,9 +103,9 @@ def test_cases_have_names_of_their_own():
 # What is right
 
 
-def test_exact_is_attention_over_the_held_bytes():
-    q, k, v = accuracy.inputs("page-gains", RAGGED)
-    pages = problem.hold(RAGGED, k, v)
+@pytest.mark.parametrize("impl", prefill.OURS)
+def test_exact_is_attention_over_the_held_bytes(impl):
+    q, pages = problem.given(impl, RAGGED, *accuracy.inputs("page-gains", RAGGED))
     out = problem.ours(attend, RAGGED, q, pages)()
     pairs = []
     for seq, keys in enumerate(RAGGED.keys):
@@ -128,12 +128,15 @@ def test_relative_counts_all_pairs_together_and_shows_nan():
     assert measure.relative([(one * torch.nan, one)]) != measure.relative([(one * torch.nan, one)])
 
 
-def test_what_is_held_is_the_input_and_the_rest_is_poison():
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("keys", ["int8", "e4m3"])
+def test_what_is_held_is_the_input_and_the_rest_is_poison(keys, rotate):
     _, k, v = accuracy.inputs("mean1", RAGGED)
-    pages = problem.hold(RAGGED, k, v)
+    pages = problem.hold(RAGGED, k, v, key_dtype=keys, rotate_keys=rotate)
+    assert (pages.key_dtype, pages.rotate_keys) == (problem.key_type(keys), rotate)
     held = pages.read(3, 129)
     for x, y in zip(held, (k[305:], v[305:]), strict=True):
-        assert measure.relative([(x, y.double())]) < 0.03  # FP8's 2.6%
+        assert measure.relative([(x, y.double())]) < 0.03  # E4M3's 2.6%, and INT8's 0.9%
     counts = torch.zeros(pages.num_pages, dtype=torch.int)
     counts[pages.page_table[0, :3].long()] += 1
     counts[pages.page_table[1, :1].long()] += 1
@@ -141,6 +144,7 @@ def test_what_is_held_is_the_input_and_the_rest_is_poison():
     assert counts.max() == 1
     spare = counts == 0
     assert pages.k.view(torch.uint8)[spare].eq(0x7F).all() and pages.v.view(torch.uint8)[spare].eq(0x7F).all()
+    assert pages.v_scale[spare].isnan().all() and pages.v_scale[~spare].isfinite().all()
     assert pages.k_scale[spare].isnan().all() and pages.k_scale[~spare].isfinite().all()
     last = pages.page_table[3, 1].long()
     assert pages.k.view(torch.uint8)[last, :, 1:].eq(0x7F).all() and pages.v[last].float().isfinite().all()
@@ -288,20 +292,22 @@ def test_a_call_that_hangs_or_fails_is_left_behind():
 # Kernels and models of the benchmarks' own
 
 COMPILE = """
+import sys
 from benchmarks import dry
 dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
 from benchmarks import decode
 for dim in (64, 128, 256):
     case = decode.Case("", (1000, 3), heads=1, dim=dim)
     with dry.recording(dry=True) as launches:
-        decode.stream(case, decode.make_pages(case))()
+        decode.stream(case, decode.make_pages(case, sys.argv[1]))()
     [made] = launches
     print(dry.compiled(made.kernel, made.args, made.given).metadata.shared)
 """
 
 
-def test_the_streaming_ceiling_follows_the_decode_kernel():
-    assert len(compiling.run("-c", COMPILE).split()) == 3
+@pytest.mark.parametrize("keys", ["int8", "e4m3"])
+def test_the_streaming_ceiling_follows_the_decode_kernel(keys):
+    assert len(compiling.run("-c", COMPILE, keys).split()) == 3
 
 
 DRY = """
@@ -327,8 +333,8 @@ def test_every_case_can_be_run_dry():
     rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
     assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, _, *kernels in rows)
     kernels = {tuple(row[:3]): row[3:] for row in rows}
-    assert kernels["prefill", "chunked-2k-on-128k", "fp8attn"] == ["_prefill", "_combine_kernel"]
-    assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["_means_kernel", "_page_kernel", "_prefill"]
+    assert all(kernels["prefill", "chunked-2k-on-128k", impl] == ["_prefill", "_combine_kernel"] for impl in prefill.OURS)
+    assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["_page_kernel", "_prefill"]
     assert kernels["append", "step-B64", "fp8attn"] == ["_step_kernel"]
     assert kernels["slice", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
 
@@ -464,21 +470,26 @@ SHORT = Shape((130,), (130,), 2, 2, 64, True)
 @pytest.mark.parametrize(
     ("measured", "expected"),
     [
-        (lambda: prefill.measure("short", SHORT, list(prefill.OURS), 1), {"fp8attn": "True", "fp8attn-q8": "True"}),
-        (lambda: decode.measure(decode.Case("short", (130, 7), heads=1, dim=64), [], 1), {"fp8attn": "True", "stream-ceiling": "False"}),
+        (lambda: prefill.measure("short", SHORT, list(prefill.OURS), 1), dict.fromkeys(prefill.OURS, "True")),
+        (
+            lambda: decode.measure(decode.Case("short", (130, 7), heads=1, dim=64), [], 1),
+            dict.fromkeys(decode.OURS, "True") | {"stream-ceiling": "False"},
+        ),
         (lambda: sdpa.measure("short", sdpa.Case(40, True, sdpa.KV_HEADS), list(sdpa.OURS)), dict.fromkeys(sdpa.OURS, "True")),
-        (lambda: accuracy.measure(accuracy.Case("decode", "mean1", 40)), {"fp8attn": "True", "fp8attn-no-means": "True"}),
+        (lambda: accuracy.measure(accuracy.Case("decode", "mean1", 40)), dict.fromkeys(problem.KEYS, "True")),
         (lambda: portable.attention_rows(portable.Case("short", 1, 40, 2, 1, 64, 1)), {"fp8attn-triton": "True"}),
-        (lambda: append.measure("step", 1), {"fp8attn": "False"}),
-        (lambda: append.measure("prompt", 1), {"fp8attn": "False", "ceiling": "False"}),
-        (lambda: append.measure("quantize", 1), {"fp8attn": "True", "fp8attn-rope": "True", "ceiling": "False"}),
+        (lambda: append.measure("step", 1), dict.fromkeys(problem.KEYS, "False")),
+        (lambda: append.measure("prompt", 1), dict.fromkeys([*problem.KEYS, "ceiling"], "False")),
+        (
+            lambda: append.measure("quantize", 1),
+            {f"{impl}{rope}": "True" for impl in problem.KEYS for rope in ("", "-rope")} | {"ceiling": "False"},
+        ),
     ],
 )
 def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, measured, expected):
     """And are checked before they are timed: each benchmark runs whole."""
     cases = {"step": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)}
     monkeypatch.setattr(append, "CASES", cases)
-    monkeypatch.setattr(prefill, "OURS", ("fp8attn", "fp8attn-q8"))
     rows = {row["impl"]: row for row in measured() if not row["fingerprint"].startswith("peer:")}
     assert {impl: row["fingerprint"] for impl, row in rows.items()} == {impl: f"launches:{given}" for impl, given in expected.items()}
     assert all(row.get("ms", 1.0) == 1.0 and row["case"] for row in rows.values())
