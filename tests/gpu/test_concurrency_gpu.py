@@ -54,7 +54,7 @@ class Work:
         self.run: Callable[[], list[torch.Tensor]] = self._attend
         if kind == "append":
             cache.reserve([a + b for a, b in zip(lengths, queries, strict=True)])
-            self.before = [x.clone() for x in cache.pages.tensors]
+            self.before = cache.pages.pool.clone(), cache.pages.cache_seqlens.clone()
             self.k, self.v = self._tokens(sum(queries), 4), self._tokens(sum(queries), 4)
             angle = torch.randn(sum(queries), 64).to(device)
             self.options = {"cu_seqlens": bounds, "max_seqlen": max(queries), "rope_cos": angle.cos(), "rope_sin": angle.sin()}
@@ -71,10 +71,11 @@ class Work:
 
     def _append(self) -> list[torch.Tensor]:
         """The rotated queries, and all that the cache is, after an append to what was there before."""
-        for x, before in zip(self.pages.tensors, self.before, strict=True):
+        written = self.pages.pool, self.pages.cache_seqlens
+        for x, before in zip(written, self.before, strict=True):
             x.copy_(before)
         q = fp8attn.append(self.pages, self.k, self.v, q=self.q, **self.options, backend=self.backend)
-        return [q, *((x.view(torch.uint8) if x.dtype == FP8 else x).clone() for x in self.pages.tensors)]
+        return [q, *(x.clone() for x in written)]
 
 
 def tokens_of(pages: KVPages, lengths: list[int]) -> list[torch.Tensor]:
@@ -245,7 +246,7 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
     tables = angle.cos(), angle.sin()
     for name, options in {"quantize": {}, "quantize, rope": dict(rope_cos=tables[0], rope_sin=tables[1])}.items():
         pages = ops.quantize(k, v, **options, backend=backend)
-        found[name] = [pages.k_mean, pages.v_mean, *tokens_of(pages, [700, 700])]
+        found[name] = tokens_of(pages, [700, 700])
     found["rotate"] = [ops.rotate(q, *tables, backend=backend)]
     found["quantize_rows"] = list(ops.quantize_rows(k, means=True, backend=backend))
     q8, k8, v8 = (x.to(FP8) for x in (q, k, v))

@@ -17,7 +17,6 @@ from kernel_cases import (
     case_id,
     check_append,
     check_attention,
-    check_means,
     clone,
     cumulative,
     empty_cache,
@@ -91,11 +90,6 @@ def test_append_at_its_edges(name):
     check_append(append, APPEND_EDGES[name], CUDA)
 
 
-@pytest.mark.parametrize(("head_dim", "rotary", "interleaved"), [(64, 0, False), (80, 40, False), (128, 128, False), (256, 256, True)])
-def test_first_append_fixes_the_references_means(head_dim, rotary, interleaved):
-    check_means(append, head_dim, rotary, interleaved, CUDA)
-
-
 def test_token_by_token_equals_the_reference():
     """A page filled in 300 decode steps, its scale growing on the way."""
     theirs = empty_cache([320, 320], 2, 128, CUDA)
@@ -144,7 +138,7 @@ def test_integer_conversions_serve_attention_and_append(monkeypatch):
 
 
 def long_cache(kind: str, length: int, head_dim: int, q: torch.Tensor) -> KVPages:
-    """One sequence of two KV heads; its means are not removed, so that V's mean is the kernel's to accumulate."""
+    """One sequence of two KV heads, without static means: V's mean is the kernel's to accumulate."""
     heads, shape = 2, (length, 2, head_dim)
     k, v = torch.randn(shape, device=CUDA), torch.randn(shape, device=CUDA)
     if kind == "mean 1":
@@ -263,6 +257,6 @@ def test_ragged_prefill_through_the_ops_in_every_stride():
     fused = torch.randn(sum(lengths), heads * (group + 2), head_dim, device=CUDA, dtype=torch.float16)
     q, k, v = fused.split([heads * group, heads, heads], 1)
     cu = cumulative(lengths, CUDA)
-    fp8attn.append(pages, k, v, cu_seqlens=cu, max_seqlen=max(lengths), fix_means=True)
+    fp8attn.append(pages, k, v, cu_seqlens=cu, max_seqlen=max(lengths))
     arguments = {"cu_seqlens_q": cu, "max_seqlen_q": max(lengths), "causal": True, "softmax_scale": head_dim**-0.5}
     run_attention(portable.attention, pages, q, arguments | {"window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None})
