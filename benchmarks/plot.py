@@ -24,6 +24,7 @@ from fp8attn.evaluation.needle import load_outcomes
 from fp8attn.evaluation.plots import needle_maps, thousands
 from fp8attn.evaluation.stress import STRENGTHS
 
+from .problem import KEYS
 from .readme import over_bf16
 from .results import RESULTS
 
@@ -31,7 +32,7 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 FOLDER = RESULTS / "h100"  # of the device whose results are drawn
 COLOURS = {
-    "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-no-means": "#a9d6b0", "fp8attn-q8-no-means": "#a9d6b0",
+    "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
     "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
     "bf16-sdpa": "#b8bfca", "fp8attn-rope": "#a9d6b0", "fp8attn-default": "#a9d6b0", "torchao": "#f2a65a",
@@ -44,6 +45,7 @@ PREFILL = (
     ("gqa-causal-S131072", "chunked-2k-on-128k", "varlen-mix", "D64-full-S16384", "D64-causal-S16384", "D256-full-S16384",
      "D256-causal-S16384"),
 )  # fmt: skip
+_, OTHER_KEYS = KEYS
 SMOOTHED = 21  # segments of a decode whose mean is drawn
 Rows = dict[tuple[str, str], dict]
 
@@ -88,7 +90,7 @@ def legend(figure: Figure, axes: Axes) -> None:
 def plot_decode() -> None:
     figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
     cases = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
-    bars(axes, read("decode"), "gbps", cases, ("fp8attn", "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"))
+    bars(axes, read("decode"), "gbps", cases, (*KEYS, "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"))
     axes.set_ylabel("GB/s of live K and V")
     axes.set_title(f"Decode on an {device()} (32 query heads, 8 KV heads of 128): the cache read once", loc="left", fontsize=11)
     legend(figure, axes)
@@ -103,7 +105,7 @@ def plot_prefill() -> None:
             read("prefill"),
             "tflops",
             cases,
-            ("fp8attn", "fp8attn-q8", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16", "cudnn-bf16"),
+            (*KEYS, "fp8attn-q8", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16", "cudnn-bf16"),
         )
         axes.set_ylabel("TFLOPS")
     title = f"Prefill on an {device()}: fp8attn and vLLM accumulate in FP32, fa3-fp8 and cudnn-fp8 do not (accuracy.png)"
@@ -115,11 +117,12 @@ def plot_prefill() -> None:
 def plot_accuracy() -> None:
     """Error by length: a row of panels a phase, a column a mean of V."""
     rows = read("accuracy")
-    systems = ("fp8attn", "fp8attn-q8", "fp8attn-q8-no-means", "fa3-fp8", "vllm-fa3-fp8", "cudnn-fp8", "fa3-bf16")
+    theirs = ("fa3-fp8", "vllm-fa3-fp8", "cudnn-fp8", "fa3-bf16")
+    systems = (*KEYS, "fp8attn-q8", *theirs)
     phases = {
         "causal": ("last 64 queries of a prompt", systems),
         "full": ("128 queries of all keys", systems),
-        "decode": ("one query", ("fp8attn", "fp8attn-no-means", *systems[3:])),
+        "decode": ("one query", (*KEYS, *theirs)),
     }
     figure, grid = plt.subplots(3, 3, figsize=(12, 10), sharex=True, sharey=True, layout="constrained")
     for line, (phase, (what, impls)) in zip(grid, phases.items(), strict=True):
@@ -128,7 +131,7 @@ def plot_accuracy() -> None:
             for impl in impls:
                 points = series(rows, case, impl, lambda row: row.get("last", row["rel_err"]))
                 points = {n: error for n, error in points.items() if error > 0}  # of one key nothing is wrong
-                style = "o:" if "no-means" in impl else "o--" if impl == "vllm-fa3-fp8" else "o-"
+                style = "o:" if impl.endswith("-keys") else "o--" if impl == "vllm-fa3-fp8" else "o-"
                 axes.loglog(points.keys(), points.values(), style, ms=3, lw=1.4, label=impl, color=COLOURS[impl])
             axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
             axes.grid(alpha=0.25)
@@ -175,7 +178,7 @@ def plot_sdpa() -> None:
     lengths = sorted({int(match[1]) for case, _ in rows if (match := re.fullmatch(r"[a-z-]+-S(\d+)", case))})
     for axes, (kind, title) in zip(panels, titles.items(), strict=True):
         axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1, label="best BF16 kernel")
-        for impl in ("fp8attn", "fp8attn-rope", "torchao"):
+        for impl in (*KEYS, "fp8attn-rope", "torchao"):
             ratios = {n: ratio for n in lengths if (ratio := over_bf16(rows, f"{kind}-S{n}", impl)) is not None}
             axes.semilogx(ratios.keys(), ratios.values(), "o-", base=2, ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
         axes.set_title(title, loc="left", fontsize=10)
@@ -279,7 +282,7 @@ def plot_drift() -> None:
     figure, ((change, kl), (long_change, long_kl)) = plt.subplots(2, 2, figsize=(11, 6.4), sharex="row", sharey="col", layout="constrained")
     context = max(int(case.split("-S")[1]) for case, _ in rows if case.startswith("chunks"))
     base = rows[f"chunks-S{context}", "bf16"]["positions"]
-    for impl, aside in (("fp8attn-no-means", 0.94), ("fp8attn-static", 1.06), ("fp8attn", 1.0)):
+    for impl, aside in ((OTHER_KEYS, 0.94), ("fp8attn-static", 1.06), ("fp8attn", 1.0)):
         if (row := rows.get((f"chunks-S{context}", impl))) is None:
             continue
         look = {"color": COLOURS[impl], "label": impl, "marker": "o", "ms": 3.5, "ls": ":" if impl == "fp8attn-static" else "-"}

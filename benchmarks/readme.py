@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 from .fingerprint import ROOT
+from .problem import KEYS
 from .results import RESULTS
 
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -111,6 +112,8 @@ PREFILL = {
     "D256-causal-S16384": "16k causal, head_dim 256",
 }  # fmt: skip
 SINGLE_LEVEL = ("fa3-fp8", "cudnn-fp8")
+PREFILL_IMPLS = (*KEYS, "fp8attn-q8")  # queries in 16 bits, and in FP8
+OTHER = {key: f"{name.upper()} keys" for key, name in KEYS.items() if key != "fp8attn"}  # not the default's
 
 
 def decode() -> str:
@@ -132,7 +135,7 @@ def decode() -> str:
 
 def decode_error() -> str:
     found = [row for device in devices("decode") for row in rows(device, "decode").values()]
-    ours = max(row["rel_err"] for row in found if row["impl"] == "fp8attn")
+    ours = max(row["rel_err"] for row in found if row["impl"] in KEYS)
     theirs = [row["rel_err"] for row in found if row["impl"].startswith("vllm-fa3-fp8")]
     return f"at most {ours:.1e} off; vLLM's FP8, which rounds Q and the weights, {span(theirs, '.1e')}"
 
@@ -140,16 +143,23 @@ def decode_error() -> str:
 def prefill() -> str:
     head = ["tokens"]
     for device in devices("prefill"):
-        head += [f"{title(device)}: TFLOPS", "over the best single-level FP8", "over vLLM FP8", "16-bit queries"]
+        head += [
+            f"{title(device)}: TFLOPS",
+            "over the best single-level FP8",
+            "over vLLM FP8",
+            "16-bit queries",
+            *(f"16-bit queries, {keys}" for keys in OTHER.values()),
+        ]
     body = []
     for case, what in PREFILL.items():
         line = [what]
         for device in devices("prefill"):
             here = rows(device, "prefill")
-            ours, plain = here.get((case, "fp8attn-q8")), here.get((case, "fp8attn"))
+            ours = here.get((case, "fp8attn-q8"))
             line += [
                 number(ours and ours["tflops"], ".0f"), number(ratio(ours, fastest(here, case, SINGLE_LEVEL))),
-                number(ratio(ours, here.get((case, "vllm-fa3-fp8")))), number(plain and plain["tflops"], ".0f"),
+                number(ratio(ours, here.get((case, "vllm-fa3-fp8")))),
+                *(number(here.get((case, impl), {}).get("tflops"), ".0f") for impl in KEYS),
             ]  # fmt: skip
         body.append(line)
     return table(head, body)
@@ -173,11 +183,11 @@ def append() -> str:
         head += [f"{title(device)}: us", "GB/s", "of the ceiling"]
     body = []
     for case in cases:
-        for impl in ("fp8attn", "fp8attn-rope"):
+        for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS)):
             if not any((case, impl) in rows(device, "append") for device in devices("append")):
                 continue
             words = next(text for word, text in what.items() if word in case)
-            details = [part for part in case.split("-") if part not in what] + (["rope"] if impl.endswith("rope") else [])
+            details = [part for part in case.split("-") if part not in what] + impl.split("-")[1:]
             line = [f"{words}: {', '.join(details)}"]
             for device in devices("append"):
                 here = rows(device, "append")
@@ -216,7 +226,7 @@ def prefill_rounding() -> str:
             if (match := re.fullmatch(r"full-(mean\d)-D128-S(\d+)", case)) and int(match[2]) >= 4096:
                 errors.setdefault((match[1], impl), []).append(row["rel_err"])
     q8, plain = (span((100 * error for error in errors["mean0", impl]), ".1f") for impl in ("fp8attn-q8", "fp8attn"))
-    most = max(errors["mean1", "fp8attn"] + errors["mean1", "fp8attn-q8"])
+    most = max(error for (data, impl), found in errors.items() for error in found if data == "mean1" and impl in PREFILL_IMPLS)
     return f"normal V without a mean is {q8}% off ({plain}% with Q in 16 bits, whose rounding then counts), V of mean 1 at most {most:.2%}"
 
 
@@ -227,7 +237,7 @@ def prefill_error() -> str:
         found += [
             (case, impl, row["rel_err"]) for (case, impl), row in rows(device, "accuracy").items() if re.match("(causal|full)-mean1", case)
         ]
-    ours = max(error for _, impl, error in found if impl in ("fp8attn", "fp8attn-q8"))
+    ours = max(error for _, impl, error in found if impl in PREFILL_IMPLS)
     level = [span((e for case, impl, e in found if impl in SINGLE_LEVEL and case.endswith(f"S{n}")), ".0%") for n in (16384, 131072)]
     return f"single-level kernels are {level[0]} off at 16k tokens and {level[1]} at 128k, ours at most {ours:.2%} at any length"
 
@@ -275,7 +285,7 @@ def perplexity(impls: Iterable[str] = ("fp8attn",)) -> str:
 
 
 def perplexity_all() -> str:
-    return perplexity(("fp8attn", "fp8attn-static", "fp8attn-no-means"))
+    return perplexity((*KEYS, "fp8attn-static"))
 
 
 def drift_operations() -> str:
@@ -313,7 +323,8 @@ def bits() -> str:
 # Retrieval
 
 SYSTEMS = {
-    "bf16": "bf16", "fp8attn": "fp8attn", "fp8attn-static": "fp8attn-static", "fp8attn-no-means": "fp8attn-no-means",
+    "bf16": "bf16", "fp8attn": "fp8attn", "fp8attn-static": "fp8attn-static", "fp8attn-int8-keys": "fp8attn, INT8 keys",
+    "fp8attn-e4m3-keys": "fp8attn, E4M3 keys",
     "fa3-fp8": "FA3 FP8, scales of one", "fa3-fp8:calibrated": "FA3 FP8, calibrated", "fa3-fp8:means": "FA3 FP8, scales of one, means off",
     "fa3-fp8:calibrated+means": "FA3 FP8, calibrated, means off", "vllm-fa3-fp8": "vLLM's FA3, scales of one",
     "vllm-fa3-fp8:calibrated": "vLLM's FA3, calibrated",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -30,13 +31,12 @@ from pathlib import Path
 
 import torch
 
-from fp8attn import ops
+from fp8attn import KVPages, ops
 from fp8attn.kernels import decode, prefill
 from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
-from fp8attn.layout import FP8
 
 from . import results
-from .problem import DEVICE, Shape, hold, ours
+from .problem import DEVICE, KEYS, Shape, given, ours
 from .results import ROOT
 
 OPTIONS = {
@@ -53,8 +53,10 @@ def tokens(count: int, heads: int, dim: int) -> torch.Tensor:
     return torch.randn(count, heads, dim, device=DEVICE).bfloat16()
 
 
-def held(shape: Shape):
-    return hold(shape, *(tokens(sum(shape.keys), shape.kv_heads, shape.dim) for _ in "kv"))
+def made(shape: Shape, impl: str = "fp8attn") -> tuple[torch.Tensor, KVPages]:
+    """The queries and the cache of one of ours."""
+    q = tokens(sum(shape.queries), shape.q_heads, shape.dim)
+    return given(impl, shape, q, *(tokens(sum(shape.keys), shape.kv_heads, shape.dim) for _ in "kv"))
 
 
 def all_options() -> dict:
@@ -72,11 +74,10 @@ def done(what: str) -> None:
 def check_prefill() -> None:
     for dim in DIMS:
         shape = Shape((1, 300, 0, 130), (1, 77, 0, 130), 4, 2, dim, True)
-        pages, q = held(shape), tokens(sum(shape.queries), 4, dim)
-        for queries in (q, q.to(FP8)):
-            ours(prefill.attention, shape, queries, pages)()
-            done(f"prefill D{dim} {queries.dtype}")
-    ops.attention(tokens(300, 4, 128), held(Shape((300, 200), (150, 150), 4, 2, 128, True)), **all_options())
+        for impl in (*KEYS, "fp8attn-q8"):
+            ours(prefill.attention, shape, *made(shape, impl))()
+            done(f"prefill D{dim} {impl}")
+    ops.attention(*made(Shape((300, 200), (150, 150), 4, 2, 128, True)), **all_options())
     done("prefill, all options")
 
 
@@ -84,23 +85,24 @@ def check_decode() -> None:
     for dim in DIMS:
         for queries in (1, 3):
             shape = Shape((1, 1500, 0, 130), (queries,) * 4, 4, 2, dim, True)
-            ours(decode.attention, shape, tokens(4 * queries, 4, dim).half(), held(shape))()
-            done(f"decode D{dim} {queries}")
-    ops.attention(tokens(4, 4, 128), held(Shape((300, 200), (2, 2), 4, 2, 128, True)), **all_options())
+            for impl in KEYS:
+                ours(decode.attention, shape, *made(shape, impl))()
+                done(f"decode D{dim} {queries} {impl}")
+    ops.attention(*made(Shape((300, 200), (2, 2), 4, 2, 128, True)), **all_options())
     done("decode, all options")
 
 
 def check_append() -> None:
-    for dim in DIMS:
-        pages = held(Shape((1, 300, 0, 127), (0,) * 4, 4, 2, dim, True))
-        done(f"append D{dim}, prompts")
-        # A step of the first two, whose last pages have room, with rotary embedding.
+    for dim, impl in itertools.product(DIMS, KEYS):
+        _, pages = made(Shape((1, 300, 0, 127), (0,) * 4, 4, 2, dim, True), impl)
+        done(f"append D{dim} {impl}, prompts")
+        # A step of the first two, whose last pages have free rows, with rotary embedding.
         angle = torch.rand(2, dim // 2, device=DEVICE)
         ends = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32, device=DEVICE)
         ops.append(
             pages, *(tokens(2, 2, dim) for _ in "kv"), cu_seqlens=ends, max_seqlen=1, rope_cos=angle.cos(), rope_sin=angle.sin()
         )  # fmt: skip
-        done(f"append D{dim}, a step")
+        done(f"append D{dim} {impl}, a step")
 
 
 GRIDS = {"prefill": check_prefill, "decode": check_decode, "append": check_append}

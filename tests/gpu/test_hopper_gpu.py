@@ -151,9 +151,9 @@ def test_fp8_queries(head_dim):
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_fp8_queries_need_keys_like_them(keys):
+    pages, q = held([200], keys=keys), queries(200, dtype=FP8)
     with pytest.raises(ValueError, match="pass 16-bit queries"):
-        pages = held([200], keys=keys)
-        prefill.attention(queries(200, dtype=FP8), pages, **options(pages, 200))
+        prefill.attention(q, pages, **options(pages, 200))
 
 
 @pytest.mark.parametrize("keys", KEYS)

@@ -90,7 +90,7 @@ def test_quantize_rows_is_the_references(means, dtype, rotate):
     x = random_tokens(2 * 700, 4, 128, torch.bfloat16, CUDA).unflatten(0, (2, 700)).transpose(1, 2)
     given = {"means": means, "heads_per_scale": 2, "dtype": dtype, "rotate_keys": rotate}
     ours, theirs = (ops.quantize_rows(x, **given, backend=backend) for backend in ("triton", "reference"))
-    assert torch.equal(ours[1], theirs[1])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5 if means and dtype == "int8" else 0, atol=0)  # of what is left without means
     if means:  # their sums are in another order: a byte at a tie may differ
         torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=1.2e-5 * float(x.abs().max()))
         assert (ours[0].view(torch.uint8) != theirs[0].view(torch.uint8)).float().mean() < 1e-3
