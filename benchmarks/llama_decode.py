@@ -144,14 +144,15 @@ def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int, data: 
         else:
             pages = layer.cache.pages
             layer.known_empty = False
-            pools, layer_length = (pages.k.view(torch.uint8), pages.v.view(torch.uint8)), pages.cache_seqlens
-            pages.k_scale.fill_(1)
-            pages.v_scale.fill_(1)
+            pools, layer_length = (pages.pool,), pages.cache_seqlens
         layer_length.fill_(length)
         for pool in pools if data else ():
             values = noise(pool.dtype)
             for part in pool.view(-1).split(len(values)):
                 part.copy_(values[: len(part)])
+        if not isinstance(layer, StaticLayer):
+            pages.k_scale.fill_(1 / 64)  # the bytes of normal values in E4M3 are up to 70 in INT8
+            pages.v_scale.fill_(1)
 
 
 def step_of(model, system: System, cache: Cache, token: torch.Tensor) -> Callable[[], torch.Tensor]:
