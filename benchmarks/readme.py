@@ -262,6 +262,44 @@ def doctor() -> str:
     return "```\n" + "\n".join(lines) + "\n```"
 
 
+STORED = {  # of `real_model`
+    "fp8attn-int8-keys": "INT8 keys, rotated", "fp8attn-e4m3-keys": "E4M3 keys, rotated", "fp8attn-e4m3-plain": "E4M3 keys, not rotated",
+    "scale-1": "a plain cast to E4M3", "transformers-fp8": "transformers' FP8 cache",
+}  # fmt: skip
+TEXTS = {
+    "smollm2-S2048": "code, 2k", "smollm2-S8192": "code, 8k", "smollm2-prose-S8192": "English prose, 8k", "stdlib-S4096": "our model, 4k",
+    "stdlib-S131072": "our model, 128k",
+}  # fmt: skip
+
+
+def real_model() -> str:
+    """Perplexity beside BF16 and divergence beyond BF16's own, by what is stored and how it is read."""
+    if not devices("real_model"):
+        return "not measured yet"
+    device, found = latest("real_model")
+    cases = [case for case in TEXTS if (case, "bf16") in found]
+
+    def cell(case: str, impl: str) -> str:
+        row = found.get((case, impl))
+        if row is None or row["d_ppl_pct"] is None:
+            return ""
+        return f"{row['d_ppl_pct']:+.2f} ± {row['d_ppl_se']:.2f}%, {1e3 * row['kl_excess']:.1f}"
+
+    body = [[stored, how, *(cell(case, f"{name}-{how}") for case in cases)] for name, stored in STORED.items() for how in ("prefill", "decode")]
+    return table(["stored", f"read ({device})", *(TEXTS[case] for case in cases)], body)
+
+
+def agreement() -> str:
+    if not devices("agreement"):
+        return "not measured yet"
+    device, found = latest("agreement")
+    body = [
+        [case, impl, f"{row['dlogp_mean']:.4f}", f"{row['dlogp_max']:.2f}", f"{1e3 * row['kl']:.2f}", f"{row['top1']:.1%}"]
+        for (case, impl), row in found.items()
+    ]
+    return table([device, "", "mean difference of log p", "largest", "KL, 1e-3 nats", "same likeliest token"], body)
+
+
 def perplexity(impls: Iterable[str] = ("fp8attn",)) -> str:
     body = []
     for device in devices("perplexity"):
@@ -441,9 +479,9 @@ def sanitizer() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     made.__name__.replace("_", "-"): made
     for made in (
-        accumulation, append, bits, chains, decode, decode_error, demo_equal, doctor, drift_operations, fits, llama_decode, llama_prefill,
+        accumulation, agreement, append, bits, chains, decode, decode_error, demo_equal, doctor, drift_operations, fits, llama_decode, llama_prefill,
         memory, other_tasks, overhead, perplexity, perplexity_all, portable, prefill, prefill_256, prefill_error, prefill_rounding,
-        retrieval, retrieval_lengths, sanitizer, sdpa, wan,
+        real_model, retrieval, retrieval_lengths, sanitizer, sdpa, wan,
     )
 }  # fmt: skip
 
