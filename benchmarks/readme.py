@@ -285,7 +285,9 @@ def real_model() -> str:
             return ""
         return f"{row['d_ppl_pct']:+.2f} ± {row['d_ppl_se']:.2f}%, {1e3 * row['kl_excess']:.1f}"
 
-    body = [[stored, how, *(cell(case, f"{name}-{how}") for case in cases)] for name, stored in STORED.items() for how in ("prefill", "decode")]
+    body = [
+        [stored, how, *(cell(case, f"{name}-{how}") for case in cases)] for name, stored in STORED.items() for how in ("prefill", "decode")
+    ]
     return table(["stored", f"read ({device})", *(TEXTS[case] for case in cases)], body)
 
 
@@ -479,9 +481,9 @@ def sanitizer() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     made.__name__.replace("_", "-"): made
     for made in (
-        accumulation, agreement, append, bits, chains, decode, decode_error, demo_equal, doctor, drift_operations, fits, llama_decode, llama_prefill,
-        memory, other_tasks, overhead, perplexity, perplexity_all, portable, prefill, prefill_256, prefill_error, prefill_rounding,
-        real_model, retrieval, retrieval_lengths, sanitizer, sdpa, wan,
+        accumulation, agreement, append, bits, chains, decode, decode_error, demo_equal, doctor, drift_operations, fits,
+        llama_decode, llama_prefill, memory, other_tasks, overhead, perplexity, perplexity_all, portable, prefill, prefill_256,
+        prefill_error, prefill_rounding, real_model, retrieval, retrieval_lengths, sanitizer, sdpa, wan,
     )
 }  # fmt: skip
 
