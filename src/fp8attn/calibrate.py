@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .layout import DEFAULT_KEY_DTYPE, FP8, key_type
-from .numerics import E4M3, INT8_MAX, MIN_SCALE, encode, needed_scale, sqnr_db
+from .numerics import E4M3, INT8_MAX, MIN_SCALE, encode, needed_scale, on_grid, sqnr_db
 from .rotation import rotate
 from .scales import SEVERAL, KVScales, LayerScales
 
@@ -261,8 +261,8 @@ class _Range:
                 variance = torch.minimum(variance, found[0])  # RoPE makes an offset look like variance
                 mean = torch.where(found[2] >= WORTH * found[1], mean, 0.0)
             mean = torch.where(mean.abs() >= SEVERAL * variance.sqrt(), mean, 0.0)
-            # A number of the tensor's own dtype: V less such a number is rounded up as often as down.
-            self._mean = mean.to(self._given).float()
+            mean = mean.float()
+            self._mean = mean if self.rotated else on_grid(mean, torch.maximum(self._high, -self._low), self._given)
         return self._mean
 
     @property
