@@ -73,14 +73,6 @@ def test_what_8_bits_cost_a_real_model(given):
     assert rows["transformers-fp8-prefill"]["kl"] < rows["transformers-fp8-decode"]["kl"]
 
 
-def test_a_format_that_the_cache_lacks_is_left_out(given, monkeypatch, capsys):
-    model, _, text, _ = given
-    monkeypatch.setitem(real_model.OURS, "fp8attn-fp4", {"key_dtype_of_tomorrow": "fp4"})
-    rows = real_model.measure("tiny", model, model, models.windows(text, 65, 1), impls=("bf16", "fp8attn-fp4-decode"))
-    assert [row["impl"] for row in rows] == ["bf16"]
-    assert "tiny fp8attn-fp4-decode is left out: FP8Cache has no key_dtype_of_tomorrow" in capsys.readouterr().out
-
-
 def test_a_cache_that_overflows_gives_no_numbers(given, monkeypatch):
     model, _, text, _ = given
     monkeypatch.setattr(real_model, "E4M3Cache", lambda config, **options: E4M3Cache(config, scale=math.nan))
