@@ -25,7 +25,7 @@ ALLOWED = {
     "accumulation": {"kernels", "layout", "numerics", "sdpa_quantized"},
     "cache": {"layout", "ops", "rotation", "scales"},
     "kernels": {"layout", "numerics", "rotation"},
-    "fake_quantize": {"layout", "numerics", "ops", "rope", "rotation"},
+    "fake_quantize": {"layout", "ops", "reference", "rope", "rotation"},
     "calibrate": {"numerics", "rotation", "scales", "cache", "layout"},
     "integrations": {"calibrate", "cache", "layout", "mode", "ops", "scales", "sdpa", "numerics"},
     "plan": {"layout"},
