@@ -27,7 +27,7 @@ ALLOWED = {
     "kernels": {"layout", "numerics", "rotation"},
     "fake_quantize": {"layout", "ops", "reference", "rope", "rotation"},
     "calibrate": {"numerics", "rotation", "scales", "cache", "layout"},
-    "integrations": {"calibrate", "cache", "layout", "mode", "ops", "scales", "sdpa", "numerics"},
+    "integrations": {"calibrate", "cache", "layout", "mode", "numerics", "ops", "rope", "rotation", "scales", "sdpa"},
     "plan": {"layout"},
     "doctor": {"accumulation", "backends", "integrations", "kernels", "scales"},
 }
