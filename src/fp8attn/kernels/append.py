@@ -531,7 +531,6 @@ def _k_page(
     HALF_PAGE: tl.constexpr = _PAGE // 2
     x0, t0 = _load_keys(0, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP)
     x1, t1 = _load_keys(HALF_PAGE, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP)
-    tl.debug_barrier()  # keeps the compiler from rotating the first tile before it asks for the second
     if ROTATE:
         x0 = rotate_rows(x0, D)
         x1 = rotate_rows(x1, D)
