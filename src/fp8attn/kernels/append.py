@@ -28,14 +28,16 @@ from .fp8 import (
     needed_scale,
     pack_e4m3,
     round_to,
+    round_where,
     saturate_int8,
     to_codes,
+    to_e4m3,
     to_int8,
     with_headroom,
 )
 from .launch import MAX_GRID, Constants, constants, launch
 from .rotation import rotate as rotate_rows
-from .rows import load_rows, load_turned, power_of_two, row_constants, store_rows
+from .rows import load_rows, load_turned, power_of_two, quarters, row_constants, store_rows
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
@@ -49,7 +51,7 @@ _HEADER = tl.constexpr(HEADER)
 _TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
 _NONE = tl.constexpr(1 << 62)  # where all tokens fit (`_first_over`)
-_LARGE = tl.constexpr(0x52800000)  # the bits of 2^38: values below it do not saturate under a scale that was settled for them
+_LARGE = tl.constexpr(2.0**38)  # values below it do not saturate under a scale that was settled for them
 
 
 # Where things lie
@@ -92,12 +94,13 @@ def _first_over(need, token, scale, new):
 
 
 @triton.jit
-def _regrow(x, before, fresh, inverse_before, ratio, INT8: tl.constexpr, NATIVE: tl.constexpr, SATURATE: tl.constexpr):
-    """Round the rows `before [N]` of `x [N, C]` to the scale before, of 1 / `inverse_before`, and shift them by `ratio` to the next.
-
-    Rows that are `fresh` hold values; others hold codes of the scale before, shifted to it and not rounded yet. `before`, `inverse_before`
-    and `ratio` are `[N, 1]` or numbers."""
-    return tl.where(before, encode(x * tl.where(fresh, inverse_before, 1.0), INT8, NATIVE, SATURATE) * ratio, x)
+def _regrow(x, before, factor, INT8: tl.constexpr, NATIVE: tl.constexpr, SATURATE: tl.constexpr):
+    """Codes, as FP32 numbers, of the rows `before [N, 1]` of `x * factor`; the other rows of `x [N, C]` as they are."""
+    y = x * tl.where(before, factor, 1.0)
+    if INT8 and not SATURATE:
+        return round_where(y, before)
+    else:
+        return tl.where(before, encode(y, INT8, NATIVE), y)
 
 
 @triton.jit
@@ -178,9 +181,11 @@ def _settle_step(
         scale: `[HEADS]`, zero where a page holds nothing.
         held: `[HEADS]`, whether there is such a head.
     Returns:
-        `x`, of rows that are not fresh codes shifted and not rounded yet; the scales; and whether rows are fresh, `[HEADS, T]`.
+        `x`, with codes where a later token made the scale grow; what its rows are multiplied by before they are rounded, `[HEADS, T]`; and
+        the scales.
     """
-    first_fresh = tl.zeros((HEADS,), tl.int32)
+    first_fresh = tl.zeros((HEADS,), tl.int32)  # rows before it are codes, to be shifted by `ratio`
+    ratio = tl.full((HEADS,), 1.0, tl.float32)
     # How often any of the scales grows. (A `while` that carries the tile is more than Triton 3.6 compiles.)
     settled = scale
     count = 0
@@ -194,7 +199,12 @@ def _settle_step(
         grows = key < _NONE
         index = (key >> 32).to(tl.int32)
         grown = tl.where(grows, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8), scale)
-        ratio = scale * inverse(grown, INT8)
+        if T > 1:
+            before = new & grows[:, None] & (token < index[:, None])
+            factor = tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, INT8)[:, None])
+            x = _regrow(x, _rows(before), _rows(factor), INT8, NATIVE, True)
+            first_fresh = tl.where(grows, index, first_fresh)
+        ratio = tl.where(grows, scale * inverse(grown, INT8), ratio)
         if old > 0:
             codes_ptr = slot_ptr + _PAGE * D if IS_V else slot_ptr
             for head in range(HEADS):
@@ -202,17 +212,9 @@ def _settle_step(
                 if tl.max(this.to(tl.int32)) > 0:
                     address = tl.sum(tl.where(this, codes_ptr.to(tl.int64), 0)).to(tl.pointer_type(tl.uint8))
                     _shift(address, tl.sum(tl.where(this, ratio, 0.0)), old, D, IS_V, INT8, NATIVE)
-        if T > 1:
-            before = new & grows[:, None] & (token < index[:, None])
-            fresh = token >= first_fresh[:, None]
-            x = _regrow(
-                x, _rows(before), _rows(fresh), _rows(tl.broadcast_to(inverse(scale, INT8)[:, None], need.shape)),
-                _rows(tl.broadcast_to(ratio[:, None], need.shape)), INT8, NATIVE, True,
-            )  # fmt: skip
-            first_fresh = tl.where(grows, index, first_fresh)
         scale = grown
         key = _first_over(need, token, scale[:, None], new)
-    return x, scale, token >= first_fresh[:, None]
+    return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, INT8)[:, None]), scale
 
 
 @triton.jit
@@ -242,21 +244,20 @@ def _write_step(
     tokens = tl.broadcast_to(token[None, :], (HEADS, T))
     here = old + tokens < _PAGE
     nan = tl.reshape(tl.max((x != x).to(tl.int32), 1), (HEADS, T)) > 0
-    fresh = here | True
     if STATIC:
         next_scale = tl.load(next_scale_ptr) if T > 1 else scale
+        factor = tl.where(here, inverse(scale, INT8)[:, None], inverse(next_scale, INT8)[:, None])
     else:
         need = tl.reshape(needed_scale(tl.max(finite(x), 1), INT8), (HEADS, T))
         scale = tl.where(old > 0, scale, 0.0)
-        x, scale, fresh = _settle_step(x, need, tokens, here, scale, slot_ptr, held, old, D, IS_V, INT8, NATIVE, T, HEADS)
+        x, factor, scale = _settle_step(x, need, tokens, here, scale, slot_ptr, held, old, D, IS_V, INT8, NATIVE, T, HEADS)
         next_scale = scale
         if crosses:
-            x, next_scale, next_fresh = _settle_step(
+            x, next_factor, next_scale = _settle_step(
                 x, need, tokens, ~here, tl.zeros((HEADS,), tl.float32), next_ptr, held, 0, D, IS_V, INT8, NATIVE, T, HEADS
             )  # fmt: skip
-            fresh = tl.where(here, fresh, next_fresh)
-    factor = tl.where(here, inverse(scale, INT8)[:, None], inverse(next_scale, INT8)[:, None])
-    codes = to_codes(x * _rows(tl.where(fresh, factor, 1.0)), INT8, NATIVE)
+            factor = tl.where(here, factor, next_factor)
+    codes = to_codes(x * _rows(factor), INT8, NATIVE)
     if INT8:  # its codes cannot say NaN
         broken = tl.max((nan & here).to(tl.int32), 1) > 0
         tl.store(scale_ptr, tl.where(broken, float("nan"), scale), mask=held & (broken | (not STATIC)))
@@ -353,113 +354,139 @@ def _queries_kernel(
     )  # fmt: skip
 
 
-# A prompt: page by page, as four tiles `[32, C]`: of K 32 tokens in a row, of V one of the four tokens of each word.
+# A prompt: page by page, as two tiles `[64, C]`: of K 64 tokens in a row, of V the first two and the last two tokens of each word.
 
 
 @triton.jit
-def _four(a, b, c, d):
-    """Four `[32]` as one `[128]`, in whatever order: the same for all."""
-    return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (_PAGE,))
+def _both(a, b):
+    """Two `[64]` as one `[128]`, in whatever order: the same for all."""
+    return tl.reshape(tl.join(a, b), (_PAGE,))
 
 
 @triton.jit
-def _before(token, index):
-    return (token < index)[:, None]
+def _factor(token, fresh, ratio, inverse_scale):
+    """What the rows of tokens `[N]` are multiplied by before they are rounded: before `fresh` they are codes."""
+    return tl.where(token < fresh, ratio, inverse_scale)[:, None]
+
+
+@triton.jit
+def _finite_rows(x0, x1):
+    """The largest finite magnitude of each row of two tiles."""
+    return _both(tl.max(finite(x0), 1), tl.max(finite(x1), 1))
 
 
 @triton.jit
 def _grow(
-    x0, x1, x2, x3, t0, t1, t2, t3, amax, scale, codes_ptr, old, end,
+    x0, x1, t0, t1, amax, most, scale, codes_ptr, old,
     D: tl.constexpr, IS_V: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr, SATURATE: tl.constexpr,
 ):  # fmt: skip
-    """Of a page whose tokens held have `scale`: what is to be rounded of each tile, and the scale that fits all; codes held are shifted."""
-    need = needed_scale(amax, INT8)
-    token = _four(t0, t1, t2, t3)
-    new = (token >= old) & (token < end)
-    fresh = old  # the first token that is not a code, shifted and not rounded yet
-    key = _first_over(need, token, scale, new)
-    while key < _NONE:
+    """Of a page with `scale`, whose new tokens reach up to `amax [128]` and need `most`: what is to be rounded of each tile, and the scale
+    that fits all; codes held are shifted to it. Of V `amax` is computed here."""
+    if IS_V:
+        amax = tl.zeros((_PAGE,), tl.float32)
+        if most > scale:  # few pages of V
+            amax = _finite_rows(x0, x1)
+    fresh = old  # tokens before it are codes, to be shifted by `ratio`
+    ratio = 1.0
+    while most > scale:
+        token = _both(t0, t1)
+        key = _first_over(needed_scale(amax, INT8), token, scale, token >= old)  # past the end are copies of the last token
         index = (key >> 32).to(tl.int32)
         grown = with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8)
+        if DENSE or old < index:
+            factor = inverse(scale, INT8)
+            x0 = _regrow(x0, (t0 < index)[:, None], _factor(t0, fresh, ratio, factor), INT8, NATIVE, SATURATE)
+            if IS_V or index > _PAGE // 2:  # of K, often not
+                x1 = _regrow(x1, (t1 < index)[:, None], _factor(t1, fresh, ratio, factor), INT8, NATIVE, SATURATE)
         ratio = scale * inverse(grown, INT8)
         if not DENSE and old > 0:
             _shift(codes_ptr, ratio, old, D, IS_V, INT8, NATIVE)
-        if old < index:  # of K's tiles, those behind are left out
-            shrink = inverse(scale, INT8)
-            x0 = _regrow(x0, _before(t0, index), ~_before(t0, fresh), shrink, ratio, INT8, NATIVE, SATURATE)
-            if IS_V or index > 32:
-                x1 = _regrow(x1, _before(t1, index), ~_before(t1, fresh), shrink, ratio, INT8, NATIVE, SATURATE)
-            if IS_V or index > 64:
-                x2 = _regrow(x2, _before(t2, index), ~_before(t2, fresh), shrink, ratio, INT8, NATIVE, SATURATE)
-            if IS_V or index > 96:
-                x3 = _regrow(x3, _before(t3, index), ~_before(t3, fresh), shrink, ratio, INT8, NATIVE, SATURATE)
         fresh = index
         scale = grown
-        key = _first_over(need, token, scale, new)
     factor = inverse(scale, INT8)
-    x0 *= tl.where(_before(t0, fresh), 1.0, factor)
-    x1 *= tl.where(_before(t1, fresh), 1.0, factor)
-    x2 *= tl.where(_before(t2, fresh), 1.0, factor)
-    x3 *= tl.where(_before(t3, fresh), 1.0, factor)
+    x0 *= _factor(t0, fresh, ratio, factor)
+    x1 *= _factor(t1, fresh, ratio, factor)
     if INT8 and SATURATE:
-        return saturate_int8(x0), saturate_int8(x1), saturate_int8(x2), saturate_int8(x3), scale
+        return saturate_int8(x0), saturate_int8(x1), scale
     else:
-        return x0, x1, x2, x3, scale
+        return x0, x1, scale
+
+
+@triton.jit
+def _larger(a, b, other_a, other_b):
+    return tl.maximum(a, other_a), tl.maximum(b, other_b)
+
+
+@triton.jit
+def _largest(amax, is_first):
+    """The largest of `amax [128]`, or NaN, and the one that `is_first`: in one reduction, of integers, of which NaN is the largest."""
+    bits = amax.to(tl.int32, bitcast=True)
+    worst, first = tl.reduce((bits, tl.where(is_first, bits, 0)), 0, _larger)
+    return worst.to(tl.float32, bitcast=True), first.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _settle_page(
-    x0, x1, x2, x3, t0, t1, t2, t3, slot_ptr, old, end,
+    x0, x1, t0, t1, first, slot_ptr, old,
     D: tl.constexpr, IS_V: tl.constexpr, INT8: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Settle the scale of a page from its tokens `[old, end)`, of which tile i has `t_i [32]`, and write it.
+    """Settle the scale of a page from its tokens from `old` on, of which tile i has `t_i [64]`, and write it.
 
-    Returns what is to be rounded of each tile; of INT8 it is saturated.
+    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns what is to be rounded of each tile; of INT8 it
+    is saturated.
     """
     scale_ptr = _scale_ptr(slot_ptr, D, IS_V)
     codes_ptr = slot_ptr + _PAGE * D if IS_V else slot_ptr
-    scale = 0.0
-    if STATIC or (not DENSE and old > 0):
-        scale = tl.load(scale_ptr)
-    amax = _four(magnitude(x0, NATIVE), magnitude(x1, NATIVE), magnitude(x2, NATIVE), magnitude(x3, NATIVE))
-    worst = tl.max(amax.to(tl.int32, bitcast=True))  # NaN is the largest
+    if IS_V:
+        amax = first
+        worst = tl.max(tl.maximum(tl.abs(x0), tl.abs(x1)))
+    else:
+        is_first = _both(t0, t1) == old
+        amax = _both(magnitude(x0, NATIVE), magnitude(x1, NATIVE))
+        worst, first = _largest(amax, is_first)
+    broken = worst != worst
     if STATIC:
+        scale = tl.load(scale_ptr)
         factor = inverse(scale, INT8)
         x0 *= factor
         x1 *= factor
-        x2 *= factor
-        x3 *= factor
         if INT8:
-            x0, x1, x2, x3 = saturate_int8(x0), saturate_int8(x1), saturate_int8(x2), saturate_int8(x3)
+            x0, x1 = saturate_int8(x0), saturate_int8(x1)
     else:
-        large = (worst >= _LARGE) | (scale != scale)
+        scale = 0.0
+        if not DENSE and old > 0:
+            scale = tl.load(scale_ptr)
+        large = (not (worst < _LARGE)) | (scale != scale)
         if large:
-            amax = _four(tl.max(finite(x0), 1), tl.max(finite(x1), 1), tl.max(finite(x2), 1), tl.max(finite(x3), 1))
+            if IS_V:
+                worst = tl.max(tl.maximum(finite(x0), finite(x1)))
+            else:
+                amax = _finite_rows(x0, x1)
+                worst, first = _largest(amax, is_first)
+        if DENSE or old == 0:
+            scale = with_headroom(needed_scale(first, INT8), INT8)
+        most = needed_scale(worst, INT8)
         if INT8 and large:  # two paths: most pages have nothing that saturates, and it would cost them a sixth of their instructions
-            x0, x1, x2, x3, scale = _grow(
-                x0, x1, x2, x3, t0, t1, t2, t3, amax, scale, codes_ptr, old, end, D, IS_V, INT8, NATIVE, DENSE, True
-            )  # fmt: skip
+            x0, x1, scale = _grow(x0, x1, t0, t1, amax, most, scale, codes_ptr, old, D, IS_V, INT8, NATIVE, DENSE, True)
         else:
-            x0, x1, x2, x3, scale = _grow(
-                x0, x1, x2, x3, t0, t1, t2, t3, amax, scale, codes_ptr, old, end, D, IS_V, INT8, NATIVE, DENSE, False
-            )  # fmt: skip
+            x0, x1, scale = _grow(x0, x1, t0, t1, amax, most, scale, codes_ptr, old, D, IS_V, INT8, NATIVE, DENSE, False)
     if INT8:  # its codes cannot say NaN
-        tl.store(scale_ptr, tl.where(worst > 0x7F800000, float("nan"), scale))
+        tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
     elif not STATIC:
         tl.store(scale_ptr, scale)
     if DENSE:  # the rest of the header, by K's program
         i = tl.arange(0, _HEADER // 4)
         tl.store(scale_ptr + i, tl.zeros(i.shape, tl.float32), mask=(i > 1) & (not IS_V))
-    return x0, x1, x2, x3
+    return x0, x1
 
 
 @triton.jit
 def _load_keys(
     first, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end,
-    D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, ROTATE: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The tile of a K page from its token `first` on, and where it lies in the page."""
-    position = first + tl.arange(0, _PAGE // 4)
+    position = first + tl.arange(0, _PAGE // 2)
     token = tl.minimum(tl.maximum(position, old), end - 1)  # outside, a new one again: it changes no maximum, and nothing is masked
     rows = (token * stride_t)[:, None]
     if HALF > 0:
@@ -468,16 +495,30 @@ def _load_keys(
     else:
         cos = rows
         sin = rows
-    x = load_turned(x_ptr + rows, cos, sin, D, C, HALF, INTERLEAVED, STEP)
-    if ROTATE:
-        x = rotate_rows(x, D)
-    return x, position
+    return load_turned(x_ptr + rows, cos, sin, D, C, HALF, INTERLEAVED, STEP), position
+
+
+@triton.jit
+def _codes(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    """Of what `_settle_page` returns."""
+    return to_int8(x) if INT8 else to_e4m3(x, NATIVE)
 
 
 @triton.jit
 def _store_keys(x, position, page_ptr, old, end, D: tl.constexpr, C: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr):
-    codes = to_int8(x) if INT8 else to_codes(x, False, NATIVE)
-    store_rows(page_ptr + (position * D)[:, None], codes, ((position >= old) & (position < end))[:, None], D, C)
+    rows = page_ptr + (position * D)[:, None]
+    valid = ((position >= old) & (position < end))[:, None]
+    if D == C:
+        # In the parts that were loaded, and not more bytes than the eight channels that a thread has in a row: nothing changes threads.
+        rows = tl.multiple_of(rows, [8, 8])
+        i = tl.arange(0, C // 4)
+        x0, x1, x2, x3 = quarters(x)
+        tl.store(rows + i, _codes(x0, INT8, NATIVE), mask=valid)
+        tl.store(rows + C // 4 + i, _codes(x1, INT8, NATIVE), mask=valid)
+        tl.store(rows + C // 2 + i, _codes(x2, INT8, NATIVE), mask=valid)
+        tl.store(rows + 3 * C // 4 + i, _codes(x3, INT8, NATIVE), mask=valid)
+    else:
+        store_rows(rows, _codes(x, INT8, NATIVE), valid, D, C)
 
 
 @triton.jit
@@ -487,22 +528,19 @@ def _k_page(
     INT8: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Write tokens `[old, end)` of a head's K page; the pointers are token 0's (before the tensors begin, if old > 0)."""
-    Q: tl.constexpr = _PAGE // 4
-    x0, t0 = _load_keys(0, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP, ROTATE)
-    x1, t1 = _load_keys(Q, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP, ROTATE)
-    x2, t2 = _load_keys(2 * Q, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP, ROTATE)
-    x3, t3 = _load_keys(3 * Q, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP, ROTATE)
+    HALF_PAGE: tl.constexpr = _PAGE // 2
+    x0, t0 = _load_keys(0, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP)
+    x1, t1 = _load_keys(HALF_PAGE, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP)
+    if ROTATE:
+        x0 = rotate_rows(x0, D)
+        x1 = rotate_rows(x1, D)
     if mean_ptr is not None:
         mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), D, C)
         x0 -= mean
         x1 -= mean
-        x2 -= mean
-        x3 -= mean
-    x0, x1, x2, x3 = _settle_page(x0, x1, x2, x3, t0, t1, t2, t3, slot_ptr, old, end, D, False, INT8, STATIC, NATIVE, DENSE)
+    x0, x1 = _settle_page(x0, x1, t0, t1, 0.0, slot_ptr, old, D, False, INT8, STATIC, NATIVE, DENSE)
     _store_keys(x0, t0, slot_ptr, old, end, D, C, INT8, NATIVE)
     _store_keys(x1, t1, slot_ptr, old, end, D, C, INT8, NATIVE)
-    _store_keys(x2, t2, slot_ptr, old, end, D, C, INT8, NATIVE)
-    _store_keys(x3, t3, slot_ptr, old, end, D, C, INT8, NATIVE)
 
 
 @triton.jit
@@ -533,27 +571,41 @@ def _store_words(page_ptr, words, first, old, end, D: tl.constexpr, C: tl.conste
 
 
 @triton.jit
+def _load_values(first, x_ptr, stride_t, old, end, D: tl.constexpr, C: tl.constexpr):
+    """Tokens `first [32]` and the next ones as one tile `[64, C]`, and where they lie in the page."""
+    last = end - 1
+    rows = x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None]
+    a = load_turned(rows, rows, rows, D, C, 0, False, 1)
+    rows = x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None]
+    b = load_turned(rows, rows, rows, D, C, 0, False, 1)
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (_PAGE // 2, C)), tl.reshape(tl.join(first, first + 1), (_PAGE // 2,))
+
+
+@triton.jit
+def _take_apart(x, C: tl.constexpr):
+    """The two that `_load_values` has put together."""
+    return tl.split(tl.permute(tl.reshape(x, (_PAGE // 4, 2, C)), (0, 2, 1)))
+
+
+@triton.jit
 def _v_page(
     x_ptr, stride_t, mean_ptr, slot_ptr, old, end,
     D: tl.constexpr, C: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """`_k_page` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
     first = _word_token(tl.arange(0, _PAGE // 4))
-    last = end - 1
-    x0 = load_rows(x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None], D, C)
-    x1 = load_rows(x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None], D, C)
-    x2 = load_rows(x_ptr + (tl.minimum(tl.maximum(first + 8, old), last) * stride_t)[:, None], D, C)
-    x3 = load_rows(x_ptr + (tl.minimum(tl.maximum(first + 9, old), last) * stride_t)[:, None], D, C)
+    x0, t0 = _load_values(first, x_ptr, stride_t, old, end, D, C)
+    x1, t1 = _load_values(first + 8, x_ptr, stride_t, old, end, D, C)
+    token = load_rows(x_ptr + (old * stride_t) + tl.zeros((1, 1), tl.int32), D, C)  # the first again: cheaper than to pick it out
     if mean_ptr is not None:
         mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), D, C)
         x0 -= mean
         x1 -= mean
-        x2 -= mean
-        x3 -= mean
-    x0, x1, x2, x3 = _settle_page(
-        x0, x1, x2, x3, first, first + 1, first + 8, first + 9, slot_ptr, old, end, D, True, False, STATIC, NATIVE, DENSE
-    )  # fmt: skip
-    _store_words(slot_ptr + _PAGE * D, pack_e4m3(x0, x1, x2, x3, NATIVE), first, old, end, D, C)
+        token -= mean
+    x0, x1 = _settle_page(x0, x1, t0, t1, tl.max(finite(token)), slot_ptr, old, D, True, False, STATIC, NATIVE, DENSE)
+    a, b = _take_apart(x0, C)
+    c, d = _take_apart(x1, C)
+    _store_words(slot_ptr + _PAGE * D, pack_e4m3(a, b, c, d, NATIVE), first, old, end, D, C)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "first_seq"])
@@ -599,7 +651,7 @@ def _page_kernel(
         length = tl.load(seqlens_ptr + seq)
         column += length // _PAGE
     first = column * _PAGE  # the page's first token
-    old = tl.maximum(length - first, 0)
+    old = 0 if DENSE else tl.maximum(length - first, 0)
     end = tl.minimum(length + new - first, _PAGE)
     if old >= end:
         return
@@ -739,7 +791,7 @@ def _step_plan(
 
 
 def _page_constants(device: torch.device, row: dict[str, int], dense: bool) -> Constants:
-    return constants("page", device, **row, DENSE=dense, num_warps=row["C"] // 16)
+    return constants("page", device, **row, DENSE=dense, num_warps=row["C"] // 16, maxnreg=128)
 
 
 def quantize(

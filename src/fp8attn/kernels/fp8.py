@@ -134,12 +134,19 @@ def from_codes(codes, INT8: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def encode(x, INT8: tl.constexpr, NATIVE: tl.constexpr, SATURATE: tl.constexpr = True):
-    """`numerics.encode`: codes as FP32 numbers. Not SATURATE: no magnitude is above 127.5, or E4M3 saturates by itself."""
+def encode(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    """`numerics.encode`: codes as FP32 numbers."""
     if INT8:
-        return ((saturate_int8(x) if SATURATE else x) + _ROUND) - _ROUND
+        return (saturate_int8(x) + _ROUND) - _ROUND
     else:
         return from_codes(to_e4m3(x, NATIVE), False, NATIVE)
+
+
+@triton.jit
+def round_where(x, rows):
+    """The integers nearest to the rows `rows [N, 1]` of `x [N, C]`, whose magnitudes are up to 127.5; the other rows as they are."""
+    magic = tl.where(rows, _ROUND, 0.0)
+    return (x + magic) - magic
 
 
 @triton.jit

@@ -51,18 +51,39 @@ def _turn(a, b, cos, sin):
 
 
 @triton.jit
+def _load_pairs(first, rows, cos, sin, M: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr):
+    """M channels from `first` on and those C / 2 behind them, each `[N, M]`, with RoPE."""
+    i = first + tl.arange(0, M)
+    a = _load(rows, i, i >= 0, True)
+    b = _load(rows + C // 2, i, i >= 0, True)
+    if HALF > 0:
+        a, b = _turn(a, b, _load(cos, i * STEP, i >= 0, True), _load(sin, i * STEP, i >= 0, True))
+    return a, b
+
+
+@triton.jit
+def quarters(x):
+    """Rows `x [N, C]` as four tiles of C / 4 channels each, as `load_turned` loads many rows."""
+    a, b = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, 2, x.shape[1] // 4)), (0, 3, 2, 1)))
+    x0, x1 = tl.split(a)
+    x2, x3 = tl.split(b)
+    return x0, x1, x2, x3
+
+
+@triton.jit
 def load_turned(
     rows, cos, sin, D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """`load_rows` and RoPE: HALF pairs turn by the angles of the rows at `cos` and `sin [N, 1]`, which are STEP elements apart."""
     N: tl.constexpr = rows.shape[0]
     if D == C and not INTERLEAVED and (HALF == 0 or 2 * HALF == D):
-        i = tl.arange(0, C // 2)
-        a = _load(rows, i, i >= 0, True)
-        b = _load(rows + C // 2, i, i >= 0, True)
-        if HALF > 0:
-            a, b = _turn(a, b, _load(cos, i * STEP, i >= 0, True), _load(sin, i * STEP, i >= 0, True))
-        return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, C))
+        if N >= 64:
+            a, b = _load_pairs(0, rows, cos, sin, C // 4, C, HALF, STEP)
+            c, d = _load_pairs(C // 4, rows, cos, sin, C // 4, C, HALF, STEP)
+            return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 3, 2, 1)), (N, C))
+        else:
+            a, b = _load_pairs(0, rows, cos, sin, C // 2, C, HALF, STEP)
+            return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, C))
     x = load_rows(rows, D, C)
     if HALF > 0:
         if INTERLEAVED:
