@@ -274,8 +274,6 @@ TEXTS = {
 
 def real_model() -> str:
     """Perplexity beside BF16 and divergence beyond BF16's own, by what is stored and how it is read."""
-    if not devices("real_model"):
-        return "not measured yet"
     device, found = latest("real_model")
     cases = [case for case in TEXTS if (case, "bf16") in found]
 
@@ -289,17 +287,6 @@ def real_model() -> str:
         [stored, how, *(cell(case, f"{name}-{how}") for case in cases)] for name, stored in STORED.items() for how in ("prefill", "decode")
     ]
     return table(["stored", f"read ({device})", *(TEXTS[case] for case in cases)], body)
-
-
-def agreement() -> str:
-    if not devices("agreement"):
-        return "not measured yet"
-    device, found = latest("agreement")
-    body = [
-        [case, impl, f"{row['dlogp_mean']:.4f}", f"{row['dlogp_max']:.2f}", f"{1e3 * row['kl']:.2f}", f"{row['top1']:.1%}"]
-        for (case, impl), row in found.items()
-    ]
-    return table([device, "", "mean difference of log p", "largest", "KL, 1e-3 nats", "same likeliest token"], body)
 
 
 def perplexity(impls: Iterable[str] = ("fp8attn",)) -> str:
@@ -481,7 +468,7 @@ def sanitizer() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     made.__name__.replace("_", "-"): made
     for made in (
-        accumulation, agreement, append, bits, chains, decode, decode_error, demo_equal, doctor, drift_operations, fits,
+        accumulation, append, bits, chains, decode, decode_error, demo_equal, doctor, drift_operations, fits,
         llama_decode, llama_prefill, memory, other_tasks, overhead, perplexity, perplexity_all, portable, prefill, prefill_256,
         prefill_error, prefill_rounding, real_model, retrieval, retrieval_lengths, sanitizer, sdpa, wan,
     )
