@@ -42,7 +42,7 @@ from fp8attn.kernels.combine import MAX_SPLITS, combine, num_splits
 from fp8attn.kernels.fp8 import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.quantize_rows import quantize_rows
-from fp8attn.layout import FP8
+from fp8attn.layout import FP8, page_bytes
 from fp8attn.numerics import quantize, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
@@ -292,13 +292,13 @@ def test_the_hopper_kernels_need_no_table(monkeypatch):
 
 
 def test_a_pool_beyond_tma_s_coordinates_is_refused():
-    """TMA counts K's rows, 128 a page and head, in 32 bits; both Hopper kernels ask for these views."""
+    """TMA counts pages of a head in 32 bits; both Hopper kernels ask for these views."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from fp8attn.kernels.pages import _views
 
-    assert _views((2**24 - 1, 1, 8, 128, 16), 128, 128)
+    assert _views((2**31 - 1, 1, page_bytes(128)), torch.int8, 128, 128)
     with pytest.raises(ValueError, match="split them over several pools"):
-        _views((2**21, 8, 8, 128, 16), 128, 128)
+        _views((2**28, 8, page_bytes(128)), torch.int8, 128, 128)
 
 
 def test_decode_has_work_for_a_slice_of_a_gpu():
