@@ -1,4 +1,5 @@
-"""Every launch of the Triton kernels compiles for Hopper without spilling, and for older GPUs too; no GPU is needed."""
+"""Every launch of the Triton kernels compiles for Hopper, with no spills but those of writing pages, and for older GPUs too; no GPU is
+needed."""
 
 import compiling
 import pytest
@@ -13,6 +14,11 @@ KERNELS = {
     *("step_kernel", "page_kernel", "queries_kernel", "bytes_kernel"),
     *("statistics_kernel", "scales_kernel", "rows_kernel"),
 }
+
+
+# Bytes that a thread may spill at head_dim 128 and less. Pages of K that are rotated and settled do not fit in the 128 registers of two
+# programs an SM, and steps of several tokens keep all that may be rounded again; spills are outside of loops over memory.
+SPILLED = {"page_kernel": 320, "step_kernel": 160}
 
 
 @pytest.mark.parametrize("arch", CASES)
@@ -33,7 +39,7 @@ def test_kernels_compile_without_spills(arch, head_dim, capsys):
         assert row["head_dim"] == head_dim and not row["warnings"], row
         assert row["shared_bytes"] <= row["shared_limit"], row
         if arch == 90 and head_dim <= 128:
-            assert row["spill_bytes"] == 0, row
+            assert row["spill_bytes"] <= SPILLED.get(row["kernel"], 0), row
         if arch == 90 and row["kernel"] == "page_kernel" and head_dim in (64, 96, 128):
             # Two programs an SM: alone, a program's reading waits for its writing, and a quarter of the bandwidth is gone.
             assert 2 * row["registers"] * 32 * row["num_warps"] <= 65536, row
