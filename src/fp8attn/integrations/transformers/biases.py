@@ -68,7 +68,7 @@ def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module, nn.Module | 
 
 
 def _offset(attention: nn.Module, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What is added to every K or V, and the deviation, each `[num_kv_heads, head_dim]` float32; None: there is none, or it cannot be seen."""
+    """What is added to every K or V, and the deviation, each `[num_kv_heads, head_dim]` float32; None: there is none to see."""
     fused = not hasattr(attention, "k_proj")
     projection = getattr(attention, "qkv_proj" if fused else f"{which}_proj", None)
     head_dim = getattr(attention, "head_dim", None)
