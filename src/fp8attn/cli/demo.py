@@ -148,7 +148,8 @@ def _summary(results: dict[str, Any], public: list[Perplexity]) -> Table:
     bf16, fp8 = public[:2]
     same = "the same prompts" if results["needle_cells_equal"] else "different prompts"
     ratio = results["bytes_per_token_fp8"] / results["bytes_per_token_bf16"]
-    table.add_row(f"{results['model']}: tokens of answers", str(results["greedy_tokens"]), str(results["greedy_tokens_matched"]), "equal")
+    alike = f"{results['greedy_tokens_matched']} of {results['greedy_tokens']} alike"
+    table.add_row(f"{results['model']}: tokens of answers", "", "", alike)
     table.add_row(f"{results['model']}: perplexity", f"{bf16.ppl:.4f}", f"{fp8.ppl:.4f}", f"{fp8.ppl / bf16.ppl - 1:+.3%}")
     change = results["ppl_fp8"] / results["ppl_bf16"] - 1
     table.add_row("committed model: perplexity", *(f"{results[f'ppl_{c}']:.4f}" for c in ("bf16", "fp8")), f"{change:+.3%}")
