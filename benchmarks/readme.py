@@ -187,7 +187,8 @@ def append() -> str:
             if not any((case, impl) in rows(device, "append") for device in devices("append")):
                 continue
             words = next(text for word, text in what.items() if word in case)
-            details = [part for part in case.split("-") if part not in what] + impl.split("-")[1:]
+            options = impl.replace("fp8attn", "").replace("-e4m3-keys", "-E4M3 keys").split("-")[1:]
+            details = [part for part in case.split("-") if part not in what] + options
             line = [f"{words}: {', '.join(details)}"]
             for device in devices("append"):
                 here = rows(device, "append")

@@ -107,7 +107,7 @@ class KVPages:
     cache_seqlens: torch.Tensor
     k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
-    key_dtype: torch.dtype = torch.int8
+    key_dtype: torch.dtype = KEY_TYPES[DEFAULT_KEY_DTYPE]
     rotate_keys: bool = True
 
     def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class KVPages:
         max_pages: int,
         device: torch.device | str | None = None,
         *,
-        key_dtype: torch.dtype = torch.int8,
+        key_dtype: torch.dtype = KEY_TYPES[DEFAULT_KEY_DTYPE],
         rotate_keys: bool = True,
         k_mean: torch.Tensor | None = None,
         v_mean: torch.Tensor | None = None,

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_cases import LSE_ERROR, cumulative, empty_cache, fill, poison_empty
+from kernel_cases import LSE_ERROR, cumulative, empty_cache, fill
 
 import fp8attn
 from fp8attn import KVPages, PagedKVCache, reference
@@ -15,7 +15,7 @@ from fp8attn.numerics import relative_error
 from fp8attn.rope import apply_rope
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
 CUDA = torch.device("cuda", 0)
 KEYS = list(KEY_TYPES)
 FORMATS = [(dim, keys, True) for dim in HEAD_DIMS for keys in KEYS] + [(dim, keys, False) for dim in (80, 128) for keys in KEYS]
@@ -24,15 +24,6 @@ PROMPT = 0.005
 FEW_KEYS = 0.015  # rows that see few keys average over less
 PROMPT_LSE = {"int8": 0.03, "e4m3": 0.12}  # sums of weights that were rounded, and scores of 8-bit queries
 STEP = 5e-4  # decoding with FP16 queries, and LSE_ERROR
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    torch.manual_seed(0)
-    poison_empty(monkeypatch)
-    prefill.plan.cache_clear()  # a plan keeps what tests have changed
-    yield
-    prefill.plan.cache_clear()
 
 
 def held(lengths: list[int], head_dim: int = 128, keys: str = "int8", rotate: bool = True, *, heads: int = 2, mean: float = 0.0) -> KVPages:

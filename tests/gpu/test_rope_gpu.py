@@ -5,8 +5,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_cases import poison_empty
-
 from fp8attn import ops, rope_scaled_dot_product_attention
 from fp8attn.kernels import prefill
 from fp8attn.kernels.append import rotate
@@ -14,17 +12,8 @@ from fp8attn.layout import FP8
 from fp8attn.sdpa import _attend
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    torch.manual_seed(0)
-    poison_empty(monkeypatch)
-    prefill.plan.cache_clear()  # a plan keeps what tests have changed
-    yield
-    prefill.plan.cache_clear()
 
 
 def tokens(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:

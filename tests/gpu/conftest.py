@@ -1,0 +1,18 @@
+"""What the tests of the Hopper kernels share."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Tensors that kernels allocate begin as NaN, and plans are made anew."""
+    from kernel_cases import poison_empty  # imports Triton, as does prefill
+
+    from fp8attn.kernels import prefill
+
+    torch.manual_seed(0)
+    poison_empty(monkeypatch)
+    prefill.plan.cache_clear()  # a plan keeps what tests have changed
+    yield
+    prefill.plan.cache_clear()
