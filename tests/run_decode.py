@@ -20,6 +20,7 @@ from machine_code import Sass, build, dry
 
 from fp8attn import KVPages, reference
 from fp8attn.kernels import decode
+from fp8attn.kernels.launch import Launch
 from fp8attn.layout import FP8, KEY_TYPES
 
 PLAIN = {
@@ -144,10 +145,16 @@ def emulate_case(name: str) -> dict:
     }  # fmt: skip
 
 
+def recorded(name: str) -> list[Launch]:
+    """What a compile case would launch."""
+    found: list[Launch] = []
+    attend(COMPILED[name], found.append)
+    return found
+
+
 def compile_case(name: str) -> dict:
-    found = []
-    attend(COMPILED[name], lambda launch: found.append(build(launch)))
-    built, sass = found[0], found[0].sass()
+    (built,) = map(build, recorded(name))
+    sass = built.sass()
     loop, loop_spills = hot_loop(sass)
     return {
         "case": name, "registers": max(int(r) for x in sass.code for r in re.findall(r"\bR(\d+)\b", x)) + 1,

@@ -1,0 +1,128 @@
+"""Whether a change leaves the kernels what they are: the PTX of every compile case, here and at another commit. No GPU is needed.
+
+    python tests/same_ptx.py [case substring ...] [--base REV]
+
+A case is the same if its launches have the same PTX (`offline.normalized`: without locations, names and versions), grids and numbers that
+the host chose. Every case is compiled with the Triton that is imported, as far as PTX: some two seconds each, in a process a core. The
+digests of a commit are kept in `.cache/ptx/`, so that only the first comparison with it compiles it. It lists what differs and exits with
+1; cases that only one side has are listed and fail nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src"), str(ROOT)]
+KEPT = ROOT / ".cache/ptx"
+
+
+def names() -> list[str]:
+    """Every compile case: `kind: case`."""
+    import compile_kernels
+    import compile_prefill
+    import run_decode
+
+    cases = {"prefill": compile_prefill.CASES, "decode": run_decode.COMPILED, "kernels": compile_kernels.cases(90)}
+    return [f"{kind}: {case}" for kind, found in cases.items() for case in found]
+
+
+def fingerprint(name: str) -> str:
+    """The fingerprint of what a case launches."""
+    import compile_kernels
+    import compile_prefill
+    import run_decode
+    from triton import knobs
+
+    from benchmarks.fingerprint import digest, of_launches
+    from benchmarks.offline import compiled, normalized
+
+    kind, case = name.split(": ")
+    if kind == "prefill":
+        launches = [compile_prefill.launch(**compile_prefill.CASES[case])]
+    elif kind == "decode":
+        launches = run_decode.recorded(case)
+    else:
+        launches = compile_kernels.launches(90, case)
+    knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
+    return of_launches((made, digest(normalized(compiled(made.kernel, made.args, made.given).asm["ptx"]))) for made in launches)
+
+
+def _stop_at_ptx(*args) -> tuple[str, str] | None:
+    """Triton's hook, which changes the stages of a compilation, and without arguments gives the key of what it does."""
+    if not args:
+        return "stop at PTX", "stop at PTX"
+    stages = args[1]
+    stages["cubin"] = lambda ptx, metadata: b""  # ptxas takes longer than all before it
+    return None
+
+
+def fingerprints(words: list[str]) -> dict[str, str]:
+    """Of all cases that have one of the words in their names."""
+    chosen = [name for name in names() if not words or any(word in name for word in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # kernels without machine code must not be found by others
+        os.environ.pop("TRITON_INTERPRET", None)
+        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+            return dict(zip(chosen, _progress(pool.map(fingerprint, chosen), len(chosen)), strict=True))
+
+
+def _progress(results: Iterator[str], count: int) -> Iterator[str]:
+    for number, result in enumerate(results, 1):
+        print(f"\r{number} of {count} cases", end="", file=sys.stderr, flush=True)
+        yield result
+    print(file=sys.stderr)
+
+
+def at(revision: str) -> dict[str, str]:
+    """The fingerprints at a commit, by this file as it is there."""
+    from triton import __version__
+
+    commit = subprocess.run(["git", "rev-parse", revision], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    kept = KEPT / f"{commit}-triton-{__version__}.json"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(["git", "worktree", "add", "-q", "--detach", folder, commit], cwd=ROOT, check=True)
+            try:
+                unfinished = kept.with_suffix(f".{os.getpid()}")
+                command = [sys.executable, Path(folder) / Path(__file__).relative_to(ROOT), "--write", unfinished]
+                subprocess.run(command, check=True)
+                unfinished.replace(kept)
+            finally:
+                subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
+    return json.loads(kept.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="case substring")
+    parser.add_argument("--base", metavar="REV", default="HEAD", help="the commit to compare with (default: %(default)s)")
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    now = fingerprints(args.words)
+    if args.write:
+        args.write.write_text(json.dumps(now, indent=0))
+        return
+    before = {name: found for name, found in at(args.base).items() if not args.words or any(word in name for word in args.words)}
+    for name in sorted(before.keys() ^ now.keys()):
+        print(f"{name}: only {'at ' + args.base if name in before else 'here'}")
+    both = before.keys() & now.keys()
+    different = sorted(name for name in both if before[name] != now[name])
+    for name in different:
+        print(f"{name}: differs")
+    print(f"{len(both) - len(different)} of {len(both)} cases are the same as at {args.base}")
+    sys.exit(bool(different))
+
+
+if __name__ == "__main__":
+    main()
