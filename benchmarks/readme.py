@@ -459,11 +459,15 @@ def overhead() -> str:
 
 
 def sanitizer() -> str:
-    body, (device, here) = [], latest("sanitize")
+    """Errors by tool and kernel; controls are kernels that are made to show what a tool finds."""
+    (device, here), found = latest("sanitize"), {}
     for (case, impl), row in here.items():
-        found = str(row.get("errors", "")) + (f" ({row['dispatch']} in Triton's dispatch)" if row.get("dispatch") else "")
-        body.append([*case.split("-", 1), "" if impl == "fp8attn" else impl, "yes" if row["finished"] else "no", found])
-    return table([f"tool ({device})", "kernel", "", "finished", "errors"], body)
+        tool, kernel = case.split("-", 1)
+        cell = str(row.get("errors", "")) + (f" ({row['dispatch']} in Triton's dispatch)" if row.get("dispatch") else "")
+        found[tool, kernel if impl == "fp8attn" else f"{kernel} ({impl})"] = cell + ("" if row["finished"] else ", not finished")
+    kernels = dict.fromkeys(kernel for _, kernel in found)
+    body = [[tool, *(found.get((tool, kernel), "") for kernel in kernels)] for tool in dict.fromkeys(tool for tool, _ in found)]
+    return table([f"errors ({device})", *kernels], body)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
