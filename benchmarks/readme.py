@@ -459,15 +459,11 @@ def overhead() -> str:
 
 
 def sanitizer() -> str:
-    """Errors by tool and kernel; controls are kernels that are made to show what a tool finds."""
-    (device, here), found = latest("sanitize"), {}
+    body, (device, here) = [], latest("sanitize")
     for (case, impl), row in here.items():
-        tool, kernel = case.split("-", 1)
-        cell = str(row.get("errors", "")) + (f" ({row['dispatch']} in Triton's dispatch)" if row.get("dispatch") else "")
-        found[tool, kernel if impl == "fp8attn" else f"{kernel} ({impl})"] = cell + ("" if row["finished"] else ", not finished")
-    kernels = dict.fromkeys(kernel for _, kernel in found)
-    body = [[tool, *(found.get((tool, kernel), "") for kernel in kernels)] for tool in dict.fromkeys(tool for tool, _ in found)]
-    return table([f"errors ({device})", *kernels], body)
+        found = str(row.get("errors", "")) + (f" ({row['dispatch']} in Triton's dispatch)" if row.get("dispatch") else "")
+        body.append([*case.split("-", 1), "" if impl == "fp8attn" else impl, "yes" if row["finished"] else "no", found])
+    return table([f"tool ({device})", "kernel", "", "finished", "errors"], body)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
