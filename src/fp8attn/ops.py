@@ -174,7 +174,8 @@ def quantize(
     empty cache, whose sequence b holds pages `[b * n, (b + 1) * n)` in order.
 
     Args:
-        k, v: `[B, num_kv_heads, S, head_dim]`, any strides but for the last dimension, which is contiguous; nothing empty.
+        k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), any strides but for the last
+            dimension, which is contiguous; nothing empty.
         rope_cos, rope_sin: rotate K first; `[S, R / 2]` and more (`rope.dense_tables`).
         rope_interleaved: which channels are pairs.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; see `KVPages`. None: zero.
