@@ -4,7 +4,6 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
 TRITON36 := .venv/triton36
-KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile compile_prefill decode kernels launch offline prefill prefill_order)
 
 .PHONY: demo test check check-results gpu clean
 
@@ -13,8 +12,8 @@ demo: .venv/.cli .venv/.public
 
 test: check .venv/.dev
 	$(PYTEST) -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-fail-under=90
-	PYTHONPATH=$(COMPAT) $(PYTEST) tests/test_transformers.py tests/test_transformers_edges.py -n 2
-	PYTHONPATH=$(TRITON36) $(PYTEST) $(KERNEL_TESTS) -m triton36 -n 2 --dist loadfile
+	PYTHONPATH=$(COMPAT) $(PYTEST) tests/integrations/test_transformers.py tests/integrations/test_transformers_edges.py -n 2
+	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/benchmarks/test_offline.py -m triton36 -n 2 --dist loadfile
 	@PYTHONPATH=src $(BIN)/python -m benchmarks.check --count
 
 check: .venv/.dev

@@ -22,15 +22,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src"), str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 KEPT = ROOT / ".cache/ptx"
 
 
 def names() -> list[str]:
     """Every compile case: `kind: case`."""
-    import compile_kernels
-    import compile_prefill
-    import run_decode
+    from tests.kernels import compile_kernels, compile_prefill, run_decode
 
     cases = {"prefill": compile_prefill.CASES, "decode": run_decode.COMPILED, "kernels": compile_kernels.cases(90)}
     return [f"{kind}: {case}" for kind, found in cases.items() for case in found]
@@ -38,13 +36,11 @@ def names() -> list[str]:
 
 def fingerprint(name: str) -> str:
     """The fingerprint of what a case launches."""
-    import compile_kernels
-    import compile_prefill
-    import run_decode
     from triton import knobs
 
     from benchmarks.fingerprint import digest, of_launches
     from benchmarks.offline import compiled, normalized
+    from tests.kernels import compile_kernels, compile_prefill, run_decode
 
     kind, case = name.split(": ")
     if kind == "prefill":

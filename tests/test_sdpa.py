@@ -9,7 +9,6 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import assert_kernel_error, random_tokens
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,6 +17,7 @@ from fp8attn import fallback_reason, ops, reference, rope_scaled_dot_product_att
 from fp8attn.layout import unpack_k, unpack_v
 from fp8attn.numerics import E4M3, power_of_two_scale, quantize, sqnr_db
 from fp8attn.rope import apply_rope, dense_tables
+from tests.support.kernel_cases import assert_kernel_error, random_tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu"))]

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_fa3 import UPSTREAM, VLLM, Fake, builds  # noqa: F401 - a fixture
 
 import fp8attn
 from fp8attn.kernels import fa3
 from fp8attn.numerics import relative_error
 from fp8attn.rope import apply_rope
+from tests.kernels.test_fa3 import UPSTREAM, VLLM, Fake, builds  # noqa: F401 - a fixture
 
 
 @pytest.fixture(params=[("fa3_fwd_interface", UPSTREAM), ("vllm", VLLM)], ids=["fa3_fwd_interface", "vllm"])

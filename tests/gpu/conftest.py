@@ -7,9 +7,8 @@ import torch
 @pytest.fixture
 def poisoned(monkeypatch):
     """Tensors that kernels allocate begin as NaN, and plans are made anew."""
-    from kernel_cases import poison_empty  # imports Triton, as does prefill
-
     from fp8attn.kernels import prefill
+    from tests.support.kernel_cases import poison_empty  # imports Triton, as does prefill
 
     torch.manual_seed(0)
     poison_empty(monkeypatch)

@@ -14,11 +14,11 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from kernel_cases import cumulative, poison_empty
 
 import fp8attn
 from fp8attn import KVPages, PagedKVCache, ops
 from fp8attn.layout import FP8
+from tests.support.kernel_cases import cumulative, poison_empty
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 pytest.importorskip("triton")

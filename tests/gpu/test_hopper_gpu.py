@@ -5,14 +5,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_cases import LSE_ERROR, cumulative, empty_cache, fill
-
 import fp8attn
 from fp8attn import KVPages, PagedKVCache, reference
 from fp8attn.kernels import counters, decode, prefill
 from fp8attn.layout import FP8, HEAD_DIMS, KEY_TYPES
 from fp8attn.numerics import relative_error
 from fp8attn.rope import apply_rope
+from tests.support.kernel_cases import LSE_ERROR, cumulative, empty_cache, fill
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]

@@ -9,7 +9,14 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from kernel_cases import (
+
+import fp8attn
+from fp8attn import KVPages, reference
+from fp8attn.kernels import portable
+from fp8attn.kernels.append import append
+from fp8attn.kernels.fp8 import from_e4m3, is_native, to_e4m3
+from fp8attn.numerics import quantize, relative_error
+from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
     ATTENTION_FACTORS,
@@ -26,13 +33,6 @@ from kernel_cases import (
     random_tokens,
     run_attention,
 )
-
-import fp8attn
-from fp8attn import KVPages, reference
-from fp8attn.kernels import portable
-from fp8attn.kernels.append import append
-from fp8attn.kernels.fp8 import from_e4m3, is_native, to_e4m3
-from fp8attn.numerics import quantize, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CUDA = torch.device("cuda", 0)

@@ -6,12 +6,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kernel_cases import case_id, pairwise, poison_empty, random_tokens
-
 from fp8attn import fallback_reason, ops, rope_scaled_dot_product_attention, scaled_dot_product_attention
 from fp8attn.backends import select_backend
 from fp8attn.layout import FP8, unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
+from tests.support.kernel_cases import case_id, pairwise, poison_empty, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CUDA = torch.device("cuda", 0)

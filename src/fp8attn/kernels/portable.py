@@ -329,7 +329,7 @@ class Config(NamedTuple):
 def config(head_dim: int, rows: int, shared_memory: int) -> Config:
     """The launch for `rows` packed rows a KV head (queries times group), where a program may have `shared_memory` bytes.
 
-    Chosen so that nothing spills where it matters (`tests/test_compile.py` looks). Much shared memory also means instructions that take
+    Chosen so that nothing spills where it matters (`test_compile.py` looks). Much shared memory also means instructions that take
     operands from there (Hopper's and Blackwell's); without them tiles are smaller, because operands cost registers.
     """
     wide = head_dim > 128

@@ -1,0 +1,497 @@
+"""What the benchmarks count, fit, sample and call right, where no GPU is needed for it."""
+
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import compiling
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from benchmarks import (
+    accuracy,
+    append,
+    decode,
+    llama_decode,
+    llama_prefill,
+    measure,
+    peers,
+    prefill,
+    problem,
+    sanitize,
+    sdpa,
+    swap,
+    wan,
+)
+from benchmarks import slice as portable
+from benchmarks.problem import DEVICE, Shape
+from fp8attn import AttentionPolicy, fp8_attention, reference
+
+ROOT = Path(__file__).parents[2]
+RAGGED = Shape((300, 5, 0, 129), (7, 5, 0, 129), 4, 2, 64, True)
+
+
+def attend(*args, **options):
+    return reference.attention(*args, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
+
+
+# Counting
+
+
+def small_llama(layers):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=100,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).bfloat16().eval().to(DEVICE)
+
+
+def test_flops_count_what_is_seen():
+    assert Shape((16,), (16,), 3, 1, 64, False).flops == 4 * 3 * 64 * 16 * 16
+    assert Shape((16,), (16,), 3, 1, 64, True).flops == 4 * 3 * 64 * 16 * 16 / 2
+    assert Shape((16,), (4,), 3, 1, 64, True).flops == 4 * 3 * 64 * (4 * 16 - 8)  # 13 to 16 keys, less half a pair each
+    assert Shape((16, 8), (16, 8), 1, 1, 64, True).flops == 4 * 64 * (128 + 32)
+    assert prefill.CASES["D128-causal-S16384"].flops == pytest.approx(1.0995e12, rel=1e-4)
+
+
+def test_rows_and_last_keys_of_ragged_queries():
+    assert [RAGGED.rows(seq) for seq in range(4)] == [slice(0, 7), slice(7, 12), slice(12, 12), slice(12, 141)]
+    assert RAGGED.last_key(0, torch.arange(7)).tolist() == [293, 294, 295, 296, 297, 298, 299]
+    assert Shape((3,), (3,), 1, 1, 64, False).last_key(0, torch.arange(3)) is None
+
+
+def test_sampled_queries_hold_both_ends_once():
+    assert measure.sampled_queries(5) == [0, 1, 2, 3, 4]
+    assert measure.sampled_queries(1000) == [*range(32), *range(484, 516), *range(968, 1000)]
+    assert accuracy.sampled(1).tolist() == [0]
+    assert accuracy.sampled(100).tolist() == list(range(100))
+    assert accuracy.sampled(1000).tolist() == [*range(64), *range(936, 1000)]
+
+
+def test_a_layers_inputs_lie_as_its_case_says():
+    contiguous, transposed = (sdpa.Case(8, True, sdpa.KV_HEADS, lies).inputs() for lies in (False, True))
+    assert [tuple(x.shape) for x in contiguous] == [(1, 32, 8, 128), (1, 8, 8, 128), (1, 8, 8, 128)]
+    assert all(torch.equal(a, b) for a, b in zip(contiguous, transposed, strict=True))
+    assert all(a.is_contiguous() and b.transpose(1, 2).is_contiguous() for a, b in zip(contiguous, transposed, strict=True))
+    assert {"full-S1024", "causal-S131072", "gqa-full-S1024", "full-S4096-transposed"} <= sdpa.CASES.keys()
+
+
+def test_decibels_of_a_layer_are_those_of_its_rows():
+    case = sdpa.Case(40, True, sdpa.KV_HEADS)
+    q, k, v = case.inputs()
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    assert sdpa.decibels(case, exact, q, k, v) > 200
+    assert sdpa.decibels(case, exact * 1.01, q, k, v) == pytest.approx(40.0)
+
+
+def test_cases_have_names_of_their_own():
+    names = [case.name for case in accuracy._CASES]
+    assert len(set(names)) == len(names)
+    assert {shape.uniform for name, shape in prefill.CASES.items() if name != "varlen-mix"} == {True}
+
+
+# What is right
+
+
+@pytest.mark.parametrize("impl", prefill.OURS)
+def test_exact_is_attention_over_the_held_bytes(impl):
+    q, pages = problem.given(impl, RAGGED, *accuracy.inputs("page-gains", RAGGED))
+    out = problem.ours(attend, RAGGED, q, pages)()
+    pairs = []
+    for seq, keys in enumerate(RAGGED.keys):
+        rows, last_key = RAGGED.rows(seq), RAGGED.last_key(seq, torch.arange(RAGGED.queries[seq], device=DEVICE))
+        pairs.append((out[rows], measure.exact(q[rows], *pages.read(seq, keys, torch.float64), RAGGED.softmax_scale, last_key)))
+    assert measure.relative(pairs) < 1e-13
+
+
+def test_exact_gives_zeros_where_nothing_is_seen():
+    q, k, v = (torch.randn(3, 2, 64, dtype=torch.float64) for _ in range(3))
+    out = measure.exact(q, k, v, 0.1, torch.tensor([-1, 0, 2]))
+    assert out[0].eq(0).all()
+    torch.testing.assert_close(out[1], v[0])
+    assert measure.exact(q, k[:0], v[:0], 0.1, torch.tensor([-1, -1, -1])).eq(0).all()
+
+
+def test_relative_counts_all_pairs_together_and_shows_nan():
+    one = torch.ones(4)
+    assert measure.relative([(one * 1.5, one), (one, one)]) == pytest.approx((4 * 0.25 / 8) ** 0.5)
+    assert measure.relative([(one * torch.nan, one)]) != measure.relative([(one * torch.nan, one)])
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("keys", ["int8", "e4m3"])
+def test_what_is_held_is_the_input_and_the_rest_is_poison(keys, rotate):
+    _, k, v = accuracy.inputs("mean1", RAGGED)
+    pages = problem.hold(RAGGED, k, v, key_dtype=keys, rotate_keys=rotate)
+    assert (pages.key_dtype, pages.rotate_keys) == (problem.key_type(keys), rotate)
+    held = pages.read(3, 129)
+    for x, y in zip(held, (k[305:], v[305:]), strict=True):
+        assert measure.relative([(x, y.double())]) < 0.03  # E4M3's 2.6%, and INT8's 0.9%
+    counts = torch.zeros(pages.num_pages, dtype=torch.int)
+    counts[pages.page_table[0, :3].long()] += 1
+    counts[pages.page_table[1, :1].long()] += 1
+    counts[pages.page_table[3, :2].long()] += 1
+    assert counts.max() == 1
+    spare = counts == 0
+    assert pages.k.view(torch.uint8)[spare].eq(0x7F).all() and pages.v.view(torch.uint8)[spare].eq(0x7F).all()
+    assert pages.v_scale[spare].isnan().all() and pages.v_scale[~spare].isfinite().all()
+    assert pages.k_scale[spare].isnan().all() and pages.k_scale[~spare].isfinite().all()
+    last = pages.page_table[3, 1].long()
+    assert pages.k.view(torch.uint8)[last, :, 1:].eq(0x7F).all() and pages.v[last].float().isfinite().all()
+
+
+def test_empty_outputs_are_poisoned():
+    empty = torch.empty
+    with measure.poisoned():
+        assert torch.empty(3).isnan().all() and torch.empty(3, dtype=torch.bfloat16).isnan().all()
+        assert torch.empty(3, dtype=torch.int32).dtype == torch.int32
+    assert torch.empty is empty
+
+
+@pytest.mark.parametrize("data", ["mean0", "mean5", "k-offset", "outliers", "page-gains", "needle", "flat", "flat-mean1", "constant"])
+def test_data_is_what_it_says(data):
+    shape = Shape((600,), (40,), 2, 2, 64, True)
+    q, k, v = accuracy.inputs(data, shape)
+    assert (q.shape, k.shape, v.shape) == ((40, 2, 64), (600, 2, 64), (600, 2, 64)) and q.dtype == k.dtype == v.dtype == torch.bfloat16
+    again = accuracy.inputs(data, shape)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), again, strict=True))
+    weights = torch.softmax(q[:, 0].double() @ k[:, 0].double().T / 8, -1)
+    spread = float(weights.amax(-1).median() * 600)
+    assert (spread > 0.9 * 600) == (data == "needle") and (spread < 1.2) == (data in ("flat", "flat-mean1", "constant"))
+    assert float(v.float().mean()) == pytest.approx({"mean5": 5, "page-gains": 1, "flat-mean1": 1, "constant": 1}.get(data, 0), abs=0.2)
+
+
+# Fits
+
+
+def test_line_through_points():
+    slope, intercept = llama_decode.line({1000: 9.05, 2000: 9.1, 32000: 10.6})
+    assert (slope, intercept) == pytest.approx((0.05, 9.0))
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ({1: 5.0, 2: 5.0, 4: 5.0}, 2.5),  # theirs pass 5 between 2 (4) and 4 (8)
+        ({1: 1.0, 2: 1.0, 4: 1.0}, 1),
+        ({1: 3.0, 2: 3.0, 4: 9.0}, None),
+        ({1: 1.0, 2: 5.0, 4: 6.0}, 2 + 2 / 3),  # ahead, behind at 2, ahead for good
+    ],
+)
+def test_break_even(ours, expected):
+    found = llama_decode.break_even(ours, {1: 2.0, 2: 4.0, 4: 8.0})
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_lines_stand_beside_the_better_bf16_system():
+    times = {"bf16-sdpa": (8.0, 0.7), "bf16-fa3": (9.0, 0.05), "fp8attn": (9.1, 0.02)}
+    rows = [
+        {"case": f"step-B1-S{n}", "impl": impl, "ms": intercept + slope * n / 1000}
+        for impl, (intercept, slope) in times.items()
+        for n in llama_decode.LENGTHS
+    ]
+    found = {row["impl"]: row for row in llama_decode.lines(rows)}
+    assert set(found) == set(times) and {row["case"] for row in found.values()} == {"line-B1"}
+    assert found["fp8attn"]["beside"] == "bf16-fa3" and found["fp8attn"]["slope_ratio"] == pytest.approx(0.4)
+    assert found["fp8attn"]["break_even"] == pytest.approx(0.1 / 0.03 * 1000, abs=1)
+
+
+def test_summary_names_the_best_fp8_peer():
+    row = {"case": "one", "rel_err_mean1": 0.002, "rel_err": 0.02, "ms": 1.0}
+    rows = [
+        row | {"impl": impl, "tflops": t} for impl, t in (("fp8attn", 900), ("fp8attn-q8", 1000), ("fa3-fp8", 800), ("cudnn-bf16", 950))
+    ]
+    last = prefill.summary(rows).splitlines()[-1].split()
+    assert last == ["one", "900.0", "1000.0", "800.0", "fa3-fp8", "1.250", "0.900", "0.00200"]
+
+
+# Peers, and what looks for faults
+
+
+def test_peers_that_are_not_there_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "available", frozenset)
+    q = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    assert set(peers.runs(Shape((4,), (4,), 2, 2, 64, True), q, q, q)) == {"cudnn-bf16"}
+    assert not peers.runs(Shape((4,), (2,), 2, 2, 64, True), q[:2], q, q)
+    assert not peers.runs(Shape((3, 1), (3, 1), 2, 2, 64, True), q, q, q)
+    assert "aligned to the start" in (said := capsys.readouterr().out) and "no ragged batches" in said
+
+
+RACES = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at decode+0x100 in decode.py:569
+=========     and Write access at decode+0x17d0 in decode.py:569 [211 hazards]
+=========     and Write access at decode+0x8c40 in decode.py:590 [264 hazards]
+========= 
+decode D64 1
+========= Error: Race reported between Read access at decode+0x100 in decode.py:569
+=========     and Write access at decode+0x17d0 in decode.py:123 [211 hazards]
+========= 
+========= Error: Race reported between Read access at _prefill+0x100 in prefill.py:569
+=========     and Write access at _prefill+0x17d0 in prefill.py:570 [1 hazard]
+========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", {"errors": 0}),
+        ("x\n========= ERROR SUMMARY: 1 error\n", {"errors": 1}),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", {"errors": 2, "warnings": 1, "dispatch": 0}),
+        (RACES, {"errors": 3, "warnings": 0, "dispatch": 1}),
+        ("========= Target application returned an error\n", {}),
+    ],
+)
+def test_sanitizer_summaries(output, expected):
+    assert sanitize.parse(output, {"decode.py": [range(568, 600)]}) == expected
+
+
+def test_dispatchers_are_the_kernels_that_specialise_their_warps():
+    found = sanitize.dispatchers()
+    assert {"prefill.py", "decode.py", "sanitize.py"} <= set(found)
+    source = (ROOT / "benchmarks/sanitize.py").read_text().splitlines()
+    assert [source[lines[0]] for lines in found["sanitize.py"]] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # after the decorator
+
+
+def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
+    clean = {"case": "memcheck-append", "finished": True, "errors": 0}
+    assert sanitize.as_it_should(clean) and not sanitize.as_it_should(clean | {"errors": 2})
+    assert sanitize.as_it_should(clean | {"errors": 2, "dispatch": 2}) and not sanitize.as_it_should(clean | {"warnings": 1})
+    assert not sanitize.as_it_should(clean | {"finished": False})
+    planted = {"case": "memcheck-planted", "finished": False}
+    assert sanitize.as_it_should(planted | {"errors": 2}) and not sanitize.as_it_should(planted | {"errors": 0})
+    assert not sanitize.as_it_should(planted)
+    races = [row | {"case": f"racecheck-{name}", "errors": 3} for row in [clean] for name in ("ordered", "prefill", "append")]
+    assert [row["case"] for row in sanitize.faults(races)] == ["racecheck-append"]  # no mbarriers there: a race is a race
+    races[0]["errors"] = 0  # the tool follows mbarriers
+    assert [row["case"] for row in sanitize.faults(races)] == ["racecheck-prefill", "racecheck-append"]
+    assert sanitize.faults([clean | {"case": "memcheck-prefill", "errors": 1}])
+
+
+def test_a_call_that_hangs_or_fails_is_left_behind():
+    ask = measure.Beside(subprocess.call, 60)
+    assert ask(["true"]) == 0
+    ask.seconds = 0.2
+    assert ask(["sleep", "1"]) is None
+    ask.seconds = 60
+    assert ask(["false"]) == 1
+    assert ask(["/no/such/program"]) is None
+    ask.end()
+
+
+# Kernels and models of the benchmarks' own
+
+COMPILE = """
+import sys
+from benchmarks import dry
+dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
+from benchmarks import decode
+for dim in (64, 128, 256):
+    case = decode.Case("", (1000, 3), heads=1, dim=dim)
+    with dry.recording(dry=True) as launches:
+        decode.stream(case, decode.make_pages(case, sys.argv[1]))()
+    [made] = launches
+    print(dry.compiled(made.kernel, made.args, made.given).metadata.shared)
+"""
+
+
+@pytest.mark.parametrize("keys", ["int8", "e4m3"])
+def test_the_streaming_ceiling_follows_the_decode_kernel(keys):
+    assert len(compiling.run("-c", COMPILE, keys).split()) == 3
+
+
+DRY = """
+import json, sys
+from benchmarks import dry
+dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
+import importlib
+for name in sys.argv[1:]:
+    module = importlib.import_module(f"benchmarks.{name}")
+    cases = [*module.CASES, *getattr(module, "GRIDS", {})]
+    with dry.recording(dry=True) as launches:
+        for case in cases:
+            for impl, call in module.calls(case).items():
+                launches.clear()
+                call()
+                print(name, case, impl.replace(" ", "_"), *dict.fromkeys(made.kernel.fn.__name__ for made in launches))
+"""
+
+
+def test_every_case_can_be_run_dry():
+    """And takes the kernels of a Hopper GPU."""
+    names = "prefill", "decode", "sdpa", "append", "slice", "accumulation", "accuracy"
+    rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
+    assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, _, *kernels in rows)
+    kernels = {tuple(row[:3]): row[3:] for row in rows}
+    assert all(kernels["prefill", "chunked-2k-on-128k", impl] == ["_prefill", "_combine_kernel"] for impl in prefill.OURS)
+    assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["_page_kernel", "_prefill"]
+    assert kernels["append", "step-B64", "fp8attn"] == ["_step_kernel"]
+    assert kernels["slice", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
+
+
+def test_llama_systems_agree(monkeypatch):
+    """All four on a tiny model, the peers' kernels replaced by float64."""
+
+    def exact_cache(q, k, v, used):
+        last_key = [int(n) - q.shape[1] + torch.arange(q.shape[1], device=DEVICE) for n in used]
+        return torch.stack([measure.exact(*x, q.shape[-1] ** -0.5, last) for *x, last in zip(q, k, v, last_key, strict=True)]).bfloat16()
+
+    def paged_cache(q, k, v, table, used):
+        k, v = (x.view(torch.uint8)[table.long()].flatten(1, 2).view(x.dtype) for x in (k, v))
+        return exact_cache(q, k, v, used)
+
+    monkeypatch.setattr(peers, "available", lambda: {"fa3", "vllm-fa3"})
+    monkeypatch.setattr(peers, "fa3_cache", exact_cache)
+    monkeypatch.setattr(peers, "vllm_cache", paged_cache)
+    monkeypatch.setattr(llama_decode, "CHECKED", 50)
+    monkeypatch.setattr(llama_decode, "graph_of", lambda step: (lambda: None, step()))
+    model = small_llama(2)
+    with torch.inference_mode():
+        rows = llama_decode.agree(model, llama_decode.available())  # asserts that logits agree
+        assert [row["impl"] for row in rows] == ["bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"] and rows[0]["rel_err"] == 0
+        for system in llama_decode.available().values():
+            cache = system.cache(model.config, 384)
+            llama_decode.fill(cache, model.config, 3, 300)
+            assert llama_decode.step_of(model, system, cache, torch.zeros(3, 1, dtype=torch.long))().isfinite().all()
+            assert int(cache.get_seq_length()) == 301
+
+
+@pytest.fixture
+def float64_fa3(monkeypatch):
+    """Peers are here: FA3 is float64, cuDNN is what torch picks; a call that is timed takes a millisecond."""
+
+    def fa3(shape, q, k, v):
+        out = [
+            measure.exact(q[rows], *(x.unflatten(0, (len(shape.keys), -1))[seq] for x in (k, v)), shape.softmax_scale, last_key)
+            for seq in range(len(shape.keys))
+            for rows, last_key in [(shape.rows(seq), shape.last_key(seq, torch.arange(shape.queries[seq], device=DEVICE)))]
+        ]
+        return lambda: torch.cat(out).to(q.dtype)
+
+    def timed(calls, rounds, **options):
+        return {name: float(call() is not None) for name, call in calls.items()}
+
+    monkeypatch.setattr(peers, "available", lambda: {"fa3"})
+    monkeypatch.setattr(peers, "fa3", fa3)
+    monkeypatch.setattr(swap, "sdpa_kernel", lambda backend: nullcontext())
+    for module in (llama_prefill, wan):
+        monkeypatch.setattr(module, "interleaved", timed)
+    monkeypatch.setattr(llama_prefill, "graph_of", lambda call: (call, call()))
+
+
+def test_attention_is_swapped_for_fa3_and_inside_a_context_of_ours(float64_fa3):
+    q, k, v = (torch.randn(2, heads, 20, 64, device=DEVICE).bfloat16() for heads in (4, 2, 2))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(q, k, v, is_causal=True, enable_gqa=True)
+    with swap.bf16_systems()["fa3-bf16"]():
+        torch.testing.assert_close(attend(q, k, v, is_causal=True, enable_gqa=True), expected, atol=0.02, rtol=0.02)
+        ours = attend(q, k, v, enable_gqa=True)
+        with fp8_attention(AttentionPolicy(min_length=100)) as report:
+            assert torch.equal(attend(q, k, v, enable_gqa=True), ours)
+    assert report.calls == 1 and report.fp8_calls == 0
+
+
+def test_llama_prefill_runs_one_model_with_each_attention(float64_fa3, monkeypatch):
+    model = small_llama(3)
+    monkeypatch.setattr(llama_prefill.modeling_llama, "apply_rotary_pos_emb", None)  # back as it was after this test
+    llama_prefill.prepare(model)
+    monkeypatch.setattr(llama_prefill, "LAYER_TOKENS", 2 * 150)
+    with torch.inference_mode():
+        rows = llama_prefill.measure(model, 150)
+    assert {row["impl"]: row["layers"] for row in rows} == dict.fromkeys(("cudnn-bf16", "fa3-bf16", "fp8attn", "fp8attn-default"), 2)
+    assert rows[0]["rel_err"] == 0 < rows[2]["rel_err"] and rows[2]["speedup"] == 1 and model.config.num_hidden_layers == 3
+    assert rows[3]["rel_err"] == rows[1]["rel_err"]  # below its least length it is what is around it
+
+
+def test_the_best_bf16_system_is_what_ours_stands_beside():
+    rows = [{"impl": impl, "ms": ms} for impl, ms in (("fa3-bf16", 2.0), ("cudnn-bf16", 1.5), ("fp8attn", 1.2))]
+    assert swap.beside_best(rows)[2] == {"impl": "fp8attn", "ms": 1.2, "beside": "cudnn-bf16", "speedup": 1.25}
+
+
+def test_wan_blocks_and_stack(float64_fa3):
+    sizes, case = wan.Sizes(heads=2, head_dim=64, ffn=96, text=20), wan.Case((3, 4, 10), 4, 1, 1, 1)
+    block = wan.build(sizes, torch.float32)
+    with torch.inference_mode():
+        rows = wan.measure("tiny", case, sizes, block)  # asserts that self-attention agrees, and where the stack's calls ran
+        blocks = wan.Stack(block, 3).blocks
+    assert [(row["case"], row["impl"]) for row in rows] == [
+        ("block-tiny", "cudnn-bf16"), ("block-tiny", "fa3-bf16"), ("block-tiny", "fp8attn"),
+        ("stack-tiny", "cudnn-bf16"), ("stack-tiny", "fp8attn"),
+    ]  # fmt: skip
+    assert 0 < rows[2]["rel_err"] < 0.1 and rows[4]["bf16_layers"] == 2
+    assert len({id(part) for b in blocks for part in b.modules()}) == 3 * len(list(block.modules()))
+    assert {id(p) for b in blocks for p in b.parameters()} == {id(p) for p in block.parameters()}
+    assert {name: case.tokens for name, case in wan.CASES.items()} == {"720p": 75600, "1080p": 171360}
+
+
+def test_wan_positions_turn_channels_by_frame_row_and_column():
+    cos, sin = wan.rope_tables((2, 3, 4), 128, torch.float64)
+    assert cos.shape == sin.shape == (24, 64)
+    angle = torch.atan2(sin, cos)
+    assert (
+        angle[23, 0] == pytest.approx(1) and angle[23, 22] == pytest.approx(2) and angle[23, 43] == pytest.approx(3)
+    )  # 44, 42, 42 channels
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Without peers and timers: our kernels are the reference, a graph is its call, and every call takes a millisecond."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(peers, "available", frozenset)
+    for module in (accuracy, append, decode, portable, prefill, sdpa):
+        for name, stand_in in {
+            "graph_of": lambda call: (call, call()),
+            "interleaved": lambda calls, rounds, **options: dict.fromkeys(calls, 1.0),
+            "between_reads": lambda call, rounds, **options: 1.0,
+            "launched": lambda call: f"launches:{call() is not None}",
+            "peer": lambda name: f"peer:{name}",
+        }.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    for kernel in (accuracy.prefill, accuracy.decode, portable.portable):
+        monkeypatch.setattr(kernel, "attention", reference.attention)
+    monkeypatch.setattr(prefill, "attention", reference.attention)
+    monkeypatch.setattr(decode, "stream", lambda case, pages: lambda: None)
+
+
+SHORT = Shape((130,), (130,), 2, 2, 64, True)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (lambda: prefill.measure("short", SHORT, list(prefill.OURS), 1), dict.fromkeys(prefill.OURS, "True")),
+        (
+            lambda: decode.measure(decode.Case("short", (130, 7), heads=1, dim=64), [], 1),
+            dict.fromkeys(decode.OURS, "True") | {"stream-ceiling": "False"},
+        ),
+        (lambda: sdpa.measure("short", sdpa.Case(40, True, sdpa.KV_HEADS), list(sdpa.OURS)), dict.fromkeys(sdpa.OURS, "True")),
+        (lambda: accuracy.measure(accuracy.Case("decode", "mean1", 40)), dict.fromkeys(problem.KEYS, "True")),
+        (lambda: portable.attention_rows(portable.Case("short", 1, 40, 2, 1, 64, 1)), {"fp8attn-triton": "True"}),
+        (lambda: append.measure("step", 1), dict.fromkeys(problem.KEYS, "False")),
+        (lambda: append.measure("prompt", 1), dict.fromkeys([*problem.KEYS, "ceiling"], "False")),
+        (
+            lambda: append.measure("quantize", 1),
+            {f"{impl}{rope}": "True" for impl in problem.KEYS for rope in ("", "-rope")} | {"ceiling": "False"},
+        ),
+    ],
+)
+def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, measured, expected):
+    """And are checked before they are timed: each benchmark runs whole."""
+    cases = {"step": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)}
+    monkeypatch.setattr(append, "CASES", cases)
+    rows = {row["impl"]: row for row in measured() if not row["fingerprint"].startswith("peer:")}
+    assert {impl: row["fingerprint"] for impl, row in rows.items()} == {impl: f"launches:{given}" for impl, given in expected.items()}
+    assert all(row.get("ms", 1.0) == 1.0 and row["case"] for row in rows.values())
+    assert all(row["timed"] == ("called" if impl == "fp8attn" else "graph") for impl, row in rows.items() if "timed" in row)

@@ -1,0 +1,49 @@
+"""Runs a recorded launch of a Hopper kernel on the CPU, by its PTX (`ptx.py`).
+
+Only in a process where Triton compiles (`compiling.call`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8attn.kernels.launch import Counters, Launch, Tiles
+from tests.emulator.ptx import Machine, Memory, TensorMap
+from tests.support.machine_code import build
+
+
+def emulate(launch: Launch, late: tuple[int, ...] = ()) -> int:
+    """Run it: the launch's tensors hold afterwards what a GPU would have written.
+
+    Args:
+        late: warps that fall behind all others again and again.
+    Returns:
+        How many counters were not left zero.
+    """
+    kernel = build(launch).kernel
+    memory, addresses = Memory(), {}
+
+    def address(tensor: torch.Tensor) -> int:
+        base = tensor._base if tensor._base is not None and tensor.numel() != tensor._base.numel() else tensor
+        if base.data_ptr() not in addresses:
+            addresses[base.data_ptr()] = memory.add(base)
+        return addresses[base.data_ptr()] + tensor.data_ptr() - base.data_ptr()
+
+    metas, arguments, counters = iter(kernel.metadata.tensordesc_meta or ()), [], []
+    for name, value in zip(launch.kernel.arg_names, launch.args, strict=False):
+        if kernel.src.signature[name] == "constexpr":  # None, or a number that is compiled in
+            continue
+        if isinstance(value, Tiles):
+            (x, view), meta = value, next(metas)
+            about = value.dtype.itemsize, view.shape, view.strides, meta["block_size"], 16 << meta["swizzle"]
+            arguments += [TensorMap(memory, address(x) + view.offset, *about), *view.shape, *view.strides]
+        elif isinstance(value, Counters):
+            counters.append(torch.zeros(value.count, dtype=torch.int32))
+            arguments.append(address(counters[-1]))
+        elif isinstance(value, torch.Tensor):
+            arguments.append(address(value))
+        else:
+            arguments.append(value)
+    scratch = 0, 0  # Triton's own two parameters
+    Machine(kernel.asm["ptx"], kernel.metadata.shared, memory, [*arguments, *scratch], launch.grid[0]).run(late=late)
+    return sum(int(x.count_nonzero()) for x in counters)

@@ -1,0 +1,371 @@
+"""What an FP8Cache holds, the tensors and masks that reach the attention function, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch.autograd import forward_ad
+from transformers import LlamaConfig, MistralConfig
+
+from fp8attn import LayerScales
+from fp8attn.integrations.transformers import FP8Cache, edge_layers, fp8_kv_attention, fp8_kv_mask
+from fp8attn.integrations.transformers.tensors import PagedKV, dequantize
+from fp8attn.numerics import relative_error
+from fp8attn.rotation import rotate_back
+from fp8attn.scales import KVScales
+from tests.support.transformers_models import SHAPE, Oracle, close, logits, make, one_thread, plain, prompt, using  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make()
+
+
+# Which layers, and what they hold
+
+
+@pytest.mark.parametrize(
+    ("skip", "expected"),
+    [((), (0, 1, 2)), ([0, -1], (1,)), (lambda i: i == 1, (0, 2)), (edge_layers(1, 1), (1,)), (edge_layers(last=2), (0,))],
+)
+@pytest.mark.parametrize("static", [False, True])
+def test_skipped_layers_stay_in_16_bits(llama, skip, expected, static):
+    ids = prompt()
+    cache = FP8Cache(llama.config, skip_layers=skip, max_cache_len=160 if static else None)
+    ours = logits(llama, cache, ids)
+    assert cache.fp8_layers == expected
+    with using(llama, "sdpa"):
+        close(ours, logits(llama, FP8Cache(llama.config, skip_layers=skip), ids))
+    exact = plain(llama.config)
+    logits(llama, exact, ids)
+    if 0 not in expected:
+        torch.testing.assert_close(cache.layers[0].keys[:, :, : ids.shape[1]], exact.layers[0].keys)
+
+
+def test_skipped_layers_with_left_padding_and_long_prompts(llama, monkeypatch):
+    monkeypatch.setattr("fp8attn.integrations.transformers.attention.QUERY_BLOCK", 64)
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    for length in (None, 160):
+        ours = logits(llama, FP8Cache(llama.config, skip_layers=[0], max_cache_len=length), ids, mask)
+        with using(llama, "sdpa"):
+            close(ours[mask.bool()], logits(llama, FP8Cache(llama.config, skip_layers=[0]), ids, mask)[mask.bool()])
+
+
+def test_calibrated_scales_are_used(llama):
+    layers = {
+        i: LayerScales(torch.full((2,), 0.02), torch.full((2,), 0.05), torch.full((2, 64), 0.1), torch.zeros(2, 64)) for i in range(3)
+    }
+    scales = KVScales(layers=layers, num_layers=3, num_kv_heads=2, head_dim=64)
+    ids = prompt()
+    caches = [FP8Cache(llama.config, scales=scales, max_cache_len=length) for length in (None, 160)]
+    outs = [logits(llama, cache, ids) for cache in caches]
+    assert torch.equal(*outs)
+    pages = caches[0].layers[1].cache.pages
+    torch.testing.assert_close(pages.k_scale, torch.full_like(pages.k_scale, 0.02), rtol=1e-6, atol=0)  # INT8: any number
+    assert (pages.v_scale == 2.0**-4).all()  # E4M3: the power of two above
+    torch.testing.assert_close(rotate_back(pages.k_mean), torch.full((2, 64), 0.1), rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="are for key_dtype='int8', rotate_keys=True, and the cache has key_dtype='e4m3'"):
+        FP8Cache(llama.config, scales=scales, key_dtype="e4m3")
+    other = KVScales(layers=layers, num_layers=4, num_kv_heads=2, head_dim=64)
+    with pytest.raises(ValueError, match="another model"):
+        FP8Cache(llama.config, scales=other)
+
+
+def test_nbytes_is_half(llama):
+    ids = prompt(length=1024)
+    caches = [FP8Cache(llama.config), FP8Cache(llama.config, max_cache_len=1024), FP8Cache(llama.config, skip_layers=[0])]
+    with torch.no_grad():
+        for cache in caches:
+            assert cache.nbytes == 0
+            llama(ids, past_key_values=cache, logits_to_keep=1)
+    bf16_layer = 2 * ids.numel() * 2 * 64 * 2  # K and V, tokens, heads, head_dim, bytes
+    assert 0.5 < caches[0].nbytes / (3 * bf16_layer) < 0.51
+    assert caches[1].nbytes == caches[0].nbytes
+    assert caches[2].nbytes == caches[0].nbytes * 2 // 3 + 2 * bf16_layer  # a float32 model's 16-bit layer is in float32
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_crop_reset_and_moving_sequences(llama, static):
+    ids = prompt(3)
+    length = 200 if static else None
+
+    def filled(n=150, rows=slice(None)):
+        cache = FP8Cache(llama.config, max_cache_len=length)
+        with torch.no_grad():
+            llama(ids[rows, :n], past_key_values=cache)
+        return cache
+
+    def next_logits(cache, rows=slice(None), token=7):
+        with torch.no_grad():
+            return llama(torch.full((len(ids[rows]), 1), token), past_key_values=cache).logits
+
+    cache = filled()
+    cache.crop(0)
+    assert int(cache.get_seq_length()) == 150
+    cache.crop(-50)
+    assert int(cache.get_seq_length()) == 100
+    close(next_logits(cache), next_logits(filled(100)))
+    cache = filled()
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    close(next_logits(cache), next_logits(filled())[order])
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    with torch.no_grad():
+        llama(ids[:, :70], past_key_values=cache)
+    close(next_logits(cache), next_logits(filled(70)))
+    if static:
+        with pytest.raises(ValueError, match="from 3 to 2 sequences"):
+            cache.batch_select_indices(torch.tensor([0, 2]))
+        return
+    expected = next_logits(filled())
+    cache = filled()
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    close(next_logits(cache, slice(2)), expected[[0, 2]])
+    cache = filled()
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    cache.batch_repeat_interleave(2)
+    close(next_logits(cache, [0, 0, 2, 2]), expected[[0, 0, 2, 2]])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_deep_copy_goes_its_own_way(llama, static):
+    ids = prompt()
+    cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
+    with torch.no_grad():
+        llama(ids[:, :130], past_key_values=cache)
+        other = copy.deepcopy(cache)
+        assert other.layers[0].config is llama.config
+        llama(ids[:, :9], past_key_values=other)
+        ours = llama(ids[:, 130:], past_key_values=cache).logits
+        oracle = Oracle(llama.config)
+        llama(ids[:, :130], past_key_values=oracle)
+        close(ours, llama(ids[:, 130:], past_key_values=oracle).logits)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_pickled_cache_goes_on(llama, static):
+    """By bytes: torch cannot load a pickled FP8 tensor."""
+    ids = prompt()
+    cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
+    with torch.no_grad():
+        llama(ids[:, :130], past_key_values=cache)
+        other = pickle.loads(pickle.dumps(cache))
+        assert int(other.get_seq_length()) == 130
+        ours, theirs = (llama(ids[:, 130:], past_key_values=one).logits for one in (cache, other))
+    assert torch.equal(ours, theirs)
+
+
+def test_under_autocast_it_computes_in_its_dtype(llama):
+    """Where queries and keys are float32 (RoPE) and values are bfloat16 (a projection)."""
+    ids = prompt()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = logits(llama, FP8Cache(llama.config), ids)
+        with using(llama, "sdpa"):
+            dequantized, exact = (logits(llama, one, ids) for one in (FP8Cache(llama.config), plain(llama.config)))
+    assert ours.dtype == dequantized.dtype == exact.dtype == torch.bfloat16
+    close(ours, dequantized, 0.02)
+    assert relative_error(ours, exact) < 0.1
+
+
+# Tensors that carry pages
+
+
+def test_paged_kv_is_its_dequantized_values():
+    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
+    cache.layers[0].config._attn_implementation = "fp8_kv"
+    k0, v0 = torch.randn(2, 2, 2, 150, 64) + 3
+    k, v = cache.update(k0, v0, 0)
+    assert isinstance(k, PagedKV)
+    assert k.shape == k0.shape
+    for paged, original, index in ((k, k0, 0), (v, v0, 1)):
+        assert relative_error(paged + 0, original) < (0.02 if index == 0 else 0.03)  # INT8; E4M3
+        for seq in range(2):
+            read = cache.layers[0].cache.read(seq)[index].transpose(0, 1)
+            torch.testing.assert_close(paged[seq], read, rtol=0, atol=0)
+    torch.testing.assert_close(k.transpose(2, 3) @ v, (k + 0).transpose(2, 3) @ (v + 0))
+    assert torch.equal(torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)(k), k * 2)
+
+
+def test_dequantize_is_zero_past_the_length():
+    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64), max_cache_len=256)
+    cache.update(torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64), 0)
+    pages = cache.layers[0].cache.pages
+    pages.k.view(torch.uint8)[:, :, 5:] = 0x7F  # NaN
+    k = dequantize(pages, "k", 256, torch.float32)
+    assert k.shape == (1, 2, 256, 64)
+    assert (k[:, :, 5:] == 0).all()
+
+
+# Masks
+
+
+def test_masks_are_none_or_compact():
+    def mask(*args, **options):
+        return fp8_kv_mask(2, *args, device="cpu", **options)
+
+    padding = torch.arange(100) >= torch.tensor([[0], [30]])
+    everything = torch.ones(2, 100, dtype=torch.bool)
+    assert mask(100, 100) is None
+    assert mask(100, 100, attention_mask=everything) is None
+    assert mask(1, 100, 99, attention_mask=everything) is None
+    assert mask(100, 256, attention_mask=everything) is None  # an empty static cache
+    assert mask(100, 100, attention_mask=padding).tolist() == [[[[0, 30], [100, 100]]]]
+    assert mask(10, 100, 90).tolist() == [[[[100, 100]]]]  # a later chunk
+    assert mask(1, 256, torch.tensor(99), attention_mask=padding).tolist() == [[[[0, 30], [100, 100]]]]
+    assert mask(1, 256, 0).tolist() == [[[[1, 1]]]]
+    assert mask(1, 100, 99, attention_mask=padding).dtype == torch.int32
+    assert mask(50, 100, 50, attention_mask=everything[:, :60]).shape == (2, 1, 50, 100)  # too short: refused where it is used
+    future = torch.ones(2, 256, dtype=torch.bool)
+    assert mask(100, 256, attention_mask=future) is None
+    assert mask(32, 32, local_size=16, mask_function=lambda b, h, q, k: (k <= q) & (k > q - 16)).shape == (2, 1, 32, 32)
+
+
+def test_an_unknown_mask_function_is_compared_with_the_causal_one():
+    def mask(blocks):
+        function = lambda b, h, q, k: (k <= q) | ((blocks[q] == blocks[k]) & (blocks[q] >= 0))  # noqa: E731
+        return fp8_kv_mask(1, 2000, 2000, mask_function=function, allow_is_causal_skip=False)
+
+    blocks = torch.full((2000,), -1)
+    assert mask(blocks) is None
+    blocks[1990:] = 0  # an image
+    assert mask(blocks).shape == (1, 1, 2000, 2000)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MistralConfig(**SHAPE, sliding_window=32), "every layer of 'mistral' .*sliding_attention"),
+        (transformers.DeepseekV3Config(), "multi-head latent attention"),
+        (transformers.T5Config(), "encoder-decoder"),
+        (transformers.Qwen3NextConfig(), "'linear_attention'"),
+        (transformers.MllamaConfig(), "'mllama_text_model' caches the image .* cross-attention layers .3, 8, 13"),
+    ],
+    ids=["all-sliding", "mla", "encoder-decoder", "linear", "cross-attention"],
+)
+def test_models_that_are_refused(config, message):
+    with pytest.raises(ValueError, match=message) as error:
+        FP8Cache(config)
+    assert "transformers' own cache" in str(error.value)
+
+
+def test_a_model_with_attention_of_its_own_is_refused_on_fp8_kv_and_served_on_eager():
+    config = transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="fp8_kv").eval()
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        FP8Cache(model.config)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="eager").eval()
+    close(logits(model, FP8Cache(model.config), prompt()), logits(model, Oracle(model.config), prompt()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"skip_layers": [3]}, r"names \[3\]"),
+        ({"skip_layers": range(3)}, "every full-attention layer in 16 bits"),
+        ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
+        ({"max_cache_len": 0}, "a positive whole number of tokens .*got 0"),
+        ({"max_cache_len": 10.5}, "a positive whole number of tokens .*got 10.5"),
+    ],
+)
+def test_options_that_are_refused(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        FP8Cache(llama.config, **options)
+
+
+def test_a_model_in_place_of_its_config_is_refused(llama):
+    with pytest.raises(TypeError, match=r"FP8Cache\(model.config\); got LlamaForCausalLM"):
+        FP8Cache(llama)
+
+
+def test_gradients_are_refused(llama):
+    with pytest.raises(RuntimeError, match="inference"):
+        llama(prompt(), past_key_values=FP8Cache(llama.config))
+    k = torch.randn(1, 2, 9, 64)
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(k, k)
+        for k_states, v_states in ((dual, k), (k, dual)):
+            with pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
+                FP8Cache(llama.config).update(k_states, v_states, 0)
+
+
+def test_another_head_dim_batch_and_offloading_are_refused(llama):
+    model = make(head_dim=32)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="head_dim 32"):
+            model(prompt(), past_key_values=FP8Cache(model.config))
+        cache = FP8Cache(llama.config)
+        llama(prompt(), past_key_values=cache)
+        with pytest.raises(ValueError, match="another batch"):
+            llama(prompt(3), past_key_values=cache)
+        with pytest.raises(ValueError, match="another batch"):
+            llama(prompt(1, 2), past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="does not offload"):
+        cache.offload(0)
+    with pytest.raises(ValueError, match="minus the number"):
+        cache.crop(3)
+    with pytest.raises(ValueError, match="without max_cache_len"):
+        FP8Cache(llama.config, max_cache_len=64, skip_layers=[0]).crop(-1)
+
+
+@pytest.mark.parametrize("kind", ["holes", "right-then-more", "short", "4-d"])
+def test_masks_that_are_refused(llama, kind):
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    cache = FP8Cache(llama.config)
+    with torch.no_grad():
+        if kind == "holes":
+            mask[0, 5:9] = 0
+        elif kind == "4-d":
+            mask = torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
+        else:
+            first = torch.ones_like(ids)
+            first[0, -3:] = 0
+            llama(ids, attention_mask=first, past_key_values=cache)
+            mask = torch.cat([first, first[:, :1]], 1) if kind == "right-then-more" else mask[:, :1]
+            ids = ids[:, :1]
+        with pytest.raises(ValueError, match=r"another mask.*padding_side = 'left'.*set_attn_implementation\('sdpa'\)"):
+            llama(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_a_refused_mask_works_dequantized(llama):
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[0, 5:9] = 0
+    with using(llama, "sdpa"):
+        close(logits(llama, FP8Cache(llama.config), ids, mask), logits(llama, Oracle(llama.config), ids, mask))
+    with torch.no_grad():  # and under fp8_kv without an FP8 layer that would see it
+        ours = llama(ids, attention_mask=mask).logits
+        with using(llama, "sdpa"):
+            close(ours, llama(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize(
+    "keyword", [{"dropout": 0.1}, {"sliding_window": 16}, {"position_bias": torch.zeros(1)}, {"cu_seq_lens_q": torch.zeros(2)}, {"x": 1}]
+)
+def test_keywords_that_are_refused(keyword):
+    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
+    cache.layers[0].config._attn_implementation = "fp8_kv"
+    k, v = cache.update(torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64), 0)
+    with pytest.raises(ValueError, match=next(iter(keyword))):
+        fp8_kv_attention(torch.nn.Module(), torch.randn(1, 4, 9, 64), k, v, None, **keyword)
+    fp8_kv_attention(torch.nn.Module(), torch.randn(1, 4, 9, 64), k, v, None, sliding_window=None, output_attentions=False)
+
+
+def test_packed_prefixes_and_bidirectional_models_are_refused_or_served(llama):
+    ids = prompt(1, 20)
+    positions = torch.cat([torch.arange(12), torch.arange(8)])[None]
+    with torch.no_grad():  # packed: transformers knows it without a cache only, and that is sdpa
+        ours = llama(ids, position_ids=positions, use_cache=False).logits
+        with using(llama, "sdpa"):
+            close(ours, llama(ids, position_ids=positions, use_cache=False).logits)
+    model = make("gemma3", use_bidirectional_attention=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="another mask"):
+        model(ids, past_key_values=FP8Cache(model.config))

@@ -1,0 +1,337 @@
+"""Launches a kernel by Triton and then by its compiled kernel (`kernels.launch`) on a libcuda that only notes its arguments; prints JSON.
+
+A process of its own (`test_launch.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
+
+    python -m tests.kernels.run_launch FOLDER_WITH_LIBCUDA
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(sys.argv[1])
+os.environ["TRITON_LIBCUDA_PATH"] = str(FOLDER)
+STUB = ctypes.CDLL(FOLDER / "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
+
+from fp8attn import KVPages, PagedKVCache, kernels, ops  # noqa: E402
+from fp8attn.kernels import append, combine, decode, prefill  # noqa: E402
+from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
+from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
+from fp8attn.layout import FP8  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+ROWS = View((1024, 64), (64, 1), (128, 64))
+
+
+class Driver(CudaDriver):
+    """Triton's own, on a machine with one Hopper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.get_device_capability = lambda device=0: (9, 0)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 7
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@gluon.jit(do_not_specialize=["count"])
+def kernel(x_ptr, stride, k_desc, absent_ptr, v_desc, y_ptr, count, scale, D: gl.constexpr, FLAG: gl.constexpr):
+    i = gl.arange(0, D, gl.BlockedLayout([1], [32], [4], [0]))
+    x = gl.load(x_ptr + i * stride, mask=i < count)
+    gl.store(y_ptr + i, x * scale + k_desc.shape[0].to(gl.float32) + v_desc.shape[0].to(gl.float32), mask=i < count)
+
+
+def noted(compiled) -> dict:
+    """What the last launch was given."""
+    parameters = (ctypes.c_ubyte * 128 * 64).in_dll(STUB, "stub_parameters")
+    return {
+        "grid": list((ctypes.c_uint * 3).in_dll(STUB, "stub_grid")),
+        "parameters": [bytes(parameters[i])[:size].hex() for i, size in enumerate(sizes(compiled))],
+    }
+
+
+def expect(compiled) -> None:
+    """Tell the stub how large the parameters of the launches to come are."""
+    found = (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")
+    for i, size in enumerate([*sizes(compiled), 0]):
+        found[i] = size
+
+
+def sizes(compiled) -> list[int]:
+    """Bytes of the parameters of a compiled kernel."""
+    declared = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)[1]
+    bytes_of = {"u64": 8, "b64": 8, "u32": 4, "b32": 4, "f32": 4}
+    return [int(n) if n else bytes_of[kind] for kind, n in re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[]*(?:\[(\d+)\])?", declared)]
+
+
+def watched(done: Callable[[], dict]) -> dict:
+    """Whether a launch is bound by Triton, and how often a hook is called, under everything that can ask to see launches."""
+    seen = []
+    enter, leave = (lambda metadata: seen.append(metadata) for _ in range(2))
+    rows = {}
+
+    def row(name: str) -> None:
+        seen.clear()
+        rows[name] = {"ordinary": done()["ordinary"], "hooks": len(seen)}
+
+    for name, chain, hook in (("enter", knobs.runtime.launch_enter_hook, enter), ("exit", knobs.runtime.launch_exit_hook, leave)):
+        chain.add(hook)
+        row(name)
+        chain.remove(hook)
+    kernel.pre_run_hooks.append(lambda *args, **options: seen.append(args))
+    row("before runs")
+    kernel.pre_run_hooks.clear()
+    with knobs.runtime.scope():
+        knobs.runtime.debug = True
+        row("debug")
+    row("nothing")
+    return rows
+
+
+def stand_in(kernel):
+    """A kernel of the same parameters that does nothing, and compiles at once."""
+    fixed = [param.name for param in kernel.params if param.do_not_specialize]
+    parameters = ", ".join(f"{param.name}: gl.constexpr" if param.is_constexpr else param.name for param in kernel.params)
+    path = FOLDER / f"{kernel.__name__}_stand_in.py"
+    path.write_text(
+        f"from fp8attn.kernels.gluon import gl, gluon\n\n\n"
+        f"@gluon.jit(do_not_specialize={fixed})\ndef {kernel.__name__}({parameters}):\n    pass\n"
+    )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, kernel.__name__)
+
+
+def called(function: Callable[[], Any]) -> int:
+    """How many Python functions of fp8attn a call of `function` calls."""
+    ours = str(Path(kernels.__file__).parent.parent)
+    events = []
+    sys.setprofile(lambda frame, event, argument: events.append(event == "call" and frame.f_code.co_filename.startswith(ours)))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return sum(events)
+
+
+class Made(TorchFunctionMode):
+    """Counts the calls of torch whose results are tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.count += isinstance(result, torch.Tensor) or (isinstance(result, list | tuple) and isinstance([*result, 0][0], torch.Tensor))
+        return result
+
+
+def attended(launches: list, compiled: dict) -> dict:
+    """What calls of `ops.attention` come to, on a CPU that passes for a Hopper.
+
+    `launches` grows by one for each launch that Triton binds, whose kernel is then `compiled["last"]`.
+    """
+    decode.decode, prefill._prefill = stand_in(decode.decode), stand_in(prefill._prefill)
+    decode.num_sms = prefill.num_sms = lru_cache(lambda device: 132)
+    ops._selected = cache(lambda *_: "hopper")
+    kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
+    made = ctypes.c_int.in_dll(STUB, "stub_launches")
+    sinks = torch.zeros(32)
+    rows = {}
+    for name, queries, columns, given in (
+        ("1 query", 1, 4, {}),
+        ("256 queries", 256, 4, {}),
+        ("64 queries in parts", 64, 64, {}),
+        ("sinks, 64 queries in parts", 64, 64, {"sinks": sinks}),
+    ):
+        q = torch.zeros(queries, 32, 128, dtype=torch.bfloat16)
+        pages = KVPages.empty(columns, 8, 128, 1, columns)
+        (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0
+
+        def call(q=q, pages=pages, given=given):
+            return ops.attention(q, pages, return_lse=True, **given)
+
+        call()
+        expect(compiled["last"])
+        before, earlier = len(launches), made.value
+        out, lse = call()
+        row = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+        words = {int.from_bytes(bytes.fromhex(x[:16]), "little") for x in noted(compiled["last"])["parameters"] if len(x) >= 16}
+        held = {"q": q, "k": pages.k, "table": pages.page_table, "sinks": sinks, "out": out, "lse": lse}
+        rows[name] = row | {"calls": called(call), "last takes": [name for name, x in held.items() if x.data_ptr() in words]}
+
+    before, earlier = len(launches), made.value
+    for num_seqs, queries in ((3, 1), (1, 300)):
+        other = torch.zeros(num_seqs * queries, 32, 128, dtype=torch.bfloat16)
+        ops.attention(other, KVPages.empty(4 * num_seqs, 8, 128, num_seqs, 4), return_lse=True)
+    rows["other sizes"] = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+    return rows
+
+
+def prompted(launches: list) -> dict:
+    """What a new cache and its first append come to, after `attended`: on the same CPU."""
+    append._page_kernel = stand_in(append._page_kernel)
+    append.is_native = lambda device: True
+    made = ctypes.c_int.in_dll(STUB, "stub_launches")
+    (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0
+    k, v = (torch.zeros(600, 8, 128, dtype=torch.bfloat16) for _ in "kv")
+    rows = {}
+    for name, num_pages in (("grows", None), ("fixed", 8)):
+
+        def call(num_pages=num_pages):
+            PagedKVCache(8, 128, num_seqs=2, num_pages=num_pages).append(k, v)
+
+        call()
+        before, earlier = len(launches), made.value
+        call()
+        row = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+        with Made() as tensors:
+            call()
+        rows[name] = row | {"calls": called(call), "tensors": tensors.count}
+    return rows
+
+
+def planned() -> dict:
+    """What calls that differ in one thing launch, each with a plan of its own and then with those of all the others there to be taken."""
+    launches = []
+
+    def plain(x: Any) -> Any:
+        x = x.view.__dict__ if isinstance(x, Tiles) else x.dtype if isinstance(x, torch.Tensor) else x
+        return repr(x) if not isinstance(x, Counters) else "counter"
+
+    def noting(kernel, grid, args, given) -> None:
+        launches.append([kernel.__name__, *grid, *map(plain, args), repr(sorted(given.items()))])
+
+    prefill.launch = combine.launch = noting
+    plain_options = dict(
+        cu_seqlens_q=None, max_seqlen_q=64, causal=True, softmax_scale=0.1, window=0, softcap=0.0, sinks=None, leftpad_k=None,
+    )  # fmt: skip
+    q, pages = torch.zeros(128, 8, 128, dtype=torch.bfloat16), KVPages.empty(64, 2, 128, 2, 32)
+    table, wide = pages.page_table, torch.zeros(2, 64, dtype=torch.int32)
+    angles, twice = torch.zeros(128, 32), torch.zeros(128, 64)
+    off = torch.zeros(128, 8, 129, dtype=torch.bfloat16)[..., 1:]
+    dense, rope = q.unflatten(0, (2, 64)), {"rope_cos": angles, "rope_sin": angles}
+    cases = {
+        "plain": {}, "heads first": {"q": torch.zeros(8, 128, 128, dtype=torch.bfloat16).transpose(0, 1)}, "misaligned": {"q": off},
+        "dense": {"q": dense}, "dense, heads first": {"q": torch.zeros(2, 8, 64, 128, dtype=torch.bfloat16).transpose(1, 2)},
+        "more queries": {"q": torch.zeros(256, 8, 128, dtype=torch.bfloat16), "max_seqlen_q": 128},
+        "fewer KV heads": {"pages": KVPages.empty(64, 1, 128, 2, 32)}, "more pages": {"pages": KVPages.empty(65, 2, 128, 2, 32)},
+        "table's width": {"pages": replace(pages, page_table=wide)}, "table's stride": {"pages": replace(pages, page_table=wide[:, :32])},
+        "not in parts": {"pages": replace(pages, page_table=table[:, :8])},
+        "no LSE": {"pages": replace(pages, page_table=table[:, :8]), "return_lse": False},
+        "ragged": {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "longest": {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 5000},
+        "full": {"causal": False}, "window": {"window": 1}, "wider window": {"window": 3000}, "softcap": {"softcap": 5.0},
+        "scale": {"softmax_scale": 0.2}, "sinks": {"sinks": torch.zeros(8)}, "leftpad": {"leftpad_k": torch.zeros(2, dtype=torch.int32)},
+        "rope": rope, "interleaved": rope | {"rope_interleaved": True}, "half": {name: x[:, :16] for name, x in rope.items()},
+        "strided tables": dict.fromkeys(rope, twice[:, ::2]), "wider tables": dict.fromkeys(rope, twice[:, :32]),
+        "dense tables": {"q": dense, "rope_cos": angles.view(2, 64, 32), "rope_sin": angles.view(2, 64, 32)},
+    }  # fmt: skip
+
+    def launched(name: str) -> list:
+        launches.clear()
+        prefill.attention(**{"q": q, "pages": pages} | plain_options | cases[name])
+        return list(launches)
+
+    rows = {}
+    for name in cases:
+        for kept in (prefill.plan, combine._plan):
+            kept.cache_clear()
+        rows[name] = {"alone": launched(name)}
+    for name in 2 * [*cases]:
+        rows[name]["among others"] = launched(name)
+    return rows
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    torch.accelerator.device_index = lambda index: contextlib.nullcontext()
+    ordinary = []
+    compiled = {}
+    run = triton.JITFunction.run
+
+    def counted(self, *args, **options):
+        ordinary.append(1)
+        compiled["last"] = run(self, *args, **options)
+        return compiled["last"]
+
+    triton.JITFunction.run = counted
+    pool = torch.zeros(4, 2, 128, 64, dtype=torch.uint8).view(FP8)
+    x, y = torch.zeros(256), torch.zeros(256)
+
+    def arguments(**changed) -> list:
+        given = {
+            "x": x, "stride": 16, "k": Tiles(pool, ROWS), "absent": None,
+            "v": Tiles(pool, View((512, 128), (128, 1), (64, 128), swizzled=False)), "y": y, "count": 77, "scale": 0.5,
+        }  # fmt: skip
+        return list((given | changed).values())
+
+    def done(constants: Constants, args: list) -> dict:
+        before = len(ordinary)
+        launch(kernel, (3, 2), args, constants)
+        return noted(compiled["last"]) | {"ordinary": len(ordinary) > before}
+
+    constants = Constants(DEVICE, D=128, FLAG=True, num_warps=4)
+    launch(kernel, (3, 2), arguments(), constants)
+    expect(compiled["last"])
+    twin = Tiles(pool.clone(), ROWS)
+    fresh = {"x": torch.ones(256), "y": torch.ones(256), "stride": 32, "count": 1, "scale": 2.0, "k": twin}
+    same = {"again": arguments(), "others of a kind": arguments(**fresh)}
+    others = {
+        "dtype": arguments(x=x.half()),
+        "address": arguments(x=x[1:]),
+        "stride": arguments(stride=3),
+        "stride 1": arguments(stride=1),
+        "wide stride": arguments(stride=2**32),
+        "present": arguments(absent=y),
+        "wide number": arguments(count=2**32),
+        "integer for a float": arguments(scale=2),
+        "float for an integer": arguments(count=77.0),
+        "block": arguments(k=Tiles(pool, replace(ROWS, block=(64, 64)))),
+        "swizzle": arguments(k=Tiles(pool, replace(ROWS, swizzled=False))),
+    }
+    rows = {}
+    for name, args in (same | others).items():
+        direct = done(constants, args)
+        rows[name] = {"direct": direct, "ordinary": done(Constants(DEVICE, **constants), args)}
+    again = done(constants, others["dtype"])
+    rows["dtype again"] = {"direct": again, "ordinary": rows["dtype"]["ordinary"]}
+    rows["watched"] = watched(lambda: done(constants, same["again"]))
+    with recording() as notes:
+        done(constants, same["again"])
+    with recording(dry=True) as dry:
+        earlier = len(ordinary)
+        launch(kernel, (3, 2), same["again"], Constants(DEVICE, **constants))
+    rows["recorded"] = {
+        "compiled": [note.compiled is constants.compiled[0].program for note in notes], "dry": [note.compiled for note in dry],
+        "equal": notes[0][:3] == dry[0][:3], "made": len(ordinary) - earlier,
+    }  # fmt: skip
+    rows["attended"] = attended(ordinary, compiled)
+    rows["prompted"] = prompted(ordinary)
+    rows["planned"] = planned()
+    print(json.dumps({"same": list(same), "others": list(others), "learned": len(constants.compiled) > 0, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The Hopper prefill kernel on the CPU (`ptx.py`), and how far it is from float64.
+
+`test_prefill.py` calls this in a process where Triton compiles. By hand:
+
+    python -m tests.kernels.run_prefill [case ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from fp8attn import reference
+from fp8attn.kernels import prefill
+from fp8attn.layout import FP8
+from fp8attn.numerics import quantize
+from fp8attn.rope import apply_rope
+from tests.emulator.emulating import emulate
+from tests.kernels.run_decode import filled_pages
+from tests.support.kernel_cases import poison_empty
+from tests.support.machine_code import dry
+
+# Keys end within a tile, queries within a warpgroup's rows, and before the first block's some warpgroups have none: stored by TMA and,
+# of the ragged batch, by masks. Rows see few keys and many.
+CASES = {
+    "INT8 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8"},
+    "E4M3 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3"},
+    "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
+    "ragged, RoPE on queries": {
+        "lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "rope": True,
+    },
+}  # fmt: skip
+
+
+def emulate_case(name: str) -> dict:
+    case = CASES[name]
+    torch.manual_seed(0)
+    rotated = case["dtype"] != FP8
+    pages = filled_pages(case["lengths"], 1, case["head_dim"], v_mean=1.0, keys=case["keys"], rotate=rotated)
+    queries = case["queries"]
+    q = torch.randn(sum(queries), 1, case["head_dim"])
+    q = quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
+    tables, asked = {}, q
+    if case.get("rope"):
+        quarters = torch.randint(4, (sum(queries), case["head_dim"] // 2))  # of a turn, so that RoPE rounds nothing
+        tables = {"rope_cos": torch.tensor([1.0, 0.0, -1.0, 0.0])[quarters], "rope_sin": torch.tensor([0.0, 1.0, 0.0, -1.0])[quarters]}
+        asked = apply_rope(q, *tables.values())
+    bounds = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int() if len(set(queries)) > 1 else None
+    options = {
+        "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": True, "softmax_scale": case["head_dim"] ** -0.5, "window": 0,
+        "softcap": 0.0, "sinks": None, "leftpad_k": None,
+    }  # fmt: skip
+    with dry() as (launches, patch):
+        patch.setattr(prefill, "num_sms", lambda device: 1)  # one CTA has all items
+        poison_empty(patch)
+        prefill.plan.cache_clear()  # a plan keeps what these gave
+        out, lse = prefill.attention(q, pages, **options, **tables)
+        prefill.plan.cache_clear()
+    (launch,) = launches
+    left = emulate(launch)
+    ref, ref_lse = reference.attention(asked, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
+    off = out.double() - ref
+    return {
+        "case": name, "rel_err": float(off.norm() / ref.norm()), "row_err": float((off.norm(dim=-1) / ref.norm(dim=-1)).max()),
+        "lse_err": float((lse - ref_lse).abs().max()), "nan": bool(out.isnan().any() | lse.isnan().any()),
+        "counters": left,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps([emulate_case(name) for name in sys.argv[1:] or CASES]))

@@ -1,0 +1,59 @@
+"""In which order `kernels.prefill` takes the sequences of a ragged batch: its search, compiled for sm_90 and run on the CPU (`ptx.py`).
+
+`test_prefill_order.py` calls this in a process where Triton compiles.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from fp8attn.kernels.gluon import gl, gluon
+from fp8attn.kernels.launch import Launch, constants
+from fp8attn.kernels.prefill import NO_WINDOW, _advance_to, _outset
+from tests.emulator.emulating import emulate
+
+PROGRAMS = 5
+BLOCK = 192
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims"])
+def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, BLOCK: gl.constexpr):
+    """Every claim's sequence, its first item, first query and queries; searched for where the claim before was of another one."""
+    place = _outset()
+    seq = 0
+    base = 0
+    start = 0
+    q_len = 0
+    blocks = 0
+    claim = gl.program_id(0)
+    while claim < claims:
+        place, seq, base, start, q_len, blocks = _advance_to(
+            claim, (place, seq, base, start, q_len, blocks), num_seqs + 1, heads, cu_ptr, lens_ptr, num_tokens, num_seqs, heads, window,
+            BLOCK)  # fmt: skip
+        gl.store(out_ptr + 4 * claim, seq)
+        gl.store(out_ptr + 4 * claim + 1, base)
+        gl.store(out_ptr + 4 * claim + 2, start)
+        gl.store(out_ptr + 4 * claim + 3, q_len)
+        claim += gl.num_programs(0)
+
+
+def walk(queries: list[int], keys: list[int], rest: int, heads: int, window: int) -> dict:
+    """A batch's claims; `rest` rows lie behind the last sequence."""
+    items = heads * sum(-(-n // BLOCK) for n in [*queries, rest])
+    out = torch.full((items + 3, 4), -1, dtype=torch.int32)
+    tensors = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int(), torch.tensor(keys, dtype=torch.int32), out
+    given = constants("walk", torch.device("cpu"), BLOCK=BLOCK, num_warps=1)
+    emulate(Launch(_walk, (PROGRAMS,), (*tensors, sum(queries) + rest, len(queries), heads, window, len(out)), given, None))
+    return {"queries": queries, "keys": keys, "rest": rest, "heads": heads, "window": window, "claims": out.tolist()}
+
+
+def batches() -> list[dict]:
+    pick = random.Random(0)
+    cases = [([700], [700], 0, 2, NO_WINDOW), ([0, 0], [0, 900], 70, 3, NO_WINDOW)]
+    for count, rest, window in ((5, 0, NO_WINDOW), (32, 193, 300), (75, 0, NO_WINDOW)):
+        queries = [pick.choice((0, 0, 1, 190, 192, 200, 700)) for _ in range(count)]
+        keys = [pick.choice((n, n + 5000, max(n - 100, 0), pick.randrange(1 << pick.randrange(1, 18)))) for n in queries]
+        cases.append((queries, keys, rest, pick.randrange(1, 4), window))
+    return [walk(*case) for case in cases]

@@ -1,0 +1,93 @@
+"""Launches of a kept kernel hand the driver what Triton's own would: no GPU, but a libcuda that notes what it is given."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import compiling
+
+pytestmark = pytest.mark.triton36
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    if shutil.which("gcc") is None:
+        pytest.skip("the stub of libcuda needs gcc, as Triton's launchers do")
+    folder = tmp_path_factory.mktemp("stub")
+    include = Path(triton.__file__).parent / "backends/nvidia/include"
+    stub = compiling.ROOT / "tests/support/stub_cuda.c"
+    command = ["gcc", "-shared", "-fPIC", f"-I{include}", stub, "-o", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(command, check=True)
+    variables = {"LD_LIBRARY_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache")}
+    return json.loads(compiling.run("-m", "tests.kernels.run_launch", folder, **variables))
+
+
+def test_launches_of_a_kept_kernel_equal_triton_s(launches):
+    assert launches["learned"]
+    for case in launches["same"]:
+        row = launches["rows"][case]
+        assert not row["direct"].pop("ordinary") and row["ordinary"].pop("ordinary")
+        assert row["direct"] == row["ordinary"] and row["direct"]["grid"] == [3, 2, 1], case
+
+
+def test_other_arguments_are_bound_by_triton(launches):
+    """Arguments that the kernel was not compiled for: another type, width or alignment, an argument that was None."""
+    assert {"wide number", "integer for a float", "float for an integer"} <= set(launches["others"])
+    for case in launches["others"]:
+        row = launches["rows"][case]
+        assert row["direct"] == row["ordinary"] and row["direct"]["ordinary"], case
+    again = launches["rows"]["dtype again"]  # now it was
+    assert not again["direct"].pop("ordinary") and again["direct"].items() <= again["ordinary"].items()
+
+
+def test_hooks_see_every_launch(launches):
+    """Triton calls a profiler's hooks; hooks before runs and debug mode need Triton to bind the arguments."""
+    assert launches["rows"]["watched"] == {
+        "enter": {"ordinary": False, "hooks": 1}, "exit": {"ordinary": False, "hooks": 1}, "before runs": {"ordinary": True, "hooks": 1},
+        "debug": {"ordinary": True, "hooks": 0}, "nothing": {"ordinary": False, "hooks": 0},
+    }  # fmt: skip
+
+
+def test_launches_are_recorded(launches):
+    assert launches["rows"]["recorded"] == {"compiled": [True], "dry": [None], "equal": True, "made": 0}
+
+
+@pytest.mark.parametrize(("case", "made", "most"), [("1 query", 1, 38), ("256 queries", 1, 42), ("64 queries in parts", 2, 54)])
+def test_attention_is_checks_a_plan_and_launches(launches, case, made, most):
+    """From its second call on. Python functions cost 0.1 to 0.3 us each; those of fp8attn are counted."""
+    row = launches["rows"]["attended"][case]
+    assert row["ordinary"] == 0 and row["launches"] == made
+    assert {"out", "lse"} <= set(row["last takes"])
+    assert row["calls"] <= most, "ops.attention calls more Python than it did: benchmarks.overhead tells what that costs"
+
+
+def test_what_was_compiled_serves_other_sizes(launches):
+    """Plans of other batch sizes and lengths than those met before have the same constants, of which the kernel is known."""
+    assert launches["rows"]["attended"]["other sizes"] == {"ordinary": 0, "launches": 2}
+
+
+@pytest.mark.parametrize(("pool", "calls", "tensors"), [("grows", 75, 13), ("fixed", 125, 14)])
+def test_a_prompt_s_append_clears_nothing_that_it_writes(launches, pool, calls, tensors):
+    """A model's prompt makes a cache for each layer. Of one that grows torch makes the pool, the table and the lengths, and views; one of a
+    fixed size it clears and gives a table, with which `KVPages` checks its tensors again."""
+    row = launches["rows"]["prompted"][pool]
+    assert row["ordinary"] == 0 and row["launches"] == 1
+    assert row["calls"] <= calls and row["tensors"] <= tensors, row
+
+
+def test_parts_are_put_together_by_the_last_launch(launches):
+    rows = launches["rows"]["attended"]
+    assert rows["64 queries in parts"]["last takes"] == ["out", "lse"]  # the parts are between
+    assert rows["sinks, 64 queries in parts"]["last takes"] == ["sinks", "out", "lse"]
+
+
+def test_plans_are_of_all_that_launches_depend_on(launches):
+    rows = launches["rows"]["planned"]
+    assert {name: row["among others"] for name, row in rows.items()} == {name: row["alone"] for name, row in rows.items()}
+    different = {json.dumps(row["alone"]) for row in rows.values()}
+    assert len(different) >= len(rows) - 1  # as launched, queries that TMA cannot take are plain ones, copied

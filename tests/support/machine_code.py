@@ -1,0 +1,153 @@
+"""What ptxas says of a recorded launch, and what its machine code is: compiled without a GPU, as a launch on one would be.
+
+Only in a process where Triton compiles (`compiling.call`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import rmtree
+from typing import NamedTuple
+
+import pytest
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+
+from benchmarks.offline import HOPPER, compiled
+from fp8attn.kernels.launch import Launch, recording
+
+UNUSED_DAYS = 14
+
+
+class Built(NamedTuple):
+    kernel: CompiledKernel
+    log: str  # ptxas's
+
+    @property
+    def registers(self) -> int:
+        return int(re.search(r"Used (\d+) registers", self.log)[1])
+
+    @property
+    def spill_stores(self) -> int:
+        """Bytes."""
+        return int(re.search(r"(\d+) bytes spill stores", self.log)[1])
+
+    @property
+    def spill_loads(self) -> int:
+        """Bytes."""
+        return int(re.search(r"(\d+) bytes spill loads", self.log)[1])
+
+    @property
+    def warnings(self) -> str:
+        """C75xx (serialized MMAs) and whatever else ptxas warns of."""
+        return " ".join(sorted(set(re.findall(r"\bC75\d\d\b|warning.*", self.log))))
+
+    def sass(self) -> Sass:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.kernel.asm["cubin"])
+            file.flush()
+            return Sass(subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout)
+
+
+@contextlib.contextmanager
+def dry() -> Iterator[tuple[list[Launch], pytest.MonkeyPatch]]:
+    """Launchers run, and what they would launch is listed. The patches are for what they ask of the device."""
+    with pytest.MonkeyPatch.context() as patch, recording(dry=True) as launches:
+        yield launches, patch
+
+
+def build(launch: Launch, target: GPUTarget = HOPPER) -> Built:
+    """Compiles a launch; from Triton's cache, if it has been compiled before."""
+    kernel, said = _compiled(launch, target)
+    folder = Path(knobs.cache.dir)
+    log = folder / f"{kernel.hash}.log"
+    if not said and not log.exists():  # compiled by others
+        launch.kernel.device_caches.clear()
+        with knobs.compilation.scope():
+            knobs.compilation.always_compile = True
+            kernel, said = _compiled(launch, target)
+    if said:
+        unfinished = log.with_suffix(f".{os.getpid()}")  # others may read the log
+        unfinished.write_text(said)
+        unfinished.replace(log)
+        for path in folder.iterdir():
+            if path.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+                rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    for path in (log, *(Path(file).parent for file in kernel.metadata_group.values())):
+        path.touch()
+    return Built(kernel, log.read_text())
+
+
+def _compiled(launch: Launch, target: GPUTarget) -> tuple[CompiledKernel, str]:
+    """The kernel, and what ptxas said if it ran."""
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
+        knobs.nvidia.dump_ptxas_log = True
+        return compiled(launch.kernel, launch.args, launch.given, target), said.getvalue()
+
+
+class Sass:
+    """Disassembled machine code."""
+
+    def __init__(self, text: str) -> None:
+        self.code: list[str] = []
+        self.labels: dict[str, int] = {}
+        for line in text.splitlines():
+            if label := re.match(r"\s*(\.L_x_\d+):", line):
+                self.labels[label[1]] = len(self.code)
+            elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+                self.code.append(instruction[1].replace(".reuse", ""))
+
+    def loops(self) -> list[tuple[int, int]]:
+        """First and last instruction of every backward branch's span."""
+        spans = set()
+        for i, instruction in enumerate(self.code):
+            branch = re.search(r"BRA\b.*`\((\.L_x_\d+)\)", instruction)
+            if branch and self.labels.get(branch[1], i) < i:
+                spans.add((self.labels[branch[1]], i))
+        return sorted(spans)
+
+    def spills(self, start: int, end: int) -> int:
+        """Spill loads and stores in a loop."""
+        return sum("STL" in x or "LDL" in x for x in self.code[start : end + 1])
+
+    def unset_register(self) -> str:
+        """The first MMA or uniform instruction that reads a uniform register which not every path to it has written.
+
+        ptxas 12.8 shares what it computes of a wgmma descriptor between two branches, and may compute it in one of them only.
+        """
+        reads, writes, follow = [], [], []
+        for i, text in enumerate(self.code):
+            predicate, name, operands = re.match(r"(@\S+\s+)?([\w.]+)\s*(.*?)\s*$", text).groups()
+            operands = [x for x in re.split(r",\s*(?![^\[]*\])", operands) if not re.fullmatch(r"!?U?P[T\d]", x)]
+            numbers = [[int(n) for n in re.findall(r"\bUR(\d+)", x)] for x in operands]
+            written = re.match(r"U(?!TMA|BLK|SYNC|CGA)|R2UR|S2UR|VOTEU|REDUX", name) is not None
+            wide = 2 if ".64" in name or ".WIDE" in name else 1
+            writes.append({n + k for n in (numbers[:1] or [[]])[0] for k in range(wide)} if written else set())
+            if name.startswith("QGMMA"):  # of its four registers those of a left operand in registers count for nothing
+                first = 2 if re.match(r"R\d", operands[1]) else 0
+                reads.append({numbers[1 + first // 2][0] + k for k in range(first, 4)})
+            else:
+                wide = 2 if ".64" in name else 1
+                reads.append({n + k for x in numbers[1:] for n in x for k in range(wide)} if written else set())
+            ends = name.split(".")[0] in ("BRA", "BRX", "EXIT", "RET") and not predicate
+            jumps = [] if name == "BSSY" else re.findall(r"\.L_x_\d+", text)  # that one says where branches meet again
+            follow.append([self.labels[x] for x in jumps if x in self.labels] + ([] if ends else [i + 1]))
+        known = {0: set()}
+        todo = [0]
+        while todo:
+            i = todo.pop()
+            after = known[i] | writes[i]
+            for j in follow[i]:
+                if j < len(self.code) and (j not in known or not known[j] <= after):
+                    known[j] = known[j] & after if j in known else after
+                    todo.append(j)
+        return next((self.code[i] for i in sorted(known) if not reads[i] <= known[i]), "")
