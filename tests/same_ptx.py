@@ -30,7 +30,7 @@ def names() -> list[str]:
     """Every compile case: `kind: case`."""
     from tests.kernels import compile_kernels, compile_prefill, run_decode
 
-    cases = {"prefill": compile_prefill.CASES, "decode": run_decode.COMPILED, "kernels": compile_kernels.cases(90)}
+    cases = {"prefill": compile_prefill.CASES, "decode": run_decode.COMPILED, "kernels": compile_kernels.cases()}
     return [f"{kind}: {case}" for kind, found in cases.items() for case in found]
 
 
@@ -48,7 +48,7 @@ def fingerprint(name: str) -> str:
     elif kind == "decode":
         launches = run_decode.recorded(case)
     else:
-        launches = compile_kernels.launches(90, case)
+        launches = compile_kernels.launches("sm_90", case)
     knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
     return of_launches((made, digest(normalized(compiled(made.kernel, made.args, made.given).asm["ptx"]))) for made in launches)
 

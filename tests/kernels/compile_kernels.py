@@ -1,19 +1,21 @@
-"""What the launchers of the Triton kernels would launch, compiled without a GPU: what ptxas says of it.
+"""What the launchers of the Triton kernels would launch, compiled without a GPU, and what the compiler says of it.
 
 `test_compile.py` calls this in a process where Triton compiles. By hand:
 
-    python -m tests.kernels.compile_kernels [sm_90 | sm_80 | sm_89 ...] [case substring ...]
+    python -m tests.kernels.compile_kernels [sm_90 | sm_80 | gfx942 ...] [case substring ...]
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.offline import compiled
 from fp8attn import KVPages
 from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
@@ -21,8 +23,26 @@ from fp8attn.kernels.launch import Launch
 from fp8attn.layout import FP8, HEAD_DIMS
 from tests.support.machine_code import build, dry
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes one program may have
 BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Target(NamedTuple):
+    """A GPU: the shared memory (bytes) that `portable` finds for a program, and `fp8.is_native` of it."""
+
+    gpu: GPUTarget
+    shared_memory: int
+    native: bool
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 166912, False),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 101376, True),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 232448, True),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 232448, True),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 101376, True),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536, False),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), 65536, False),
+}
 
 
 def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=True, means=False, **features) -> None:
@@ -71,11 +91,11 @@ def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
     rows.quantize_rows(torch.zeros(2, 8, 300, head_dim, dtype=dtype), **options)
 
 
-def cases(arch: int) -> dict[str, tuple]:
-    """Launchers and their arguments: every head_dim with few, some and many rows, each dtype and feature somewhere; the whole list for
-    sm_90, a sample elsewhere. What appends and quantizes has the same tiles for 80 channels as for 96, and for 192 as for 256."""
+def cases() -> dict[str, tuple]:
+    """Launchers and their arguments: every head_dim with few, some and many rows, each dtype and feature somewhere. What appends and
+    quantizes has the same tiles for 80 channels as for 96, and for 192 as for 256."""
     found: dict[str, tuple] = {}
-    for i, head_dim in enumerate(HEAD_DIMS if arch == 90 else (128, 256) if arch == 80 else (256,)):
+    for i, head_dim in enumerate(HEAD_DIMS):
         dtype, other = (BF16, FP16) if i % 2 else (FP16, BF16)
         rope, some = {"rotary": head_dim, "q_heads": 32}, i % 2 * head_dim
         seeds, means = {"key_dtype": FP8, "rotate": False}, {"means": True}
@@ -87,7 +107,7 @@ def cases(arch: int) -> dict[str, tuple]:
             f"D{head_dim} rows64 e4m3": (attention, head_dim, dtype, 16, seeds | means),
             f"D{head_dim} rows128 e4m3": (attention, head_dim, other, 512, seeds),
         }
-        if head_dim in (80, 192) or (arch, head_dim) == (80, 256):
+        if head_dim in (80, 192):
             continue
         found |= {
             f"D{head_dim} step rope": (append_tokens, head_dim, other, 1 + i, rope),
@@ -99,65 +119,78 @@ def cases(arch: int) -> dict[str, tuple]:
         }
     found["D128 dense fp8"] = quantize, 128, FP8, {}
     found["D96 dense fp8"] = quantize, 96, FP8, {}  # a masked load of FP8
-    if arch == 90:
-        leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
-        found |= {
-            "D128 rows4 window sinks": (attention, 128, BF16, 1, {"window": 100, "sinks": sinks}),
-            "D64 rows4 softcap leftpad": (attention, 64, FP16, 1, {"softcap": 30.0, "leftpad_k": leftpad, "key_dtype": FP8}),
-            "D128 rows64 softcap": (attention, 128, BF16, 16, {"softcap": 30.0, "sinks": sinks, "rotate": False}),
-            "D128 rows128 window sinks": (attention, 128, BF16, 512, {"window": 100, "sinks": sinks}),
-            "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad, "key_dtype": FP8}),
-            "D128 prompt": (append_tokens, 128, BF16, 300, {}),
-            "D128 dense rope": (quantize, 128, BF16, {"rotary": 128}),
-            "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
-            "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
-        }
+    leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
+    found |= {
+        "D128 rows4 window sinks": (attention, 128, BF16, 1, {"window": 100, "sinks": sinks}),
+        "D64 rows4 softcap leftpad": (attention, 64, FP16, 1, {"softcap": 30.0, "leftpad_k": leftpad, "key_dtype": FP8}),
+        "D128 rows64 softcap": (attention, 128, BF16, 16, {"softcap": 30.0, "sinks": sinks, "rotate": False}),
+        "D128 rows128 window sinks": (attention, 128, BF16, 512, {"window": 100, "sinks": sinks}),
+        "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad, "key_dtype": FP8}),
+        "D128 prompt": (append_tokens, 128, BF16, 300, {}),
+        "D128 dense rope": (quantize, 128, BF16, {"rotary": 128}),
+        "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
+        "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
+    }
     return found
 
 
-def launches(arch: int, name: str) -> list[Launch]:
-    """What a case launches on a GPU of that architecture."""
-    function, *arguments, options = cases(arch)[name]
+SAMPLE = (  # each kernel, and each tile of `portable.config`
+    *("D128 rows4", "D128 rows64 e4m3", "D128 rows128", "D256 rows4 e4m3"),
+    *("D128 step rope", "D128 prompt rope", "D128 rows", "D96 dense fp8"),
+)
+
+
+def launches(target: str, name: str) -> list[Launch]:
+    """What a case launches on a GPU of `target`."""
+    function, *arguments, options = cases()[name]
     splits = options.pop("splits", 1)
+    _, shared_memory, native = TARGETS[target]
     with dry() as (found, patch):
         for module in (portable, combine, append, rows):
-            patch.setattr(module, "is_native", lambda device: arch >= 89)
-        patch.setattr(portable, "_device", lambda device: (132, SHARED_MEMORY[arch]))
+            patch.setattr(module, "is_native", lambda device: native)
+        patch.setattr(portable, "_device", lambda device: (132, shared_memory))
         patch.setattr(portable, "num_splits", lambda *_: splits)
         function(*arguments, **options)
     return found
 
 
-def kernels(arch: int) -> dict[str, list[str]]:
-    """The kernels that each case launches; nothing is compiled."""
-    return {name: [launch.kernel.__name__.strip("_") for launch in launches(arch, name)] for name in cases(arch)}
+def kernels(names: tuple[str, ...]) -> set[str]:
+    """The kernels that cases launch; nothing is compiled."""
+    return {launch.kernel.__name__.strip("_") for name in names for launch in launches("sm_90", name)}
 
 
-def compile_cases(arch: int, head_dim: int) -> list[dict[str, Any]]:
-    """A row for each launch of that head_dim's cases."""
-    return [row for name in cases(arch) if name.split()[0] == f"D{head_dim}" for row in compile_case(arch, name)]
-
-
-def compile_case(arch: int, name: str) -> list[dict[str, Any]]:
+def compile_case(target: str, name: str) -> list[dict[str, Any]]:
     """A row for each launch."""
-    found = []
-    for launch in launches(arch, name):
-        built = build(launch, GPUTarget("cuda", arch, 32))
-        metadata = built.kernel.metadata
-        found.append({
-            "case": name, "kernel": launch.kernel.__name__.strip("_"), "head_dim": launch.given["D"], "registers": built.registers,
-            "spill_bytes": built.spill_stores + built.spill_loads, "shared_bytes": metadata.shared, "shared_limit": SHARED_MEMORY[arch],
-            "num_warps": metadata.num_warps, "warnings": built.warnings,
-        })  # fmt: skip
-    return found
+    gpu, shared_limit, _ = TARGETS[target]
+    said = _ptxas_says if gpu.backend == "cuda" else _amd_says
+    return [
+        {"case": name, "kernel": launch.kernel.__name__.strip("_"), **said(launch, gpu), "shared_limit": shared_limit}
+        for launch in launches(target, name)
+    ]
+
+
+def _ptxas_says(launch: Launch, gpu: GPUTarget) -> dict[str, Any]:
+    built = build(launch, gpu)
+    return {
+        "registers": built.registers, "spill_bytes": built.spill_stores + built.spill_loads, "warnings": built.warnings,
+        "shared_bytes": built.kernel.metadata.shared, "num_warps": built.kernel.metadata.num_warps,
+    }  # fmt: skip
+
+
+def _amd_says(launch: Launch, gpu: GPUTarget) -> dict[str, Any]:
+    kernel = compiled(launch.kernel, launch.args, launch.given, gpu)
+    count = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"])}
+    return {
+        "registers": count["vgpr_count"], "spill_bytes": count["private_segment_fixed_size"], "warnings": "",
+        "shared_bytes": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps,
+    }  # fmt: skip
 
 
 def main() -> None:
-    arch, *words = sys.argv[1:] or ["sm_90"]
-    arch = int(arch.removeprefix("sm_"))
-    for name in cases(arch):
+    target, *words = sys.argv[1:] or ["sm_90"]
+    for name in cases():
         if not words or any(word in name for word in words):
-            for row in compile_case(arch, name):
+            for row in compile_case(target, name):
                 print(json.dumps(row), flush=True)
 
 

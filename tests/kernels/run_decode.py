@@ -1,4 +1,4 @@
-"""The Hopper decode kernel without a GPU: compiled for sm_90, and run on the CPU (`ptx.py`).
+"""The Hopper decode kernel without a GPU: compiled for sm_90, and run on the CPU (`tests/emulator`).
 
 `test_decode.py` calls this in a process where Triton compiles. By hand:
 
@@ -19,7 +19,7 @@ from fp8attn import KVPages, reference
 from fp8attn.kernels import decode
 from fp8attn.kernels.launch import Launch
 from fp8attn.layout import FP8, KEY_TYPES
-from tests.emulator.emulating import emulate
+from tests.emulator import emulate
 from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import Sass, build, dry
 

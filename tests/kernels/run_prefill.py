@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel on the CPU (`ptx.py`), and how far it is from float64.
+"""The Hopper prefill kernel on the CPU (`tests/emulator`), and how far it is from float64.
 
 `test_prefill.py` calls this in a process where Triton compiles. By hand:
 
@@ -17,7 +17,7 @@ from fp8attn.kernels import prefill
 from fp8attn.layout import FP8
 from fp8attn.numerics import quantize
 from fp8attn.rope import apply_rope
-from tests.emulator.emulating import emulate
+from tests.emulator import emulate
 from tests.kernels.run_decode import filled_pages
 from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import dry

@@ -1,4 +1,4 @@
-"""In which order `kernels.prefill` takes the sequences of a ragged batch: its search, compiled for sm_90 and run on the CPU (`ptx.py`).
+"""In which order `kernels.prefill` takes the sequences of a ragged batch: its search, compiled for sm_90 and emulated on the CPU.
 
 `test_prefill_order.py` calls this in a process where Triton compiles.
 """
@@ -12,7 +12,7 @@ import torch
 from fp8attn.kernels.gluon import gl, gluon
 from fp8attn.kernels.launch import Launch, constants
 from fp8attn.kernels.prefill import NO_WINDOW, _advance_to, _outset
-from tests.emulator.emulating import emulate
+from tests.emulator import emulate
 
 PROGRAMS = 5
 BLOCK = 192

@@ -1,15 +1,14 @@
-"""Runs a recorded launch of a Hopper kernel on the CPU, by its PTX (`ptx.py`).
-
-Only in a process where Triton compiles (`compiling.call`).
-"""
+"""A recorded launch on the emulator. Only in a process where Triton compiles (`tests.support.compiling.call`)."""
 
 from __future__ import annotations
 
 import torch
 
 from fp8attn.kernels.launch import Counters, Launch, Tiles
-from tests.emulator.ptx import Machine, Memory, TensorMap
 from tests.support.machine_code import build
+
+from .machine import Machine
+from .memory import Memory, TensorMap
 
 
 def emulate(launch: Launch, late: tuple[int, ...] = ()) -> int:

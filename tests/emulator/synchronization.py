@@ -1,0 +1,53 @@
+"""Instructions with which warps wait for each other and for copies. Fences do nothing: memory has one order here."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .memory import Barrier
+from .warp import Blocked, Warp
+
+
+def mbarrier(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
+    barriers = warp.cta.barriers
+    match opcode[1]:
+        case "init":
+            barriers[warp.one(operands[0], mask)] = Barrier(int(operands[1]))
+        case "arrive":
+            arrivals = int(mask.sum())
+            expected = int(operands[2]) * arrivals if "expect_tx" in opcode else 0
+            barriers[warp.one(operands[1], mask)].update(arrivals, expected)
+        case "try_wait":
+            if barriers[warp.one(operands[1], mask)].phase == int(warp.get(operands[2], "u32")[mask][0]):
+                raise Blocked
+            warp.put(operands[0], np.ones(32, bool), mask)
+        case _:
+            raise NotImplementedError(".".join(opcode))
+
+
+def bar(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
+    """`bar.warp.sync`, or a barrier of the CTA's warps, by its number."""
+    assert active.all(), "barrier with lanes missing"
+    if opcode[1] == "warp":
+        return
+    count = int(operands[1]) // 32 if len(operands) > 1 else len(warp.cta.warps)
+    key = (int(warp.get(operands[0], "u32")[0]), count)
+    waiting = warp.cta.waiting.setdefault(key, [])
+    waiting.append(warp)
+    warp.parked = key
+    if len(waiting) == count:
+        for other in waiting:
+            other.parked = None
+        del warp.cta.waiting[key]
+
+
+def nothing(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
+    pass
+
+
+INSTRUCTIONS = {
+    "mbarrier": mbarrier,
+    "bar": bar,
+    "barrier": bar,
+    **dict.fromkeys(("fence", "membar", "setmaxnreg", "griddepcontrol", "pragma"), nothing),
+}
