@@ -144,8 +144,9 @@ def launches(target: str, name: str) -> list[Launch]:
     """What a case launches on a GPU of `target`."""
     function, *arguments, options = cases()[name]
     splits = options.pop("splits", 1)
-    _, shared_memory, native = TARGETS[target]
+    gpu, shared_memory, native = TARGETS[target]
     with dry() as (found, patch):
+        patch.setattr(torch.version, "hip", "7.0" if gpu.backend == "hip" else None)
         for module in (portable, combine, append, rows):
             patch.setattr(module, "is_native", lambda device: native)
         patch.setattr(portable, "_device", lambda device: (132, shared_memory))

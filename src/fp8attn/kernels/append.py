@@ -791,7 +791,8 @@ def _step_plan(
 
 
 def _page_constants(device: torch.device, row: dict[str, int], dense: bool) -> Constants:
-    return constants("page", device, **row, DENSE=dense, num_warps=row["C"] // 16, maxnreg=128)
+    limit = {} if torch.version.hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
+    return constants("page", device, **row, DENSE=dense, num_warps=row["C"] // 16, **limit)
 
 
 def quantize(
