@@ -11,9 +11,9 @@ demo: .venv/.cli .venv/.public
 	$(BIN)/fp8attn demo
 
 test: check .venv/.dev
-	$(PYTEST) -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-fail-under=90
+	$(PYTEST) -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=90
 	PYTHONPATH=$(COMPAT) $(PYTEST) tests/integrations/test_transformers.py tests/integrations/test_transformers_edges.py -n 2
-	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/benchmarks/test_offline.py -m triton36 -n 2 --dist loadfile
+	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/benchmarks/test_offline.py -m triton36 -n 2 --dist worksteal
 	@PYTHONPATH=src $(BIN)/python -m benchmarks.check --count
 
 check: .venv/.dev

@@ -14,7 +14,7 @@ from benchmarks import fingerprint, results
 from benchmarks.fingerprint import ROOT, files, tree
 from benchmarks.problem import KEYS
 from benchmarks.readme import FILES, PREFILL_IMPLS, filled, over_bf16, ratio
-from tests.support import compiling
+from tests.support import compiling, libcuda
 
 FOUND = sorted((ROOT / "results").rglob("*.json"))
 NAMES = [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py"))]
@@ -286,14 +286,7 @@ print(json.dumps([expected, fingerprint.launched(call)]))
 
 def test_a_dry_run_gives_what_launches_give(tmp_path):
     """Launches by Triton itself, on a libcuda that does nothing."""
-    triton = pytest.importorskip("triton")
-    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    if shutil.which("gcc") is None:
-        pytest.skip("the stub of libcuda needs gcc, as Triton's launchers do")
-    include = Path(triton.__file__).parent / "backends/nvidia/include"
-    command = ["gcc", "-shared", "-fPIC", f"-I{include}", ROOT / "tests/support/stub_cuda.c", "-o", tmp_path / "libcuda.so.1"]
-    subprocess.run([*command, "-Wl,-soname,libcuda.so.1"], check=True)
-    dry, real = json.loads(compiling.run("-c", LAUNCH, tmp_path, LD_LIBRARY_PATH=str(tmp_path)))
+    dry, real = json.loads(compiling.run("-c", LAUNCH, tmp_path, **libcuda.build(tmp_path)))
     assert dry == real and dry.startswith("launches:")
 
 

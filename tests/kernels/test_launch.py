@@ -1,29 +1,18 @@
 """Launches of a kept kernel hand the driver what Triton's own would: no GPU, but a libcuda that notes what it is given."""
 
 import json
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.support import compiling
+from tests.support import compiling, libcuda
 
 pytestmark = pytest.mark.triton36
 
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    triton = pytest.importorskip("triton")
-    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    if shutil.which("gcc") is None:
-        pytest.skip("the stub of libcuda needs gcc, as Triton's launchers do")
     folder = tmp_path_factory.mktemp("stub")
-    include = Path(triton.__file__).parent / "backends/nvidia/include"
-    stub = compiling.ROOT / "tests/support/stub_cuda.c"
-    command = ["gcc", "-shared", "-fPIC", f"-I{include}", stub, "-o", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(command, check=True)
-    variables = {"LD_LIBRARY_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache")}
+    variables = libcuda.build(folder) | {"TRITON_CACHE_DIR": str(folder / "cache")}
     return json.loads(compiling.run("-m", "tests.kernels.run_launch", folder, **variables))
 
 
