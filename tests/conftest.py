@@ -84,3 +84,19 @@ def tiny_model(tmp_path_factory):
     lines = (f"value_{a}{b} = function_{b}({a!r}, {number})\n" for number, (a, b) in enumerate(names))
     (folder / "heldout.txt.xz").write_bytes(lzma.compress("".join(lines).encode()[:16384]))
     return folder
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Replaces the builds of FlashAttention-3 that there are: `builds(fa3_fwd_interface=Fake(...))`."""
+    from fp8attn.kernels import fa3
+
+    def install(**fakes):
+        names = {name: (fakes[name].namespace if name in fakes else "fp8attn_no_such", "fp8attn_no_such", "*.so") for name in fa3.BUILDS}
+        monkeypatch.setattr(fa3, "BUILDS", names)
+
+    fa3.find.cache_clear()
+    fa3.default.cache_clear()
+    yield install
+    fa3.find.cache_clear()
+    fa3.default.cache_clear()

@@ -8,11 +8,11 @@ import fp8attn
 from fp8attn.kernels import fa3
 from fp8attn.numerics import relative_error
 from fp8attn.rope import apply_rope
-from tests.kernels.test_fa3 import UPSTREAM, VLLM, Fake, builds  # noqa: F401 - a fixture
+from tests.support.fa3 import UPSTREAM, VLLM, Fake
 
 
 @pytest.fixture(params=[("fa3_fwd_interface", UPSTREAM), ("vllm", VLLM)], ids=["fa3_fwd_interface", "vllm"])
-def fake(request, builds, monkeypatch):  # noqa: F811
+def fake(request, builds, monkeypatch):
     name, schema = request.param
     made = Fake(schema)
     builds(**{name: made})
