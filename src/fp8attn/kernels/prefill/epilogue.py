@@ -127,7 +127,10 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
         gl.store(output.lse + at + row * output.num_q_heads, lse, mask=row < count)
     if options.split:  # what a part without keys would write is not read
         count = gl.where(items.get(slot, LENGTH) > 0, count, 0)
-    v_mean = means.of_v(items, slot, options)
+    if means.v is not None:
+        v_mean = means.of_v(items, slot, options)
+    else:
+        v_mean: gl.constexpr = None
     if options.width == 256:
         N: gl.constexpr = options.width // 4
         a0, a1, a2, a3 = acc

@@ -20,19 +20,16 @@ class Means:
 
     @gluon.jit
     def of_k(self, items, slot, options: gl.constexpr):
-        """Of an item's head: memory, a pointer, or None if it is not needed."""
-        if not self.SHIFT:
-            return None
-        elif options.width < 256:
+        """Of an item's head, if it is needed: memory, or a pointer."""
+        if options.width < 256:
             return self.memory.index(slot)
         else:
             return self.k + items.get(slot, KV_HEAD) * options.head_dim
 
     @gluon.jit
     def of_v(self, items, slot, options: gl.constexpr):
-        if self.v is None:
-            return None
-        elif options.width < 256:
+        """Likewise, if there is one."""
+        if options.width < 256:
             return self.memory.index(2 + slot)
         else:
             return self.v + items.get(slot, KV_HEAD) * options.head_dim

@@ -44,7 +44,10 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
         few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
         if options.split:
             few = few & (length > 0)
-        k_mean = means.of_k(items, slot, options)
+        if means.SHIFT:
+            k_mean = means.of_k(items, slot, options)
+        else:
+            k_mean: gl.constexpr = None
         q = queries.codes.index(WG if queries.Q16 else slot * options.warpgroups + WG)
         if options.rope_pairs:  # noqa: SIM102 - at compile time
             if count > 0:  # rows before a sequence have no angles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ...layout import PAGE_SIZE
 from ..gluon import gl, gluon
@@ -46,3 +46,7 @@ class Options:
     rope_interleaved: bool  # pairs are neighbors
     rope_step: int  # stride of the tables' last dimension
     rotate: bool  # keys are rotated (`rotation`), so queries have to be
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # Triton 3.6 takes no plain numbers in shapes
+            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))

@@ -104,8 +104,8 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
             if means.SHIFT:
                 fetch_words(means.memory.index(slot), means.k + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
         for i in gl.static_range(WARPGROUPS):
-            memory = source.queries.index(i if queries.Q16 else slot * WARPGROUPS + i)
-            fetch(source.q, [slab, token + i * ROWS, head, 0], queries.full.index(i), memory)
+            corner = [slab, token + i * ROWS, head, 0]
+            fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * WARPGROUPS + i))
         length = gl.where(owner < batch.num_seqs, length, 0)
         first = gl.maximum(-begin, 0)  # whole warpgroups
         position = length - q_len + begin
