@@ -77,7 +77,8 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     items = Items(fields, last_v_scale)
     means = Means(mean_memory, k_mean_ptr, v_mean_ptr, SHIFT)
     output = Output(
-        out_desc, out_memory, out_ptr, out_stride_b, out_stride_t, out_stride_h, lse_ptr, sinks_ptr, num_tokens, num_q_heads, plane)  # fmt: skip
+        out_desc, out_memory, out_ptr, out_stride_b, out_stride_t, out_stride_h, lse_ptr, sinks_ptr, num_tokens, num_q_heads,
+        plane)  # fmt: skip
     rope = Rope(cos_ptr, sin_ptr, angle_stride_b, angle_stride_t)
     source = Source(q_desc, k_desc, v_desc, blocks, headers, table_ptr, table_width, num_kv_heads)
     batch = Batch(bounds_ptr, lengths_ptr, padding_ptr, num_tokens, num_seqs, num_q_heads, window, WARPGROUPS * ROWS)
