@@ -102,7 +102,7 @@ def facts(built: Built) -> dict:
     sass = built.sass()
     loop, loop_spills = hot_loop(sass)
     return {
-        "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.regs
+        "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.registers
         "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code), "loop": loop,
         "loop_spills": loop_spills, "serialized": built.warnings, "unset": sass.unset_register(),
     }  # fmt: skip

@@ -102,7 +102,7 @@ def log2(x):
 
 @gluon.jit
 def reciprocal(x):
-    """Of a normal `x`, likewise: what Triton divides by comes to the same bits."""
+    """Of a normal `x`, likewise: what Triton divides by has the same bits."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 

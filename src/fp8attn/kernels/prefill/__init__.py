@@ -23,7 +23,7 @@ from .kernel import prefill_kernel
 from .options import LOG2E
 from .plan import make_plan, tma_takes
 
-__all__ = ["attention", "cut", "plan", "turns"]
+__all__ = ["attention", "cut", "plan", "takes_tables"]
 
 
 def attention(
@@ -51,7 +51,8 @@ def attention(
     Args:
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, rotated as K is, scaled
             per row and rounded to K's dtype here; or float8_e4m3fn, taken as it is.
-        rope_cos, rope_sin: `[T, R / 2]` or `[num_seqs, S, R / 2]`, such that `turns` says yes: Q is turned first, and rounded to its dtype.
+        rope_cos, rope_sin: `[T, R / 2]` or `[num_seqs, S, R / 2]`, such that `takes_tables` is true: Q is
+            rotated by them first, and rounded to its dtype.
         return_lse: without it `lse` may be None, and an item costs less.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says their order of memory.
@@ -59,7 +60,7 @@ def attention(
         ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
     """
     if rope_cos is not None and q.dtype == FP8:
-        raise ValueError("FP8 queries cannot be turned, they are rounded already: rotate them before they are quantised")
+        raise ValueError("FP8 queries are rounded already, so the kernel cannot apply RoPE to them: rotate them before they are quantized")
     if q.dtype == FP8 and (pages.rotate_keys or pages.key_dtype != FP8):
         raise ValueError("FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to these pages")
     device = q.device
@@ -67,11 +68,12 @@ def attention(
     num_pages, num_kv_heads = pages.pool.shape[:2]
     table = pages.page_table
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    # Two kinds of launches write an LSE that nobody reads: without it ptxas spills in their loops (-20%).
+    # ptxas: d256-q8-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
     return_lse |= PADDED[head_dim] == 256 and (q.dtype == FP8 or cu_seqlens_q is not None)
     out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
     lse = torch.empty(*rows, dtype=torch.float32, device=device) if return_lse else None
-    if out.stride(-1) != 1:  # queries whose strides overlap, or say nothing of dimensions of one element, may have no layout to copy
+    # Queries whose strides overlap, or say nothing (those of dimensions of one element), may have no layout to copy.
+    if out.stride(-1) != 1:
         out = torch.empty(shape, dtype=dtype, device=device)
     if not q.numel():
         return out, lse
@@ -110,6 +112,6 @@ def attention(
     return out, lse
 
 
-def turns(rope_cos: torch.Tensor) -> bool:
-    """Whether the kernel turns queries by such tables itself, whose rows it reads sixteen bytes at a time."""
+def takes_tables(rope_cos: torch.Tensor) -> bool:
+    """Whether the kernel rotates queries by such tables itself: it reads their rows sixteen bytes at a time."""
     return rope_cos.shape[-1] % 8 == 0

@@ -18,8 +18,8 @@ class Shape:
     parts: int  # of V's channels, each of them one product: one to a half or a quarter where registers are short
     stages: int
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
-    regs: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
-    feed: int
+    registers: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
+    producer_registers: int
     # What a CTA takes, in microseconds: a tile, and an item besides (16-bit queries).
     tile: float
     item: float
@@ -39,9 +39,10 @@ SHAPES = {
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
 COMBINE = 6.0, 0.9e-6  # microseconds of a combination, and for a byte of the parts of the output that it puts together
 PART, LONG_PART = 8, 128  # tiles of a part, at least: of items that leave SMs idle, and of others
-# Heads of Q whose items are in one order (a wave): as many as L2 holds K and V of, up to MOST. (Of groups, which share theirs, no more.)
-# Causal items differ in length and go longest first, which balances SMs if each has CLAIMS of them, or the order LEAST heads. Measured.
-MOST, LEAST, CLAIMS = 32, 8, 10
+# Heads of Q whose items are in one order (a wave): as many as L2 holds K and V of, up to MAX_HEADS. (Of groups, which share theirs, no
+# more.) Causal items differ in length and go longest first, which balances SMs if each has CLAIMS of them, or the order MIN_HEADS heads.
+# Measured.
+MAX_HEADS, MIN_HEADS, CLAIMS = 32, 8, 10
 SHARED = 32 << 20  # bytes of K and V that L2 holds beside all else
 
 
@@ -53,7 +54,7 @@ class Problem(NamedTuple):
     head_dim: int
     tokens: int  # of a ragged batch, or 0
     max_seqlen_q: int
-    seen: int  # tiles, where most are
+    tiles: int  # of keys that a query sees, at most
     causal: bool  # and the first query of a sequence sees fewer
 
 
@@ -71,21 +72,21 @@ def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
     for shape in SHAPES[width]:
         items = max(1, problem.num_seqs * problem.num_q_heads * -(-problem.max_seqlen_q // shape.rows))
         if items < sms:
-            most = min(problem.seen // PART, 4 * sms // items, MAX_SPLITS)
+            most = min(problem.tiles // PART, 4 * sms // items, MAX_SPLITS)
         else:
-            most = 1 if problem.tokens else min(problem.seen // LONG_PART, 4)
+            most = 1 if problem.tokens else min(problem.tiles // LONG_PART, 4)
         for splits in range(1, max(1, most) + 1):
             yield shape, splits
 
 
 def microseconds(shape: Shape, splits: int, sms: int, problem: Problem) -> float:
     """What a launch takes, about."""
-    num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, seen, causal = problem
+    num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, tiles, causal = problem
     most = -(-max_seqlen_q // shape.rows)  # blocks of a sequence
     blocks = tokens / shape.rows + num_seqs / 2 if tokens else num_seqs * most
     items = num_q_heads * blocks * splits
-    fewest = max(1, seen - (most - 1) * shape.rows // TILE.value) if causal else seen
-    longest = shape.item + shape.tile * seen / splits
+    fewest = max(1, tiles - (most - 1) * shape.rows // TILE.value) if causal else tiles
+    longest = shape.item + shape.tile * tiles / splits
     shortest = shape.item + shape.tile * fewest / splits
     # Long items go first, so those that wait for the last of them have just done a short one.
     time = max(longest, (items * (longest + shortest) / 2 + -items % sms * shortest) / sms)
@@ -95,12 +96,12 @@ def microseconds(shape: Shape, splits: int, sms: int, problem: Problem) -> float
     return time
 
 
-def min_tiles_per_split(items: int, splits: int, sms: int, seen: int) -> int:
-    """Keys may be far fewer than the table has room for. Parts that only were to make waves even are then worth nothing."""
-    return PART if items < sms else max(PART, seen // splits // 2)
+def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:
+    """Keys may be far fewer than the table has pages. Parts that only were to make waves even are then worth nothing."""
+    return PART if items < sms else max(PART, tiles // splits // 2)
 
 
-def heads_per_wave(rows: int, sms: int, max_seqlen_q: int, head_dim: int, seen: int, causal: bool) -> int:
+def heads_per_wave(rows: int, sms: int, max_seqlen_q: int, head_dim: int, tiles: int, causal: bool) -> int:
     """Heads of Q whose items are in one order; `rows` are those of an item."""
-    heads = min(LEAST, -(-CLAIMS * sms * rows // max(1, max_seqlen_q))) if causal else 1
-    return min(max(heads, SHARED // (2 * head_dim * TILE.value * seen)), MOST)
+    heads = min(MIN_HEADS, -(-CLAIMS * sms * rows // max(1, max_seqlen_q))) if causal else 1
+    return min(max(heads, SHARED // (2 * head_dim * TILE.value * tiles)), MAX_HEADS)

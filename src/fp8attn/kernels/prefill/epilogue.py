@@ -33,7 +33,7 @@ class Output:
         SHAPE: gl.constexpr = [ROWS, y.shape[1]]
         FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, self.desc.dtype)
         memory = self.memory.index(WG)
-        send_wait(0)  # who sent the item before waits until it has left this memory,
+        send_wait(0)  # the threads that sent the item before wait until it has left this memory,
         sync()  # and the others for them
         reinterpret(memory, self.desc.dtype, SHAPE, FLAT).store(y.to(self.desc.dtype))
         fence_async_shared()  # each thread shows TMA what it wrote,

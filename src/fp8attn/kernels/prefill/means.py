@@ -10,7 +10,7 @@ from .items import KV_HEAD
 class Means:
     """K's mean where it is needed (weights alone do without) and V's mean, if there are any.
 
-    An item's are copied to shared memory. head_dim 256 leaves no room for them: there they are read from global memory.
+    An item's are copied to shared memory. head_dim 256 leaves no shared memory for them: there they are read from global memory.
     """
 
     memory: gl.shared_memory_descriptor  # float32 [4, width]: K's of two items, V's of two items

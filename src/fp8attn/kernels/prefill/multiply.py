@@ -40,7 +40,8 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
         if options.mask_left or options.split:  # noqa: SIM108 - no choice between values: they differ in type
             blind = None  # a row between others may see no key
         else:
-            blind = hi_min < 0  # the first row sees fewest
+            # The first row sees fewest. ptxas: d128-q8-long. Read again from shared memory at the end, it would spill in the loop.
+            blind = hi_min < 0
         few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
         if options.split:
             few = few & (length > 0)

@@ -60,8 +60,8 @@ def make_plan(
         q_strides, out_strides, angle_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides, angle_strides))
     width = PADDED[head_dim]
     sms = num_sms(device)
-    seen = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # tiles, at most
-    problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, seen, causal and not window)
+    tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
+    problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, tiles, causal and not window)
     cut, splits = best_cut(width, sms, problem)
     # Of a ragged batch at most: every sequence, and the rows behind the last, have a block that is not full.
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
@@ -69,8 +69,8 @@ def make_plan(
         out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
     numbers = (
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
-        window or NO_WINDOW, splits, min_tiles_per_split(items, splits, sms, seen),
-        heads_per_wave(cut.rows, sms, max_seqlen_q, head_dim, seen, causal), splits * batch * tokens * num_q_heads,
+        window or NO_WINDOW, splits, min_tiles_per_split(items, splits, sms, tiles),
+        heads_per_wave(cut.rows, sms, max_seqlen_q, head_dim, tiles, causal), splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     outputs = None
@@ -78,9 +78,9 @@ def make_plan(
     if not ragged and splits == 1 and width < 256:
         outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     options = Options(
-        head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.cubics, registers=cut.regs,
-        producer_registers=cut.feed, mask_left=window > 0 or leftpad, softcap=softcap, split=splits > 1, rope_pairs=rope_pairs,
-        rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
+        head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.cubics,
+        registers=cut.registers, producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap, split=splits > 1,
+        rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
     )  # fmt: skip
     given = constants("prefill", device, OPTIONS=options, num_warps=4, launch_pdl=True)
     grid = (min(items * splits, sms),)

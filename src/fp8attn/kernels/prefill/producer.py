@@ -178,7 +178,7 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
             fetch_v(source.v, here, ring.v_full.index(place.stage), ring.v, place.stage, ring.STAGES)
             place = ring.next(place)
         item += 1
-        # Not before: items differ, and who has just begun a long one would keep the next from others.
+        # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others.
         claim = gl.num_programs(0) + claim_next(work.counter)
         if options.split:
             part = claim % work.parts

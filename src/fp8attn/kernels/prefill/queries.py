@@ -27,7 +27,7 @@ class Queries:
     factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
     full: gl.shared_memory_descriptor  # barriers, one a warpgroup: rows and the item's fields are there,
     empty: gl.shared_memory_descriptor  # and their memory is free
-    Q16: gl.constexpr  # queries come in 16 bits
+    Q16: gl.constexpr  # queries have 16 bits
 
 
 @aggregate
@@ -219,7 +219,10 @@ def load_queries(codes, given, k_mean, scale, zero, options: gl.constexpr, Q16: 
 
 @gluon.jit
 def keep_rest(rest, given, zero, options: gl.constexpr):
-    """What rounding cut off 16-bit queries, in 8 bits, in their own memory: of INT8 in units of 1 / 256."""
+    """What rounding cut off 16-bit queries, in 8 bits, in their own memory: of INT8 in units of 1 / 256.
+
+    ptxas: d256. The rows are loaded again: from the registers that held them it would spill.
+    """
     blocks = load_rows(given, zero, options)
     largest = largest_magnitude(blocks)
     sync()  # all of this warpgroup's rows are read

@@ -150,7 +150,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
     ring.wait_v(place)
     total, _ = no_sums()
     total = row_sum_mma(p8, ring.ones, total, False)
-    if ring.v.shape[1] < options.width:  # in halves, as `attend_few` wants them
+    if ring.v.shape[1] < options.width:  # in halves, as `attend_few` has to
         HALF: gl.constexpr = output_layout(options.width // 2)
         zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
         p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
@@ -174,7 +174,8 @@ def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options
     acc = gl.zeros([ROWS, options.width], gl.float32, output_layout(options.width))
     m = no_maximum()
     _, sums = no_sums()
-    # ptxas: d128-long. `maximum` says that the loop is entered: what is read behind it is computed in it, and is left unset otherwise.
+    # ptxas: `maximum` says that the loop is entered. What is read behind the loop is computed in it, in a uniform register that would be
+    # unset otherwise (`unset` of `tests/compile_prefill.py`).
     for _ in range(gl.maximum(n_hi + 1, 1)):
         m, sums, acc, place = tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options, True)
         tile -= 1
@@ -215,7 +216,7 @@ def attend_few(rows, ring, queries, tile, n, place, options: gl.constexpr):
         total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)
-        if ring.v.shape[1] < options.width:  # in halves, for want of registers; see `tiles_wide`
+        if ring.v.shape[1] < options.width:  # ptxas: d128-long. In halves, as `tiles_wide` in quarters
             HALF: gl.constexpr = output_layout(options.width // 2)
             zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
             shrink = gl.convert_layout(shrink, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
