@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
 TRITON36 := .venv/triton36
-KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile compile_prefill decode kernels launch offline prefill prefill_order)
+KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile compile_prefill decode gluon kernels launch offline prefill prefill_order)
 
 .PHONY: demo test check check-results gpu clean
 
