@@ -22,7 +22,9 @@ BLOCK = 192
 @gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims"])
 def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, BLOCK: gl.constexpr):
     """Every claim's sequence, its first item, first query and queries; searched for where the claim before was of another one."""
-    batch = Batch(cu_ptr, lens_ptr, None, num_tokens, num_seqs, heads, window, BLOCK)
+    batch = Batch(
+        bounds=cu_ptr, lengths=lens_ptr, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads, window=window,
+        BLOCK=BLOCK)  # fmt: skip
     q_len = 0
     sequence = scheduler_init(q_len, BLOCK)
     claim = gl.program_id(0)

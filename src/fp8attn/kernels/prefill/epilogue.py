@@ -18,7 +18,7 @@ class Output:
     desc: tensor_descriptor | gl.constexpr  # None: by way of `ptr`
     memory: gl.shared_memory_descriptor | gl.constexpr  # [warpgroups, 1, 64, 1, width], with `desc`
     ptr: gl.tensor | gl.constexpr
-    stride_b: gl.tensor  # in units of eight elements
+    stride_b: gl.tensor  # of batch, token, head, in units of eight elements
     stride_t: gl.tensor
     stride_h: gl.tensor
     lse: gl.tensor | gl.constexpr  # float32, a pointer or None

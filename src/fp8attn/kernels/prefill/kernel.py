@@ -66,23 +66,29 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         out_memory = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, ROWS, 1, WIDTH], out_desc.layout)
     else:
         out_memory: gl.constexpr = None
-    queries = Queries(codes, given, rest, shift, factor, allocate_barriers(WARPGROUPS), allocate_barriers(WARPGROUPS), Q16)
+    queries = Queries(
+        codes=codes, given=given, rest=rest, shift=shift, factor=factor, full=allocate_barriers(WARPGROUPS),
+        empty=allocate_barriers(WARPGROUPS), Q16=Q16)  # fmt: skip
     ring = Ring(
-        k_tiles, v_tiles, scales, ones,
-        allocate_barriers(STAGES), allocate_barriers(STAGES), allocate_barriers(STAGES), allocate_barriers(STAGES), STAGES)  # fmt: skip
+        k=k_tiles, v=v_tiles, scales=scales, ones=ones, k_full=allocate_barriers(STAGES), k_empty=allocate_barriers(STAGES),
+        v_full=allocate_barriers(STAGES), v_empty=allocate_barriers(STAGES), STAGES=STAGES)  # fmt: skip
     for i in gl.static_range(WARPGROUPS):
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)
     ring.open(WARPGROUPS)
-    items = Items(fields, last_v_scale)
-    means = Means(mean_memory, k_mean_ptr, v_mean_ptr, SHIFT)
+    items = Items(fields=fields, v_scale=last_v_scale)
+    means = Means(memory=mean_memory, k=k_mean_ptr, v=v_mean_ptr, SHIFT=SHIFT)
     output = Output(
-        out_desc, out_memory, out_ptr, out_stride_b, out_stride_t, out_stride_h, lse_ptr, sinks_ptr, num_tokens, num_q_heads,
-        plane)  # fmt: skip
-    rope = Rope(cos_ptr, sin_ptr, angle_stride_b, angle_stride_t)
-    source = Source(q_desc, k_desc, v_desc, blocks, headers, table_ptr, table_width, num_kv_heads)
-    batch = Batch(bounds_ptr, lengths_ptr, padding_ptr, num_tokens, num_seqs, num_q_heads, window, WARPGROUPS * ROWS)
-    work = Work(counter_ptr, max_q, causal, parts, min_tiles, heads_per_wave)
+        desc=out_desc, memory=out_memory, ptr=out_ptr, stride_b=out_stride_b, stride_t=out_stride_t, stride_h=out_stride_h, lse=lse_ptr,
+        sinks=sinks_ptr, num_tokens=num_tokens, num_q_heads=num_q_heads, plane=plane)  # fmt: skip
+    rope = Rope(cos=cos_ptr, sin=sin_ptr, stride_b=angle_stride_b, stride_t=angle_stride_t)
+    source = Source(
+        q=q_desc, k=k_desc, v=v_desc, queries=blocks, headers=headers, table=table_ptr, table_width=table_width,
+        num_kv_heads=num_kv_heads)  # fmt: skip
+    batch = Batch(
+        bounds=bounds_ptr, lengths=lengths_ptr, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads,
+        window=window, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
+    work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles, heads_per_wave=heads_per_wave)
     gdc_wait()  # launched while the kernel before ends: from here on memory is read that it wrote, and written that it read
     shared = (queries, ring, items, means, output, rope, causal, window, scale, cap)
     if WARPGROUPS == 2:

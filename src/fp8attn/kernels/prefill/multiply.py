@@ -55,7 +55,7 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
                 apply_rope(queries, rope, items, slot, count, options, WG)
         given = queries.given.index(WG)
         factor, shift = load_queries(q, given, k_mean, scale, item >> 30, options, queries.Q16)
-        rows = Rows(WG, items, slot, causal, window, q, factor, shift, cap)
+        rows = Rows(WG=WG, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift, cap=cap)
         if means.SHIFT and not options.softcap:
             queries.shift.index(WG).store(shift)  # wanted again at the end: no registers for it until then
 
