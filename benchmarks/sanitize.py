@@ -175,7 +175,7 @@ def control(tool: str, name: str) -> None:
 def dispatchers() -> dict[str, list[range]]:
     """By file name, the lines of functions that call `warp_specialize`."""
     found: dict[str, list[range]] = {}
-    for path in (*(ROOT / "src/fp8attn/kernels").glob("*.py"), Path(__file__)):
+    for path in (*(ROOT / "src/fp8attn/kernels").rglob("*.py"), Path(__file__)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any(
                 isinstance(call, ast.Attribute) and call.attr == "warp_specialize" for call in ast.walk(node)

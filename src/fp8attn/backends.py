@@ -149,7 +149,7 @@ def attention_kernel(name: str) -> Callable:
         many = name == "hopper" and decode.unsupported_reason(q, pages, max_seqlen_q) is not None
         kernel = partial(prefill.attention, return_lse=return_lse) if many else plain if q.dim() == 3 else dense
         if rope_cos is not None:
-            if many and prefill.turns(rope_cos):
+            if many and prefill.takes_tables(rope_cos):
                 kernel = partial(kernel, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved)
             elif q.dim() == 4:
                 q = rotate(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved).transpose(1, 2)

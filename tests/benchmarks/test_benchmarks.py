@@ -259,7 +259,7 @@ def test_sanitizer_summaries(output, expected):
 
 def test_dispatchers_are_the_kernels_that_specialise_their_warps():
     found = sanitize.dispatchers()
-    assert {"prefill.py", "decode.py", "sanitize.py"} <= set(found)
+    assert {"kernel.py", "decode.py", "sanitize.py"} <= set(found)
     source = (ROOT / "benchmarks/sanitize.py").read_text().splitlines()
     assert [source[lines[0]] for lines in found["sanitize.py"]] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # after the decorator
 
@@ -334,8 +334,8 @@ def test_every_case_can_be_run_dry():
     rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
     assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, _, *kernels in rows)
     kernels = {tuple(row[:3]): row[3:] for row in rows}
-    assert all(kernels["prefill", "chunked-2k-on-128k", impl] == ["_prefill", "_combine_kernel"] for impl in prefill.OURS)
-    assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["_page_kernel", "_prefill"]
+    assert all(kernels["prefill", "chunked-2k-on-128k", impl] == ["prefill_kernel", "_combine_kernel"] for impl in prefill.OURS)
+    assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["_page_kernel", "prefill_kernel"]
     assert kernels["append", "step-B64", "fp8attn"] == ["_step_kernel"]
     assert kernels["slice", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
 

@@ -125,7 +125,7 @@ def test_imports_are_followed_however_they_are_written():
     assert {f"{kernels}/decode.py", f"{kernels}/append.py"} < paths("src/fp8attn/backends.py")  # inside functions
     assert "benchmarks/results.py" not in paths("benchmarks/decode.py")
     ours, others = paths(*fingerprint.sources("needle")), paths(*fingerprint.NEEDLE, folders=("benchmarks",))
-    assert f"{kernels}/prefill.py" in ours and "benchmarks/peers.py" in ours & others and f"{kernels}/prefill.py" not in others
+    assert f"{kernels}/prefill/kernel.py" in ours - others and "benchmarks/peers.py" in ours & others
     assert fingerprint.of_row("needle", "bf16") == fingerprint.of_row("needle", "fa3-fp8:means") != fingerprint.of_row("needle", "fp8attn")
 
 
@@ -239,13 +239,13 @@ def test_words_make_nothing_stale(copy):
 
 def test_a_constant_of_a_kernel_makes_its_rows_stale(copy):
     """And those of whole models that run it. (What only a dry run can tell is counted as possibly stale.)"""
-    change(copy, "src/fp8attn/kernels/prefill.py", ("0f3D645DC0", "0f3D645DC1"))
+    change(copy, "src/fp8attn/kernels/ptx.py", ("0f3D645DC0", "0f3D645DC1"))
     assert "results: 1 rows fresh, 1 or 3 stale, 1 without fingerprint" in copy.count()
     assert copy.stale() == {PREFILL_ROW, MODEL_ROW}
 
 
 def test_a_plan_of_the_host_makes_its_rows_stale(copy):
-    change(copy, "src/fp8attn/kernels/prefill.py", ("MOST, LEAST, CLAIMS = 32, 8, 10", "MOST, LEAST, CLAIMS = 16, 8, 10"))
+    change(copy, "src/fp8attn/kernels/prefill/cut.py", ("MAX_HEADS, MIN_HEADS, CLAIMS = 32", "MAX_HEADS, MIN_HEADS, CLAIMS = 16"))
     assert copy.stale() == {PREFILL_ROW, MODEL_ROW}
 
 

@@ -120,14 +120,14 @@ def test_ragged_prompts(head_dim, keys):
 
 @pytest.mark.parametrize(("head_dim", "keys", "splits"), [(128, "int8", 3), (128, "e4m3", 5), (64, "int8", 2), (256, "e4m3", 4)])
 def test_keys_in_parts(head_dim, keys, splits, monkeypatch):
-    monkeypatch.setattr(prefill, "_cuts", lambda width, *_: [(prefill.SHAPES[width][0], splits)])
+    monkeypatch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][0], splits)])
     pages, q = held([1500, 200, 0], head_dim, keys), queries(3 * 64, head_dim)
     check_prompt(q, pages, **options(pages, 64))
 
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_the_shape_of_long_prompts(keys, monkeypatch):
-    monkeypatch.setattr(prefill, "_cuts", lambda width, *_: [(prefill.SHAPES[width][1], 1)])
+    monkeypatch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][1], 1)])
     pages = held([1000, 1000], keys=keys)
     for causal in (True, False):
         check_prompt(queries(1400), pages, **options(pages, 700, causal=causal))

@@ -55,8 +55,8 @@ def check(q, pages, tables, interleaved=False, causal=True, cu=None, longest=Non
 @pytest.mark.parametrize("case", ["halves", "pairs", "part"])
 @pytest.mark.parametrize(("head_dim", "short"), [(d, True) for d in (64, 80, 96, 128, 192, 256)] + [(128, False)])
 def test_the_kernel_turns_queries_to_the_same_bits(head_dim, short, case, monkeypatch):
-    shape = prefill.SHAPES[prefill.PADDED[head_dim]][0 if short else 1]
-    monkeypatch.setattr(prefill, "_cuts", lambda *_: [(shape, 3 if case == "part" else 1)])
+    shape = prefill.cut.SHAPES[prefill.cut.PADDED[head_dim]][0 if short else 1]
+    monkeypatch.setattr(prefill.cut, "cuts", lambda *_: [(shape, 3 if case == "part" else 1)])
     if case == "halves":  # rows of few keys and of many; tables of each sequence; queries that lie heads first
         pages = held([900, 900], head_dim)
         check(tokens(2, 900, 4, head_dim), pages, angles(2, 900, head_dim // 2))

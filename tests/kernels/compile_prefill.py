@@ -72,22 +72,22 @@ CASES = (
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
            long=False, rotary=0, interleaved=False, lse=True, keys="int8", rotate_keys=True, means=False) -> Launch:  # fmt: skip
-    """The launch of `_prefill` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
+    """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
     keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
     mean = torch.zeros(2, head_dim) if means else None
     pages = KVPages.empty(8, 2, head_dim, 2, 4, key_dtype=key_type(keys), rotate_keys=rotate_keys, k_mean=mean, v_mean=mean)
     tables = torch.zeros(64, rotary // 2) if rotary else None
     with dry() as (launches, patch):
-        patch.setattr(prefill, "num_sms", lambda device: 132)
-        patch.setattr(prefill, "_cuts", lambda width, *_: [(prefill.SHAPES[width][1 if long else 0], splits)])
-        prefill.plan.cache_clear()  # a plan keeps what these gave
+        patch.setattr(prefill.plan, "num_sms", lambda device: 132)
+        patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][1 if long else 0], splits)])
+        prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
         prefill.attention(
             torch.zeros(64, 4, head_dim).to(dtype), pages, cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
             max_seqlen_q=32, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
             sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
             rope_cos=tables, rope_sin=tables, rope_interleaved=interleaved, return_lse=lse,
         )  # fmt: skip
-        prefill.plan.cache_clear()
+        prefill.plan.make_plan.cache_clear()
     assert len(launches) == (1 if splits == 1 else 2)  # `combine`'s
     return launches[0]
 
@@ -102,7 +102,7 @@ def facts(built: Built) -> dict:
     sass = built.sass()
     loop, loop_spills = hot_loop(sass)
     return {
-        "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.regs
+        "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.registers
         "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code), "loop": loop,
         "loop_spills": loop_spills, "serialized": built.warnings, "unset": sass.unset_register(),
     }  # fmt: skip

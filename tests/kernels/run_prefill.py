@@ -53,11 +53,11 @@ def emulate_case(name: str) -> dict:
         "softcap": 0.0, "sinks": None, "leftpad_k": None,
     }  # fmt: skip
     with dry() as (launches, patch):
-        patch.setattr(prefill, "num_sms", lambda device: 1)  # one CTA has all items
+        patch.setattr(prefill.plan, "num_sms", lambda device: 1)  # one CTA has all items
         poison_empty(patch)
-        prefill.plan.cache_clear()  # a plan keeps what these gave
+        prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
         out, lse = prefill.attention(q, pages, **options, **tables)
-        prefill.plan.cache_clear()
+        prefill.plan.make_plan.cache_clear()
     (launch,) = launches
     left = emulate(launch)
     ref, ref_lse = reference.attention(asked, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)

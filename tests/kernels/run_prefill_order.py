@@ -11,7 +11,8 @@ import torch
 
 from fp8attn.kernels.gluon import gl, gluon
 from fp8attn.kernels.launch import Launch, constants
-from fp8attn.kernels.prefill import NO_WINDOW, _advance_to, _outset
+from fp8attn.kernels.prefill.plan import NO_WINDOW
+from fp8attn.kernels.prefill.schedule import Batch, advance_to, scheduler_init
 from tests.emulator import emulate
 
 PROGRAMS = 5
@@ -21,21 +22,18 @@ BLOCK = 192
 @gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims"])
 def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, BLOCK: gl.constexpr):
     """Every claim's sequence, its first item, first query and queries; searched for where the claim before was of another one."""
-    place = _outset()
-    seq = 0
-    base = 0
-    start = 0
+    batch = Batch(
+        bounds=cu_ptr, lengths=lens_ptr, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads, window=window,
+        BLOCK=BLOCK)  # fmt: skip
     q_len = 0
-    blocks = 0
+    sequence = scheduler_init(q_len, BLOCK)
     claim = gl.program_id(0)
     while claim < claims:
-        place, seq, base, start, q_len, blocks = _advance_to(
-            claim, (place, seq, base, start, q_len, blocks), num_seqs + 1, heads, cu_ptr, lens_ptr, num_tokens, num_seqs, heads, window,
-            BLOCK)  # fmt: skip
-        gl.store(out_ptr + 4 * claim, seq)
-        gl.store(out_ptr + 4 * claim + 1, base)
-        gl.store(out_ptr + 4 * claim + 2, start)
-        gl.store(out_ptr + 4 * claim + 3, q_len)
+        sequence = advance_to(claim, sequence, num_seqs + 1, heads, batch)
+        gl.store(out_ptr + 4 * claim, sequence.index)
+        gl.store(out_ptr + 4 * claim + 1, sequence.base)
+        gl.store(out_ptr + 4 * claim + 2, sequence.start)
+        gl.store(out_ptr + 4 * claim + 3, sequence.q_len)
         claim += gl.num_programs(0)
 
 

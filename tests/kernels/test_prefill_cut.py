@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp8attn.kernels import prefill
+from fp8attn.kernels.prefill import cut
 
 SMS = 132
 # Sequences, query heads, queries, keys, causal: with two warpgroups, and with three.
@@ -29,31 +29,30 @@ MEASURED = {
 
 
 def problem(sequences, heads, queries, keys, causal):
-    return prefill.Problem(sequences, heads, 128, 0, queries, -(-keys // 128), causal)
+    return cut.Problem(sequences, heads, 128, 0, queries, -(-keys // 128), causal)
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_what_a_launch_takes_is_known(case):
-    times = [prefill._microseconds(shape, 1, SMS, problem(*case)) for shape in prefill.SHAPES[128]]
+    times = [cut.microseconds(shape, 1, SMS, problem(*case)) for shape in cut.SHAPES[128]]
     for expected, measured in zip(times, MEASURED[case], strict=True):
         assert expected == pytest.approx(measured, rel=0.1 if measured > 100 else 0.22)  # launches of 20 us have a fifth of overhead
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_the_cut_that_is_taken_is_at_most_4_percent_slower_than_the_fastest(case):
-    shape, _ = min(prefill._cuts(128, SMS, problem(*case)), key=lambda cut: prefill._microseconds(*cut, SMS, problem(*case)))
+    shape, _ = cut.best_cut(128, SMS, problem(*case))
     assert MEASURED[case][shape.warpgroups == 3] <= 1.04 * min(MEASURED[case])
 
 
 def test_parts_make_waves_even():
     def parts(*case):
-        cuts = prefill._cuts(128, SMS, problem(*case))
-        shape, splits = min(cuts, key=lambda cut: prefill._microseconds(*cut, SMS, problem(*case)))
+        shape, splits = cut.best_cut(128, SMS, problem(*case))
         return shape.warpgroups, splits
 
     assert parts(1, 32, 192, 131072, True) == (3, 4)  # 32 items of 1,024 tiles: 128 of 256
     assert parts(1, 32, 2048, 131072, True) == (3, 3)  # 352 items are 2.7 waves, 1,056 are 8
     assert parts(1, 32, 2048, 8192, True) == (2, 1)  # not worth the combination
     assert parts(1, 8, 1024, 1024, True) == (2, 1)
-    ragged = prefill.Problem(2, 32, 128, 2100, 2048, 1024, True)
-    assert {splits for _, splits in prefill._cuts(128, SMS, ragged)} == {1}  # most of its keys may be a short sequence's
+    ragged = cut.Problem(2, 32, 128, 2100, 2048, 1024, True)
+    assert {splits for _, splits in cut.cuts(128, SMS, ragged)} == {1}  # most of its keys may be a short sequence's

@@ -7,7 +7,7 @@ Written for Triton 3.6 (the one in PyTorch 2.11); what differs in a newer releas
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 import torch
 import triton.experimental.gluon.language as gl
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate
+from triton.language.core import _aggregate, base_value
 from triton.language.extra.cuda import gdc_wait
 
 from ..layout import FP8
@@ -68,6 +68,28 @@ fetch_words = async_copy.async_load if hasattr(async_copy, "async_load") else as
 arrive_with_words = async_copy.mbarrier_arrive
 # sync(): wait for the other threads of this partition, and see what they wrote to shared memory.
 sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+def aggregate(cls: type) -> type:
+    """A class of values that kernels pass as one. Its constructor takes its annotated fields, by position or by name.
+
+    Triton 3.9 makes such a constructor; 3.6 does not, and takes no annotations that are strings.
+    """
+    cls.__annotations__ = get_type_hints(cls)
+    fields = gl.constexpr(tuple(cls.__annotations__))  # constexpr: it is then part of the key under which Triton caches kernels
+
+    @gluon.constexpr_function
+    def __init__(self, *args, **named):
+        given = dict(zip(fields.value, args, strict=False)) | named
+        if len(given) < len(args) + len(named) or given.keys() != set(fields.value):
+            raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields.value)}: pass each of them once")
+        for name, value in given.items():
+            setattr(self, name, value if isinstance(value, base_value) else gl.constexpr(value))
+
+    if "__init__" not in vars(cls):
+        cls.__init__ = __init__
+    return _aggregate(cls)
+
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv, torch.int8: gl.int8}
 

@@ -1,0 +1,117 @@
+"""FP8 attention for Hopper: many queries over the pages, FP32 accumulation at every tile. See docs/kernels.md.
+
+    s = (q_fp8 . k_fp8) * (q_scale * k_scale * softmax_scale)        one factor a row and tile
+    acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     the partial starts from zero: the tensor core's short accumulator
+    out = acc * v_scale / L + v_mean * l / L                         never holds more than 128 products
+
+The host: `cut` (how a problem is divided), `plan` (a launch's numbers), `attention`. The device, from the outside in: `kernel`, `producer`
+(with `schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`. What both share: `options`, and the
+aggregates `items.Items`, `ring.Ring`, `queries.Queries`, `means.Means`, `epilogue.Output`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...layout import FP8, KVPages
+from ..combine import combine
+from ..launch import Tiles, launch
+from ..pages import tiles as page_tiles
+from . import cut, plan
+from .cut import PADDED
+from .kernel import prefill_kernel
+from .options import LOG2E
+from .plan import make_plan, tma_takes
+
+__all__ = ["attention", "cut", "plan", "takes_tables"]
+
+
+def attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    *,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    causal: bool,
+    softmax_scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over the pages in FP8 with FP32 accumulation; see `ops.attention` and, for what is rounded, docs/kernels.md.
+
+    Nothing is read back from the device: lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give
+    equal bits.
+
+    Args:
+        q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, rotated as K is, scaled
+            per row and rounded to K's dtype here; or float8_e4m3fn, taken as it is.
+        rope_cos, rope_sin: `[T, R / 2]` or `[num_seqs, S, R / 2]`, such that `takes_tables` is true: Q is
+            rotated by them first, and rounded to its dtype.
+        return_lse: without it `lse` may be None, and an item costs less.
+    Returns:
+        `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says their order of memory.
+    Raises:
+        ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
+    """
+    if rope_cos is not None and q.dtype == FP8:
+        raise ValueError("FP8 queries are rounded already, so the kernel cannot apply RoPE to them: rotate them before they are quantized")
+    if q.dtype == FP8 and (pages.rotate_keys or pages.key_dtype != FP8):
+        raise ValueError("FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to these pages")
+    device = q.device
+    *rows, head_dim = shape = q.shape
+    num_pages, num_kv_heads = pages.pool.shape[:2]
+    table = pages.page_table
+    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
+    # ptxas: d256-q8-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
+    return_lse |= PADDED[head_dim] == 256 and (q.dtype == FP8 or cu_seqlens_q is not None)
+    out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
+    lse = torch.empty(*rows, dtype=torch.float32, device=device) if return_lse else None
+    # Queries whose strides overlap, or say nothing (those of dimensions of one element), may have no layout to copy.
+    if out.stride(-1) != 1:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    if not q.numel():
+        return out, lse
+    if not num_pages or not table.shape[1]:  # no keys anywhere
+        if return_lse:
+            lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
+        return out.zero_(), lse
+    if q.data_ptr() & 15 or not tma_takes(shape, q.stride(), q.itemsize):
+        q = q.clone(memory_format=torch.contiguous_format)
+    rope = None
+    if rope_cos is not None:
+        if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
+            rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
+        rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
+    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, given = make_plan(
+        device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
+        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys,
+    )  # fmt: skip
+    sinks = None if sinks is None else sinks.float()
+    target, target_lse = out, lse
+    if splits > 1:
+        if not return_lse:  # `combine` writes it
+            lse = torch.empty(*rows, dtype=torch.float32, device=device)
+        target = torch.empty(splits, lse.numel(), head_dim, dtype=torch.float32, device=device)
+        target_lse = torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device)
+    args = (
+        Tiles(q, queries), *page_tiles(pages, width, part),
+        *((None, target) if outputs is None else (Tiles(out, outputs), None)),
+        target_lse, pages.pool, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
+        *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
+    )  # fmt: skip
+    launch(prefill_kernel, grid, args, given)
+    if splits > 1:
+        combine(target, target_lse, sinks, out, lse)
+    return out, lse
+
+
+def takes_tables(rope_cos: torch.Tensor) -> bool:
+    """Whether the kernel rotates queries by such tables itself: it reads their rows sixteen bytes at a time."""
+    return rope_cos.shape[-1] % 8 == 0

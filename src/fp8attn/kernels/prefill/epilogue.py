@@ -1,0 +1,142 @@
+"""The end of an item: sums become an output and an LSE, with sinks and V's mean, and are stored."""
+
+from __future__ import annotations
+
+from ..gluon import aggregate, fence_async_shared, gl, gluon, reinterpret, send, send_wait, sync, tensor_descriptor
+from ..ptx import log2, pin, reciprocal
+from .items import BATCH, HEAD, LENGTH, TOKEN
+from .means import channels_of_mean
+from .memory import number
+from .options import HIDDEN, LN2, LOG2E, ROWS, SCORES
+from .softmax import P_SHIFT
+
+
+@aggregate
+class Output:
+    """Where the output and the LSE go. With `Options.split` they are those of parts, as `combine` takes them."""
+
+    desc: tensor_descriptor | gl.constexpr  # None: by way of `ptr`
+    memory: gl.shared_memory_descriptor | gl.constexpr  # [warpgroups, 1, 64, 1, width], with `desc`
+    ptr: gl.tensor | gl.constexpr
+    stride_b: gl.tensor  # of batch, token, head, in units of eight elements
+    stride_t: gl.tensor
+    stride_h: gl.tensor
+    lse: gl.tensor | gl.constexpr  # float32, a pointer or None
+    sinks: gl.tensor | gl.constexpr  # float32 [num_q_heads], a pointer or None
+    num_tokens: gl.tensor
+    num_q_heads: gl.tensor
+    plane: gl.tensor  # elements of the parts' LSE, behind which are the scores of K's mean
+
+    @gluon.jit
+    def send(self, WG: gl.constexpr, batch, token, head, y):
+        """A warpgroup's rows by TMA, which leaves out what is beside a sequence's queries or behind the last channel."""
+        SHAPE: gl.constexpr = [ROWS, y.shape[1]]
+        FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, self.desc.dtype)
+        memory = self.memory.index(WG)
+        send_wait(0)  # the threads that sent the item before wait until it has left this memory,
+        sync()  # and the others for them
+        reinterpret(memory, self.desc.dtype, SHAPE, FLAT).store(y.to(self.desc.dtype))
+        fence_async_shared()  # each thread shows TMA what it wrote,
+        sync()  # before some start the copy
+        send(self.desc, [batch, token, head, 0], memory)
+
+    @gluon.jit
+    def store(self, batch, token, head, count, y, first: gl.constexpr, options: gl.constexpr):
+        """A warpgroup's rows, of which `count` are queries; `y` are channels from `first` on."""
+        N: gl.constexpr = y.shape[1]
+        y = y.to(self.ptr.dtype.element_ty)
+        if options.width < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
+            y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
+        channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
+        mask = (row < count)[:, None]
+        if first + N > options.head_dim:
+            mask = mask & (channel < options.head_dim)[None, :]
+        # Strides are given in units of 16 bytes: that they are multiples makes for wide stores.
+        ptr = self.ptr + (batch.to(gl.int64) * self.stride_b + token.to(gl.int64) * self.stride_t + head.to(gl.int64) * self.stride_h) * 8
+        gl.store(ptr + (row * (self.stride_t * 8))[:, None] + channel[None, :], y, mask=mask)
+
+
+@gluon.jit
+def write_channels(WG: gl.constexpr, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind,
+                   first: gl.constexpr, options: gl.constexpr):  # fmt: skip
+    """Channels of the output, from `first` on: `acc * inverse + v_mean * share`, zero in rows that saw no key.
+
+    Args:
+        batch, token, head: where the rows begin.
+        share: None is 1.
+        unseen, blind: rows that saw no key, and whether there are any, or None where there may be.
+    """
+    if first < options.head_dim:
+        OUT: gl.constexpr = acc.type.layout
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+        unseen = gl.convert_layout(unseen, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+        y = acc * inverse
+        if v_mean is not None:
+            v_mean = channels_of_mean(v_mean, first, acc.shape[1], options, gl.SliceLayout(0, OUT))
+            if share is not None:
+                share = gl.convert_layout(share, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+                y += v_mean[None, :] * share
+            else:
+                y += v_mean[None, :]
+        if blind is None:
+            y = gl.where(unseen, 0.0, y)
+        elif blind:  # ptxas: volatile moves, or the branch would become the 64 selections that it saves
+            y = gl.where(unseen, 0.0, pin(y))
+        if output.desc is not None:
+            if count > 0:  # TMA refuses to store rows that are all before the first
+                output.send(WG, batch, token, head, y)
+        else:
+            output.store(batch, token, head, count, y, first, options)
+
+
+@gluon.jit
+def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.constexpr):
+    """Writes the output and the LSE of a warpgroup's rows; `acc`, `m` and `sums` are what `tiles` returned."""
+    items = rows.items
+    slot = rows.slot
+    count = items.count(slot, rows.WG)
+    head = items.get(slot, HEAD)
+    batch = items.get(slot, BATCH)
+    token = items.get(slot, TOKEN) + rows.WG * ROWS
+    unseen = sums < 1.0  # a largest weight is 2^8; masked ones are 0 or 2^-117, and a sum with a NaN in it is not small
+    v_scale = number(items.v_scale.index(slot))
+    shift = rows.shift
+    if options.softcap:
+        shift = shift * 0.0  # already in the scores
+    elif means.SHIFT:
+        shift = queries.shift.index(rows.WG).load(gl.SliceLayout(1, SCORES))
+    if output.sinks is not None:
+        sink = gl.load(output.sinks + head).to(gl.float32) * LOG2E - shift
+        top_m = gl.maximum(m, sink)
+        weights = sums * gl.exp2(m - top_m)
+        total = weights + gl.exp2(sink - top_m + P_SHIFT)
+        inverse = gl.exp2(m - top_m) * v_scale / total
+        share = weights / total
+        lse = (gl.where(unseen, sink, top_m - P_SHIFT + log2(total)) + shift) * LN2
+    else:
+        inverse = v_scale * reciprocal(sums)
+        share: gl.constexpr = None
+        lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + log2(sums) + shift) * LN2)
+    if output.lse is not None:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        at = (batch * output.num_tokens + token).to(gl.int64) * output.num_q_heads + head
+        if options.split:  # as `combine` takes it
+            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + log2(sums))
+            gl.store(output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, shift, mask=row < count)
+        gl.store(output.lse + at + row * output.num_q_heads, lse, mask=row < count)
+    if options.split:  # what a part without keys would write is not read
+        count = gl.where(items.get(slot, LENGTH) > 0, count, 0)
+    if means.v is not None:
+        v_mean = means.of_v(items, slot, options)
+    else:
+        v_mean: gl.constexpr = None
+    if options.width == 256:
+        N: gl.constexpr = options.width // 4
+        a0, a1, a2, a3 = acc
+        write_channels(rows.WG, output, batch, token, head, count, v_mean, a0, inverse, share, unseen, blind, 0, options)
+        write_channels(rows.WG, output, batch, token, head, count, v_mean, a1, inverse, share, unseen, blind, N, options)
+        write_channels(rows.WG, output, batch, token, head, count, v_mean, a2, inverse, share, unseen, blind, 2 * N, options)
+        write_channels(rows.WG, output, batch, token, head, count, v_mean, a3, inverse, share, unseen, blind, 3 * N, options)
+    else:
+        write_channels(rows.WG, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind, 0, options)

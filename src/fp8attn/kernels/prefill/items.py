@@ -1,0 +1,57 @@
+"""Items of work, as the producer announces them to the multiplying warpgroups.
+
+An item is `64 * warpgroups` query rows of one head, over their tiles of keys. Two are in flight, in two slots.
+"""
+
+from __future__ import annotations
+
+from ..gluon import aggregate, gl, gluon
+from .memory import number
+from .options import ROWS
+
+# An item's fields, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
+TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, KV_HEAD, LEFT, ANGLES, FIRST = (gl.constexpr(i) for i in range(12))
+FIELDS = gl.constexpr(16)
+
+
+@aggregate
+class Items:
+    """Shared memory for two announced items."""
+
+    fields: gl.shared_memory_descriptor  # int32 [2 * FIELDS, 1]
+    v_scale: gl.shared_memory_descriptor  # float32 [2, 1]: of the last tile
+
+    @gluon.jit
+    def get(self, slot, FIELD: gl.constexpr):
+        return number(self.fields.index(slot * FIELDS + FIELD))
+
+    @gluon.jit
+    def put(self, slot, FIELD: gl.constexpr, x):
+        """By the producer's one warp."""
+        self.fields.index(slot * FIELDS + FIELD).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+    @gluon.jit
+    def count(self, slot, WG: gl.constexpr):
+        """Rows of a warpgroup that are queries, its first ones; none where that is zero or less."""
+        return gl.where(self.get(slot, FIRST) > WG * ROWS, 0, self.get(slot, COUNT) - WG * ROWS)
+
+
+@aggregate
+class Rows:
+    """A warpgroup's 64 rows of an item: what its tiles of scores are made from and masked by."""
+
+    WG: gl.constexpr  # the warpgroup
+    items: Items
+    slot: gl.tensor
+    causal: gl.tensor
+    window: gl.tensor
+    q: gl.shared_memory_descriptor  # [64, width], 8 bits
+    factor: gl.tensor  # [64], of scores, but for K's scale
+    shift: gl.tensor  # [64], the score against K's mean
+    cap: gl.tensor
+
+    @gluon.jit
+    def last_key(self, LAYOUT: gl.constexpr):
+        """The last key that each row sees."""
+        row = gl.arange(0, ROWS, LAYOUT) + (self.WG * ROWS + ((1 - self.causal) << 30))
+        return gl.minimum(self.items.get(self.slot, POSITION) + row, self.items.get(self.slot, LENGTH) - 1)

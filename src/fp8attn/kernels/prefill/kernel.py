@@ -1,0 +1,114 @@
+"""The kernel: its arguments, its shared memory, and what its warps do.
+
+A CTA is `Options.warpgroups` warpgroups that multiply 64 query rows each (`multiply`), and one warp that claims work, reads the page table
+and feeds them by TMA (`producer`). Registers are scarce, shared memory is not: comments that
+begin with `ptxas` say where an expression has its form because of that, and the case of `tests/compile_prefill.py` that shows it.
+"""
+
+from __future__ import annotations
+
+from ..gluon import fence_async_shared, gdc_wait, gl, gluon, mbarrier, reinterpret
+from ..pages import PAGE, allocate_k, v_layout
+from .epilogue import Output
+from .items import FIELDS, Items
+from .means import Means
+from .memory import allocate_barriers, allocate_numbers
+from .multiply import multiply
+from .options import ROWS, TILE
+from .producer import Source, Work, produce
+from .queries import Queries, Rope
+from .ring import Ring
+from .schedule import Batch
+
+NUMBERS = (
+    "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width",
+    "causal", "window", "parts", "min_tiles", "heads_per_wave", "plane", "scale", "cap", "angle_stride_b", "angle_stride_t",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
+def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lengths_ptr, bounds_ptr,
+                   sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
+                   num_kv_heads, table_width, causal, window, parts, min_tiles, heads_per_wave, plane, scale, cap, cos_ptr, sin_ptr,
+                   angle_stride_b, angle_stride_t, OPTIONS: gl.constexpr):  # fmt: skip
+    """The arguments of a launch, as `plan` and `attention` make them. Strides of the output and of angles are in units of 8 elements."""
+    WARPGROUPS: gl.constexpr = OPTIONS.warpgroups
+    WIDTH: gl.constexpr = OPTIONS.width
+    STAGES: gl.constexpr = OPTIONS.stages
+    Q16: gl.constexpr = q_desc.dtype.primitive_bitwidth == 16
+    SHIFT: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or OPTIONS.softcap or sinks_ptr is not None)
+    headers = (pool_ptr + 2 * PAGE * OPTIONS.head_dim).to(gl.pointer_type(gl.float32))
+    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_desc.dtype)
+    ITEMS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
+    blocks = gl.allocate_shared_memory(q_desc.dtype, [ITEMS * WARPGROUPS, 1, ROWS, 1, WIDTH], q_desc.layout)
+    given = reinterpret(blocks, q_desc.dtype, [ITEMS * WARPGROUPS, ROWS, WIDTH], FLAT)
+    if Q16:
+        BYTES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], k_desc.dtype)
+        codes = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUPS, ROWS, WIDTH], BYTES)
+        rest = reinterpret(blocks, k_desc.dtype, [2 * WARPGROUPS, ROWS, WIDTH], BYTES)
+    else:
+        codes = given
+        rest = given
+    PARTS: gl.constexpr = v_desc.block_type.shape[1]  # of V's channels, each of them one product
+    k_tiles = allocate_k(k_desc, STAGES)
+    v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, WIDTH // PARTS, TILE], v_layout(WIDTH // PARTS))
+    scales = allocate_numbers(gl.float32, 2 * STAGES, 1)
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, TILE], gl.NVMMASharedLayout.get_default_for([8, TILE], gl.float8e4nv))
+    bits = gl.full([8, TILE], 0x38, gl.uint8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+    ones.store(bits.to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
+    mean_memory = allocate_numbers(gl.float32, 4, WIDTH if WIDTH < 256 else 1)
+    fields = allocate_numbers(gl.int32, 2 * FIELDS, 1)
+    last_v_scale = allocate_numbers(gl.float32, 2, 1)
+    shift = allocate_numbers(gl.float32, WARPGROUPS, ROWS)
+    factor = allocate_numbers(gl.float32, WARPGROUPS, ROWS if WARPGROUPS == 3 else 1)
+    if out_desc is not None:
+        out_memory = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, ROWS, 1, WIDTH], out_desc.layout)
+    else:
+        out_memory: gl.constexpr = None
+    queries = Queries(
+        codes=codes, given=given, rest=rest, shift=shift, factor=factor, full=allocate_barriers(WARPGROUPS),
+        empty=allocate_barriers(WARPGROUPS), Q16=Q16)  # fmt: skip
+    ring = Ring(
+        k=k_tiles, v=v_tiles, scales=scales, ones=ones, k_full=allocate_barriers(STAGES), k_empty=allocate_barriers(STAGES),
+        v_full=allocate_barriers(STAGES), v_empty=allocate_barriers(STAGES), STAGES=STAGES)  # fmt: skip
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.init(queries.full.index(i), 1)
+        mbarrier.init(queries.empty.index(i), 1)
+    ring.open(WARPGROUPS)
+    items = Items(fields=fields, v_scale=last_v_scale)
+    means = Means(memory=mean_memory, k=k_mean_ptr, v=v_mean_ptr, SHIFT=SHIFT)
+    output = Output(
+        desc=out_desc, memory=out_memory, ptr=out_ptr, stride_b=out_stride_b, stride_t=out_stride_t, stride_h=out_stride_h, lse=lse_ptr,
+        sinks=sinks_ptr, num_tokens=num_tokens, num_q_heads=num_q_heads, plane=plane)  # fmt: skip
+    rope = Rope(cos=cos_ptr, sin=sin_ptr, stride_b=angle_stride_b, stride_t=angle_stride_t)
+    source = Source(
+        q=q_desc, k=k_desc, v=v_desc, queries=blocks, headers=headers, table=table_ptr, table_width=table_width,
+        num_kv_heads=num_kv_heads)  # fmt: skip
+    batch = Batch(
+        bounds=bounds_ptr, lengths=lengths_ptr, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads,
+        window=window, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
+    work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles, heads_per_wave=heads_per_wave)
+    gdc_wait()  # launched while the kernel before ends: from here on memory is read that it wrote, and written that it read
+    shared = (queries, ring, items, means, output, rope, causal, window, scale, cap)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (0, OPTIONS) + shared),  # noqa: RUF005 - Triton knows no starred elements
+                (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
+                (produce, (OPTIONS, queries, ring, items, means, source, batch, work)),
+            ],
+            [4, 1],
+            [OPTIONS.registers, OPTIONS.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (0, OPTIONS) + shared),  # noqa: RUF005
+                (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
+                (multiply, (2, OPTIONS) + shared),  # noqa: RUF005
+                (produce, (OPTIONS, queries, ring, items, means, source, batch, work)),
+            ],
+            [4, 4, 1],
+            [OPTIONS.registers, OPTIONS.registers, OPTIONS.producer_registers],
+        )

@@ -1,0 +1,22 @@
+"""Numbers and barriers in shared memory."""
+
+from __future__ import annotations
+
+from ..gluon import gl, gluon, mbarrier
+
+
+@gluon.jit
+def allocate_numbers(DTYPE: gl.constexpr, N: gl.constexpr, LENGTH: gl.constexpr):
+    """`[N, LENGTH]`, row behind row."""
+    return gl.allocate_shared_memory(DTYPE, [N, LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def allocate_barriers(N: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def number(memory):
+    """The one number in `memory`, read by all threads."""
+    return gl.max(memory.load(gl.BlockedLayout([1], [32], [4], [0])), 0)

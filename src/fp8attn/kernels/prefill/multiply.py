@@ -1,0 +1,107 @@
+"""A multiplying warpgroup."""
+
+from __future__ import annotations
+
+from ..gluon import gl, gluon, mbarrier, send_wait
+from .epilogue import finish
+from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
+from .options import ROWS, TILE
+from .queries import apply_rope, keep_rest, load_queries
+from .ring import Place
+from .tiles import attend_few, attend_in_turn, attend_overlapped
+from .tiles_wide import attend_wide
+
+# Rows that see fewer keys are multiplied twice, for roundings of Q and P do not average away: prompts, whose other rows see more, and
+# queries that all see the same keys.
+FEW = gl.constexpr(256)
+FEW_IN_ALL = gl.constexpr(640)
+
+
+@gluon.jit
+def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, means, output, rope, causal, window, scale, cap):
+    """The 64 rows of warpgroup `WG` of every item that the producer announces."""
+    item = 0
+    stage = 0
+    phase = 0
+    place = Place(stage, phase)
+    mbarrier.wait(queries.full.index(WG), 0)
+    tiles = items.get(0, TILES)
+    while tiles > 0:
+        slot = item & 1
+        last = items.get(slot, LAST)
+        count = items.count(slot, WG)
+        position = items.get(slot, POSITION)
+        length = items.get(slot, LENGTH)
+        # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
+        bottom = last - tiles + 1
+        hi_min = position + WG * ROWS + ((1 - causal) << 30)
+        hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
+        hi_min = gl.minimum(hi_min, length - 1)
+        if options.mask_left or options.split:  # noqa: SIM108 - no choice between values: they differ in type
+            blind = None  # a row between others may see no key
+        else:
+            # The first row sees fewest. ptxas: d128-q8-long. Read again from shared memory at the end, it would spill in the loop.
+            blind = hi_min < 0
+        few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
+        if options.split:
+            few = few & (length > 0)
+        if means.SHIFT:
+            k_mean = means.of_k(items, slot, options)
+        else:
+            k_mean: gl.constexpr = None
+        q = queries.codes.index(WG if queries.Q16 else slot * options.warpgroups + WG)
+        if options.rope_pairs:  # noqa: SIM102 - at compile time
+            if count > 0:  # rows before a sequence have no angles
+                apply_rope(queries, rope, items, slot, count, options, WG)
+        given = queries.given.index(WG)
+        factor, shift = load_queries(q, given, k_mean, scale, item >> 30, options, queries.Q16)
+        rows = Rows(WG=WG, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift, cap=cap)
+        if means.SHIFT and not options.softcap:
+            queries.shift.index(WG).store(shift)  # wanted again at the end: no registers for it until then
+
+        whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
+        top = gl.maximum(gl.minimum(gl.maximum(hi_max, 0) // TILE, last), bottom)
+        if count <= 0:
+            top = bottom
+        first_free = bottom
+        if options.mask_left:
+            lo_max = gl.maximum(gl.maximum(hi_max - window + 1, items.get(slot, LEFT)), 0)
+            first_free = gl.minimum(gl.maximum((lo_max + TILE - 1) // TILE, bottom), last + 1)
+        n_hi = gl.maximum(top - gl.maximum(whole, bottom), 0)
+        n_free = gl.maximum(gl.minimum(top, whole) - first_free, 0)
+        n_lo = top - bottom - n_hi - n_free
+
+        # Tiles that only the other warpgroups' rows see.
+        for _ in range(last - top):
+            ring.wait_k(place)
+            ring.release_k(place)
+            ring.wait_v(place)
+            ring.release_v(place)
+            place = ring.next(place)
+        if few:
+            if queries.Q16:
+                keep_rest(queries.rest.index(2 * WG), queries.given.index(WG), item >> 30, options)
+            else:
+                mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have memory of their own
+            if options.width == 256:
+                acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
+            else:
+                acc, m, sums, place = attend_few(rows, ring, queries, top, top - bottom + 1, place, options)
+            if queries.Q16:
+                mbarrier.arrive(queries.empty.index(WG))
+        else:
+            mbarrier.arrive(queries.empty.index(WG))
+            if options.width == 256:
+                acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, False)
+            elif options.warpgroups == 3:
+                if queries.Q16:
+                    queries.factor.index(WG).store(factor)
+                acc, m, sums, place = attend_in_turn(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
+            else:
+                acc, m, sums, place = attend_overlapped(rows, ring, top, n_hi, n_free, n_lo, place, options)
+        finish(rows, queries, means, output, acc, m, sums, blind, options)
+        item += 1
+        mbarrier.wait(queries.full.index(WG), item & 1)
+        tiles = items.get(item & 1, TILES)
+    if output.desc is not None:
+        send_wait(0)  # a CTA's shared memory ends with it

@@ -1,0 +1,52 @@
+"""What the kernel is compiled for (`Options`), and the sizes and layouts that all of it shares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from ...layout import PAGE_SIZE
+from ..gluon import gl, gluon
+
+ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
+TILE = gl.constexpr(PAGE_SIZE)  # keys of a tile: a page
+LN2 = gl.constexpr(math.log(2))
+LOG2E = gl.constexpr(math.log2(math.e))
+HIDDEN = gl.constexpr(float("-inf"))  # a masked score, and the LSE of a row without keys
+
+# Accumulators of a warpgroup. Score tiles, and the rows' sums of weights, which are eight equal columns.
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE_SIZE, 32]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
+
+
+@gluon.constexpr_function
+def output_layout(width):
+    """Accumulators of P V, `[64, width]`."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+
+
+@dataclass(frozen=True)
+class Options:
+    """The one constexpr parameter of the kernel, which the host makes (`plan`). Device code reads it.
+
+    What follows from the types of arguments is a field of the aggregate that has them: `Queries.Q16`, `Means.SHIFT`.
+    """
+
+    head_dim: int
+    width: int  # head_dim, padded: TMA fills up with zeros
+    warpgroups: int  # that multiply
+    stages: int  # of the ring
+    cubics: int  # of every 16 exponentials, how many run on the FMA pipe
+    registers: int  # of a multiplying thread
+    producer_registers: int
+    mask_left: bool  # keys on the left may be masked: there is a window, or padding
+    softcap: bool
+    split: bool  # an item has a part of its tiles, and `combine` puts them together
+    rope_pairs: int  # of channels that RoPE rotates; 0 without RoPE
+    rope_interleaved: bool  # pairs are neighbors
+    rope_step: int  # stride of the tables' last dimension
+    rotate: bool  # keys are rotated (`rotation`), so queries have to be
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # Triton 3.6 takes no plain numbers in shapes
+            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))

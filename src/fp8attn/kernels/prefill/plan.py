@@ -1,0 +1,100 @@
+"""What the host works out of a problem's shape, once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..launch import Constants, Counters, View, constants, num_sms
+from .cut import PADDED, Problem, best_cut, heads_per_wave, min_tiles_per_split
+from .options import ROWS, TILE, Options
+
+NO_WINDOW = 1 << 30
+
+
+class Plan(NamedTuple):
+    """A launch's views, numbers and constants."""
+
+    queries: View
+    outputs: View | None  # the output, where TMA stores it
+    width: int  # head_dim, padded
+    part: int  # V's channels in one product
+    splits: int  # parts of the keys, which `combine` puts together
+    grid: tuple[int]
+    counter: Counters
+    numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
+    angle_strides: tuple[int, int]
+    constants: Constants
+
+
+@lru_cache(maxsize=4096)
+def make_plan(
+    device: torch.device,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    num_kv_heads: int,
+    table: tuple[int, int],
+    table_stride: int,
+    ragged: bool,
+    max_seqlen_q: int,
+    causal: bool,
+    window: int,
+    softcap: bool,
+    leftpad: bool,
+    rope: tuple[int, tuple[int, ...], bool] | None,
+    rotate_keys: bool,
+) -> Plan:
+    """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `rope` is R / 2, the
+    tables' strides and `rope_interleaved`."""
+    *_, num_q_heads, head_dim = shape
+    num_seqs, table_width = table
+    q_strides, out_strides = _strides(shape, strides), _strides(shape, out_strides)
+    rope_pairs, (*angle_strides, rope_step), interleaved = rope or (0, (0,) * (len(shape) - 2) + (1,), False)
+    if len(shape) == 4:
+        batch, tokens = shape[:2]
+    else:  # a batch of sequences of one length, or of one that `cu_seqlens_q` takes apart
+        batch, tokens = (1, shape[0]) if ragged else (num_seqs, max_seqlen_q)
+        q_strides, out_strides, angle_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides, angle_strides))
+    width = PADDED[head_dim]
+    sms = num_sms(device)
+    tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
+    problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, tiles, causal and not window)
+    cut, splits = best_cut(width, sms, problem)
+    # Of a ragged batch at most: every sequence, and the rows behind the last, have a block that is not full.
+    items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
+    if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
+        out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
+    numbers = (
+        *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
+        window or NO_WINDOW, splits, min_tiles_per_split(items, splits, sms, tiles),
+        heads_per_wave(cut.rows, sms, max_seqlen_q, head_dim, tiles, causal), splits * batch * tokens * num_q_heads,
+    )  # fmt: skip
+    queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
+    outputs = None
+    # Ragged blocks have other sequences' rows beside their own, parts are in FP32, and head_dim 256 leaves no shared memory.
+    if not ragged and splits == 1 and width < 256:
+        outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
+    options = Options(
+        head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.cubics, registers=cut.registers,
+        producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap, split=splits > 1,
+        rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
+    )  # fmt: skip
+    given = constants("prefill", device, OPTIONS=options, num_warps=4, launch_pdl=True)
+    grid = (min(items * splits, sms),)
+    angles = tuple([stride // 8 for stride in angle_strides])
+    return Plan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, given)
+
+
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Of all dimensions but the last; of those of one element, whose own may be anything, one that TMA takes."""
+    *sizes, last = shape
+    return tuple([stride if size > 1 else last for size, stride in zip(sizes, strides, strict=False)])
+
+
+@lru_cache(maxsize=4096)
+def tma_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether TMA, which counts in 16 bytes, can fetch queries at these strides."""
+    return strides[-1] == 1 and all(stride and not stride * itemsize & 15 for stride in _strides(shape, strides))

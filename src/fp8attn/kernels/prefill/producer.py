@@ -1,0 +1,199 @@
+"""The feeding warp."""
+
+from __future__ import annotations
+
+from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gl, gluon, mbarrier, sync, tensor_descriptor
+from ..pages import fetch_k, fetch_v, page_bytes
+from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
+from .options import ROWS, TILE
+from .ring import Place
+from .schedule import advance_to, claim_next, scheduler_init
+
+
+@aggregate
+class Source:
+    """Where queries, pages and their scales are fetched from."""
+
+    q: tensor_descriptor
+    k: tensor_descriptor
+    v: tensor_descriptor
+    queries: gl.shared_memory_descriptor  # `Queries.given`, as blocks of TMA
+    headers: gl.tensor  # float32, a pointer: the first page's scale of K, which V's is behind
+    table: gl.tensor  # int32 [num_seqs, table_width], a pointer: pages
+    table_width: gl.tensor
+    num_kv_heads: gl.tensor
+
+    @gluon.jit
+    def header(self, slot, HEAD_DIM: gl.constexpr):
+        """Of `slot` (page x heads + head)."""
+        return self.headers + slot.to(gl.int64) * (page_bytes(HEAD_DIM) // 4)
+
+
+@aggregate
+class Work:
+    """How the work of a launch is divided into items."""
+
+    counter: gl.tensor  # int32, a pointer
+    max_q: gl.tensor
+    causal: gl.tensor
+    parts: gl.tensor  # of an item's tiles, with `Options.split`,
+    min_tiles: gl.tensor  # each of so many or more
+    heads_per_wave: gl.tensor  # whose items are in one order: L2 holds their K and V
+
+
+@gluon.jit
+def produce(options: gl.constexpr, queries, ring, items, means, source, batch, work):
+    """Claims items (64 * warpgroups query rows of one head), announces them, and keeps the ring of tiles full.
+
+    With `options.split` an item is one of `parts` parts of its tiles, and its output one of as many.
+    """
+    BLOCK: gl.constexpr = batch.BLOCK
+    WARPGROUPS: gl.constexpr = options.warpgroups
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    group = batch.num_q_heads // source.num_kv_heads
+    none = gl.full([1], 0, gl.int32, LANES)
+    stage = 0
+    phase = 1
+    place = Place(stage, phase)
+    item = 0
+    # Items in order: sequence by sequence; in one, `heads_per_wave` heads at a time (whose K and V L2 holds), of these the last block of
+    # queries first, which sees most keys. Blocks end where the last query's warpgroup does: so the one that is not full, which takes no
+    # less time for it, is the first block, of fewest keys, and begins before the sequence.
+    claim = gl.program_id(0)
+    part = 0
+    if options.split:
+        part = claim % work.parts
+        claim = claim // work.parts
+    if batch.bounds is not None:
+        q_len = 0
+        seqs = batch.num_seqs + 1  # rows behind the last sequence belong to one more, that has no keys
+        heads = batch.num_q_heads
+    else:
+        q_len = work.max_q
+        seqs = 1
+        heads = batch.num_seqs * batch.num_q_heads
+    sequence = advance_to(claim, scheduler_init(q_len, BLOCK), seqs, heads, batch)
+    while sequence.index < seqs:
+        q_len = sequence.q_len
+        blocks = sequence.blocks
+        rest = claim - sequence.base
+        lot = rest // (work.heads_per_wave * blocks)
+        rest -= lot * work.heads_per_wave * blocks
+        some = gl.minimum(heads - lot * work.heads_per_wave, work.heads_per_wave)
+        head = lot * work.heads_per_wave + rest % some
+        begin = (q_len + ROWS - 1) // ROWS * ROWS - (rest // some + 1) * BLOCK
+        owner = sequence.index
+        slab = 0  # of the queries
+        token = sequence.start + begin
+        if batch.bounds is None:
+            owner = head // batch.num_q_heads
+            head -= owner * batch.num_q_heads
+            slab = owner
+        held = gl.minimum(owner, batch.num_seqs - 1)
+        length = gl.load(batch.lengths + held)
+        kv_head = head // group
+        # What needs no length is on its way before the length is there. A copy may be done before its barrier expects it: the phase does
+        # not end without that arrival, and until then the count of bytes is below zero.
+        slot = item & 1
+        for i in gl.static_range(WARPGROUPS):
+            mbarrier.wait(queries.empty.index(i), slot ^ 1)
+        if options.width < 256:
+            channel = gl.arange(0, options.width, gl.BlockedLayout([options.width // 32], [32], [1], [0]))
+            if means.v is not None:  # zeros where the mask is not
+                fetch_words(means.memory.index(2 + slot), means.v + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
+            if means.SHIFT:
+                fetch_words(means.memory.index(slot), means.k + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
+        for i in gl.static_range(WARPGROUPS):
+            corner = [slab, token + i * ROWS, head, 0]
+            fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * WARPGROUPS + i))
+        length = gl.where(owner < batch.num_seqs, length, 0)
+        first = gl.maximum(-begin, 0)  # whole warpgroups
+        position = length - q_len + begin
+        last = length - 1
+        if work.causal:
+            last = gl.minimum(last, position + BLOCK - 1)
+        last = gl.maximum(last, 0) // TILE
+        bottom = 0
+        left = 0
+        if options.mask_left:
+            if batch.padding is not None:
+                left = gl.load(batch.padding + held)
+            bottom = gl.minimum(gl.maximum(gl.maximum(position + first - batch.window + 1, left), 0) // TILE, last)
+        out_slab = slab
+        if options.split:
+            tiles = gl.maximum((last - bottom + work.parts) // work.parts, work.min_tiles)
+            bottom += part * tiles
+            length = gl.where(bottom > last, 0, length)  # nothing is left for this part
+            bottom = gl.minimum(bottom, last)
+            last = gl.minimum(bottom + tiles - 1, last)
+            out_slab += part * (batch.num_seqs if batch.bounds is None else 1)
+        # The first tile's page, and the next one's; the item is announced while they are fetched, and then the scales are loaded.
+        table = source.table + held.to(gl.int64) * source.table_width
+        page = gl.load(table + last)
+        ahead = gl.load(table + gl.maximum(last - 1, bottom))
+        items.put(slot, TILES, last - bottom + 1)
+        items.put(slot, LAST, last)
+        items.put(slot, BATCH, out_slab)
+        items.put(slot, TOKEN, token)
+        items.put(slot, COUNT, q_len - begin)
+        items.put(slot, POSITION, position)
+        items.put(slot, LENGTH, length)
+        items.put(slot, HEAD, head)
+        items.put(slot, KV_HEAD, kv_head)
+        items.put(slot, LEFT, left)
+        items.put(slot, FIRST, first)
+        if options.rope_pairs:
+            items.put(slot, ANGLES, slab)
+        sync()
+        if options.width < 256 and (means.SHIFT or means.v is not None):
+            for i in gl.static_range(WARPGROUPS):
+                arrive_with_words(queries.full.index(i))
+        for i in gl.static_range(WARPGROUPS):
+            mbarrier.expect(queries.full.index(i), ROWS * options.width * (source.q.dtype.primitive_bitwidth // 8))
+        at = page * source.num_kv_heads + kv_head
+        scales = source.header(at + none, options.head_dim)
+        k_scale = gl.load(scales, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
+        v_scale = gl.load(scales + 1)
+        # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
+        before = gl.load(scales + 1, cache_modifier=".ca")
+        for j in range(last - bottom + 1):
+            mbarrier.wait(ring.k_empty.index(place.stage), place.phase)
+            fetch_k(source.k, at, ring.k_full.index(place.stage), ring.k.index(place.stage))  # before its scale is there
+            ring.scales.index(place.stage).store(k_scale)
+            # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
+            ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
+            ring.scales.index(ring.STAGES + place.stage).store(ratio.to(gl.float32, bitcast=True))
+            items.v_scale.index(slot).store(v_scale)
+            before = v_scale
+            sync()  # one lane's arrival announces what all lanes wrote
+            mbarrier.expect(ring.k_full.index(place.stage), TILE * options.width)
+            here = at
+            at = ahead * source.num_kv_heads + kv_head
+            scales = source.header(at + none, options.head_dim)
+            k_scale = gl.load(scales)
+            v_scale = gl.load(scales + 1)
+            ahead = gl.load(table + gl.maximum(last - 2 - j, bottom))
+            mbarrier.wait(ring.v_empty.index(place.stage), place.phase)
+            mbarrier.expect(ring.v_full.index(place.stage), TILE * options.width)
+            fetch_v(source.v, here, ring.v_full.index(place.stage), ring.v, place.stage, ring.STAGES)
+            place = ring.next(place)
+        item += 1
+        # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others.
+        claim = gl.num_programs(0) + claim_next(work.counter)
+        if options.split:
+            part = claim % work.parts
+            claim = claim // work.parts
+        sequence = advance_to(claim, sequence, seqs, heads, batch)
+    base = sequence.base
+    if options.split:
+        claim = claim * work.parts + part
+        base = base * work.parts
+    if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: leave the counter as it was found
+        gl.store(work.counter, 0)
+    slot = item & 1
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.wait(queries.empty.index(i), slot ^ 1)
+    items.put(slot, TILES, 0)
+    sync()
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.arrive(queries.full.index(i), count=1)

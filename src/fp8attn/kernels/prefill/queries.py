@@ -1,0 +1,239 @@
+"""Queries in shared memory: rotated by RoPE, then as keys are, scaled, rounded to 8 bits; and what rounding cuts off."""
+
+from __future__ import annotations
+
+from ... import rotation
+from ..gluon import aggregate, fence_async_shared, gl, gluon, mma_v2, sync
+from ..ptx import MAGIC, rest_to_fp8, rotate_pair, to_fp8
+from ..rotation import block_size
+from .items import ANGLES, TOKEN
+from .means import channels_of_mean
+from .options import ROWS, SCORES
+from .registers import join, split
+
+TINY = gl.constexpr(2.0**-100)  # the least that a row of queries is scaled by
+LOW_SIGNS, HIGH_SIGNS = (gl.constexpr(bits) for bits in (rotation.LOW_SIGNS, rotation.HIGH_SIGNS))
+BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 channels of rotated queries
+
+
+@aggregate
+class Queries:
+    """Shared memory of an item's queries, 64 rows a warpgroup."""
+
+    codes: gl.shared_memory_descriptor  # [warpgroups, 64, width]: 8 bits (FP8 queries: the same memory as `given`)
+    given: gl.shared_memory_descriptor  # [warpgroups, 64, width] of 16 bits, or [2 * warpgroups, 64, width] of FP8, for two items
+    rest: gl.shared_memory_descriptor  # [2 * warpgroups, 64, width], 8 bits: the memory of `given`
+    shift: gl.shared_memory_descriptor  # float32 [warpgroups, 64], of rows between the beginning of an item and its end
+    factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
+    full: gl.shared_memory_descriptor  # barriers, one a warpgroup: rows and the item's fields are there,
+    empty: gl.shared_memory_descriptor  # and their memory is free
+    Q16: gl.constexpr  # queries have 16 bits
+
+
+@aggregate
+class Rope:
+    """The tables that queries are rotated with. Strides are in units of eight elements."""
+
+    cos: gl.tensor | gl.constexpr
+    sin: gl.tensor | gl.constexpr
+    stride_b: gl.tensor
+    stride_t: gl.tensor
+
+
+# RoPE
+
+
+@gluon.jit
+def rotate_pairs(a, b, cos, sin, row, first: gl.constexpr, STEP: gl.constexpr):
+    """RoPE on pairs of channels, from the pair `first` on; `row` is where each row's angles begin."""
+    row = gl.convert_layout(row, gl.SliceLayout(1, a.type.layout), assert_trivial=True)
+    at = row[:, None] + (first + gl.arange(0, a.shape[1], gl.SliceLayout(0, a.type.layout))[None, :]) * STEP
+    x, y = rotate_pair(a.to(gl.float32), b.to(gl.float32), gl.load(cos + at).to(gl.float32), gl.load(sin + at).to(gl.float32))
+    return x.to(a.dtype), y.to(b.dtype)
+
+
+@gluon.jit
+def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.constexpr):
+    """RoPE on a warpgroup's rows of Q, of which `count` are queries, in place, with the bits of `rope.apply_rope`.
+
+    Channels are taken as tiles of so many that pairs are a whole number of tiles apart: then a thread has both of a pair, and what goes
+    with what is a matter of names. Lanes go down the rows first: eight rows of 16 bytes meet no bank of shared memory twice, and the
+    angles of a row are one line.
+    """
+    PAIRS: gl.constexpr = options.rope_pairs
+    TILE_PAIRS: gl.constexpr = PAIRS & -PAIRS if (PAIRS & -PAIRS) < 32 else 32
+    OWN: gl.constexpr = TILE_PAIRS // 2 if TILE_PAIRS < 16 else 8  # of a thread, one after the other
+    INTERLEAVED: gl.constexpr = options.rope_interleaved
+    WIDTH: gl.constexpr = 2 * TILE_PAIRS if INTERLEAVED else TILE_PAIRS
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 2 * OWN if INTERLEAVED else OWN], [32 * OWN // TILE_PAIRS, TILE_PAIRS // OWN], [4, 1], [0, 1]
+    )
+    token = items.get(slot, TOKEN) + WG * ROWS
+    angles = items.get(slot, ANGLES).to(gl.int64) * rope.stride_b + token.to(gl.int64) * rope.stride_t
+    cos = rope.cos + angles * 8
+    sin = rope.sin + angles * 8
+    memory = queries.given.index(WG)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    row = gl.minimum(row, count - 1) * (rope.stride_t * 8)  # what is behind the last query has no angles, and counts for nothing
+    x = split(memory.load(LAYOUT), options.width // WIDTH)
+    first = ()
+    second = ()
+    for i in gl.static_range(PAIRS // TILE_PAIRS):
+        if INTERLEAVED:
+            a, b = x[i].reshape([ROWS, TILE_PAIRS, 2]).split()
+            a, b = rotate_pairs(a, b, cos, sin, row, TILE_PAIRS * i, options.rope_step)
+            first += (gl.convert_layout(gl.join(a, b).reshape([ROWS, WIDTH]), x[i].type.layout, assert_trivial=True),)
+        else:
+            a, b = rotate_pairs(x[i], x[PAIRS // TILE_PAIRS + i], cos, sin, row, TILE_PAIRS * i, options.rope_step)
+            first += (a,)
+            second += (b,)
+    x = first + second + x[2 * PAIRS // WIDTH :]
+    memory.store(gl.convert_layout(join(x), LAYOUT, assert_trivial=True))
+
+
+# The rotation of keys and queries
+
+
+@gluon.jit
+def rotation_operand(DTYPE: gl.constexpr, zero):
+    """`H diag(sign)` of 16 channels, transposed, as the right operand of `mma_v2`.
+
+    ptxas: `zero` is 0, which it cannot know: what it could compute ahead of the items would keep registers.
+    """
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(1, BLOCK, 2)
+    channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None] + zero
+    odd = channel & gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    odd = odd ^ (odd >> 2)
+    odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> channel)) & 1
+    return gl.where(odd > 0, -1.0, 1.0).to(DTYPE)
+
+
+@gluon.jit
+def hadamard(blocks, STEP: gl.constexpr, N: gl.constexpr):
+    """The steps of the Hadamard transform over blocks `STEP`, `2 STEP`, ... below N apart."""
+    if STEP >= N:
+        return blocks
+    else:
+        mixed = ()
+        for j in gl.static_range(len(blocks)):
+            if j & STEP:
+                mixed += (blocks[j - STEP] - blocks[j],)
+            else:
+                mixed += (blocks[j] + blocks[j + STEP],)
+        return hadamard(mixed, 2 * STEP, N)
+
+
+@gluon.jit
+def load_rows(given, zero, options: gl.constexpr):
+    """A warpgroup's rows of 16-bit queries in FP32, 16 channels at a time; rotated, but for the factor `block ** -0.5`
+    (`rotation.rotate`)."""
+    WIDTH: gl.constexpr = options.width
+    blocks = ()
+    if options.rotate:
+        operand = rotation_operand(given.dtype, zero)
+        for j in gl.static_range(WIDTH // 16):
+            x = given.slice(16 * j, 16, 1).load(gl.DotOperandLayout(0, BLOCK, 2))
+            x = mma_v2(x, operand, gl.zeros([ROWS, 16], gl.float32, BLOCK))
+            if (HIGH_SIGNS >> (j % 8)) & 1:
+                blocks += (-x,)
+            else:
+                blocks += (x,)
+        blocks = hadamard(blocks, 1, block_size(options.head_dim) // 16)
+    else:
+        for j in gl.static_range(WIDTH // 16):
+            blocks += (given.slice(16 * j, 16, 1).load(BLOCK).to(gl.float32),)
+    return blocks
+
+
+# Eight bits
+
+
+@gluon.jit
+def largest_magnitude(blocks):
+    """Of each row; NaN counts for nothing."""
+    x = gl.abs(blocks[0])
+    for j in gl.static_range(1, len(blocks)):
+        x = gl.maximum(x, gl.abs(blocks[j]))
+    return gl.max(x, 1)
+
+
+@gluon.jit
+def rounded(x):
+    """The nearest integers, |x| < 2^22, as they are in the last bits of FP32."""
+    return x + MAGIC
+
+
+@gluon.jit
+def powers_of_two(largest):
+    """By how much to scale rows for E4M3, and its inverse: `numerics.power_of_two_scale`, in bits."""
+    bits = largest.to(gl.int32, bitcast=True)
+    exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+    exponent = gl.minimum(gl.maximum(exponent, -60), 120)
+    return ((127 - exponent) << 23).to(gl.float32, bitcast=True), ((127 + exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def quantize_rows(codes, blocks):
+    """Rounds rows to 8 bits into `codes`; their factors."""
+    if codes.dtype == gl.int8:
+        largest = gl.maximum(largest_magnitude(blocks), TINY)
+        up = 127.0 / largest
+        factor = largest * (1 / 127)
+        broken = blocks[0] * 0.0  # NaN has no code: the row's factor says it
+        for j in gl.static_range(1, len(blocks)):
+            broken += blocks[j] * 0.0
+        factor += gl.sum(broken, 1)
+        for j in gl.static_range(len(blocks)):
+            codes.slice(16 * j, 16, 1).store(rounded(blocks[j] * up[:, None]).to(gl.int32, bitcast=True).to(gl.int8))
+    else:
+        up, factor = powers_of_two(largest_magnitude(blocks))
+        for j in gl.static_range(len(blocks)):
+            codes.slice(16 * j, 16, 1).store(to_fp8(blocks[j] * up[:, None]))
+    fence_async_shared()
+    return factor
+
+
+@gluon.jit
+def load_queries(codes, given, k_mean, scale, zero, options: gl.constexpr, Q16: gl.constexpr):
+    """A warpgroup's rows, rounded to 8 bits into `codes` unless they are FP8 already; the factors of their scores and, unless `k_mean` is
+    None, their scores against it (in powers of two)."""
+    if Q16:
+        blocks = load_rows(given, zero, options)
+        if options.rotate:
+            scale = scale * block_size(options.head_dim) ** -0.5
+        factor = quantize_rows(codes, blocks) * scale
+        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, BLOCK))
+        if k_mean is not None:
+            for j in gl.static_range(len(blocks)):
+                shift += gl.sum(blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, BLOCK))[None, :], 1) * scale
+    else:
+        A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
+        factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
+        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
+        if k_mean is not None:
+            x = codes.load(A).to(gl.float32)
+            shift = gl.sum(x * channels_of_mean(k_mean, 0, options.width, options, gl.SliceLayout(0, A))[None, :], 1) * scale
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    return gl.convert_layout(factor, ROW, assert_trivial=True), gl.convert_layout(shift, ROW, assert_trivial=True)
+
+
+@gluon.jit
+def keep_rest(rest, given, zero, options: gl.constexpr):
+    """What rounding cut off 16-bit queries, in 8 bits, in their own memory: of INT8 in units of 1 / 256.
+
+    ptxas: d256. The rows are loaded again: from the registers that held them it would spill.
+    """
+    blocks = load_rows(given, zero, options)
+    largest = largest_magnitude(blocks)
+    sync()  # all of this warpgroup's rows are read
+    if rest.dtype == gl.int8:
+        up = 127.0 / gl.maximum(largest, TINY)
+        for j in gl.static_range(len(blocks)):
+            x = blocks[j] * up[:, None]
+            cut = (x - (rounded(x) - MAGIC)) * 256.0
+            rest.slice(16 * j, 16, 1).store(rounded(gl.minimum(cut, 127.0)).to(gl.int32, bitcast=True).to(gl.int8))
+    else:
+        up, _ = powers_of_two(largest)
+        for j in gl.static_range(len(blocks)):
+            rest.slice(16 * j, 16, 1).store(rest_to_fp8(blocks[j] * up[:, None]))
+    fence_async_shared()

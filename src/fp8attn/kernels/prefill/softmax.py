@@ -1,0 +1,143 @@
+"""A tile of online softmax: scores, the mask, weights, and their sums."""
+
+from __future__ import annotations
+
+from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from ..ptx import MAGIC, exp2, fill_magic, logistic
+from .items import LEFT
+from .options import HIDDEN, LOG2E, ROWS, SCORES, SUMS, TILE
+from .registers import join, split
+
+P_SHIFT = gl.constexpr(8.0)  # weights are held as 2^8 p: E4M3 keeps 17 binades below them
+UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
+
+
+# Scores
+
+
+@gluon.jit
+def begin_scores(q, k, m):
+    """Q K, begun; `m` are the rows' maxima so far, of which nothing is used but that they are finite."""
+    if k.dtype == gl.int8:
+        zero, _ = gl.broadcast((m * 0.0)[:, None], gl.zeros([ROWS, TILE], gl.float32, SCORES))
+        a, b, c, d = split(zero, 4)
+        s = join((fill_magic(a, 0), fill_magic(b, 1), fill_magic(c, 2), fill_magic(d, 3)))
+        s = gl.convert_layout(s, SCORES, assert_trivial=True)
+        s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)
+    else:
+        s = warpgroup_mma(q, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, SCORES), use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
+def end_scores(s):
+    """Q K, waited for, in FP32; of INT8 keys it is `MAGIC + s`."""
+    s = warpgroup_mma_wait(0, deps=[s])
+    if s.dtype == gl.int32:
+        s = s.to(gl.float32, bitcast=True)
+    return s
+
+
+@gluon.jit
+def scores_of_both(q, rest, k):
+    """Q K, done, in FP32, of Q and of what rounding cut off it."""
+    if k.dtype == gl.int8:  # the rest counts 1 / 256: all of it is an integer below 2^30
+        s = warpgroup_mma(q, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.int32, SCORES), use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s]) * 256
+        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(rest, k.permute([1, 0]), s, use_acc=True, is_async=True)])
+        s = s.to(gl.float32) * (1 / 256)
+    else:
+        s = warpgroup_mma(rest, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, SCORES), use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)])
+    return s
+
+
+@gluon.jit
+def mask_scores(s, factor, rows, tile, options: gl.constexpr, MASK: gl.constexpr, INT: gl.constexpr):
+    """Scores after the cap (then in powers of two, the factor and the shift applied) and, with MASK, the mask.
+
+    With INT the scores are `MAGIC + s`.
+    """
+    if options.softcap and INT:
+        s = s - MAGIC
+    if options.softcap:  # cap * tanh(y / cap) = cap - 2 cap / (2^(2 y log2(e) / cap) + 1), which is exact enough where tanh.approx is not
+        y = s * (factor * (2.0 * LOG2E / rows.cap))[:, None] + (rows.shift * (2.0 * LOG2E / rows.cap))[:, None]
+        s = rows.cap - 2.0 * rows.cap * logistic(y)
+    if MASK:
+        # ptxas: bounds are read here, or the loop of whole tiles would carry them in registers, and spill.
+        last = rows.last_key(gl.SliceLayout(1, SCORES))
+        key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))[None, :]
+        # ptxas: bits 1 and 2 of a thread's columns are its own, the others the same in all threads, and then constants. Of whole column
+        # indices it would keep 64 in registers, and spill.
+        own = key & 6
+        key = key & ~6
+        visible = key <= (last - tile * TILE)[:, None] - own
+        if options.mask_left:
+            first = gl.maximum(last - rows.window + 1, rows.items.get(rows.slot, LEFT))
+            visible = visible & (key >= (first - tile * TILE)[:, None] - own)
+        s = gl.where(visible, s, HIDDEN)
+    return s
+
+
+# Weights
+
+
+@gluon.jit
+def softmax_tile(s, factor, m, options: gl.constexpr, INT: gl.constexpr):
+    """Weights 2^8 p, what sums under the row's old maximum shrink by, and its new maximum. With INT the scores are `MAGIC + s`.
+
+    Maxima ignore NaN, weights keep it.
+    """
+    if options.softcap:
+        m_new = gl.maximum(m, gl.max(s, 1))
+        x = s - (m_new - P_SHIFT)[:, None]
+    elif INT:
+        # Positive numbers compare as integers do, for which there is a maximum of three; a masked score is negative.
+        top = gl.max(s.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+        m_new = gl.maximum(m, (top - MAGIC) * factor)
+        x = s * factor[:, None] - (m_new - P_SHIFT + MAGIC * factor)[:, None]
+    else:
+        m_new = gl.maximum(m, gl.max(s, 1) * factor)
+        x = s * factor[:, None] - (m_new - P_SHIFT)[:, None]
+    alpha = gl.exp2(m - m_new)
+    return exp2(x, options.cubics), alpha, m_new
+
+
+# Sums of weights
+
+
+@gluon.jit
+def row_sum_mma(p8, ones, total, ACCUMULATE: gl.constexpr):
+    """Begin `total` (+)= row sums of FP8 weights, eight times each: a product with ones takes less time than 64 additions.
+
+    They are the weights that P V multiplies, so what rounding does to all of them alike cancels.
+    """
+    p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, SUMS, 4), assert_trivial=True)
+    return warpgroup_mma(p8, ones.permute([1, 0]), total, use_acc=ACCUMULATE, is_async=True)
+
+
+@gluon.jit
+def rescale_sums(sums, alpha, total):
+    """The rows' sums with another tile's; a thread keeps one of its two equal columns."""
+    total, _ = total.reshape([ROWS, 4, 2]).split()
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    return sums * alpha[:, None] + gl.convert_layout(total, sums.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def no_sums():
+    """What `row_sum_mma` and `rescale_sums` start from."""
+    total = gl.zeros([ROWS, 8], gl.float32, SUMS)
+    sums, _ = total.reshape([ROWS, 4, 2]).split()
+    return total, sums
+
+
+@gluon.jit
+def no_maximum():
+    return gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def sum_of_rows(sums):
+    """`[64]`, one a row."""
+    return gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, SCORES), assert_trivial=True)

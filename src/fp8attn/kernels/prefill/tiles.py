@@ -1,0 +1,236 @@
+"""The loops over tiles at head_dim up to 128: of two warpgroups, of three, and of rows that see few keys.
+
+Each returns `(acc, m, sums, place)`: the output not yet divided `[64, width]`, the rows' maxima and sums of weights `[64]`, and the place
+in the ring behind the last tile. Tiles go from the last to the first: first `n_hi` that end beyond some row's last key, then `n_free` that
+all rows see whole, then `n_lo` with keys left of a window or padding.
+"""
+
+from __future__ import annotations
+
+from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from ..ptx import pin, rest_to_fp8, to_fp8
+from .options import ROWS, SCORES, output_layout
+from .registers import as_operand, whole
+from .softmax import (
+    begin_scores,
+    end_scores,
+    mask_scores,
+    no_maximum,
+    no_sums,
+    rescale_sums,
+    row_sum_mma,
+    scores_of_both,
+    softmax_tile,
+    sum_of_rows,
+)
+
+
+@gluon.jit
+def tile_weights(rows, ring, rest, tile, m, place, options: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, REST: gl.constexpr):
+    """A tile's weights as operands of P V, in FP32 and FP8; what sums and the output so far shrink by; the rows' new maxima.
+
+    With REST `rest` holds, for every other index, what rounding cut off the queries: their products are added.
+    """
+    INT: gl.constexpr = ring.k.dtype == gl.int8 and not REST
+    ring.wait_k(place)
+    factor = rows.factor * ring.k_scale(place)
+    ratio = ring.v_ratio(place)
+    if REST:
+        # ptxas: `tile >> 30` is zero, which it cannot know. Descriptors that it kept would leave no uniform registers to the ring's place.
+        s = scores_of_both(rows.q, rest.index(2 * rows.WG + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)))
+    else:
+        s = end_scores(begin_scores(rows.q, ring.k.index(place.stage), m))
+    ring.release_k(place)
+    s = mask_scores(s, factor, rows, tile, options, MASK, INT)
+    p, alpha, m = softmax_tile(s, factor, m, options, INT)
+    # ptxas: volatile, it stays before the next wait, and without what it cuts off the FP32 weights end there.
+    p = as_operand(p, P)
+    p8 = to_fp8(p, False)
+    return p, p8, alpha, alpha * ratio, m
+
+
+# Two warpgroups: the next tile's Q K is multiplied during this one's softmax
+
+
+@gluon.jit
+def overlapped_tile(rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options: gl.constexpr,
+                    MASK: gl.constexpr):  # fmt: skip
+    """Softmax and P V of the tile whose scores are `s`, while the next tile's Q K (masked as `tile`) is multiplied."""
+    OUT: gl.constexpr = output_layout(options.width)
+    INT: gl.constexpr = ring.k.dtype == gl.int8
+    p, alpha, m = softmax_tile(s, factor, m, options, INT)
+    p8 = to_fp8(as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
+    none, _ = no_sums()
+    ring.wait_v(v_place)
+    total = row_sum_mma(p8, ring.ones, none, False)
+    zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+    t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+    ring.wait_k(k_place)
+    s_next = begin_scores(rows.q, ring.k.index(k_place.stage), m)
+    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
+    k_scale = ring.k_scale(k_place)
+    ratio = ring.v_ratio(k_place)
+    t, total = warpgroup_mma_wait(1, deps=[t, total])
+    ring.release_v(v_place)
+    sums = rescale_sums(sums, alpha, total)
+    acc = acc * shrink[:, None] + t
+    factor = rows.factor * k_scale
+    s = end_scores(s_next)
+    ring.release_k(k_place)
+    s = mask_scores(s, factor, rows, tile, options, MASK, INT)
+    return s, factor, ratio, m, sums, acc, ring.next(k_place), ring.next(v_place)
+
+
+@gluon.jit
+def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.constexpr):
+    OUT: gl.constexpr = output_layout(options.width)
+    INT: gl.constexpr = ring.k.dtype == gl.int8
+    k_place = place
+    v_place = place
+    acc = gl.zeros([ROWS, options.width], gl.float32, OUT)
+    m = no_maximum()
+    none, sums = no_sums()
+    ring.wait_k(k_place)
+    s = begin_scores(rows.q, ring.k.index(k_place.stage), m)
+    factor = rows.factor * ring.k_scale(k_place)
+    ratio = ring.v_ratio(k_place)
+    s = end_scores(s)
+    ring.release_k(k_place)
+    s = mask_scores(s, factor, rows, tile, options, True, INT)
+    k_place = ring.next(k_place)
+    tile -= 1
+    for _ in range(n_hi):
+        s, factor, ratio, m, sums, acc, k_place, v_place = overlapped_tile(
+            rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options, True)  # fmt: skip
+        tile -= 1
+    for _ in range(n_free):
+        s, factor, ratio, m, sums, acc, k_place, v_place = overlapped_tile(
+            rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options, False)  # fmt: skip
+    if options.mask_left:
+        tile -= n_free
+        for _ in range(n_lo):
+            s, factor, ratio, m, sums, acc, k_place, v_place = overlapped_tile(
+                rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options, True)  # fmt: skip
+            tile -= 1
+    p, alpha, m = softmax_tile(s, factor, m, options, INT)
+    p8 = to_fp8(as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
+    ring.wait_v(v_place)
+    total = row_sum_mma(p8, ring.ones, none, False)
+    zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+    t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+    t, total = warpgroup_mma_wait(0, deps=[t, total])
+    ring.release_v(v_place)
+    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+    return acc, m, sum_of_rows(rescale_sums(sums, alpha, total)), k_place
+
+
+# Three warpgroups: one thing after the other, and the other two fill the pipes meanwhile
+
+
+@gluon.jit
+def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr):
+    """A whole tile."""
+    OUT: gl.constexpr = output_layout(options.width)
+    INT: gl.constexpr = ring.k.dtype == gl.int8
+    ring.wait_k(place)
+    s = begin_scores(rows.q, ring.k.index(place.stage), m)
+    if queries.Q16:  # noqa: SIM108 - at compile time. From memory: there are no registers for it between tiles
+        factor = queries.factor.index(rows.WG).load(gl.SliceLayout(1, SCORES))
+    else:
+        factor = rows.factor
+    factor = factor * ring.k_scale(place)
+    ratio = ring.v_ratio(place)
+    s = end_scores(s)
+    ring.release_k(place)
+    s = mask_scores(s, factor, rows, tile, options, MASK, INT)
+    p, alpha, m = softmax_tile(s, factor, m, options, INT)
+    # ptxas: volatile, it stays before the next wait, and the FP32 weights end there.
+    p = as_operand(p, gl.DotOperandLayout(0, OUT, 4))
+    p8 = to_fp8(p, False)
+    ring.wait_v(place)
+    total, _ = no_sums()
+    total = row_sum_mma(p8, ring.ones, total, False)
+    if ring.v.shape[1] < options.width:  # in halves, as `attend_few` has to
+        HALF: gl.constexpr = output_layout(options.width // 2)
+        zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
+        p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
+        t0 = warpgroup_mma(p8, ring.v.index(2 * place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t1 = warpgroup_mma(p8, ring.v.index(2 * place.stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
+        t0, t1 = warpgroup_mma_wait(0, deps=[t0, t1])
+        t = whole(t0, t1, OUT)
+    else:
+        zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+        t = warpgroup_mma(p8, ring.v.index(place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(1, deps=[total]))
+        t = warpgroup_mma_wait(0, deps=[t])
+    ring.release_v(place)
+    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+    return m, sums, acc, ring.next(place)
+
+
+@gluon.jit
+def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: gl.constexpr):
+    acc = gl.zeros([ROWS, options.width], gl.float32, output_layout(options.width))
+    m = no_maximum()
+    _, sums = no_sums()
+    # ptxas: `maximum` says that the loop is entered. What is read behind the loop is computed in it, in a uniform register that would be
+    # unset otherwise (`unset` of `tests/compile_prefill.py`).
+    for _ in range(gl.maximum(n_hi + 1, 1)):
+        m, sums, acc, place = tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options, True)
+        tile -= 1
+    for _ in range(n_free):
+        m, sums, acc, place = tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options, False)
+    if options.mask_left:
+        tile -= n_free
+        for _ in range(n_lo):
+            m, sums, acc, place = tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options, True)
+            tile -= 1
+    return acc, m, sum_of_rows(sums), place
+
+
+# Rows of few keys
+
+
+@gluon.jit
+def add_both(acc, shrink, zero, rest, p8, v):
+    """`acc * shrink` and the products of both parts of P."""
+    t = warpgroup_mma(rest, v.permute([1, 0]), zero, use_acc=False, is_async=True)
+    t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v.permute([1, 0]), t, use_acc=True, is_async=True)])
+    return pin(acc * shrink + t)
+
+
+@gluon.jit
+def attend_few(rows, ring, queries, tile, n, place, options: gl.constexpr):
+    """All `n` tiles, masked, where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as
+    well."""
+    OUT: gl.constexpr = output_layout(options.width)
+    acc = gl.zeros([ROWS, options.width], gl.float32, OUT)
+    m = no_maximum()
+    none, sums = no_sums()
+    for _ in range(n):
+        p, p8, alpha, shrink, m = tile_weights(
+            rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), True, queries.Q16)  # fmt: skip
+        rest = rest_to_fp8(p, False)
+        ring.wait_v(place)
+        total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
+        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)
+        if ring.v.shape[1] < options.width:  # ptxas: d128-long. In halves, as `tiles_wide` in quarters
+            HALF: gl.constexpr = output_layout(options.width // 2)
+            zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
+            shrink = gl.convert_layout(shrink, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
+            p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
+            rest = gl.convert_layout(rest, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
+            a0, a1 = acc.reshape([ROWS, 2, options.width // 2]).permute([0, 2, 1]).split()
+            a0 = add_both(gl.convert_layout(a0, HALF, assert_trivial=True), shrink, zero, rest, p8, ring.v.index(2 * place.stage))
+            ring.wait_v(place)
+            a1 = add_both(gl.convert_layout(a1, HALF, assert_trivial=True), shrink, zero, rest, p8, ring.v.index(2 * place.stage + 1))
+            acc = whole(a0, a1, OUT)
+        else:
+            zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+            acc = add_both(acc, shrink[:, None], zero, rest, p8, ring.v.index(place.stage))
+        ring.release_v(place)
+        place = ring.next(place)
+        tile -= 1
+    return acc, m, sum_of_rows(sums), place

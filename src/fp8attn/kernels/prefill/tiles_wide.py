@@ -1,0 +1,86 @@
+"""The loop over tiles at head_dim 256, as those of `tiles`. The output is a tuple of four slices of channels, `[64, width / 4]` each."""
+
+from __future__ import annotations
+
+from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from ..ptx import pin, rest_to_fp8
+from .options import ROWS, output_layout
+from .softmax import no_maximum, no_sums, rescale_sums, row_sum_mma, sum_of_rows
+from .tiles import add_both, tile_weights
+
+
+@gluon.jit
+def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr, FEW: gl.constexpr):
+    """A whole tile. P V in four slices of channels, for want of registers; the other warpgroup fills the tensor core meanwhile.
+
+    With FEW Q and P are multiplied twice, as in `tiles.attend_few`.
+
+    ptxas: d256. It would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic
+    block), keep the life of one slice's partial apart from the next but one.
+    """
+    OUT: gl.constexpr = output_layout(options.width // 4)
+    a0, a1, a2, a3 = acc
+    p, p8, alpha, shrink, m = tile_weights(
+        rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, FEW and queries.Q16)  # fmt: skip
+    if FEW:
+        rest = rest_to_fp8(p, False)
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+    zero = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
+    ring.wait_v(place)
+    none, _ = no_sums()
+    if FEW:
+        total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
+        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
+        a0 = add_both(a0, shrink, zero, rest, p8, ring.v.index(4 * place.stage))
+        ring.wait_v(place)
+        a1 = add_both(a1, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 1))
+        ring.wait_v(place)
+        a2 = add_both(a2, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 2))
+        ring.wait_v(place)
+        a3 = add_both(a3, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 3))
+    else:
+        total = row_sum_mma(p8, ring.ones, none, False)
+        t0 = warpgroup_mma(p8, ring.v.index(4 * place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        sums = pin(rescale_sums(sums, alpha, warpgroup_mma_wait(1, deps=[total])))
+        t1 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t0 = warpgroup_mma_wait(1, deps=[t0])
+        t0 = warpgroup_mma_wait(1, deps=[t0])
+        a0 = pin(a0 * shrink + t0)
+        ring.wait_v(place)
+        t2 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 2).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t1 = warpgroup_mma_wait(1, deps=[t1])
+        a1 = pin(a1 * shrink + t1)
+        ring.wait_v(place)
+        t3 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
+        t2 = warpgroup_mma_wait(1, deps=[t2])
+        a2 = a2 * shrink + t2
+        t3 = warpgroup_mma_wait(0, deps=[t3])
+        a3 = a3 * shrink + t3
+    ring.release_v(place)
+    return m, sums, (a0, a1, a2, a3), ring.next(place)
+
+
+@gluon.jit
+def attend_wide(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: gl.constexpr, FEW: gl.constexpr):
+    OUT: gl.constexpr = output_layout(options.width // 4)
+    a0 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
+    a1 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
+    a2 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
+    a3 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
+    acc = (a0, a1, a2, a3)
+    m = no_maximum()
+    _, sums = no_sums()
+    if FEW:
+        n_hi += n_free + n_lo
+    for _ in range(n_hi + 1 if FEW else gl.maximum(n_hi + 1, 1)):  # ptxas: as in `tiles.attend_in_turn`
+        m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, True, FEW)
+        tile -= 1
+    if not FEW:
+        for _ in range(n_free):
+            m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, False, False)
+        if options.mask_left:
+            tile -= n_free
+            for _ in range(n_lo):
+                m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, True, False)
+                tile -= 1
+    return acc, m, sum_of_rows(sums), place

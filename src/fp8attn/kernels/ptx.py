@@ -1,0 +1,112 @@
+"""Instructions of Hopper that Triton has no name for, or takes more instructions to say: inline PTX."""
+
+from __future__ import annotations
+
+from .gluon import gl, gluon
+
+# INT8 products are summed onto the bits of this number: then the bits of every sum are those of MAGIC + s in FP32 (|s| < 2^22 up to
+# head_dim 256), with no instruction that converts.
+MAGIC = gl.constexpr(12582912.0)
+MAGIC_PTX = "0f4B400000"
+
+EXP2_REGISTERS = gl.constexpr(",".join(["=f"] * 16 + ["f"] * 16))
+FILL_REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 16))
+
+TO_FP8 = gl.constexpr(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+)
+# What TO_FP8 rounds off, itself rounded to FP8.
+REST_TO_FP8 = gl.constexpr("""{ .reg .b16 lo, hi, h0, h1, h2, h3; .reg .b32 a, b; .reg .f32 x0, x1, x2, x3;
+cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
+cvt.rn.f16x2.e4m3x2 a, lo; cvt.rn.f16x2.e4m3x2 b, hi; mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b;
+cvt.f32.f16 x0, h0; cvt.f32.f16 x1, h1; cvt.f32.f16 x2, h2; cvt.f32.f16 x3, h3;
+sub.f32 x0, $1, x0; sub.f32 x1, $2, x1; sub.f32 x2, $3, x2; sub.f32 x3, $4, x3;
+cvt.rn.satfinite.e4m3x2.f32 lo, x1, x0; cvt.rn.satfinite.e4m3x2.f32 hi, x3, x2; mov.b32 $0, {lo, hi}; }""")
+LOGISTIC = gl.constexpr("{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }")
+ROTATE_PAIR = gl.constexpr("""{ .reg .f32 x, y; mul.rn.f32 x, $2, $4; mul.rn.f32 y, $3, $5; sub.rn.f32 $0, x, y;
+mul.rn.f32 x, $3, $4; mul.rn.f32 y, $2, $5; add.rn.f32 $1, x, y; }""")
+
+
+@gluon.constexpr_function
+def exp2_of(n, cubics):
+    """PTX for `n` exponentials, `cubics` of them evenly spread polynomials on the FMA pipe, which idles while ex2 is the bottleneck.
+
+    2^x = 2^round(x) * 2^f, |f| <= 1/2: a cubic of relative error 1e-4 (E4M3 keeps 2^-4). A NaN stays one.
+    """
+    chosen = {int((i + 0.5) * n / cubics) for i in range(cubics)}
+    lines = []
+    for i in range(n):
+        out, x = f"${i}", f"${n + i}"
+        if i in chosen:
+            lines.append(
+                f"max.NaN.ftz.f32 t, {x}, 0fC2FA0000; add.ftz.f32 r, t, {MAGIC_PTX}; sub.ftz.f32 b, r, {MAGIC_PTX}; sub.ftz.f32 f, t, b;"
+                " fma.rn.ftz.f32 p, f, 0f3D645DC0, 0f3E763E2F; fma.rn.ftz.f32 p, p, f, 0f3F317218; fma.rn.ftz.f32 p, p, f, 0f3F800000;"
+                f" mov.b32 i, r; shl.b32 i, i, 23; add.s32 i, i, 0x3F800000; mov.b32 t, i; mul.ftz.f32 {out}, p, t;"
+            )
+        else:
+            lines.append(f"ex2.approx.ftz.f32 {out}, {x};")
+    return "{ .reg .f32 t, r, b, f, p; .reg .s32 i;\n" + "\n".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def fill_of(part):
+    """PTX for 16 registers that hold `MAGIC + 0 * c`, with another c for each.
+
+    ptxas: it would copy equal ones by moves, which take a pipe of half the speed.
+    """
+    lines = (f"fma.rn.f32 ${i}, ${16 + i}, 0f{0x3F800000 + (16 * part + i << 16):08X}, magic;" for i in range(16))
+    return "{ .reg .f32 magic; mov.f32 magic, " + MAGIC_PTX + ";\n" + "\n".join(lines) + "}"
+
+
+@gluon.jit
+def exp2(x, CUBICS: gl.constexpr):
+    """2^x; of 16 that a thread computes, CUBICS are polynomials."""
+    return gl.inline_asm_elementwise(exp2_of(16, CUBICS), EXP2_REGISTERS, [x], dtype=gl.float32, is_pure=True, pack=16)
+
+
+@gluon.jit
+def fill_magic(zero, PART: gl.constexpr):
+    """MAGIC's bits in the place of every zero; `PART` tells apart the tiles of 16 registers that are filled."""
+    return gl.inline_asm_elementwise(fill_of(PART), FILL_REGISTERS, [zero], dtype=gl.int32, is_pure=True, pack=16)
+
+
+@gluon.jit
+def to_fp8(x, PURE: gl.constexpr = True):
+    """E4M3, rounded to nearest even and saturated. Not PURE: computed here and not later, whatever reads it."""
+    return gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=PURE, pack=4)
+
+
+@gluon.jit
+def rest_to_fp8(x, PURE: gl.constexpr = True):
+    """What `to_fp8` rounds off `x`, itself in E4M3."""
+    return gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=PURE, pack=4)
+
+
+@gluon.jit
+def logistic(x):
+    """1 / (1 + 2^x)"""
+    return gl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def rotate_pair(a, b, cos, sin):
+    """`a cos - b sin` and `b cos + a sin`: every product and sum rounds by itself, as torch's do."""
+    return gl.inline_asm_elementwise(ROTATE_PAIR, "=f,=f,f,f,f,f", [a, b, cos, sin], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def log2(x):
+    """Of a normal `x`: one instruction, where Triton's cares for the range."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """Of a normal `x`, likewise: what Triton divides by has the same bits."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pin(x):
+    """`x`, computed here and not later: a volatile move."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
