@@ -1,0 +1,85 @@
+"""Attention of a few query tokens over the cache, on Hopper: bound by memory, and exact.
+
+The arithmetic is 16-bit with FP32 accumulation, all of it on the tensor cores. The operands have changed places: a tile's tokens (then V's
+channels) are the MMA's 16 rows, and the query rows (query tokens x GQA group) are its 8 columns. So eight query rows need no padding, and
+the accumulator of a warp is `[head_dim, 8]`.
+
+    S^T [tokens, rows] = K [tokens, d] Q^T [d, rows]        O^T [d, rows] += V [d, tokens] P^T [tokens, rows]
+
+Each of four warps has 32 of a page's 128 tokens, and its own running maximum, sum and output, so the loop has no exchange between warps.
+E4M3 is converted to FP16 in registers. INT8 keys are not converted: queries are rounded to 16-bit integers, with a scale for each row, and
+the two bytes of these are multiplied apart and summed exactly in INT32. V is transposed and in `V_ORDER`: four bytes of a channel are the
+four tokens of one thread's A fragment. P^T's fragments are the accumulators of the scores, transposed 8x8 by `movmatrix`.
+
+Work is cut flat over (sequence, head, page): every CTA finds its range from `cache_seqlens` by itself. A head that several ranges share
+is combined, in order, by the last of them to end.
+
+The host: `plan` (how a launch is laid out), `attention`. The device, from the outside in: `kernel`, `load` (the producer), `consume`,
+`queries`, `combine`. All of it uses `work` (which worker has which pages) and `options`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...layout import KVPages
+from ..launch import launch
+from ..pages import tiles
+from . import plan
+from .kernel import decode_kernel
+from .options import LOG2E
+from .plan import Launch, make_plan
+
+__all__ = ["MAX_ROWS", "Launch", "attention", "plan", "unsupported_reason"]
+
+MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
+
+
+def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
+    """Why this kernel does not take these queries; None if it does."""
+    group = q.shape[-2] // pages.num_kv_heads
+    if max_seqlen_q * group > MAX_ROWS:
+        return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
+    return None
+
+
+def attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    *,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    causal: bool,
+    softmax_scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attention` for up to 128 rows (query tokens x GQA group) a sequence: one launch, nothing read back to the host."""
+    device = q.device
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_pages, heads, num_seqs = pages.num_pages, pages.num_kv_heads, pages.num_seqs
+    out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=q.dtype, device=device)
+    lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device)
+    if not num_tokens or not num_pages or not pages.page_table.shape[1]:
+        return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
+    group = num_q_heads // heads
+    workers, grid, counters, plane, width, given = make_plan(
+        device, heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1, cu_seqlens_q is not None,
+        window > 0, softcap > 0, sinks is not None, leftpad_k is not None, pages.rotate_keys,
+    )  # fmt: skip
+    parts = torch.empty(plane * (width + 3), dtype=torch.float32, device=device)
+    table, lengths = pages.page_table, pages.cache_seqlens
+    stride_t, stride_h, _ = q.stride()
+    args = (
+        q, stride_t, stride_h,
+        *tiles(pages, width, width),
+        pages.pool, pages.k_mean, pages.v_mean, table, table.stride(0), lengths,
+        # The lengths take the place of what is not given, and not read.
+        lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
+        out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
+        float(softmax_scale), softcap * LOG2E.value,
+    )  # fmt: skip
+    launch(decode_kernel, grid, args, given)
+    return out, lse
