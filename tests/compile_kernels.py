@@ -122,6 +122,7 @@ def launches(arch: int, name: str) -> list[Launch]:
     with dry() as (found, patch):
         for module in (portable, combine, append, rows):
             patch.setattr(module, "is_native", lambda device: arch >= 89)
+        patch.setattr(append, "num_sms", lambda device: 132)
         patch.setattr(portable, "_device", lambda device: (132, SHARED_MEMORY[arch]))
         patch.setattr(portable, "num_splits", lambda *_: splits)
         function(*arguments, **options)

@@ -154,7 +154,7 @@ def attended(launches: list, compiled: dict) -> dict:
     `launches` grows by one for each launch that Triton binds, whose kernel is then `compiled["last"]`.
     """
     decode.decode, prefill._prefill = stand_in(decode.decode), stand_in(prefill._prefill)
-    decode.num_sms = prefill.num_sms = lru_cache(lambda device: 132)
+    append.num_sms = decode.num_sms = prefill.num_sms = lru_cache(lambda device: 132)
     ops._selected = cache(lambda *_: "hopper")
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")

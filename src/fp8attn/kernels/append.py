@@ -35,9 +35,9 @@ from .fp8 import (
     to_int8,
     with_headroom,
 )
-from .launch import MAX_GRID, Constants, constants, launch
+from .launch import MAX_GRID, Constants, constants, launch, num_sms
 from .rotation import rotate as rotate_rows
-from .rows import load_rows, load_turned, power_of_two, quarters, row_constants, store_rows
+from .rows import load_lanes, load_rows, load_turned, power_of_two, quarters, row_constants, store_rows
 
 MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
@@ -358,9 +358,80 @@ def _queries_kernel(
 
 
 @triton.jit
-def _both(a, b):
-    """Two `[64]` as one `[128]`, in whatever order: the same for all."""
-    return tl.reshape(tl.join(a, b), (_PAGE,))
+def _token(tile: tl.constexpr, row, IS_V: tl.constexpr):
+    """Which token of its page a row of tile 0 or 1 is."""
+    if IS_V:
+        return _word_token(row // 2) + row % 2 + 8 * tile
+    else:
+        return row + _PAGE // 2 * tile
+
+
+@triton.jit
+def _prefetch(x_ptr, stride_t, D: tl.constexpr, C: tl.constexpr):
+    """Ask the L2 cache for a page's rows, the first of which is at `x_ptr`: one line of 128 bytes a thread in 16 bits."""
+    SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = C * SIZE // 128
+    i = tl.arange(0, _PAGE * LINES)
+    lines = (x_ptr + i // LINES * stride_t).to(tl.pointer_type(tl.uint8)) + tl.minimum(i % LINES * 128, (D - 1) * SIZE)
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _lanes(x0, x1):
+    """Of two `[64]` the halves, four `[32]`: every warp has all of them, and reductions need no barrier."""
+    x = tl.permute(tl.reshape(tl.join(x0, x1), (2, _PAGE // 4, 2)), (1, 2, 0))
+    first, second = tl.split(x)
+    a, c = tl.split(first)
+    b, d = tl.split(second)
+    return a, b, c, d
+
+
+@triton.jit
+def _lane_tokens(IS_V: tl.constexpr):
+    """The tokens of what `_lanes` returns."""
+    lane = tl.arange(0, _PAGE // 4)
+    other = lane + _PAGE // 4
+    return _token(0, lane, IS_V), _token(0, other, IS_V), _token(1, lane, IS_V), _token(1, other, IS_V)
+
+
+@triton.jit
+def _largest(lanes):
+    """Of all elements, which are integers."""
+    a, b, c, d = lanes
+    return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+
+
+@triton.jit
+def _at(lanes, token, IS_V: tl.constexpr):
+    """The element of `token`, of integers that are not negative."""
+    a, b, c, d = lanes
+    t, u, v, w = _lane_tokens(IS_V)
+    return _largest((tl.where(t == token, a, 0), tl.where(u == token, b, 0), tl.where(v == token, c, 0), tl.where(w == token, d, 0)))
+
+
+@triton.jit
+def _if_over(need, token, scale, old):
+    return tl.where((need > scale) & (token >= old), token, _PAGE)
+
+
+@triton.jit
+def _first_token_over(needs, scale, old, IS_V: tl.constexpr):
+    """The first new token that needs more than `scale`. (Rows past the end are copies of the last token's.)"""
+    a, b, c, d = needs
+    t, u, v, w = _lane_tokens(IS_V)
+    first = tl.minimum(_if_over(a, t, scale, old), _if_over(b, u, scale, old))
+    return tl.min(tl.minimum(first, tl.minimum(_if_over(c, v, scale, old), _if_over(d, w, scale, old))))
 
 
 @triton.jit
@@ -371,28 +442,31 @@ def _factor(token, fresh, ratio, inverse_scale):
 
 @triton.jit
 def _finite_rows(x0, x1):
-    """The largest finite magnitude of each row of two tiles."""
-    return _both(tl.max(finite(x0), 1), tl.max(finite(x1), 1))
+    """The bits of the largest finite magnitude of each row of two tiles."""
+    return _lanes(_bits(tl.max(finite(x0), 1)), _bits(tl.max(finite(x1), 1)))
 
 
 @triton.jit
 def _grow(
-    x0, x1, t0, t1, amax, most, scale, codes_ptr, old,
+    x0, x1, amax, most, scale, codes_ptr, old,
     D: tl.constexpr, IS_V: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr, SATURATE: tl.constexpr,
 ):  # fmt: skip
-    """Of a page with `scale`, whose new tokens reach up to `amax [128]` and need `most`: what is to be rounded of each tile, and the scale
-    that fits all; codes held are shifted to it. Of V `amax` is computed here."""
+    """Of a page with `scale`, whose new tokens reach up to `amax` (`_lanes` of bits) and need `most`: what is to be rounded of each tile,
+    and the scale that fits all; codes held are shifted to it. Of V `amax` is computed here."""
+    t0 = _token(0, tl.arange(0, _PAGE // 2), IS_V)
+    t1 = _token(1, tl.arange(0, _PAGE // 2), IS_V)
     if IS_V:
-        amax = tl.zeros((_PAGE,), tl.float32)
+        zero = tl.zeros((_PAGE // 4,), tl.int32)
+        amax = zero, zero, zero, zero
         if most > scale:  # few pages of V
             amax = _finite_rows(x0, x1)
+    a, b, c, d = amax
+    needs = needed_scale(_float(a), INT8), needed_scale(_float(b), INT8), needed_scale(_float(c), INT8), needed_scale(_float(d), INT8)
     fresh = old  # tokens before it are codes, to be shifted by `ratio`
     ratio = 1.0
     while most > scale:
-        token = _both(t0, t1)
-        key = _first_over(needed_scale(amax, INT8), token, scale, token >= old)  # past the end are copies of the last token
-        index = (key >> 32).to(tl.int32)
-        grown = with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8)
+        index = _first_token_over(needs, scale, old, IS_V)
+        grown = with_headroom(needed_scale(_float(_at(amax, index, IS_V)), INT8), INT8)
         if DENSE or old < index:
             factor = inverse(scale, INT8)
             x0 = _regrow(x0, (t0 < index)[:, None], _factor(t0, fresh, ratio, factor), INT8, NATIVE, SATURATE)
@@ -413,24 +487,11 @@ def _grow(
 
 
 @triton.jit
-def _larger(a, b, other_a, other_b):
-    return tl.maximum(a, other_a), tl.maximum(b, other_b)
-
-
-@triton.jit
-def _largest(amax, is_first):
-    """The largest of `amax [128]`, or NaN, and the one that `is_first`: in one reduction, of integers, of which NaN is the largest."""
-    bits = amax.to(tl.int32, bitcast=True)
-    worst, first = tl.reduce((bits, tl.where(is_first, bits, 0)), 0, _larger)
-    return worst.to(tl.float32, bitcast=True), first.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _settle_page(
-    x0, x1, t0, t1, first, slot_ptr, old,
+    x0, x1, first, slot_ptr, old,
     D: tl.constexpr, IS_V: tl.constexpr, INT8: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Settle the scale of a page from its tokens from `old` on, of which tile i has `t_i [64]`, and write it.
+    """Settle the scale of a page from its tokens from `old` on, and write it.
 
     `first` is the largest finite magnitude of V's first token; K's is computed here. Returns what is to be rounded of each tile; of INT8 it
     is saturated.
@@ -438,12 +499,11 @@ def _settle_page(
     scale_ptr = _scale_ptr(slot_ptr, D, IS_V)
     codes_ptr = slot_ptr + _PAGE * D if IS_V else slot_ptr
     if IS_V:
-        amax = first
+        amax = first, first, first, first  # rows' maxima are needed where the scale grows alone
         worst = tl.max(tl.maximum(tl.abs(x0), tl.abs(x1)))
     else:
-        is_first = _both(t0, t1) == old
-        amax = _both(magnitude(x0, NATIVE), magnitude(x1, NATIVE))
-        worst, first = _largest(amax, is_first)
+        amax = _lanes(_bits(magnitude(x0, NATIVE)), _bits(magnitude(x1, NATIVE)))  # of integers NaN is the largest
+        worst = _float(_largest(amax))
     broken = worst != worst
     if STATIC:
         scale = tl.load(scale_ptr)
@@ -462,14 +522,16 @@ def _settle_page(
                 worst = tl.max(tl.maximum(finite(x0), finite(x1)))
             else:
                 amax = _finite_rows(x0, x1)
-                worst, first = _largest(amax, is_first)
+                worst = _float(_largest(amax))
+        if not IS_V:
+            first = _float(_at(amax, old, False))
         if DENSE or old == 0:
             scale = with_headroom(needed_scale(first, INT8), INT8)
         most = needed_scale(worst, INT8)
         if INT8 and large:  # two paths: most pages have nothing that saturates, and it would cost them a sixth of their instructions
-            x0, x1, scale = _grow(x0, x1, t0, t1, amax, most, scale, codes_ptr, old, D, IS_V, INT8, NATIVE, DENSE, True)
+            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, D, IS_V, INT8, NATIVE, DENSE, True)
         else:
-            x0, x1, scale = _grow(x0, x1, t0, t1, amax, most, scale, codes_ptr, old, D, IS_V, INT8, NATIVE, DENSE, False)
+            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, D, IS_V, INT8, NATIVE, DENSE, False)
     if INT8:  # its codes cannot say NaN
         tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
     elif not STATIC:
@@ -523,14 +585,17 @@ def _store_keys(x, position, page_ptr, old, end, D: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def _k_page(
-    x_ptr, stride_t, mean_ptr, slot_ptr, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end,
+    x_ptr, stride_t, mean_ptr, slot_ptr, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, ahead,
     D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, ROTATE: tl.constexpr,
     INT8: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Write tokens `[old, end)` of a head's K page; the pointers are token 0's (before the tensors begin, if old > 0)."""
     HALF_PAGE: tl.constexpr = _PAGE // 2
+    if NATIVE and ahead > 0:
+        _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, D, C)
     x0, t0 = _load_keys(0, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP)
     x1, t1 = _load_keys(HALF_PAGE, x_ptr, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, old, end, D, C, HALF, INTERLEAVED, STEP)
+    tl.debug_barrier()  # ptxas: `D128 dense e4m3`, whose loads of the first tile follow one another with it
     if ROTATE:
         x0 = rotate_rows(x0, D)
         x1 = rotate_rows(x1, D)
@@ -538,7 +603,7 @@ def _k_page(
         mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), D, C)
         x0 -= mean
         x1 -= mean
-    x0, x1 = _settle_page(x0, x1, t0, t1, 0.0, slot_ptr, old, D, False, INT8, STATIC, NATIVE, DENSE)
+    x0, x1 = _settle_page(x0, x1, 0.0, slot_ptr, old, D, False, INT8, STATIC, NATIVE, DENSE)
     _store_keys(x0, t0, slot_ptr, old, end, D, C, INT8, NATIVE)
     _store_keys(x1, t1, slot_ptr, old, end, D, C, INT8, NATIVE)
 
@@ -572,13 +637,13 @@ def _store_words(page_ptr, words, first, old, end, D: tl.constexpr, C: tl.conste
 
 @triton.jit
 def _load_values(first, x_ptr, stride_t, old, end, D: tl.constexpr, C: tl.constexpr):
-    """Tokens `first [32]` and the next ones as one tile `[64, C]`, and where they lie in the page."""
+    """Tokens `first [32]` and the next ones as one tile `[64, C]`."""
     last = end - 1
     rows = x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None]
     a = load_turned(rows, rows, rows, D, C, 0, False, 1)
     rows = x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None]
     b = load_turned(rows, rows, rows, D, C, 0, False, 1)
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (_PAGE // 2, C)), tl.reshape(tl.join(first, first + 1), (_PAGE // 2,))
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (_PAGE // 2, C))
 
 
 @triton.jit
@@ -589,30 +654,33 @@ def _take_apart(x, C: tl.constexpr):
 
 @triton.jit
 def _v_page(
-    x_ptr, stride_t, mean_ptr, slot_ptr, old, end,
+    x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead,
     D: tl.constexpr, C: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """`_k_page` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
     first = _word_token(tl.arange(0, _PAGE // 4))
-    x0, t0 = _load_values(first, x_ptr, stride_t, old, end, D, C)
-    x1, t1 = _load_values(first + 8, x_ptr, stride_t, old, end, D, C)
-    token = load_rows(x_ptr + (old * stride_t) + tl.zeros((1, 1), tl.int32), D, C)  # the first again: cheaper than to pick it out
+    if NATIVE and ahead > 0:
+        _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, D, C)
+    x0 = _load_values(first, x_ptr, stride_t, old, end, D, C)
+    x1 = _load_values(first + 8, x_ptr, stride_t, old, end, D, C)
+    token = load_lanes(x_ptr + old * stride_t, D, C)  # the first again, by every warp: cheaper than to pick it out
     if mean_ptr is not None:
         mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), D, C)
         x0 -= mean
         x1 -= mean
-        token -= mean
-    x0, x1 = _settle_page(x0, x1, t0, t1, tl.max(finite(token)), slot_ptr, old, D, True, False, STATIC, NATIVE, DENSE)
+        token -= load_lanes(mean_ptr, D, C)
+    first_amax = _float(tl.max(tl.max(_bits(finite(token)), 1), 0))
+    x0, x1 = _settle_page(x0, x1, first_amax, slot_ptr, old, D, True, False, STATIC, NATIVE, DENSE)
     a, b = _take_apart(x0, C)
     c, d = _take_apart(x1, C)
     _store_words(slot_ptr + _PAGE * D, pack_e4m3(a, b, c, d, NATIVE), first, old, end, D, C)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "first_seq"])
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])
 def _page_kernel(
     k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
     cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
-    sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, first_seq,
+    sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, columns_ahead, first_seq,
     D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, ROTATE: tl.constexpr,
     INT8: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
@@ -657,6 +725,9 @@ def _page_kernel(
         return
     if not DENSE:
         page = tl.load(table_ptr + wide * table_stride + column)
+    ahead = columns_ahead * _PAGE  # tokens of a page that a later program reads, if there is one
+    if first + ahead + _PAGE > length + new:
+        ahead = 0
     row = (start + first - length).to(tl.int64)
     head = head.to(tl.int64)
     slot_ptr = pool_ptr + (page.to(tl.int64) * num_kv_heads + head) * _slot_bytes(D)
@@ -668,12 +739,13 @@ def _page_kernel(
             k_mean_ptr += head * D
         _k_page(
             k_ptr + row * k_stride_t + head * k_stride_h, k_stride_t, k_mean_ptr, slot_ptr, cos_ptr, sin_ptr, cos_stride, sin_stride,
-            old, end, D, C, HALF, INTERLEAVED, STEP, ROTATE, INT8, STATIC, NATIVE, DENSE,
+            old, end, ahead, D, C, HALF, INTERLEAVED, STEP, ROTATE, INT8, STATIC, NATIVE, DENSE,
         )  # fmt: skip
     else:
         if v_mean_ptr is not None:
             v_mean_ptr += head * D
-        _v_page(v_ptr + row * v_stride_t + head * v_stride_h, v_stride_t, v_mean_ptr, slot_ptr, old, end, D, C, STATIC, NATIVE, DENSE)
+        v_ptr += row * v_stride_t + head * v_stride_h
+        _v_page(v_ptr, v_stride_t, v_mean_ptr, slot_ptr, old, end, ahead, D, C, STATIC, NATIVE, DENSE)
 
 
 @triton.jit
@@ -764,7 +836,7 @@ def append(
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
     # Sequences follow one another: no strides between them.
     strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
-    args = k, v, *held, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads
+    args = k, v, *held, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads, _columns_ahead(device, heads, row["C"])
     given = _page_constants(device, row, dense=False)
     if cu_seqlens is None:
         _launch_sequences(_page_kernel, (2 * heads, columns), num_seqs, args, given)
@@ -794,6 +866,15 @@ def _page_constants(device: torch.device, row: dict[str, int], dense: bool) -> C
     return constants("page", device, **row, DENSE=dense, num_warps=row["C"] // 16, maxnreg=128)
 
 
+@lru_cache
+def _columns_ahead(device: torch.device, heads: int, width: int) -> int:
+    """How many columns of pages all programs of `_page_kernel` read at a time: a program prefetches the page so many columns on."""
+    if not is_native(device):
+        return 0
+    programs = num_sms(device) * max(1, 256 // width)  # of width / 16 warps with 128 registers a thread
+    return -(-programs // (2 * heads))
+
+
 def quantize(
     k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
     k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
@@ -820,6 +901,7 @@ def quantize(
         row |= {"ROTATE": rotate_keys, "INT8": key_dtype == torch.int8, "STATIC": False, "NATIVE": native}
         args = (
             k, v, pool, k_mean, v_mean, table, lengths, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch, length, heads,
+            _columns_ahead(device, heads, row["C"]),
         )  # fmt: skip
         _launch_sequences(_page_kernel, (2 * heads, columns), batch, args, _page_constants(device, row, dense=True))
     return KVPages.trusted(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)

@@ -31,6 +31,14 @@ def load_rows(rows, D: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def load_lanes(row, D: tl.constexpr, C: tl.constexpr):
+    """`[32, C / 32]` of the row at a pointer: all of it in each warp."""
+    LANES: tl.constexpr = 32 if C >= 32 else C
+    c = tl.arange(0, LANES)[:, None] * (C // LANES) + tl.arange(0, C // LANES)[None, :]
+    return _load(row + tl.zeros((1, 1), tl.int32), c, c < D, C == D)
+
+
+@triton.jit
 def store_rows(rows, x, valid, D: tl.constexpr, C: tl.constexpr):
     """What `load_rows` reads, where `valid [N, 1]`."""
     c = tl.arange(0, C)
