@@ -146,7 +146,7 @@ def compile_case(arch: int, name: str) -> list[dict[str, Any]]:
         built = build(launch, GPUTarget("cuda", arch, 32))
         metadata = built.kernel.metadata
         found.append({
-            "case": name, "kernel": launch.kernel.__name__.strip("_"), "head_dim": launch.given["D"], "registers": built.registers,
+            "case": name, "kernel": launch.kernel.__name__.strip("_"), "head_dim": int(name.split()[0][1:]), "registers": built.registers,
             "spill_bytes": built.spill_stores + built.spill_loads, "shared_bytes": metadata.shared, "shared_limit": SHARED_MEMORY[arch],
             "num_warps": metadata.num_warps, "warnings": built.warnings,
         })  # fmt: skip

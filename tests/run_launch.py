@@ -192,7 +192,7 @@ def attended(launches: list, compiled: dict) -> dict:
 
 def prompted(launches: list) -> dict:
     """What a new cache and its first append come to, after `attended`: on the same CPU."""
-    append._page_kernel = stand_in(append._page_kernel)
+    append.page_kernel = stand_in(append.page_kernel)
     append.is_native = lambda device: True
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
     (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 CASES = {90: HEAD_DIMS, 80: (96, 128, 256), 89: (96, 128, 256)}  # head dimensions by architecture
 KERNELS = {
     *("attention_kernel", "combine_kernel"),
-    *("step_kernel", "page_kernel", "queries_kernel", "bytes_kernel"),
+    *("step_kernel", "page_kernel", "queries_kernel", "e4m3_kernel"),
     *("statistics_kernel", "scales_kernel", "rows_kernel"),
 }
 
