@@ -149,6 +149,7 @@ def launches(target: str, name: str) -> list[Launch]:
         patch.setattr(torch.version, "hip", "7.0" if gpu.backend == "hip" else None)
         for module in (portable, combine, append, rows):
             patch.setattr(module, "is_native", lambda device: native)
+        patch.setattr(append, "num_sms", lambda device: 132)
         patch.setattr(portable, "_device", lambda device: (132, shared_memory))
         patch.setattr(portable, "num_splits", lambda *_: splits)
         function(*arguments, **options)

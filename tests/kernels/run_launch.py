@@ -154,7 +154,7 @@ def attended(launches: list, compiled: dict) -> dict:
     `launches` grows by one for each launch that Triton binds, whose kernel is then `compiled["last"]`.
     """
     decode.decode_kernel, prefill.prefill_kernel = stand_in(decode.decode_kernel), stand_in(prefill.prefill_kernel)
-    decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
+    append.num_sms = decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
     ops._selected = cache(lambda *_: "hopper")
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
@@ -192,7 +192,7 @@ def attended(launches: list, compiled: dict) -> dict:
 
 def prompted(launches: list) -> dict:
     """What a new cache and its first append come to, after `attended`: on the same CPU."""
-    append._page_kernel = stand_in(append._page_kernel)
+    append.page_kernel = stand_in(append.page_kernel)
     append.is_native = lambda device: True
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
     (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0

@@ -28,7 +28,7 @@ from ..layout import HEADER, PAGE_SIZE, V_GROUP, KVPages
 from .combine import combine, finish, num_splits
 from .fp8 import from_e4m3, from_int8, is_native, round_to
 from .launch import constants, launch
-from .rotation import rotate
+from .rotation import hadamard
 
 CLEARING = 64  # programs that write zeros behind the last sequence of a ragged batch
 
@@ -218,7 +218,7 @@ def _attention_kernel(
     q_mask = real[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
     if ROTATE:
-        q = rotate(q, D)
+        q = hadamard(q, D)
     # factor * q16 = |softmax_scale| * log2(e) * q: what is left of q after a power of two that brings its largest value to 2^8.
     exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
     grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from .fp8 import finite, inverse, is_native, needed_scale, to_codes
 from .launch import constants, launch
-from .rotation import rotate
-from .rows import load_rows, load_turned, row_constants, store_rows
+from .rotation import hadamard
+from .rows import load_rotated, load_rows, row_of, store_rows
 
 ELEMENTS = 2048  # that a program holds of a tensor at a time
 PARTS = 64  # of a sequence, at most
@@ -24,34 +24,31 @@ _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _load_tokens(
-    x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride,
-    D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, ROTATE: tl.constexpr,
-):  # fmt: skip
+def _load_tokens(x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, ROW: tl.constexpr, ROTATE: tl.constexpr):
     """Tokens of a head with RoPE, rotated, past the last one that again: `[T, C]`."""
     token = tl.minimum(token, last).to(tl.int64)[:, None]
-    if HALF > 0:
+    if ROW.rope_pairs > 0:
         cos = cos_ptr + token * cos_stride
         sin = sin_ptr + token * sin_stride
     else:
         cos = token
         sin = token
-    x = load_turned(x_ptr + token * stride_t, cos, sin, D, C, HALF, INTERLEAVED, STEP)
-    return rotate(x, D) if ROTATE else x
+    x = load_rotated(x_ptr + token * stride_t, cos, sin, ROW)
+    return hadamard(x, ROW.head_dim) if ROTATE else x
 
 
 @triton.jit(do_not_specialize=["heads", "length", "size", "parts"])
 def _statistics_kernel(
     x_ptr, part_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, cos_stride_b, cos_stride, sin_stride_b, sin_stride,
     heads, length, size, parts,
-    D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, ROTATE: tl.constexpr,
-    T: tl.constexpr,
+    ROW: tl.constexpr, ROTATE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """`part [B * H, parts, 3, C]`: each channel's sum, largest and smallest value."""
+    C: tl.constexpr = ROW.width
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64)
     x_ptr += row // heads * stride_b + row % heads * stride_h
-    if HALF > 0:
+    if ROW.rope_pairs > 0:
         cos_ptr += row // heads * cos_stride_b
         sin_ptr += row // heads * sin_stride_b
     total = tl.zeros((T, C), tl.float32)
@@ -61,9 +58,7 @@ def _statistics_kernel(
     end = tl.minimum(first + size, length)
     for t in range(first, end, T):
         token = t + tl.arange(0, T)
-        x = _load_tokens(
-            x_ptr, token, end - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, D, C, HALF, INTERLEAVED, STEP, ROTATE,
-        )  # fmt: skip
+        x = _load_tokens(x_ptr, token, end - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, ROW, ROTATE)
         total += tl.where((token < end)[:, None], x, 0.0)
         counts = tl.abs(x) < _INF
         largest = tl.maximum(largest, tl.where(counts, x, -_INF))
@@ -100,26 +95,25 @@ def _scales_kernel(
 def _rows_kernel(
     x_ptr, out_ptr, mean_ptr, scale_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, out_stride_b, out_stride_h, out_stride_t,
     cos_stride_b, cos_stride, sin_stride_b, sin_stride, heads, length, heads_per_scale,
-    D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr, ROTATE: tl.constexpr,
-    MEANS: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
+    ROW: tl.constexpr, ROTATE: tl.constexpr, MEANS: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(length, T)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch = row // heads
     head = row % heads
-    if HALF > 0:
+    if ROW.rope_pairs > 0:
         cos_ptr += batch * cos_stride_b
         sin_ptr += batch * sin_stride_b
     token = tl.program_id(0) % blocks * T + tl.arange(0, T)
     x = _load_tokens(
         x_ptr + batch * stride_b + head * stride_h, token, length - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride,
-        D, C, HALF, INTERLEAVED, STEP, ROTATE,
+        ROW, ROTATE,
     )  # fmt: skip
     if MEANS:
-        x -= load_rows(mean_ptr + row * D + tl.zeros((1, 1), tl.int32), D, C)
+        x -= load_rows(mean_ptr + row * ROW.head_dim + tl.zeros((1, 1), tl.int32), ROW)
     factor = inverse(tl.load(scale_ptr + row // heads_per_scale), INT8)
     rows = out_ptr + (batch * out_stride_b + head * out_stride_h + token.to(tl.int64) * out_stride_t)[:, None]
-    store_rows(rows, to_codes(x * factor, INT8, NATIVE), (token < length)[:, None], D, C)
+    store_rows(rows, to_codes(x * factor, INT8, NATIVE), (token < length)[:, None], ROW)
 
 
 def quantize_rows(
@@ -129,9 +123,8 @@ def quantize_rows(
     """`reference.quantize_rows`, bit for bit (NaN may lose its sign); but for means, whose sums are taken in another order."""
     device = x.device
     batch, heads, length, head_dim = x.shape
-    row, angles, (cos_strides, sin_strides) = row_constants(head_dim, rope_cos, rope_sin, rope_interleaved)
-    row["ROTATE"] = rotate_keys
-    width = row["C"]
+    row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
+    width = row.width
     tokens = ELEMENTS // width
     size = -(-length // (PARTS * tokens)) * tokens  # of a part, in tokens
     parts = -(-length // size)
@@ -140,13 +133,14 @@ def quantize_rows(
     mean = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=device) if means else None
     out = torch.empty_like(x, dtype=torch.uint8)
     strides, angle_strides = x.stride()[:3], (*cos_strides, *sin_strides)
+    each = {"ROW": row, "ROTATE": rotate_keys, "T": tokens, "num_warps": 4, "enable_fp_fusion": False}
     target = {"MEANS": means, "INT8": dtype == torch.int8}
 
     args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
-    launch(_statistics_kernel, (parts * batch * heads,), args, constants("statistics", device, **row, T=tokens, num_warps=4))
+    launch(_statistics_kernel, (parts * batch * heads,), args, constants("statistics", device, **each))
     args = part, mean, scale, parts, length, heads_per_scale
     launch(_scales_kernel, (scale.numel(),), args, constants("scales", device, D=head_dim, C=width, **target, num_warps=4))
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
-    given = constants("rows", device, **row, **target, NATIVE=is_native(device), T=tokens, num_warps=4)
+    given = constants("rows", device, **each, **target, NATIVE=is_native(device))
     launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, given)
     return out.view(dtype), scale, mean

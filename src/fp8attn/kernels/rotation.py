@@ -26,8 +26,8 @@ def negative(c):
 
 
 @triton.jit
-def rotate(x, D: tl.constexpr):
-    """`rotation.rotate` of rows `x [N, C]` in FP32, of which the first D channels count; every operation rounds by itself."""
+def hadamard(x, D: tl.constexpr):
+    """`fp8attn.rotation.rotate` of rows `x [N, C]` in FP32, of which the first D channels count; every operation rounds by itself."""
     N: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     BLOCK: tl.constexpr = block_size(D)

@@ -1,16 +1,29 @@
 """Rows of channels in Triton kernels: loaded in FP32, with RoPE, and stored.
 
 A row of `head_dim` (D) channels is held in their order, padded with zeros to C, a power of two. Of a row that is rotated as a whole, both
-halves are loaded by themselves: the two channels of a pair are then in one thread, and so are those of the last step of `rotation.rotate`.
+halves are loaded by themselves: the two channels of a pair are then in one thread, and so are those of the last step of `hadamard`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from .fp8 import from_e4m3
+
+
+@dataclass(frozen=True)
+class Row:
+    """What kernels are compiled for: a constexpr parameter. The host makes it (`row_of`)."""
+
+    head_dim: int
+    width: int  # head_dim, padded to a power of two
+    rope_pairs: int  # of channels that RoPE rotates; 0 without RoPE
+    rope_interleaved: bool  # pairs are neighbors
+    rope_step: int  # stride of the tables' last dimension
 
 
 @triton.jit
@@ -24,17 +37,25 @@ def _load(rows, at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, D: tl.constexpr, C: tl.constexpr):
+def load_rows(rows, ROW: tl.constexpr):
     """`[N, C]` of the rows at pointers `[N, 1]`."""
-    c = tl.arange(0, C)
-    return _load(rows, c, c < D, C == D)
+    c = tl.arange(0, ROW.width)
+    return _load(rows, c, c < ROW.head_dim, ROW.width == ROW.head_dim)
 
 
 @triton.jit
-def store_rows(rows, x, valid, D: tl.constexpr, C: tl.constexpr):
+def load_lanes(row, ROW: tl.constexpr):
+    """`[32, C / 32]` of the row at a pointer: all of it in each warp."""
+    EACH: tl.constexpr = ROW.width // 32
+    c = tl.arange(0, 32)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    return _load(row + tl.zeros((1, 1), tl.int32), c, c < ROW.head_dim, ROW.width == ROW.head_dim)
+
+
+@triton.jit
+def store_rows(rows, x, valid, ROW: tl.constexpr):
     """What `load_rows` reads, where `valid [N, 1]`."""
-    c = tl.arange(0, C)
-    tl.store(rows + c, x, mask=valid & (c < D))
+    c = tl.arange(0, ROW.width)
+    tl.store(rows + c, x, mask=valid & (c < ROW.head_dim))
 
 
 @triton.jit
@@ -45,25 +66,26 @@ def _together(c, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn(a, b, cos, sin):
+def _rotate(a, b, cos, sin):
     """`rope.apply_rope` on pairs; every product and sum rounds by itself, as torch's do (the launches turn FMA contraction off)."""
     return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
-def _load_pairs(first, rows, cos, sin, M: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr):
+def _load_pairs(first, rows, cos, sin, M: tl.constexpr, ROW: tl.constexpr):
     """M channels from `first` on and those C / 2 behind them, each `[N, M]`, with RoPE."""
+    STEP: tl.constexpr = ROW.rope_step
     i = first + tl.arange(0, M)
     a = _load(rows, i, i >= 0, True)
-    b = _load(rows + C // 2, i, i >= 0, True)
-    if HALF > 0:
-        a, b = _turn(a, b, _load(cos, i * STEP, i >= 0, True), _load(sin, i * STEP, i >= 0, True))
+    b = _load(rows + ROW.width // 2, i, i >= 0, True)
+    if ROW.rope_pairs > 0:
+        a, b = _rotate(a, b, _load(cos, i * STEP, i >= 0, True), _load(sin, i * STEP, i >= 0, True))
     return a, b
 
 
 @triton.jit
 def quarters(x):
-    """Rows `x [N, C]` as four tiles of C / 4 channels each, as `load_turned` loads many rows."""
+    """Rows `x [N, C]` as four tiles of C / 4 channels each, as `load_rotated` loads many rows."""
     a, b = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, 2, x.shape[1] // 4)), (0, 3, 2, 1)))
     x0, x1 = tl.split(a)
     x2, x3 = tl.split(b)
@@ -71,29 +93,33 @@ def quarters(x):
 
 
 @triton.jit
-def load_turned(
-    rows, cos, sin, D: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """`load_rows` and RoPE: HALF pairs turn by the angles of the rows at `cos` and `sin [N, 1]`, which are STEP elements apart."""
+def load_rotated(rows, cos, sin, ROW: tl.constexpr):
+    """`load_rows` and RoPE by the angles of the rows at `cos` and `sin [N, 1]`."""
     N: tl.constexpr = rows.shape[0]
+    D: tl.constexpr = ROW.head_dim
+    C: tl.constexpr = ROW.width
+    HALF: tl.constexpr = ROW.rope_pairs
+    INTERLEAVED: tl.constexpr = ROW.rope_interleaved
+    STEP: tl.constexpr = ROW.rope_step
     if D == C and not INTERLEAVED and (HALF == 0 or 2 * HALF == D):
         if N >= 64:
-            a, b = _load_pairs(0, rows, cos, sin, C // 4, C, HALF, STEP)
-            c, d = _load_pairs(C // 4, rows, cos, sin, C // 4, C, HALF, STEP)
+            a, b = _load_pairs(0, rows, cos, sin, C // 4, ROW)
+            c, d = _load_pairs(C // 4, rows, cos, sin, C // 4, ROW)
             return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 3, 2, 1)), (N, C))
         else:
-            a, b = _load_pairs(0, rows, cos, sin, C // 2, C, HALF, STEP)
+            a, b = _load_pairs(0, rows, cos, sin, C // 2, ROW)
             return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, C))
-    x = load_rows(rows, D, C)
+    x = load_rows(rows, ROW)
     if HALF > 0:
         if INTERLEAVED:
             i = tl.arange(0, C // 2)
             a, b = tl.split(tl.reshape(x, (N, C // 2, 2)))
-            turned_a, turned_b = _turn(a, b, _load(cos, i * STEP, i < HALF, 2 * HALF == C), _load(sin, i * STEP, i < HALF, 2 * HALF == C))
+            ALL: tl.constexpr = 2 * HALF == C
+            rotated_a, rotated_b = _rotate(a, b, _load(cos, i * STEP, i < HALF, ALL), _load(sin, i * STEP, i < HALF, ALL))
             if 2 * HALF < C:
-                turned_a = tl.where(i < HALF, turned_a, a)
-                turned_b = tl.where(i < HALF, turned_b, b)
-            x = tl.reshape(tl.join(turned_a, turned_b), (N, C))
+                rotated_a = tl.where(i < HALF, rotated_a, a)
+                rotated_b = tl.where(i < HALF, rotated_b, b)
+            x = tl.reshape(tl.join(rotated_a, rotated_b), (N, C))
         else:  # each channel's partner by a second load
             c = tl.arange(0, C)
             first = c < HALF
@@ -106,20 +132,16 @@ def load_turned(
     return x
 
 
-def row_constants(
+def row_of(
     head_dim: int, cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
-) -> tuple[dict[str, int], tuple[torch.Tensor | None, torch.Tensor | None], tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What kernels need to know of a row and its RoPE: constants, the tables, and the tables' strides but for their last."""
+) -> tuple[Row, tuple[torch.Tensor | None, torch.Tensor | None], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What kernels need to know of a row and its RoPE: the row, the tables, and the tables' strides but for their last."""
     half, step, strides = 0, 1, ((0, 0), (0, 0))
     if cos is not None:
         if cos.stride(-1) != sin.stride(-1):
             cos, sin = cos.contiguous(), sin.contiguous()
         half, step, strides = cos.shape[-1], cos.stride(-1), (cos.stride()[:-1], sin.stride()[:-1])
-    row = {
-        "D": head_dim, "C": power_of_two(head_dim), "HALF": half, "INTERLEAVED": interleaved and half > 0, "STEP": step,
-        "enable_fp_fusion": False,
-    }  # fmt: skip
-    return row, (cos, sin), strides
+    return Row(head_dim, power_of_two(head_dim), half, interleaved and half > 0, step), (cos, sin), strides
 
 
 def power_of_two(n: int) -> int:

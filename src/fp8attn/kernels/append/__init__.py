@@ -1,0 +1,191 @@
+"""Quantize and append: new tokens of K and V become 8-bit codes in pages, a cache's (`append`) or pages of their own (`quantize`).
+
+| file | what |
+|---|---|
+| `__init__.py` | the launches |
+| `step.py` | up to 16 new tokens a sequence, token by token: a decode step, one launch |
+| `page.py` | more tokens, and dense K and V, page by page |
+| `settle.py` | how `page.py` finds a page's scale |
+| `e4m3.py` | pages of what is E4M3 already |
+| `queries.py` | RoPE on Q |
+| `slot.py`, `words.py` | where tokens and scales are in a page |
+| `options.py` | what the kernels are compiled for |
+
+All settle scales as `numerics.settle` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from ...layout import FP8, PAGE_SIZE, KVPages, page_bytes
+from ..fp8 import is_native
+from ..launch import MAX_GRID, Constants, constants, launch, num_sms
+from ..rows import Row, power_of_two, row_of
+from .e4m3 import e4m3_kernel
+from .options import Codes, Options, Queries
+from .page import page_kernel
+from .queries import queries_kernel
+from .step import MAX_PROGRAMS, step_kernel
+
+MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
+STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
+QUERY_ELEMENTS = 2048  # of Q, likewise
+
+
+def append(
+    pages: KVPages,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int,
+    rope_cos: torch.Tensor | None,
+    rope_sin: torch.Tensor | None,
+    rope_interleaved: bool,
+    static_scales: bool,
+) -> None:
+    """`reference.append`, bit for bit (NaN may lose its sign)."""
+    if not k.shape[0] or not max_seqlen:
+        return
+    device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
+    heads, head_dim = pages.num_kv_heads, pages.head_dim
+    row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
+    stored = row, is_native(device), pages.key_dtype == torch.int8, pages.rotate_keys, static_scales
+    held = pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens
+    k_strides, v_strides = k.stride()[:2], v.stride()[:2]
+    if max_seqlen <= MAX_TOKENS:
+        queries, query_strides, query_shape = (None, None), (0, 0, 0, 0), (0, 0)
+        if q is not None:
+            queries, query_strides, query_shape = (q, q_out), (*q.stride()[:2], *q_out.stride()[:2]), q.shape[:2]
+        args = (
+            k, v, *held, *queries, *angles, *k_strides, *v_strides, *query_strides, cos_stride, sin_stride, pages.page_table.stride(0),
+            num_seqs, max_seqlen, heads, *query_shape,
+        )  # fmt: skip
+        grid, given = _step_plan(device, heads, num_seqs, max_seqlen, *query_shape, *stored)
+        launch(step_kernel, grid, args, given)
+        return
+    columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
+    # Sequences follow one another: no strides between them.
+    strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
+    ahead = _columns_ahead(device, heads, row.width)
+    args = k, v, *held, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads, ahead
+    given = _page_constants(device, *stored, dense=False)
+    if cu_seqlens is None:
+        _launch_sequences(page_kernel, (2 * heads, columns), num_seqs, args, given)
+    else:
+        places = num_tokens // PAGE_SIZE + 2 * num_seqs
+        launch(page_kernel, (2 * heads, min(places, MAX_GRID), -(-places // MAX_GRID)), (*args, 0), given)
+    if q is not None:
+        _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
+    pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+
+
+def quantize(
+    k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
+    k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+) -> KVPages:  # fmt: skip
+    """`reference.quantize`, bit for bit, as `append` is `reference.append`."""
+    device = k.device
+    batch, heads, length, head_dim = k.shape
+    columns = -(-length // PAGE_SIZE)
+    row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
+    pool = torch.empty(batch * columns, heads, page_bytes(head_dim), dtype=torch.uint8, device=device)
+    table = torch.empty(batch, columns, dtype=torch.int32, device=device)
+    lengths = torch.empty(batch, dtype=torch.int32, device=device)
+    (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
+    if batch == 1:  # a stride that leads nowhere can be anything
+        k_b = v_b = 0
+    strides = k_b, k_t, k_h, v_b, v_t, v_h
+    if k.dtype == FP8:
+        # Where E4M3 is not native, no target knows its type, and bytes are bytes.
+        given = constants("e4m3", device, ROW=_without_rope(row), num_warps=row.width // 16)
+        args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
+        _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
+    else:
+        args = (
+            k, v, pool, k_mean, v_mean, table, lengths, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch, length, heads,
+            _columns_ahead(device, heads, row.width),
+        )  # fmt: skip
+        given = _page_constants(device, row, is_native(device), key_dtype == torch.int8, rotate_keys, False, dense=True)
+        _launch_sequences(page_kernel, (2 * heads, columns), batch, args, given)
+    return KVPages.trusted(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)
+
+
+def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
+    """`reference.rotate`, bit for bit."""
+    out = torch.empty_like(x)
+    if x.numel():
+        row, angles, angle_strides = row_of(x.shape[3], rope_cos, rope_sin, rope_interleaved)
+        _rotate_dense(x.transpose(1, 2), out.transpose(1, 2), row, angles, angle_strides)
+    return out
+
+
+def _rotate_dense(x: torch.Tensor, out: torch.Tensor, row: Row, angles: tuple, angle_strides: tuple) -> None:
+    """RoPE on `x [B, T, H, D]`; the rest is `row_of`'s of tables `[B, T, R / 2]`."""
+    cos_strides, sin_strides = angle_strides
+    batch, tokens, heads, _ = x.shape
+    queries, programs = _queries(row, is_native(x.device), tokens, heads)
+    given = constants("queries", x.device, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
+    args = x, out, *angles, *x.stride()[:3], *out.stride()[:3], *cos_strides, *sin_strides, tokens, heads
+    _launch_sequences(queries_kernel, (programs,), batch, args, given)
+
+
+def _launch_sequences(kernel, grid: tuple[int, ...], num_seqs: int, args: tuple, given: Constants) -> None:
+    """A launch for all sequences, which are the grid's last dimension; several where CUDA has no more of that."""
+    for first in range(0, num_seqs, MAX_GRID):
+        launch(kernel, (*grid, min(MAX_GRID, num_seqs - first)), (*args, first), given)
+
+
+# What launches are compiled for
+
+
+@lru_cache(maxsize=4096)
+def _step_plan(
+    device: torch.device, heads: int, num_seqs: int, max_seqlen: int, num_tokens: int, num_q_heads: int, *stored
+) -> tuple[tuple[int], Constants]:
+    """Grid and constants of `step_kernel`, for so many tokens and heads of queries (0: none); `stored` is `_options`'."""
+    row, native, *_ = stored
+    tokens = power_of_two(max_seqlen)
+    block = min(power_of_two(heads), max(1, STEP_ELEMENTS // (row.width * tokens)))
+    block = max(block, power_of_two(-(-2 * heads // MAX_PROGRAMS)))
+    queries, programs = _queries(row, native, num_tokens, num_q_heads) if num_q_heads else (None, 0)
+    options = replace(_options(*stored, dense=False), tokens=tokens, heads=block)
+    given = constants("step", device, OPTIONS=options, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
+    return (num_seqs * 2 * -(-heads // block) + programs,), given
+
+
+@lru_cache(maxsize=4096)
+def _page_constants(device: torch.device, row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, dense: bool) -> Constants:
+    options = _options(row, native, int8, rotate_keys, static, dense)
+    limit = {} if torch.version.hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
+    return constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
+
+
+def _options(row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, dense: bool) -> Options:
+    keys = Codes(row, False, int8, native, static, dense)
+    return Options(keys, replace(keys, row=_without_rope(row), is_v=True, int8=False), rotate_keys)
+
+
+def _without_rope(row: Row) -> Row:
+    return replace(row, rope_pairs=0, rope_interleaved=False, rope_step=1)
+
+
+def _queries(row: Row, native: bool, tokens: int, heads: int) -> tuple[Queries, int]:
+    """What a program rotates of so many tokens and heads of Q, and how many programs there are."""
+    block = min(power_of_two(heads), QUERY_ELEMENTS // row.width)
+    queries = Queries(row, native, QUERY_ELEMENTS // (row.width * block), block)
+    return queries, -(-tokens // queries.tokens) * -(-heads // block)
+
+
+def _columns_ahead(device: torch.device, heads: int, width: int) -> int:
+    """How many columns of pages all programs of `page_kernel` read at a time: a program prefetches the page so many columns on."""
+    if not is_native(device):
+        return 0
+    programs = num_sms(device) * max(1, 256 // width)  # of width / 16 warps with 128 registers a thread
+    return -(-programs // (2 * heads))

@@ -1,0 +1,40 @@
+"""What the kernels are compiled for. The host makes it, and device code reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..rows import Row
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How K or V is stored in pages."""
+
+    row: Row
+    is_v: bool
+    int8: bool  # or else E4M3
+    native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
+    static: bool  # scales are given and stay
+    dense: bool  # pages of their own, filled from their first token on
+
+
+@dataclass(frozen=True)
+class Options:
+    """The one constexpr parameter of the kernels that write pages."""
+
+    k: Codes
+    v: Codes
+    rotate: bool  # keys are rotated (`rotation`)
+    tokens: int = 1  # of a step's sequence, padded to a power of two
+    heads: int = 1  # of K or V: what a program of a step writes
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The one constexpr parameter of what applies RoPE to Q."""
+
+    row: Row
+    native: bool
+    tokens: int  # of a program
+    heads: int

@@ -1,0 +1,213 @@
+"""A prompt, or dense K and V: page by page. A program reads 128 tokens of a head's K or V once, and holds them in registers while the
+page's scale is settled.
+
+They are two tiles `[64, C]`: of K 64 tokens in a row, of V the first two and the last two tokens of each word.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..fp8 import finite, pack_e4m3, to_e4m3, to_int8
+from ..launch import MAX_GRID
+from ..rotation import hadamard
+from ..rows import load_lanes, load_rotated, load_rows, quarters, store_rows
+from .settle import bits_of, float_of, settle
+from .slot import PAGE, new_tokens, slot_bytes, word_token
+from .words import store_words
+
+_MAX_GRID = tl.constexpr(MAX_GRID)
+
+
+@triton.jit
+def _prefetch(x_ptr, stride_t, ROW: tl.constexpr):
+    """Ask the L2 cache for a page's rows, the first of which is at `x_ptr`: one line of 128 bytes a thread in 16 bits."""
+    SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = ROW.width * SIZE // 128
+    i = tl.arange(0, PAGE * LINES)
+    lines = (x_ptr + i // LINES * stride_t).to(tl.pointer_type(tl.uint8)) + tl.minimum(i % LINES * 128, (ROW.head_dim - 1) * SIZE)
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _load_keys(first, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.constexpr):
+    """The tile of a K page from its token `first` on, with RoPE, and where its rows are in the page."""
+    cos_ptr, sin_ptr = angles
+    cos_stride, sin_stride = angle_strides
+    position = first + tl.arange(0, PAGE // 2)
+    token = tl.minimum(tl.maximum(position, old), end - 1)  # outside, a new one again: it changes no maximum, and nothing is masked
+    rows = (token * stride_t)[:, None]
+    if ROW.rope_pairs > 0:
+        cos = cos_ptr + (token * cos_stride)[:, None]
+        sin = sin_ptr + (token * sin_stride)[:, None]
+    else:
+        cos = rows
+        sin = rows
+    return load_rotated(x_ptr + rows, cos, sin, ROW), position
+
+
+@triton.jit
+def _round(x, CODES: tl.constexpr):
+    """Codes of what `settle` returns."""
+    return to_int8(x) if CODES.int8 else to_e4m3(x, CODES.native)
+
+
+@triton.jit
+def _store_keys(x, position, page_ptr, old, end, CODES: tl.constexpr):
+    ROW: tl.constexpr = CODES.row
+    C: tl.constexpr = ROW.width
+    rows = page_ptr + (position * ROW.head_dim)[:, None]
+    valid = ((position >= old) & (position < end))[:, None]
+    if ROW.head_dim == C:
+        # In the parts that were loaded, and not more bytes than the eight channels that a thread has in a row: nothing changes threads.
+        rows = tl.multiple_of(rows, [8, 8])
+        i = tl.arange(0, C // 4)
+        x0, x1, x2, x3 = quarters(x)
+        tl.store(rows + i, _round(x0, CODES), mask=valid)
+        tl.store(rows + C // 4 + i, _round(x1, CODES), mask=valid)
+        tl.store(rows + C // 2 + i, _round(x2, CODES), mask=valid)
+        tl.store(rows + 3 * C // 4 + i, _round(x3, CODES), mask=valid)
+    else:
+        store_rows(rows, _round(x, CODES), valid, ROW)
+
+
+@triton.jit
+def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, angle_strides, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
+    """Write tokens `[old, end)` of a head's K page, and prefetch the page `ahead` tokens on.
+
+    The pointers `x_ptr` and `angles` (cos and sin) are token 0's: before the tensors begin, if `old` > 0.
+    """
+    ROW: tl.constexpr = CODES.row
+    HALF_PAGE: tl.constexpr = PAGE // 2
+    if CODES.native and ahead > 0:
+        _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
+    x0, t0 = _load_keys(0, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
+    x1, t1 = _load_keys(HALF_PAGE, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
+    tl.debug_barrier()  # ptxas: `D128 dense e4m3`, whose loads of the first tile follow one another with it
+    if ROTATE:
+        x0 = hadamard(x0, ROW.head_dim)
+        x1 = hadamard(x1, ROW.head_dim)
+    if mean_ptr is not None:
+        mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW)
+        x0 -= mean
+        x1 -= mean
+    x0, x1 = settle(x0, x1, 0.0, slot_ptr, old, CODES)
+    _store_keys(x0, t0, slot_ptr, old, end, CODES)
+    _store_keys(x1, t1, slot_ptr, old, end, CODES)
+
+
+@triton.jit
+def _load_values(first, x_ptr, stride_t, old, end, ROW: tl.constexpr):
+    """Tokens `first [32]` and the next ones as one tile `[64, C]`."""
+    last = end - 1
+    rows = x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None]
+    a = load_rotated(rows, rows, rows, ROW)
+    rows = x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None]
+    b = load_rotated(rows, rows, rows, ROW)
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (PAGE // 2, ROW.width))
+
+
+@triton.jit
+def _take_apart(x):
+    """The two that `_load_values` has put together."""
+    return tl.split(tl.permute(tl.reshape(x, (PAGE // 4, 2, x.shape[1])), (0, 2, 1)))
+
+
+@triton.jit
+def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, CODES: tl.constexpr):
+    """`_write_keys` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
+    ROW: tl.constexpr = CODES.row
+    first = word_token(tl.arange(0, PAGE // 4))
+    if CODES.native and ahead > 0:
+        _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
+    x0 = _load_values(first, x_ptr, stride_t, old, end, ROW)
+    x1 = _load_values(first + 8, x_ptr, stride_t, old, end, ROW)
+    token = load_lanes(x_ptr + old * stride_t, ROW)  # the first again, by every warp: cheaper than to pick it out
+    if mean_ptr is not None:
+        mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW)
+        x0 -= mean
+        x1 -= mean
+        token -= load_lanes(mean_ptr, ROW)
+    first_amax = float_of(tl.max(tl.max(bits_of(finite(token)), 1), 0))
+    x0, x1 = settle(x0, x1, first_amax, slot_ptr, old, CODES)
+    a, b = _take_apart(x0)
+    c, d = _take_apart(x1)
+    store_words(slot_ptr + PAGE * ROW.head_dim, pack_e4m3(a, b, c, d, CODES.native), first, old, end, ROW)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])
+def page_kernel(
+    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
+    cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
+    sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, columns_ahead, first_seq, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """K or V of a head of a page in each program. Dense pages follow one another, and their table is written along with them."""
+    K: tl.constexpr = OPTIONS.k
+    V: tl.constexpr = OPTIONS.v
+    D: tl.constexpr = K.row.head_dim
+    HALF: tl.constexpr = K.row.rope_pairs
+    DENSE: tl.constexpr = K.dense
+    # Heads follow each other, so that programs that run together read memory that lies together.
+    is_v = tl.program_id(0) % 2
+    head = tl.program_id(0) // 2
+    if cu_seqlens_ptr is None:
+        column = tl.program_id(1)
+        seq = first_seq + tl.program_id(2)
+        start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+    else:
+        # A sequence of n tokens touches at most n // 128 + 2 pages, so its places may begin at start // 128 + 2 * seq.
+        place = tl.program_id(1) + tl.program_id(2) * _MAX_GRID
+        seq = -1
+        for s in range(0, num_seqs, 128):
+            seqs = s + tl.arange(0, 128)
+            starts = tl.load(cu_seqlens_ptr + seqs, mask=seqs < num_seqs, other=0)
+            seq += tl.sum(((seqs < num_seqs) & (starts // PAGE + 2 * seqs <= place)).to(tl.int32), 0)
+        start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+        column = place - start // PAGE - 2 * seq
+    wide = seq.to(tl.int64)
+    if DENSE:  # sequences of strides of their own begin here, in pages in order; the first program says so in the table
+        start = 0
+        length = 0
+        page = seq * tl.num_programs(1) + column
+        if tl.program_id(0) == 0:
+            tl.store(table_ptr + page, page)
+            if column == 0:
+                tl.store(seqlens_ptr + seq, new)
+        k_ptr += wide * k_stride_b
+        v_ptr += wide * v_stride_b
+        if HALF > 0:
+            cos_ptr += wide * cos_stride_b
+            sin_ptr += wide * sin_stride_b
+    else:
+        length = tl.load(seqlens_ptr + seq)
+        column += length // PAGE
+    first = column * PAGE  # the page's first token
+    old = 0 if DENSE else tl.maximum(length - first, 0)
+    end = tl.minimum(length + new - first, PAGE)
+    if old >= end:
+        return
+    if not DENSE:
+        page = tl.load(table_ptr + wide * table_stride + column)
+    ahead = columns_ahead * PAGE  # tokens of a page that a later program reads, if there is one
+    if first + ahead + PAGE > length + new:
+        ahead = 0
+    row = (start + first - length).to(tl.int64)
+    head = head.to(tl.int64)
+    slot_ptr = pool_ptr + (page.to(tl.int64) * num_kv_heads + head) * slot_bytes(D)
+    if is_v == 0:
+        if HALF > 0:
+            cos_ptr += row * cos_stride
+            sin_ptr += row * sin_stride
+        if k_mean_ptr is not None:
+            k_mean_ptr += head * D
+        k_ptr += row * k_stride_t + head * k_stride_h
+        _write_keys(
+            k_ptr, k_stride_t, k_mean_ptr, slot_ptr, (cos_ptr, sin_ptr), (cos_stride, sin_stride), old, end, ahead, K, OPTIONS.rotate
+        )
+    else:
+        if v_mean_ptr is not None:
+            v_mean_ptr += head * D
+        v_ptr += row * v_stride_t + head * v_stride_h
+        _write_values(v_ptr, v_stride_t, v_mean_ptr, slot_ptr, old, end, ahead, V)

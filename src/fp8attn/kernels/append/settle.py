@@ -1,0 +1,199 @@
+"""The scale of a page from many tokens at once (`numerics.settle`), which a program holds as two tiles `[64, C]`.
+
+The first token sets the scale. A later one that does not fit makes it grow, and the tokens before that one are rounded again: in
+registers what this launch has read (`round_again`), in memory what the page held (`rescale`). Which token is next follows from the rows'
+largest magnitudes alone. Every warp has all 128 of them, four a lane (`_lanes`), so that looking for it takes no barrier.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..fp8 import finite, inverse, magnitude, needed_scale, saturate_int8, with_headroom
+from .slot import HEADER_WORDS, PAGE, rescale, round_again, scale_ptr_of, word_token
+
+_LARGE = tl.constexpr(2.0**38)  # values below it do not saturate under a scale that was settled for them
+
+
+@triton.jit
+def _token(tile: tl.constexpr, row, IS_V: tl.constexpr):
+    """Which token of its page a row of tile 0 or 1 is."""
+    if IS_V:
+        return word_token(row // 2) + row % 2 + 8 * tile
+    else:
+        return row + PAGE // 2 * tile
+
+
+@triton.jit
+def bits_of(x):
+    """FP32 as int32. Of numbers that are not negative the order stays, and NaN is the largest."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """int32 as FP32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _lanes(x0, x1):
+    """Of two `[64]` the halves, four `[32]`: every warp has all of them, and reductions need no barrier."""
+    x = tl.permute(tl.reshape(tl.join(x0, x1), (2, PAGE // 4, 2)), (1, 2, 0))
+    first, second = tl.split(x)
+    a, c = tl.split(first)
+    b, d = tl.split(second)
+    return a, b, c, d
+
+
+@triton.jit
+def _lane_tokens(IS_V: tl.constexpr):
+    """The tokens of what `_lanes` returns."""
+    lane = tl.arange(0, PAGE // 4)
+    other = lane + PAGE // 4
+    return _token(0, lane, IS_V), _token(0, other, IS_V), _token(1, lane, IS_V), _token(1, other, IS_V)
+
+
+@triton.jit
+def _largest(lanes):
+    """Of all elements, which are integers."""
+    a, b, c, d = lanes
+    return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+
+
+@triton.jit
+def _at(lanes, token, IS_V: tl.constexpr):
+    """The element of `token`, of integers that are not negative."""
+    a, b, c, d = lanes
+    t, u, v, w = _lane_tokens(IS_V)
+    return _largest((tl.where(t == token, a, 0), tl.where(u == token, b, 0), tl.where(v == token, c, 0), tl.where(w == token, d, 0)))
+
+
+@triton.jit
+def _needs(amax, INT8: tl.constexpr):
+    """The scales that tokens need."""
+    a, b, c, d = amax
+    a, b = needed_scale(float_of(a), INT8), needed_scale(float_of(b), INT8)
+    return a, b, needed_scale(float_of(c), INT8), needed_scale(float_of(d), INT8)
+
+
+@triton.jit
+def _if_over(need, token, scale, old):
+    return tl.where((need > scale) & (token >= old), token, PAGE)
+
+
+@triton.jit
+def _first_token_over(needs, scale, old, IS_V: tl.constexpr):
+    """The first new token that needs more than `scale`. (Rows past the end are copies of the last token's.)"""
+    a, b, c, d = needs
+    t, u, v, w = _lane_tokens(IS_V)
+    first = tl.minimum(_if_over(a, t, scale, old), _if_over(b, u, scale, old))
+    return tl.min(tl.minimum(first, tl.minimum(_if_over(c, v, scale, old), _if_over(d, w, scale, old))))
+
+
+@triton.jit
+def _factor(token, fresh, ratio, inverse_scale):
+    """What the rows of tokens `[N]` are multiplied by before they are rounded: before `fresh` they are codes."""
+    return tl.where(token < fresh, ratio, inverse_scale)[:, None]
+
+
+@triton.jit
+def _finite_rows(x0, x1):
+    """The bits of the largest finite magnitude of each row of two tiles."""
+    return _lanes(bits_of(tl.max(finite(x0), 1)), bits_of(tl.max(finite(x1), 1)))
+
+
+@triton.jit
+def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURATE: tl.constexpr):
+    """Of a page with `scale`, whose new tokens reach up to `amax` (`_lanes` of bits) and need `most`: what is to be rounded of each tile,
+    and the scale that fits all; codes held are multiplied to it. Of V `amax` is computed here."""
+    IS_V: tl.constexpr = CODES.is_v
+    INT8: tl.constexpr = CODES.int8
+    t0 = _token(0, tl.arange(0, PAGE // 2), IS_V)
+    t1 = _token(1, tl.arange(0, PAGE // 2), IS_V)
+    if IS_V:
+        zero = tl.zeros((PAGE // 4,), tl.int32)
+        amax = zero, zero, zero, zero
+        if most > scale:  # few pages of V
+            amax = _finite_rows(x0, x1)
+    needs = _needs(amax, INT8)
+    fresh = old  # tokens before it are codes, to be multiplied by `ratio`
+    ratio = 1.0
+    while most > scale:
+        index = _first_token_over(needs, scale, old, IS_V)
+        grown = with_headroom(needed_scale(float_of(_at(amax, index, IS_V)), INT8), INT8)
+        if CODES.dense or old < index:
+            factor = inverse(scale, INT8)
+            x0 = round_again(x0, (t0 < index)[:, None], _factor(t0, fresh, ratio, factor), CODES, SATURATE)
+            if IS_V or index > PAGE // 2:  # of K, often not
+                x1 = round_again(x1, (t1 < index)[:, None], _factor(t1, fresh, ratio, factor), CODES, SATURATE)
+        ratio = scale * inverse(grown, INT8)
+        if not CODES.dense and old > 0:
+            rescale(codes_ptr, ratio, old, CODES)
+        fresh = index
+        scale = grown
+    factor = inverse(scale, INT8)
+    x0 *= _factor(t0, fresh, ratio, factor)
+    x1 *= _factor(t1, fresh, ratio, factor)
+    if INT8 and SATURATE:
+        return saturate_int8(x0), saturate_int8(x1), scale
+    else:
+        return x0, x1, scale
+
+
+@triton.jit
+def settle(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
+    """Settle the scale of a page from its tokens from `old` on, and write it.
+
+    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns what is to be rounded of each tile; of INT8 it
+    is saturated.
+    """
+    D: tl.constexpr = CODES.row.head_dim
+    IS_V: tl.constexpr = CODES.is_v
+    INT8: tl.constexpr = CODES.int8
+    DENSE: tl.constexpr = CODES.dense
+    scale_ptr = scale_ptr_of(slot_ptr, D, IS_V)
+    codes_ptr = slot_ptr + PAGE * D if IS_V else slot_ptr
+    if IS_V:
+        amax = first, first, first, first  # rows' maxima are needed where the scale grows alone
+        worst = tl.max(tl.maximum(tl.abs(x0), tl.abs(x1)))
+    else:
+        amax = _lanes(bits_of(magnitude(x0, CODES.native)), bits_of(magnitude(x1, CODES.native)))
+        worst = float_of(_largest(amax))
+    broken = worst != worst
+    if CODES.static:
+        scale = tl.load(scale_ptr)
+        factor = inverse(scale, INT8)
+        x0 *= factor
+        x1 *= factor
+        if INT8:
+            x0, x1 = saturate_int8(x0), saturate_int8(x1)
+    else:
+        scale = 0.0
+        if not DENSE and old > 0:
+            scale = tl.load(scale_ptr)
+        large = (not (worst < _LARGE)) | (scale != scale)
+        if large:
+            if IS_V:
+                worst = tl.max(tl.maximum(finite(x0), finite(x1)))
+            else:
+                amax = _finite_rows(x0, x1)
+                worst = float_of(_largest(amax))
+        if not IS_V:
+            first = float_of(_at(amax, old, False))
+        if DENSE or old == 0:
+            scale = with_headroom(needed_scale(first, INT8), INT8)
+        most = needed_scale(worst, INT8)
+        if INT8 and large:  # two paths: most pages have nothing that saturates, and it would cost them a sixth of their instructions
+            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, True)
+        else:
+            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False)
+    if INT8:  # its codes cannot say NaN
+        tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
+    elif not CODES.static:
+        tl.store(scale_ptr, scale)
+    if DENSE:  # the rest of the header, by K's program
+        i = tl.arange(0, HEADER_WORDS)
+        tl.store(scale_ptr + i, tl.zeros(i.shape, tl.float32), mask=(i > 1) & (not IS_V))
+    return x0, x1

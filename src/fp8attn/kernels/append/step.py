@@ -1,0 +1,225 @@
+"""A step: up to 16 new tokens a sequence, in one launch.
+
+A program writes a few heads of a sequence's K or V, others apply RoPE to Q, and the last of a sequence's programs to read its length
+advances it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..fp8 import finite, inverse, needed_scale, to_codes, with_headroom
+from ..rotation import hadamard
+from ..rows import load_rotated, load_rows, store_rows
+from .queries import rotate_queries
+from .slot import GROUP, PAGE, new_tokens, rescale, round_again, scale_ptr_of, slot_bytes, v_position
+
+MAX_PROGRAMS = 64  # for one sequence
+
+_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
+_NONE = tl.constexpr(1 << 62)  # where all tokens fit (`_first_over`)
+
+
+@triton.jit
+def _take_turn(length_ptr, new, programs):
+    """The length of a sequence before this launch, and `new` more for what reads it after.
+
+    Each of its programs takes one turn, and counts it in the upper bits of what it reads. The one that takes the last turn knows that all
+    have the length, and writes the new one.
+    """
+    found = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
+    length = found % _TURN
+    if found // _TURN == programs - 1:
+        tl.store(length_ptr, length + new)
+    return length
+
+
+@triton.jit
+def _rows(x):
+    """`[HEADS, T]` as the rows of a tile, `[HEADS * T, 1]`."""
+    return tl.reshape(x, (x.numel, 1))
+
+
+@triton.jit
+def _first_over(need, token, scale, new):
+    """Of tokens that are `new`, the first whose `need` is above `scale`: `token << 32 | the bits of need`, or `_NONE`. Along the last axis.
+
+    A scale of zero is a page's that holds nothing: its first token is above."""
+    key = (token.to(tl.int64) << 32) | need.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.min(tl.where(new & (need > scale), key, _NONE), len(need.shape) - 1)
+
+
+@triton.jit
+def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr):
+    """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which hold `old` tokens, from what their tokens need.
+
+    Args:
+        x: `[HEADS * T, C]` FP32.
+        need, token, new: `[HEADS, T]`; which of the step's tokens each is, and whether it is one of these pages.
+        scale: `[HEADS]`, zero where a page holds nothing.
+        held: `[HEADS]`, whether there is such a head.
+    Returns:
+        `x`, with codes where a later token made the scale grow; what its rows are multiplied by before they are rounded, `[HEADS, T]`; and
+        the scales.
+    """
+    HEADS: tl.constexpr = need.shape[0]
+    T: tl.constexpr = need.shape[1]
+    INT8: tl.constexpr = CODES.int8
+    first_fresh = tl.zeros((HEADS,), tl.int32)  # rows before it are codes, to be multiplied by `ratio`
+    ratio = tl.full((HEADS,), 1.0, tl.float32)
+    # How often any of the scales grows. (A `while` that carries the tile is more than Triton 3.6 compiles.)
+    settled = scale
+    count = 0
+    key = _first_over(need, token, settled[:, None], new)
+    while tl.min(key) < _NONE:
+        settled = tl.where(key < _NONE, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8), settled)
+        key = _first_over(need, token, settled[:, None], new)
+        count += 1
+    key = _first_over(need, token, scale[:, None], new)
+    for _ in range(count):
+        grows = key < _NONE
+        index = (key >> 32).to(tl.int32)
+        grown = tl.where(grows, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8), scale)
+        if T > 1:
+            before = new & grows[:, None] & (token < index[:, None])
+            factor = tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, INT8)[:, None])
+            x = round_again(x, _rows(before), _rows(factor), CODES, True)
+            first_fresh = tl.where(grows, index, first_fresh)
+        ratio = tl.where(grows, scale * inverse(grown, INT8), ratio)
+        if old > 0:
+            codes_ptr = slot_ptr + PAGE * CODES.row.head_dim if CODES.is_v else slot_ptr
+            for head in range(HEADS):
+                this = (tl.arange(0, HEADS) == head) & grows & held
+                if tl.max(this.to(tl.int32)) > 0:
+                    address = tl.sum(tl.where(this, codes_ptr.to(tl.int64), 0)).to(tl.pointer_type(tl.uint8))
+                    rescale(address, tl.sum(tl.where(this, ratio, 0.0)), old, CODES)
+        scale = grown
+        key = _first_over(need, token, scale[:, None], new)
+    return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, INT8)[:, None]), scale
+
+
+@triton.jit
+def _store_scale(scale_ptr, scale, broken, held, CODES: tl.constexpr):
+    """Write the scales of some heads' slots. INT8 codes cannot say NaN: the scale of a page that is `broken` does."""
+    if CODES.int8:
+        tl.store(scale_ptr, tl.where(broken, float("nan"), scale), mask=held & (broken | (not CODES.static)))
+    elif not CODES.static:
+        tl.store(scale_ptr, scale, mask=held)
+
+
+@triton.jit
+def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr):
+    """Quantize `x [HEADS * T, C]` to the end of a sequence.
+
+    Args:
+        token: `[T]`, of `new`.
+        heads: which heads, `[HEADS]`, and whether there are such.
+        sequence: pointers to its length and to its row of the page table.
+    """
+    head, held = heads
+    seqlens_ptr, table_ptr = sequence
+    HEADS: tl.constexpr = head.shape[0]
+    T: tl.constexpr = token.shape[0]
+    ROW: tl.constexpr = CODES.row
+    D: tl.constexpr = ROW.head_dim
+    INT8: tl.constexpr = CODES.int8
+    IS_V: tl.constexpr = CODES.is_v
+    STATIC: tl.constexpr = CODES.static
+    length = _take_turn(seqlens_ptr, new, programs)
+    old = length % PAGE
+    table_ptr += length // PAGE
+    slot_ptr = pool_ptr + (tl.load(table_ptr).to(tl.int64) * num_kv_heads + head) * slot_bytes(D)
+    scale_ptr = scale_ptr_of(slot_ptr, D, IS_V)
+    scale = tl.load(scale_ptr)
+    next_ptr = slot_ptr
+    crosses = T > 1 and old + new > PAGE
+    if crosses:
+        next_ptr = pool_ptr + (tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head) * slot_bytes(D)
+    next_scale_ptr = scale_ptr_of(next_ptr, D, IS_V)
+    tokens = tl.broadcast_to(token[None, :], (HEADS, T))
+    here = old + tokens < PAGE
+    nan = tl.reshape(tl.max((x != x).to(tl.int32), 1), (HEADS, T)) > 0
+    if STATIC:
+        next_scale = tl.load(next_scale_ptr) if T > 1 else scale
+        factor = tl.where(here, inverse(scale, INT8)[:, None], inverse(next_scale, INT8)[:, None])
+    else:
+        need = tl.reshape(needed_scale(tl.max(finite(x), 1), INT8), (HEADS, T))
+        scale = tl.where(old > 0, scale, 0.0)
+        x, factor, scale = _settle(x, need, tokens, here, scale, slot_ptr, held, old, CODES)
+        next_scale = scale
+        if crosses:
+            x, next_factor, next_scale = _settle(x, need, tokens, ~here, tl.zeros((HEADS,), tl.float32), next_ptr, held, 0, CODES)
+            factor = tl.where(here, factor, next_factor)
+    codes = to_codes(x * _rows(factor), INT8, CODES.native)
+    _store_scale(scale_ptr, scale, tl.max((nan & here).to(tl.int32), 1) > 0, held, CODES)
+    if (INT8 or not STATIC) and crosses:
+        _store_scale(next_scale_ptr, next_scale, tl.max((nan & ~here).to(tl.int32), 1) > 0, held, CODES)
+    position = (old + tokens) % PAGE
+    offset = PAGE * D + position // GROUP * (D * GROUP) + v_position(position) if IS_V else position * D
+    rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
+    valid = held[:, None] & (tl.arange(0, T) < new)[None, :]
+    if IS_V:
+        d = tl.arange(0, ROW.width)
+        tl.store(_rows(rows) + d * GROUP, codes, mask=_rows(valid) & (d < D))
+    else:
+        store_rows(_rows(rows), codes, _rows(valid), ROW)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
+def step_kernel(
+    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
+    q_ptr, q_out_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_stride_t, q_stride_h, q_out_stride_t,
+    q_out_stride_h, cos_stride, sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, num_tokens, num_q_heads,
+    OPTIONS: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Some heads of K or V of a sequence in each program; behind these, programs for Q."""
+    K: tl.constexpr = OPTIONS.k
+    V: tl.constexpr = OPTIONS.v
+    ROW: tl.constexpr = K.row
+    HEADS: tl.constexpr = OPTIONS.heads
+    T: tl.constexpr = OPTIONS.tokens
+    programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
+    seq = tl.program_id(0) // programs
+    program = tl.program_id(0) % programs
+    if seq >= num_seqs:
+        if q_ptr is not None:
+            pointers = q_ptr, q_out_ptr, cos_ptr, sin_ptr
+            strides = q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h, cos_stride, sin_stride
+            rotate_queries(tl.program_id(0) - num_seqs * programs, pointers, strides, num_tokens, num_q_heads, QUERIES)
+        return
+    start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+    if new <= 0:
+        return
+    token = tl.minimum(tl.arange(0, T), new - 1)  # past the end the last one again: nothing to mask before the stores
+    row = (start + token).to(tl.int64)[None, :]
+    head = program // 2 * HEADS + tl.arange(0, HEADS)
+    held = head < num_kv_heads
+    head = tl.minimum(head, num_kv_heads - 1).to(tl.int64)
+    every = tl.zeros((HEADS, T), tl.int64)
+    table_ptr += seq.to(tl.int64) * table_stride
+    seqlens_ptr += seq
+    # The barriers keep the compiler from waiting for the length, then the page, then its scale, before it loads the tokens.
+    if program % 2 == 0:
+        rows = _rows(head[:, None] * k_stride_h + row * k_stride_t)
+        if ROW.rope_pairs > 0:
+            cos = cos_ptr + _rows(row * cos_stride + every)
+            sin = sin_ptr + _rows(row * sin_stride + every)
+        else:
+            cos = rows
+            sin = rows
+        x = load_rotated(k_ptr + rows, cos, sin, ROW)
+        if k_mean_ptr is not None:
+            mean = load_rows(k_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
+        tl.debug_barrier()
+        if OPTIONS.rotate:
+            x = hadamard(x, ROW.head_dim)
+        if k_mean_ptr is not None:
+            x -= mean
+        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, K)
+    else:
+        x = load_rows(v_ptr + _rows(head[:, None] * v_stride_h + row * v_stride_t), ROW)
+        if v_mean_ptr is not None:
+            x -= load_rows(v_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
+        tl.debug_barrier()
+        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, V)
