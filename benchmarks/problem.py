@@ -99,7 +99,7 @@ def hold(
     *,
     key_dtype: str = DEFAULT_KEY_DTYPE,
     rotate_keys: bool = True,
-    spare: int = SPARE_PAGES,
+    spare: int = 3,
 ) -> KVPages:
     """A cache that `append` has filled with `k` and `v [tokens, num_kv_heads, head_dim]`, in shuffled pages.
 
