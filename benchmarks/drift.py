@@ -28,7 +28,7 @@ def rows(model, tokens, names: list[str], prompt: int, segment: int, chunk: int,
     baseline, room = cache_factory("bf16", model.config), tokens.shape[1] - 1
     for name in names:
         scales = calibrate(model, calibration.split(1)) if name == "fp8attn-static" else None
-        make = cache_factory(IMPLS[name], model.config, scales=scales, max_cache_len=room)
+        make = cache_factory(IMPLS[name], model.config, model=model, scales=scales, max_cache_len=room)
         began = time.monotonic()
         segments = drift(model, tokens, make, baseline, prompt=prompt, segment=segment, chunk=chunk)
         seconds = time.monotonic() - began

@@ -22,7 +22,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -92,7 +92,12 @@ class Answers:
     outcomes: list[Outcome]
 
     def names(self) -> list[str]:
-        return sorted({outcome.cache for outcome in self.outcomes}, key=IMPLS.index)
+        return in_order(outcome.cache for outcome in self.outcomes)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Each name once, in the order of `IMPLS`; implementations that the benchmark no longer has come last."""
+    return sorted(set(names), key=lambda name: (IMPLS.index(name) if name in IMPLS else len(IMPLS), name))
 
 
 def about(names: Sequence[str]) -> dict[str, dict]:
@@ -117,6 +122,8 @@ def read(folder: Path) -> Answers:
 
 def changed(answers: Answers, machine: dict, now: dict[str, dict], name: str) -> list[str]:
     """In what an implementation's answers are of another machine, release or code than `machine` and `now`."""
+    if name not in now:
+        return ["benchmark: this one has no such implementation"]
     then = answers.provenances[name]
     return [*(["machine"] if answers.machine != machine else []), *(part for part in SAME if then[part] != now[name][part])]
 
@@ -146,7 +153,7 @@ def keep(folder: Path, machine: dict, runs: Sequence[Answers]) -> None:
     for outcome in (outcome for run in runs for outcome in run.outcomes):
         outcomes.setdefault(key(outcome), outcome)
     provenances: dict[str, dict] = {}
-    for name in sorted({outcome.cache for outcome in outcomes.values()}, key=IMPLS.index):
+    for name in in_order(outcome.cache for outcome in outcomes.values()):
         given = [run.provenances[name] for run in runs if name in run.names()]
         commands = dict.fromkeys(command for one in given for command in one["command"].split("; "))
         provenances[name] = max(given, key=lambda one: one["date"]) | {"command": "; ".join(commands)}
@@ -198,7 +205,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict]:
         groups.setdefault((outcome.task, outcome.length), []).append(outcome)
     made = []
     for (task, length), here in sorted(groups.items()):
-        for name in sorted({o.cache for o in here}, key=IMPLS.index):
+        for name in in_order(o.cache for o in here):
             right = [o.right for o in here if o.cache == name]
             row = {"case": f"{task}-S{length}", "impl": name, "accuracy": sum(right) / len(right)}
             row |= {"interval": wilson(sum(right), len(right)), "samples": len(right)}

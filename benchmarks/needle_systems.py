@@ -28,13 +28,12 @@ from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import BF16Cache, MakeCache, cache_factory, prefill
 from fp8attn.evaluation.needle import Outcome, Sample
 from fp8attn.evaluation.stress import STRENGTHS, plant
-from fp8attn.layout import KEY_TYPES
 from fp8attn.numerics import E4M3, quantize
 
 from . import peers
-from .problem import Shape
+from .problem import KEYS, Shape
 
-OURS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static", **{f"fp8attn-{name}-keys": f"fp8-{name}-keys" for name in KEY_TYPES}}
+OURS = {impl: f"fp8-{key_dtype}-keys" for impl, key_dtype in KEYS.items()} | {"fp8attn-static": "fp8-static"}
 KERNELS = {"bf16": peers.fa3, "fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
 NEEDS = {"bf16": "fa3", "fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}
 OPTIONS = ("", ":calibrated", ":means", ":calibrated+means")
@@ -249,7 +248,7 @@ class Systems:
         if name in OURS:
             self.model.set_attn_implementation("fp8_kv")  # by which scales are found too, whoever was asked before
             scales = self.static if name == "fp8attn-static" else None
-            return cache_factory(OURS[name], config, scales=scales)
+            return cache_factory(OURS[name], config, model=self.model, scales=scales)
         kernel, _, options = name.partition(":")
         rows = Rows(KERNELS[kernel])
         if kernel != "bf16":

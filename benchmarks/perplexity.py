@@ -26,7 +26,10 @@ CASES = ((4096, 32, 0), (131072, 1, 0), (4096, 2, 128), (131072, 1, 256))  # tok
 def rows(model, tokenizer, text: torch.Tensor, cases, chunk: int, calibration: torch.Tensor) -> list[dict]:
     """A row for each case and implementation, over windows from the start of `text [N]`; `calibration [N, S]` gives static scales."""
     scales = calibrate(model, calibration.split(1))
-    makers = {name: cache_factory(cache, model.config, scales=scales if cache == "fp8-static" else None) for name, cache in IMPLS.items()}
+    makers = {
+        name: cache_factory(cache, model.config, model=model, scales=scales if cache == "fp8-static" else None)
+        for name, cache in IMPLS.items()
+    }
     found = []
     for context, windows, decode in cases:
         began = time.monotonic()

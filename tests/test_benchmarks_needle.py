@@ -122,7 +122,7 @@ class TestWhichAnswersAreKept:
         bench.keep(folder / "h", MACHINE, [bench.Answers(MACHINE, now, outcomes(0))])
         needle.save_outcomes(bench.begin(MACHINE, now) / "needle-0.jsonl", outcomes(1))
 
-        def kept(machine=MACHINE, **changed):
+        def kept(names=names, machine=MACHINE, **changed):
             return [run.names() for run in bench.load(machine, about(names, **changed))]
 
         return kept
@@ -139,6 +139,12 @@ class TestWhichAnswersAreKept:
     def test_of_the_same_releases(self, kept, name, capsys):
         assert kept(**{name: "another"}) == [[], []]
         assert capsys.readouterr().out.count(f"answers of bf16 are not kept, for they are of another {name}\n") == 2
+
+    def test_of_implementations_that_there_are(self, kept, monkeypatch, capsys):
+        monkeypatch.setattr(bench, "IMPLS", ("bf16",))
+        assert kept(("bf16",)) == [["bf16"]] * 2
+        what = "answers of fp8attn are not kept, for they are of another benchmark: this one has no such implementation\n"
+        assert capsys.readouterr().out.count(what) == 2
 
     def test_of_the_same_machine(self, kept, capsys):
         assert kept(machine={"device": "H", "sms": 1}) == [[], []]
