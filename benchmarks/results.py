@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -38,13 +38,17 @@ def arguments(doc: str, *, cases: bool = True) -> argparse.ArgumentParser:
 
 def saving() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    help = "keep the rows in results/<this device>/; rows of other cases and implementations stay"
-    parser.add_argument("--save", action="store_true", help=help)
+    add_save(parser)
     return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    args = parser.parse_args()
+def add_save(parser: argparse.ArgumentParser) -> None:
+    help = "keep the rows in results/<this device>/; rows of other cases and implementations stay"
+    parser.add_argument("--save", action="store_true", help=help)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    args = parser.parse_args(arguments)
     if getattr(args, "save", False) and commit() is None:
         sys.exit("rows are kept with the commit they are of, and git does not tell it here: set FP8ATTN_COMMIT, or leave out --save")
     return args
