@@ -25,22 +25,21 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from fp8attn import KVScales, calibrate
 from fp8attn.evaluation import models, needle
-from fp8attn.evaluation.caches import BF16Cache, MakeCache, cache_factory, prefill
+from fp8attn.evaluation.caches import BF16Cache, MakeCache, prefill
 from fp8attn.evaluation.needle import Outcome, Sample
 from fp8attn.evaluation.stress import STRENGTHS, plant
 from fp8attn.numerics import E4M3, quantize
 
-from . import peers
+from . import peers, texts
 from .problem import KEYS, Shape
 
-OURS = {impl: f"fp8-{key_dtype}-keys" for impl, key_dtype in KEYS.items()} | {"fp8attn-static": "fp8-static"}
+OURS = (*KEYS, "fp8attn-static")
 KERNELS = {"bf16": peers.fa3, "fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
 NEEDS = {"bf16": "fa3", "fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}
 OPTIONS = ("", ":calibrated", ":means", ":calibrated+means")
 IMPLS = ("bf16", *OURS, *(f"{kernel}{options}" for kernel in KERNELS if kernel != "bf16" for options in OPTIONS))
 CHUNK = 1 << 20  # tokens of a prefill's forward: the whole prompt
 BATCH_TOKENS = 1 << 21  # 16 prompts of 131,072: 13 GB of K and V in BF16, and twice that for one layer's activations
-CALIBRATION = (8192, 4)  # tokens of a window, windows
 ATTENTION = "kernel_over_rows"  # what transformers calls the kernels that are not ours
 Scales = tuple[float, float, float]  # of Q, K and V
 
@@ -247,8 +246,7 @@ class Systems:
         config = self.model.config
         if name in OURS:
             self.model.set_attn_implementation("fp8_kv")  # by which scales are found too, whoever was asked before
-            scales = self.static if name == "fp8attn-static" else None
-            return cache_factory(OURS[name], config, model=self.model, scales=scales)
+            return texts.make_cache(name, self.model, self.static if name == "fp8attn-static" else None)
         kernel, _, options = name.partition(":")
         rows = Rows(KERNELS[kernel])
         if kernel != "bf16":
@@ -281,7 +279,7 @@ class Work:
                 model, tokenizer = models.load(self.model)
                 plant(model, STRENGTHS[strength])
                 text = models.tokenize(tokenizer, models.read_text(None, self.model))
-                systems = Systems(model, models.windows(text, *CALIBRATION, from_end=True))
+                systems = Systems(model, models.windows(text, *texts.CALIBRATION, from_end=True))
                 for path in self.files:
                     samples = [
                         replace(sample, task=sample.task + stressed(strength))

@@ -46,7 +46,7 @@ def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
     """Samples whose prompts are of unlike lengths, and a place for what comes out."""
     for name, path in {"SAMPLES": ".", "OUTCOMES": "outcomes", "RESULTS": "."}.items():
         monkeypatch.setattr(bench, name, tmp_path / path)
-    monkeypatch.setattr(needle_systems, "CALIBRATION", (256, 2))
+    monkeypatch.setattr(needle_systems.texts, "CALIBRATION", (256, 2))
     made = recall_samples(tokenizer, models.read_text(model=tiny_model), lengths=(600, 591), depths=(0.5,), samples=2)
     samples = [replace(sample, index=n, length=600) for n, sample in enumerate(made)]
     needle.save_samples(tmp_path / "recall-600.zip", samples)
