@@ -15,13 +15,13 @@ import argparse
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .dry import answer
 from .fingerprint import ROOT, digest, of_row, tree
 from .results import RESULTS, code, key
 
@@ -93,14 +93,8 @@ def launches(name: str, machine: dict, triton: str, wanted: list[tuple[str, str]
     given = digest((name, machine, triton, code(name), tree(*MACHINERY, folders=())))
     keys = ["/".join((given, *row)) for row in wanted]
     if missing := [row for row, cached in zip(wanted, keys, strict=True) if cached not in kept]:
-        request = json.dumps({"machine": machine, "rows": missing})
-        paths = [str(path) for path in (*triton_paths(triton), ROOT / "src", ROOT)]
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-m", "benchmarks.dry", name]
-        run = subprocess.run(command, input=request, capture_output=True, text=True, cwd=ROOT, env=environment)
-        if run.returncode:
-            sys.exit(f"the dry run of {name} failed:\n{run.stderr}")
-        found = json.loads(run.stdout.splitlines()[-1])
+        request = {"machine": machine, "rows": missing}
+        found = answer(name, request, PYTHONPATH=os.pathsep.join(map(str, triton_paths(triton))))
         kept |= {"/".join((given, *row)): fingerprint for row, fingerprint in zip(missing, found, strict=True)}
         CACHE.parent.mkdir(exist_ok=True)
         CACHE.write_text(json.dumps(kept, indent=0))

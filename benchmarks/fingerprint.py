@@ -23,11 +23,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"fp8attn": "src/fp8attn", "benchmarks": "benchmarks"}  # what absolute imports name
 FOLDERS = ("src", "benchmarks")
-UNMEASURED = ("benchmarks/results.py", "benchmarks/fingerprint.py")  # these keep rows and change none
+UNMEASURED = tuple(f"benchmarks/{name}.py" for name in ("results", "fingerprint", "run", "dry"))  # these keep rows and change none
 MODEL = "models/stdlib-llama/model.safetensors"
 # What a results file depends on, where that is more than the benchmark of its name.
 SOURCES = {
-    "tests": ("benchmarks/gpu_tests.py", "tests/gpu"),
+    "tests": ("tests/gpu",),
     "model": ("training/report.py", "training/data.py", "training/config.json", MODEL),
     "needle": ("benchmarks/needle_systems.py", MODEL),  # needle.py keeps answers and counts them, and decides none
     **{name: (f"benchmarks/{name}.py", MODEL) for name in ("agreement", "demo", "drift", "perplexity")},
@@ -159,6 +159,11 @@ def peer(name: str) -> str:
 
 
 # Launches
+
+
+def of_call(impl: str, call: Callable[[], Any] | None) -> str:
+    """The fingerprint of an implementation: of what ours and the ceilings launch, of the release that a peer is."""
+    return launched(call) if impl.startswith("fp8attn") or impl.endswith("ceiling") else peer(impl)
 
 
 def launched(call: Callable[[], Any]) -> str:

@@ -1,18 +1,19 @@
 """Runs a benchmark and prints its rows as they come.
 
-    python -m benchmarks.run                                  lists the benchmarks
-    python -m benchmarks.run NAME --list                      lists its cases
-    python -m benchmarks.run NAME [CASE ...]                  measures the cases that have one of the words in their names; all without words
-    python -m benchmarks.run NAME [CASE ...] --save           also keeps the rows in results/<device>/NAME.json
-    python -m benchmarks.run NAME [CASE ...] --base REV       times ours beside another revision's; keeps nothing
+    python -m benchmarks.run                               lists the benchmarks
+    python -m benchmarks.run NAME --list                   lists its cases
+    python -m benchmarks.run NAME [CASE ...]               measures the cases that have one of the words in their names; all without words
+    python -m benchmarks.run NAME [CASE ...] --save        also keeps the rows in results/<device>/NAME.json
+    python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside another revision's; keeps nothing
 
-README.md says what a benchmark is made of.
+README.md says what a benchmark consists of.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from . import results
+from .dry import compile_ahead
 
 
 def benchmarks() -> dict[str, str]:
@@ -29,7 +31,7 @@ def benchmarks() -> dict[str, str]:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text())
         if any(isinstance(node, ast.FunctionDef) and node.name == "measure" for node in tree.body):
-            found[path.stem] = " ".join(ast.get_docstring(tree).split("\n\n")[0].split())
+            found[path.stem] = re.match(r".*?[.?:](?=\s|$)", " ".join(ast.get_docstring(tree).split()))[0]
     return found
 
 
@@ -106,6 +108,7 @@ def main() -> None:
         compare(name, cases, base)
         return
     start, table, kept = time.time(), Table(), []
+    compile_ahead(name, cases)
     try:
         for row in rows(benchmark, cases, **options):
             table.add(row)

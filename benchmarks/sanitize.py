@@ -1,21 +1,18 @@
-"""NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of what nobody wrote.
+"""NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of uninitialized memory.
 
-    PYTHONPATH=src python -m benchmarks.sanitize [tool-kernel substring ...] [--seconds N] [--save]
-
-A reduced grid, since every access is checked: ragged batches with empty sequences and lengths that are no multiple of anything, every
-head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, with nothing of ours behind it, so
-that an access behind a tensor's end shows. What the grid compiles is compiled before, outside the sanitizer.
+A case is a tool; its rows are of reduced grids, since every access is checked: ragged batches with empty sequences and lengths that are no
+multiple of anything, every head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, padded,
+so that an access behind a tensor's end shows. What the grids compile is compiled before, outside the sanitizer.
 
 Controls: `planted` is a kernel with a fault of the tool's kind in it, which the tool has to find, since a silent tool proves nothing;
-`ordered` hands shared memory from warp to warp by mbarriers as our kernels do, without a fault (in its PTX every read is before a
-`bar.sync`, that before the arrival, and that before the wait and the next write). Races that lie on both sides in a function
-that calls `warp_specialize` are counted apart, as `dispatch`: there is no code there but Triton's, which sends warps to their partitions
-through shared memory between two barriers of the whole CTA.
+`ordered` passes shared memory from warp to warp by mbarriers as our kernels do, without a fault (in its PTX every read is before a
+`bar.sync`, that before the arrival, and that before the wait and the next write). Races whose both sides are in a function that calls
+`warp_specialize` are counted apart, as `dispatch`: there is no code there but Triton's, which sends warps to their partitions through
+shared memory between two barriers of the whole CTA.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import itertools
 import os
@@ -26,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,18 +33,18 @@ from fp8attn import KVPages, ops
 from fp8attn.kernels import decode, prefill
 from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
 
-from . import results
+from .fingerprint import ROOT
 from .problem import DEVICE, KEYS, Shape, given, ours
-from .results import ROOT
 
-OPTIONS = {
+CASES = {  # the tools, with their options
     "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far
     # mbarriers order more than the threads that arrive: whatever those waited for before, too. And room to follow all of a CTA's.
     "racecheck": ["--racecheck-indirect-barrier-dependency", "--num-cuda-barriers", "64"],
     "initcheck": [],
 }
 DIMS = (64, 128, 256)
-BY_MBARRIERS = ("prefill", "decode")  # kernels whose warps hand shared memory over by them
+BY_MBARRIERS = ("prefill", "decode")  # kernels whose warps pass shared memory by them
+SECONDS = 150  # for a grid
 
 
 def tokens(count: int, heads: int, dim: int) -> torch.Tensor:
@@ -129,26 +127,26 @@ def _load(shared, out_ptr):
 
 @gluon.jit
 def _race(out_ptr):
-    """Four warps write what four others read, and nobody waits."""
+    """Four warps write what four others read, without a wait."""
     shared = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gl.warp_specialize([(_store, (shared,)), (_load, (shared, out_ptr))], [4], [32])
 
 
 @gluon.jit
-def _tell(shared, full, empty):
+def _write(shared, full, empty):
     """One warp."""
-    for turn in range(4):
-        mbarrier.wait(empty, (turn & 1) ^ 1)
-        shared.store(gl.full([128], 1, gl.int64, gl.BlockedLayout([1], [32], [1], [0])) + turn)
+    for i in range(4):
+        mbarrier.wait(empty, (i & 1) ^ 1)
+        shared.store(gl.full([128], 1, gl.int64, gl.BlockedLayout([1], [32], [1], [0])) + i)
         sync()
         mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def _hear(shared, full, empty, out_ptr):
+def _follow(shared, full, empty, out_ptr):
     here: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    for turn in range(4):
-        mbarrier.wait(full, turn & 1)
+    for i in range(4):
+        mbarrier.wait(full, i & 1)
         gl.store(out_ptr + gl.arange(0, 128, here), shared.load(here))
         mbarrier.arrive(empty, count=1)
 
@@ -161,7 +159,7 @@ def _ordered(out_ptr):
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, 1)
     mbarrier.init(empty, 1)
-    gl.warp_specialize([(_hear, (shared, full, empty, out_ptr)), (_tell, (shared, full, empty))], [1], [32])
+    gl.warp_specialize([(_follow, (shared, full, empty, out_ptr)), (_write, (shared, full, empty))], [1], [32])
 
 
 def control(tool: str, name: str) -> None:
@@ -169,13 +167,13 @@ def control(tool: str, name: str) -> None:
     if tool == "racecheck":
         (_race if name == "planted" else _ordered)[(1,)](out)
     else:
-        _read[(1,)](x, out, 128 if tool == "memcheck" else 0)  # behind the end, or what nobody wrote
+        _read[(1,)](x, out, 128 if tool == "memcheck" else 0)  # behind the end, or uninitialized
 
 
 def dispatchers() -> dict[str, list[range]]:
     """By file name, the lines of functions that call `warp_specialize`."""
     found: dict[str, list[range]] = {}
-    for path in (*(ROOT / "src/fp8attn/kernels").glob("*.py"), Path(__file__)):
+    for path in (*(ROOT / "src/fp8attn/kernels").rglob("*.py"), Path(__file__)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any(
                 isinstance(call, ast.Attribute) and call.attr == "warp_specialize" for call in ast.walk(node)
@@ -204,31 +202,24 @@ def sanitizer() -> str:
     return found
 
 
-CHILD = [sys.executable, "-m", "benchmarks.sanitize", "--run"]
+CHILD = [sys.executable, "-m", "benchmarks.sanitize"]
 
 
-def run(tool: str, grid: str, seconds: int) -> dict:
-    command = [sanitizer(), "--tool", tool, *OPTIONS[tool], "--report-api-errors", "no", "--print-limit", "0", *CHILD, tool, grid]
+def run(tool: str, grid: str) -> dict:
+    command = [sanitizer(), "--tool", tool, *CASES[tool], "--report-api-errors", "no", "--print-limit", "0", *CHILD, tool, grid]
     start = time.time()
     with tempfile.TemporaryFile("w+") as log:
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
         try:
-            process.wait(seconds)
+            process.wait(SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the sanitizer, and the process that it looks at
             process.wait()
         log.seek(0)
         output = log.read()
-    impl = "fp8attn" if grid in GRIDS else "control"
-    row = {
-        "case": f"{tool}-{grid}",
-        "impl": impl,
-        "finished": "grid done" in output,
-        **parse(output, dispatchers()),
-        "seconds": round(time.time() - start, 1),
-    }
-    print(row, flush=True)
+    row = {"case": f"{tool}-{grid}", "impl": "fp8attn" if grid in GRIDS else "control", "finished": "grid done" in output}
+    row |= {**parse(output, dispatchers()), "seconds": round(time.time() - start, 1)}
     if not as_it_should(row):
         print(output[-4000:], flush=True)
     return row
@@ -244,34 +235,25 @@ def faults(rows: list[dict]) -> list[dict]:
     """The rows that are not as they should be.
 
     A tool that takes `ordered` for a race does not follow mbarriers from warp to warp. Then what it says of the kernels whose warps
-    hand over by them is kept in the results, and proves nothing.
+    pass memory by them is kept in the results, and proves nothing.
     """
     follows = all(as_it_should(row) for row in rows if row["case"] == "racecheck-ordered")
     unjudged = () if follows else ("racecheck-ordered", *(f"racecheck-{kernel}" for kernel in BY_MBARRIERS))
     return [row for row in rows if not as_it_should(row) and not (row["case"] in unjudged and row["finished"])]
 
 
-def main() -> None:
-    parser = results.arguments(__doc__)
-    parser.add_argument("--seconds", type=int, default=150, help="for each")
-    parser.add_argument("--run", nargs=2, metavar=("TOOL", "GRID"), help=argparse.SUPPRESS)
-    args = results.parse(parser)
-    if args.run:
-        tool, grid = args.run
-        GRIDS[grid]() if grid in GRIDS else control(tool, grid)
-        torch.cuda.synchronize()
-        print("grid done", flush=True)
-        return
-    everything = [*(f"{tool}-{grid}" for tool in OPTIONS for grid in (*GRIDS, "planted")), "racecheck-ordered"]
-    chosen = [name.split("-") for name in results.chosen(everything, args.cases)]
+def measure(case: str) -> Iterator[dict]:
+    grids = [*GRIDS, "planted", *(["ordered"] if case == "racecheck" else [])]
     with ThreadPoolExecutor(16) as pool:
-        grids = {grid for _, grid in chosen} & GRIDS.keys()
-        list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL), grids))
-        rows = list(pool.map(lambda which: run(*which, args.seconds), chosen))
-    if args.save:
-        results.save("sanitize", rows)
-    sys.exit(bool(faults(rows)))
+        list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL), GRIDS))
+        rows = list(pool.map(lambda grid: run(case, grid), grids))
+    yield from rows
+    if wrong := faults(rows):
+        sys.exit(f"not as they should be: {', '.join(row['case'] for row in wrong)}")
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # what a tool looks at
+    tool, grid = sys.argv[1:]
+    GRIDS[grid]() if grid in GRIDS else control(tool, grid)
+    torch.cuda.synchronize()
+    print("grid done", flush=True)
