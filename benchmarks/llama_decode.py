@@ -32,7 +32,7 @@ from fp8attn.layout import FP8
 from fp8attn.plan import plan, shape_of
 
 from . import models, peers
-from .measure import graph_of, interleaved
+from .measure import graph_of, interleaved, left_out
 from .problem import DEVICE
 
 BATCHES = (1, 8, 32)
@@ -186,7 +186,7 @@ def steps(model, systems: dict[str, System], case: str) -> Iterator[dict]:
     replays = {}
     for name, system in systems.items():
         if name == "vllm-fp8" and 2 * batch * length > MOST_TOKENS:
-            peers.left_out(f"{case} {name}", "it does not fit beside the others")
+            left_out(f"{case} {name}", "it does not fit beside the others")
             continue
         if system.cache not in caches:
             caches[system.cache] = system.cache(model.config, whole_pages(length + SPARE))
@@ -194,7 +194,7 @@ def steps(model, systems: dict[str, System], case: str) -> Iterator[dict]:
         try:
             replays[name], logits = graph_of(step_of(model, system, caches[system.cache], token))
         except RuntimeError as problem:
-            peers.left_out(f"{case} {name}", problem)
+            left_out(f"{case} {name}", problem)
             continue
         replays[name]()
         assert logits.isfinite().all(), f"{name}: logits are not finite"

@@ -20,7 +20,8 @@ from transformers.models.llama import modeling_llama
 
 from fp8attn import AttentionPolicy, ops
 
-from . import models, peers
+from . import models
+from .measure import left_out
 from .problem import DEVICE
 
 CASES = {f"S{1 << n}": 1 << n for n in range(10, 18)}  # 1,024 to 131,072 tokens
@@ -73,7 +74,7 @@ def measure(case: str) -> Iterator[dict]:
             try:
                 outputs[name] = calls[name]()[:, -CHECKED:].float()
             except RuntimeError as problem:
-                peers.left_out(f"{case} {name}", problem)
+                left_out(f"{case} {name}", problem)
                 del calls[name]
         errors = models.errors(outputs, 0.05, 0.1)
         rows = models.timed(case, calls, ROUNDS.get(length, FEW_ROUNDS), graphs=length <= GRAPHED, layers=layers)
