@@ -431,8 +431,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **{
         made.__name__.replace("_", "-"): made
         for made in (
-            accumulation, append, bits, decode, decode_error, demo_equal, doctor, drift_operations, fits, llama_decode, llama_prefill,
-            memory, other_tasks, overhead, portable, prefill, prefill_256, prefill_error, prefill_rounding, real_model, sanitizer, sdpa, wan,
+            accumulation, append, bits, decode, decode_error, demo_equal, doctor, drift_operations, fits, llama_decode,
+            llama_prefill, memory, other_tasks, overhead, portable, prefill, prefill_256, prefill_error, prefill_rounding,
+            real_model, sanitizer, sdpa, wan,
         )
     },
     "perplexity": lambda: perplexity("fp8attn"),
