@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 
 from .fingerprint import ROOT
 from .problem import KEYS
@@ -32,16 +33,14 @@ Cell = Callable[[Rows, str], str]  # of a device's rows and a case
 
 
 @cache
-def rows(device: str, name: str) -> Rows:
-    """The rows of a results file by case and implementation; none where there is no file."""
-    path = RESULTS / device / f"{name}.json"
-    return {(row["case"], row["impl"]): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+def rows_of(path: Path) -> Rows:
+    """The rows of a results file by case and implementation."""
+    return {(row["case"], row["impl"]): row for row in json.loads(path.read_text())["rows"]}
 
 
 def devices(name: str) -> dict[str, Rows]:
     """The rows of the GPUs that have a results file, by the title of the GPU."""
-    found = [path.parent.name for path in sorted(RESULTS.glob(f"*/{name}.json")) if path.parent.name != "cpu"]
-    return {device.upper(): rows(device, name) for device in found}
+    return {path.parent.name.upper(): rows_of(path) for path in sorted(RESULTS.glob(f"*/{name}.json")) if path.parent.name != "cpu"}
 
 
 def latest(name: str) -> tuple[str, Rows]:
@@ -309,7 +308,7 @@ def drift_operations() -> str:
 
 def demos(name: str, impl: str = "fp8") -> list:
     """A value of `fp8attn demo` on each device, CPUs too."""
-    return [rows(path.parent.name, "demo")[f"demo-{name}", impl]["value"] for path in sorted(RESULTS.glob("*/demo.json"))]
+    return [rows_of(path)[f"demo-{name}", impl]["value"] for path in sorted(RESULTS.glob("*/demo.json"))]
 
 
 def memory() -> str:
