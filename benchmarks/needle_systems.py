@@ -1,12 +1,12 @@
 """What `needle` compares, and how it is asked: whatever decides an answer.
 
-A change here makes everybody's answers stale (`SHARED_SOURCES` of `needle`): the implementations and their scales, and in `Work` which
+A change here makes everybody's answers stale (`fingerprint.NEEDLE`): the implementations and their scales, and in `Work` which
 prompts run side by side, in what chunks, and where an answer ends. What is measured is RULER's, but that an answer ends with its first
 line, for everybody: the model writes a value and a line end.
 
 Others' kernels take K and V in rows with one scale for a whole tensor, as engines do: one (the default where a checkpoint has none), or
-`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` subtracts each prompt's
-means of K and V. cuDNN's FP8 takes no prompts of unlike lengths side by side and plans anew for each length; it is not among them.
+`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` subtracts each prompt's means of K and V. cuDNN's FP8 takes
+no prompts of unlike lengths side by side and plans anew for each length; it is not among them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEEDS = {"bf16": "fa3", "fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}
 OPTIONS = ("", ":calibrated", ":means", ":calibrated+means")
 IMPLS = ("bf16", *OURS, *(f"{kernel}{options}" for kernel in KERNELS if kernel != "bf16" for options in OPTIONS))
 CHUNK = 1 << 20  # tokens of a prefill's forward: the whole prompt
-BATCH_TOKENS = 1 << 21  # 16 prompts of 131,072: 13 GB of K and V in BF16, and twice that for one layer's activations
+BATCH_TOKENS = 1 << 20  # 8 prompts of 131,072: 6.5 GB of K and V in BF16, and twice that for one layer's activations
 ATTENTION = "kernel_over_rows"  # what transformers calls the kernels that are not ours
 Scales = tuple[float, float, float]  # of Q, K and V
 
@@ -266,8 +266,6 @@ class Work:
     names: tuple[str, ...]
     strengths: tuple[int, ...]
     samples: int | None
-    chunk: int
-    batch_tokens: int
     deadline: float = float("inf")  # of `time.time`; then what is begun is ended, and no more
     done: frozenset[tuple] = frozenset()  # `key`s of what is not asked again
 
@@ -304,7 +302,7 @@ class Work:
             file.write(json.dumps(asdict(outcome)) + "\n")
             file.flush()
 
-        limits = {"chunk": self.chunk, "batch_tokens": self.batch_tokens}
+        limits = {"chunk": CHUNK, "batch_tokens": BATCH_TOKENS}
         heard = needle.ask(systems.model, tokenizer, in_time(), {name: make}, stop="\n", progress=note, **limits)
         share = sum(o.right for o in heard) / max(1, len(heard))
         print(f"{samples[0].task} {samples[0].length} {name}: {share:.1%} of {len(heard)}, {time.time() - began:.1f} s", flush=True)

@@ -72,7 +72,7 @@ def about(names, command="run", **changed):
 
 def work(folder, tiny_model, names, **options):
     into = bench.begin(MACHINE, {})
-    return Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, 1 << 20, 10**4, **options)
+    return Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, **options)
 
 
 def test_every_implementation_answers_every_sample_once(folder, tiny_model):
@@ -119,7 +119,7 @@ class TestWhichAnswersAreKept:
             return [needle.Outcome(name, "recall", 600, index, 0.5, ("7",), "7", 1.0) for name in names]
 
         now = about(names)
-        bench.keep(folder / "h", MACHINE, [bench.Answers(MACHINE, now, outcomes(0))])
+        bench.keep(folder / "h", [bench.Answers(folder, MACHINE, now, outcomes(0))])
         needle.save_outcomes(bench.begin(MACHINE, now) / "needle-0.jsonl", outcomes(1))
 
         def kept(names=names, machine=MACHINE, **changed):
@@ -133,22 +133,22 @@ class TestWhichAnswersAreKept:
     def test_of_the_same_code(self, kept, codes, capsys):
         codes["fp8attn"] = "tree:2"
         assert kept() == [["bf16"]] * 2
-        assert capsys.readouterr().out.count("answers of fp8attn are not kept, for they are of another fingerprint\n") == 2
+        assert capsys.readouterr().out.count("has answers of fp8attn of another fingerprint: they are not kept\n") == 2
 
     @pytest.mark.parametrize("name", ["torch", "triton"])
     def test_of_the_same_releases(self, kept, name, capsys):
         assert kept(**{name: "another"}) == [[], []]
-        assert capsys.readouterr().out.count(f"answers of bf16 are not kept, for they are of another {name}\n") == 2
+        assert capsys.readouterr().out.count(f"has answers of bf16 of another {name}: they are not kept\n") == 2
 
     def test_of_implementations_that_there_are(self, kept, monkeypatch, capsys):
         monkeypatch.setattr(bench, "IMPLS", ("bf16",))
         assert kept(("bf16",)) == [["bf16"]] * 2
-        what = "answers of fp8attn are not kept, for they are of another benchmark: this one has no such implementation\n"
+        what = "has answers of fp8attn of another benchmark (this one has no such implementation): they are not kept\n"
         assert capsys.readouterr().out.count(what) == 2
 
     def test_of_the_same_machine(self, kept, capsys):
         assert kept(machine={"device": "H", "sms": 1}) == [[], []]
-        assert capsys.readouterr().out.count("answers of bf16 are not kept, for they are of another machine\n") == 2
+        assert capsys.readouterr().out.count("has answers of bf16 of another machine: they are not kept\n") == 2
 
 
 def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatch):
@@ -206,7 +206,7 @@ class TestMerge:
                 for impl, given in answers.items() for index, right in enumerate(given) if right is not None
             ]  # fmt: skip
             provenances = about(answers, command, **{"date": f"2026-01-0{len(outcomes)}"} | changed)
-            bench.keep(folder, machine, [bench.Answers(machine, provenances, outcomes)])
+            bench.keep(folder, [bench.Answers(folder, machine, provenances, outcomes)])
             return folder
 
         return save
