@@ -14,6 +14,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from benchmarks import (
     accuracy,
     append,
+    base,
     decode,
     llama_decode,
     llama_prefill,
@@ -27,6 +28,7 @@ from benchmarks import (
     wan,
 )
 from benchmarks import slice as portable
+from benchmarks.beside import Beside
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import AttentionPolicy, fp8_attention, reference
 
@@ -74,9 +76,9 @@ def test_rows_and_last_keys_of_ragged_queries():
 def test_sampled_queries_hold_both_ends_once():
     assert measure.sampled_queries(5) == [0, 1, 2, 3, 4]
     assert measure.sampled_queries(1000) == [*range(32), *range(484, 516), *range(968, 1000)]
-    assert accuracy.sampled(1).tolist() == [0]
-    assert accuracy.sampled(100).tolist() == list(range(100))
-    assert accuracy.sampled(1000).tolist() == [*range(64), *range(936, 1000)]
+    assert accuracy.sampled(1) == [0]
+    assert accuracy.sampled(100) == list(range(100))
+    assert accuracy.sampled(1000) == [*range(64), *range(936, 1000)]
 
 
 def test_a_layers_inputs_lie_as_its_case_says():
@@ -95,9 +97,11 @@ def test_decibels_of_a_layer_are_those_of_its_rows():
     assert sdpa.decibels(case, exact * 1.01, q, k, v) == pytest.approx(40.0)
 
 
-def test_cases_have_names_of_their_own():
-    names = [case.name for case in accuracy._CASES]
-    assert len(set(names)) == len(names)
+def test_cases_of_the_kernels():
+    assert len(accuracy.CASES) == 3 * (3 * 15 + 2) + 16 + 21 + 2 + 9  # means, head_dims, adversarial data, a million equal terms, grids
+    assert accuracy.CASES["full-mean1-D128-S1048576"].shape == Shape((1 << 20,), (128,), 2, 2, 128, False)
+    assert decode.CASES["B16-S8192-G16"] == Shape((8192,) * 16, (1,) * 16, 64, 4, 128, True)
+    assert decode.CASES["B64-S8192-ragged"].keys[::63] == (8192, 1) and decode.CASES["B1-S8192"].kv_elements == 2 * 8192 * 8 * 128
     assert {shape.uniform for name, shape in prefill.CASES.items() if name != "varlen-mix"} == {True}
 
 
@@ -106,7 +110,7 @@ def test_cases_have_names_of_their_own():
 
 @pytest.mark.parametrize("impl", prefill.OURS)
 def test_exact_is_attention_over_the_held_bytes(impl):
-    q, pages = problem.given(impl, RAGGED, *accuracy.inputs("page-gains", RAGGED))
+    q, pages = problem.given(impl, RAGGED, *accuracy.make("page-gains", RAGGED))
     out = problem.ours(attend, RAGGED, q, pages)()
     pairs = []
     for seq, keys in enumerate(RAGGED.keys):
@@ -132,7 +136,7 @@ def test_relative_counts_all_pairs_together_and_shows_nan():
 @pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("keys", ["int8", "e4m3"])
 def test_what_is_held_is_the_input_and_the_rest_is_poison(keys, rotate):
-    _, k, v = accuracy.inputs("mean1", RAGGED)
+    _, k, v = accuracy.make("mean1", RAGGED)
     pages = problem.hold(RAGGED, k, v, key_dtype=keys, rotate_keys=rotate)
     assert (pages.key_dtype, pages.rotate_keys) == (problem.key_type(keys), rotate)
     held = pages.read(3, 129)
@@ -162,9 +166,9 @@ def test_empty_outputs_are_poisoned():
 @pytest.mark.parametrize("data", ["mean0", "mean5", "k-offset", "outliers", "page-gains", "needle", "flat", "flat-mean1", "constant"])
 def test_data_is_what_it_says(data):
     shape = Shape((600,), (40,), 2, 2, 64, True)
-    q, k, v = accuracy.inputs(data, shape)
+    q, k, v = accuracy.make(data, shape)
     assert (q.shape, k.shape, v.shape) == ((40, 2, 64), (600, 2, 64), (600, 2, 64)) and q.dtype == k.dtype == v.dtype == torch.bfloat16
-    again = accuracy.inputs(data, shape)
+    again = accuracy.make(data, shape)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), again, strict=True))
     weights = torch.softmax(q[:, 0].double() @ k[:, 0].double().T / 8, -1)
     spread = float(weights.amax(-1).median() * 600)
@@ -201,15 +205,6 @@ def test_lines_stand_beside_the_better_bf16_system():
     assert all((row["intercept"], row["slope"]) == times[impl] for impl, row in found.items())
     assert found["fp8attn"]["beside"] == "bf16-fa3" and found["fp8attn"]["slope_ratio"] == pytest.approx(0.4)
     assert found["fp8attn"]["break_even"] == pytest.approx(0.1 / 0.03 * 1000, abs=1)
-
-
-def test_summary_names_the_best_fp8_peer():
-    row = {"case": "one", "rel_err_mean1": 0.002, "rel_err": 0.02, "ms": 1.0}
-    rows = [
-        row | {"impl": impl, "tflops": t} for impl, t in (("fp8attn", 900), ("fp8attn-q8", 1000), ("fa3-fp8", 800), ("cudnn-bf16", 950))
-    ]
-    last = prefill.summary(rows).splitlines()[-1].split()
-    assert last == ["one", "900.0", "1000.0", "800.0", "fa3-fp8", "1.250", "0.900", "0.00200"]
 
 
 # Peers, and what looks for faults
@@ -255,7 +250,7 @@ def test_sanitizer_summaries(output, expected):
 
 def test_dispatchers_are_the_kernels_that_specialise_their_warps():
     found = sanitize.dispatchers()
-    assert {"prefill.py", "decode.py", "sanitize.py"} <= set(found)
+    assert "sanitize.py" in found and len(found) >= 3
     source = (ROOT / "benchmarks/sanitize.py").read_text().splitlines()
     assert [source[lines[0]] for lines in found["sanitize.py"]] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # after the decorator
 
@@ -276,7 +271,7 @@ def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
 
 
 def test_a_call_that_hangs_or_fails_is_left_behind():
-    ask = measure.Beside(subprocess.call, 60)
+    ask = Beside(subprocess.call, 60)
     assert ask(["true"]) == 0
     ask.seconds = 0.2
     assert ask(["sleep", "1"]) is None
@@ -292,13 +287,16 @@ COMPILE = """
 import sys
 from benchmarks import dry
 dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
-from benchmarks import decode
+from benchmarks import offline, problem, stream
+from fp8attn.kernels.launch import recording
 for dim in (64, 128, 256):
-    case = decode.Case("", (1000, 3), heads=1, dim=dim)
-    with dry.recording(dry=True) as launches:
-        decode.stream(case, decode.make_pages(case, sys.argv[1]))()
+    shape = problem.steps(1000, 3, kv_heads=1, dim=dim)
+    with recording(dry=True) as launches:
+        call = stream.stream(shape, problem.hold(shape, *shape.inputs()[1:], key_dtype=sys.argv[1]))
+        launches.clear()
+        call()
     [made] = launches
-    print(dry.compiled(made.kernel, made.args, made.given).metadata.shared)
+    print(offline.compiled(made.kernel, made.args, made.given).metadata.shared)
 """
 
 
@@ -308,19 +306,13 @@ def test_the_streaming_ceiling_follows_the_decode_kernel(keys):
 
 
 DRY = """
-import json, sys
+import sys
+from importlib import import_module
 from benchmarks import dry
 dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
-import importlib
 for name in sys.argv[1:]:
-    module = importlib.import_module(f"benchmarks.{name}")
-    cases = [*module.CASES, *getattr(module, "GRIDS", {})]
-    with dry.recording(dry=True) as launches:
-        for case in cases:
-            for impl, call in module.calls(case).items():
-                launches.clear()
-                call()
-                print(name, case, impl.replace(" ", "_"), *dict.fromkeys(made.kernel.fn.__name__ for made in launches))
+    for (case, impl), launches in dry.launches_of(name, [(case, None) for case in import_module(f"benchmarks.{name}").CASES]).items():
+        print(name, case, (impl or "inputs").replace(" ", "_"), *dict.fromkeys(made.kernel.fn.__name__ for made in launches))
 """
 
 
@@ -328,12 +320,47 @@ def test_every_case_can_be_run_dry():
     """And takes the kernels of a Hopper GPU."""
     names = "prefill", "decode", "sdpa", "append", "slice", "accumulation", "accuracy"
     rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
-    assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, _, *kernels in rows)
+    assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, impl, *kernels in rows if impl != "inputs")
     kernels = {tuple(row[:3]): row[3:] for row in rows}
     assert all(kernels["prefill", "chunked-2k-on-128k", impl] == ["_prefill", "_combine_kernel"] for impl in prefill.OURS)
     assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["_page_kernel", "_prefill"]
     assert kernels["append", "step-B64", "fp8attn"] == ["_step_kernel"]
     assert kernels["slice", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
+
+
+# Two revisions
+
+
+def test_a_ratio_and_its_interval():
+    assert base.median_and_interval([float(n) for n in range(24)]) == (11.5, 6.0, 17.0)
+    assert base.median_and_interval([2.0, 1.0]) == (1.5, 1.0, 2.0)
+
+
+def test_outputs_of_two_revisions_are_compared():
+    assert base.sampled(None) is None and base.sampled(torch.tensor([[1.0, torch.nan]])) == [1.0, 0.0]
+    assert len(base.sampled(torch.zeros(base.SAMPLED * 2 + 3))) == base.SAMPLED + 2
+    assert base.difference([1.0, 2.0], [1.0, 2.0]) == "  equal outputs" and base.difference(None, [1.0]) == ""
+    assert base.difference([3.0, 4.5], [3.0, 4.0]) == "  outputs differ by 1.0e-01"
+
+
+def test_the_base_is_a_folder_or_a_revision(tmp_path):
+    (tmp_path / "old/src/fp8attn").mkdir(parents=True)
+    assert base.source(str(tmp_path / "old"), "") == tmp_path / "old/src"
+    with pytest.raises(SystemExit, match="--base takes a git revision, or a folder that holds src/fp8attn, and not 'nonsense'"):
+        base.source("nonsense", str(tmp_path))
+
+
+def test_a_base_that_does_not_fit_is_refused():
+    sides = {"now": lambda *case: {"fp8attn": None}, "base": lambda *case: "ImportError: no name attention"}
+    with pytest.raises(SystemExit, match="B1: HEAD~900 does not fit the benchmark decode as it is now: ImportError: no name attention"):
+        base.compare_case("decode", "B1", sides, "HEAD~900")
+
+
+def test_two_revisions_take_turns(capsys):
+    ms = {"now": 2.0, "base": 3.0}
+    sides = {side: lambda *case, side=side: {"fp8attn": [1.0] if case else ms[side]} for side in ms}
+    base.compare_case("decode", "B1", sides, "HEAD~1")
+    assert "now 2.00000 ms  base 3.00000 ms  base/now 1.5000 [1.5000, 1.5000]  equal outputs" in capsys.readouterr().out
 
 
 def test_llama_systems_agree(monkeypatch):
@@ -459,44 +486,53 @@ def on_a_cpu(monkeypatch):
             "graph_of": lambda call: (call, call()),
             "interleaved": lambda calls, rounds, **options: dict.fromkeys(calls, 1.0),
             "between_reads": lambda call, rounds, **options: 1.0,
-            "launched": lambda call: f"launches:{call() is not None}",
-            "peer": lambda name: f"peer:{name}",
+            "of_call": lambda impl, call: f"launches:{call() is not None}" if impl.startswith(("fp8attn", "ceil", "stream")) else "peer:",
         }.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
     for kernel in (accuracy.prefill, accuracy.decode, portable.portable):
         monkeypatch.setattr(kernel, "attention", reference.attention)
     monkeypatch.setattr(prefill, "attention", reference.attention)
-    monkeypatch.setattr(decode, "stream", lambda case, pages: lambda: None)
+    monkeypatch.setattr(decode, "ceilings", lambda case: {"stream-ceiling": lambda: None})
 
 
 SHORT = Shape((130,), (130,), 2, 2, 64, True)
+STEP = problem.steps(130, 7, kv_heads=1, dim=64)
 
 
 @pytest.mark.parametrize(
-    ("measured", "expected"),
+    ("module", "case", "expected"),
     [
-        (lambda: prefill.measure("short", SHORT, list(prefill.OURS), 1), dict.fromkeys(prefill.OURS, "True")),
+        (prefill, lambda: SHORT, dict.fromkeys(prefill.OURS, "True")),
+        (decode, lambda: STEP, dict.fromkeys(problem.KEYS, "True") | {"stream-ceiling": "False"}),
         (
-            lambda: decode.measure(decode.Case("short", (130, 7), heads=1, dim=64), [], 1),
-            dict.fromkeys(decode.OURS, "True") | {"stream-ceiling": "False"},
+            sdpa,
+            lambda: sdpa.Case(40, True, sdpa.KV_HEADS),
+            dict.fromkeys((*problem.KEYS, "fp8attn-graph", "fp8attn-rope"), "True"),
         ),
-        (lambda: sdpa.measure("short", sdpa.Case(40, True, sdpa.KV_HEADS), list(sdpa.OURS)), dict.fromkeys(sdpa.OURS, "True")),
-        (lambda: accuracy.measure(accuracy.Case("decode", "mean1", 40)), dict.fromkeys(problem.KEYS, "True")),
-        (lambda: portable.attention_rows(portable.Case("short", 1, 40, 2, 1, 64, 1)), {"fp8attn-triton": "True"}),
-        (lambda: append.measure("step", 1), dict.fromkeys(problem.KEYS, "False")),
-        (lambda: append.measure("prompt", 1), dict.fromkeys([*problem.KEYS, "ceiling"], "False")),
+        (accuracy, lambda: accuracy.one("decode", "mean1", 40)[1], dict.fromkeys(problem.KEYS, "True")),
         (
-            lambda: append.measure("quantize", 1),
-            {f"{impl}{rope}": "True" for impl in problem.KEYS for rope in ("", "-rope")} | {"ceiling": "False"},
+            accuracy,
+            lambda: accuracy.Case(reference.attention, "page-gains", {"a": STEP, "b": RAGGED}),
+            dict.fromkeys(problem.KEYS, "True"),
+        ),
+        (portable, lambda: problem.steps(130, 130, kv_heads=1, dim=64), {"fp8attn-triton": "True"}),
+        (append, lambda: append.Append(2, 1, 130), dict.fromkeys(problem.KEYS, "False")),
+        (append, lambda: append.Append(1, 130), dict.fromkeys(problem.KEYS, "False") | {"ceiling": "True"}),
+        (
+            append,
+            lambda: append.Quantize(130, 2),
+            {f"{impl}{rope}": "True" for impl in problem.KEYS for rope in ("", "-rope")} | {"ceiling": "True"},
         ),
     ],
 )
-def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, measured, expected):
+def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, module, case, expected):
     """And are checked before they are timed: each benchmark runs whole."""
-    cases = {"step": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)}
-    monkeypatch.setattr(append, "CASES", cases)
-    rows = {row["impl"]: row for row in measured() if not row["fingerprint"].startswith("peer:")}
+    here = case()
+    name = "step" if here == append.Append(2, 1, 130) else "short"
+    monkeypatch.setattr(module, "CASES", {name: here})
+    rows = {row["impl"]: row for row in module.measure(name) if row["fingerprint"] != "peer:"}
     assert {impl: row["fingerprint"] for impl, row in rows.items()} == {impl: f"launches:{given}" for impl, given in expected.items()}
-    assert all(row.get("ms", 1.0) == 1.0 and row["case"] for row in rows.values())
+    assert all(row.get("ms", 1.0) == 1.0 and row["case"] == name for row in rows.values())
     assert all(row["timed"] == ("called" if impl == "fp8attn" else "graph") for impl, row in rows.items() if "timed" in row)
+    assert all(row.get("equal_bits", True) and row.get("finite", True) for row in rows.values())
