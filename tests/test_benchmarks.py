@@ -1,5 +1,6 @@
 """What the benchmarks count, fit, sample and call right, where no GPU is needed for it."""
 
+import math
 import subprocess
 from contextlib import nullcontext
 
@@ -17,12 +18,12 @@ from benchmarks import (
     llama_decode,
     llama_prefill,
     measure,
+    models,
     peers,
     prefill,
     problem,
     sanitize,
     sdpa,
-    swap,
     wan,
 )
 from benchmarks import slice as portable
@@ -176,11 +177,6 @@ def test_data_is_what_it_says(data):
 # Fits
 
 
-def test_line_through_points():
-    slope, intercept = llama_decode.line({1000: 9.05, 2000: 9.1, 32000: 10.6})
-    assert (slope, intercept) == pytest.approx((0.05, 9.0))
-
-
 @pytest.mark.parametrize(
     ("ours", "expected"),
     [
@@ -202,8 +198,9 @@ def test_lines_stand_beside_the_better_bf16_system():
         for impl, (intercept, slope) in times.items()
         for n in llama_decode.LENGTHS
     ]
-    found = {row["impl"]: row for row in llama_decode.lines(rows)}
+    found = {row["impl"]: row for row in llama_decode.derive(rows)}
     assert set(found) == set(times) and {row["case"] for row in found.values()} == {"line-B1"}
+    assert all((row["intercept"], row["slope"]) == times[impl] for impl, row in found.items())
     assert found["fp8attn"]["beside"] == "bf16-fa3" and found["fp8attn"]["slope_ratio"] == pytest.approx(0.4)
     assert found["fp8attn"]["break_even"] == pytest.approx(0.1 / 0.03 * 1000, abs=1)
 
@@ -382,7 +379,7 @@ def test_llama_systems_agree(monkeypatch):
     monkeypatch.setattr(llama_decode, "graph_of", lambda step: (lambda: None, step()))
     model = small_llama(2)
     with torch.inference_mode():
-        rows = llama_decode.agree(model, llama_decode.available())  # asserts that logits agree
+        rows = list(llama_decode.agree(model, llama_decode.available()))  # asserts that logits agree
         assert [row["impl"] for row in rows] == ["bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"] and rows[0]["rel_err"] == 0
         for system in llama_decode.available().values():
             cache = system.cache(model.config, 384)
@@ -408,17 +405,16 @@ def float64_fa3(monkeypatch):
 
     monkeypatch.setattr(peers, "available", lambda: {"fa3"})
     monkeypatch.setattr(peers, "fa3", fa3)
-    monkeypatch.setattr(swap, "sdpa_kernel", lambda backend: nullcontext())
-    for module in (llama_prefill, wan):
-        monkeypatch.setattr(module, "interleaved", timed)
-    monkeypatch.setattr(llama_prefill, "graph_of", lambda call: (call, call()))
+    monkeypatch.setattr(models, "sdpa_kernel", lambda backend: nullcontext())
+    monkeypatch.setattr(models, "interleaved", timed)
+    monkeypatch.setattr(models, "graph_of", lambda call: (call, call()))
 
 
 def test_attention_is_swapped_for_fa3_and_inside_a_context_of_ours(float64_fa3):
     q, k, v = (torch.randn(2, heads, 20, 64, device=DEVICE).bfloat16() for heads in (4, 2, 2))
     attend = torch.nn.functional.scaled_dot_product_attention
     expected = attend(q, k, v, is_causal=True, enable_gqa=True)
-    with swap.bf16_systems()["fa3-bf16"]():
+    with models.bf16_systems()["fa3-bf16"]():
         torch.testing.assert_close(attend(q, k, v, is_causal=True, enable_gqa=True), expected, atol=0.02, rtol=0.02)
         ours = attend(q, k, v, enable_gqa=True)
         with fp8_attention(AttentionPolicy(min_length=100)) as report:
@@ -430,25 +426,35 @@ def test_llama_prefill_runs_one_model_with_each_attention(float64_fa3, monkeypat
     model = small_llama(3)
     monkeypatch.setattr(llama_prefill.modeling_llama, "apply_rotary_pos_emb", None)  # back as it was after this test
     llama_prefill.prepare(model)
+    monkeypatch.setattr(llama_prefill, "prepared", lambda: model)
+    monkeypatch.setattr(llama_prefill, "CASES", {"short": 150})
     monkeypatch.setattr(llama_prefill, "LAYER_TOKENS", 2 * 150)
-    with torch.inference_mode():
-        rows = llama_prefill.measure(model, 150)
+    rows = list(llama_prefill.measure("short"))
     assert {row["impl"]: row["layers"] for row in rows} == dict.fromkeys(("cudnn-bf16", "fa3-bf16", "fp8attn", "fp8attn-default"), 2)
     assert rows[0]["rel_err"] == 0 < rows[2]["rel_err"] and rows[2]["speedup"] == 1 and model.config.num_hidden_layers == 3
     assert rows[3]["rel_err"] == rows[1]["rel_err"]  # below its least length it is what is around it
 
 
-def test_the_best_bf16_system_is_what_ours_stands_beside():
-    rows = [{"impl": impl, "ms": ms} for impl, ms in (("fa3-bf16", 2.0), ("cudnn-bf16", 1.5), ("fp8attn", 1.2))]
-    assert swap.beside_best(rows)[2] == {"impl": "fp8attn", "ms": 1.2, "beside": "cudnn-bf16", "speedup": 1.25}
+def test_ours_is_compared_with_the_fastest_bf16_system(monkeypatch):
+    times = {"fa3-bf16": 2.0, "cudnn-bf16": 1.5, "fp8attn": 1.2}
+    monkeypatch.setattr(models, "interleaved", lambda calls, rounds: times)
+    *_, ours = models.timed("a", dict.fromkeys(times), 1, layers=3)
+    assert ours == {"case": "a", "impl": "fp8attn", "ms": 1.2, "layers": 3, "beside": "cudnn-bf16", "speedup": 1.25}
 
 
-def test_wan_blocks_and_stack(float64_fa3):
-    sizes, case = wan.Sizes(heads=2, head_dim=64, ffn=96, text=20), wan.Case((3, 4, 10), 4, 1, 1, 1)
-    block = wan.build(sizes, torch.float32)
-    with torch.inference_mode():
-        rows = wan.measure("tiny", case, sizes, block)  # asserts that self-attention agrees, and where the stack's calls ran
-        blocks = wan.Stack(block, 3).blocks
+def test_outputs_that_differ_are_refused():
+    one = torch.ones(4)
+    assert models.errors({"a": one, "b": one * 1.25, "fp8": one * 1.5}, 0.26, 0.51) == {"a": 0, "b": 0.25, "fp8": 0.5}
+    with pytest.raises(AssertionError, match=r"b differs from a by 0\.250"):
+        models.errors({"a": one, "b": one * 1.25}, 0.25, 1)
+
+
+def test_wan_blocks_and_stack(float64_fa3, monkeypatch):
+    sizes = wan.Sizes(heads=2, head_dim=64, ffn=96, text=20)
+    monkeypatch.setitem(wan.CASES, "tiny", wan.Case((3, 4, 10), 4, 1, 1, 1))
+    rows = list(wan.measure("tiny", sizes, torch.float32))  # asserts that self-attention agrees, and where the stack's calls ran
+    block = wan.built(sizes, torch.float32)
+    blocks = wan.Stack(block, 3).blocks
     assert [(row["case"], row["impl"]) for row in rows] == [
         ("block-tiny", "cudnn-bf16"), ("block-tiny", "fa3-bf16"), ("block-tiny", "fp8attn"),
         ("stack-tiny", "cudnn-bf16"), ("stack-tiny", "fp8attn"),
@@ -456,7 +462,7 @@ def test_wan_blocks_and_stack(float64_fa3):
     assert 0 < rows[2]["rel_err"] < 0.1 and rows[4]["bf16_layers"] == 2
     assert len({id(part) for b in blocks for part in b.modules()}) == 3 * len(list(block.modules()))
     assert {id(p) for b in blocks for p in b.parameters()} == {id(p) for p in block.parameters()}
-    assert {name: case.tokens for name, case in wan.CASES.items()} == {"720p": 75600, "1080p": 171360}
+    assert [math.prod(wan.CASES[name].grid) for name in ("720p", "1080p")] == [75600, 171360]
 
 
 def test_wan_positions_turn_channels_by_frame_row_and_column():
