@@ -1,4 +1,4 @@
-"""Collects other systems' kernels from their wheels into `.peers/` (`make peers`), about 25 MiB that a machine without a network can get.
+"""Collects other systems' kernels from their wheels into `.peers/` (`make peers`), about 35 MiB that a machine without a network can get.
 
 What cannot be had is named with the reason, and the rest goes on. A file that is there is not collected again.
 """
@@ -57,7 +57,7 @@ def collect(release: str) -> str | None:
         except KeyError:
             return f"{wheel.name} holds no {module}"
         unfinished = FOLDER / f"{name}.unfinished"
-        unfinished.write_bytes(lzma.compress(library))
+        unfinished.write_bytes(lzma.compress(library, preset=0))
         unfinished.rename(FOLDER / f"{name}.so.xz")
         return None
 

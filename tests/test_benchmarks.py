@@ -354,6 +354,16 @@ def test_a_base_that_does_not_fit_is_refused():
         base.compare_case("decode", "B1", sides, "HEAD~900")
 
 
+def test_a_base_has_its_own_src(tmp_path, monkeypatch):
+    (tmp_path / "fp8attn").mkdir()
+    (tmp_path / "fp8attn/__init__.py").write_text("")
+    monkeypatch.setenv("FP8ATTN_SRC", str(tmp_path))
+    side = Beside(base.serve, 120)
+    assert side() == "ready"
+    assert side("decode", "B1-S8192") == "ModuleNotFoundError: No module named 'fp8attn.kernels'"
+    side.end()
+
+
 def test_two_revisions_take_turns(capsys):
     ms = {"now": 2.0, "base": 3.0}
     sides = {side: lambda *case, side=side: {"fp8attn": [1.0] if case else ms[side]} for side in ms}
