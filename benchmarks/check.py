@@ -93,7 +93,10 @@ def launches(name: str, machine: dict, triton: str, wanted: list[tuple[str, str]
     keys = ["/".join((given, *row)) for row in wanted]
     if missing := [row for row, cached in zip(wanted, keys, strict=True) if cached not in kept]:
         request = {"machine": machine, "rows": missing}
-        found = answer(name, request, PYTHONPATH=os.pathsep.join(map(str, triton_paths(triton))))
+        try:
+            found = answer(name, request, PYTHONPATH=os.pathsep.join(map(str, triton_paths(triton))))
+        except RuntimeError as problem:
+            sys.exit(str(problem))
         kept |= {"/".join((given, *row)): fingerprint for row, fingerprint in zip(missing, found, strict=True)}
         CACHE.parent.mkdir(exist_ok=True)
         CACHE.write_text(json.dumps(kept, indent=0))

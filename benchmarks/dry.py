@@ -124,8 +124,7 @@ def answer(name: str, request: dict, **environment: str) -> list[str | None]:
 def compile_ahead(name: str, cases: list[str]) -> None:
     """Leave the kernels of cases in Triton's cache, compiled side by side; nothing where a benchmark has no `calls`, or no GPU is here.
     A kernel that is missed is compiled when it is first launched."""
-    machine = meta()
-    if "capability" in machine and hasattr(import_module(f"benchmarks.{name}"), "calls"):
+    if hasattr(import_module(f"benchmarks.{name}"), "calls") and "capability" in (machine := meta()):
         try:
             answer(name, {"machine": machine, "rows": [(case, None) for case in cases]})
         except RuntimeError as problem:

@@ -56,19 +56,18 @@ class Table:
     """Prints rows: a case, and below it a line for each implementation."""
 
     def __init__(self) -> None:
-        self.case, self.ms = None, None
+        self.case, self.first = None, {}  # the first time, of rows that were timed together
 
     def add(self, row: dict) -> None:
         if row["case"] != self.case:
-            self.case, self.ms = row["case"], None
+            self.case, self.first = row["case"], {}
             print(f"\n{self.case}")
         cells = [f"{row['impl']:24s}"]
         for name, value in row.items():
             if name not in ("case", "impl", "fingerprint"):
                 cells.append(f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}")
         if "ms" in row:
-            self.ms = self.ms or row["ms"]
-            cells.append(f"{row['ms'] / self.ms:.3f} of the first's time")
+            cells.append(f"{row['ms'] / self.first.setdefault(row.get('timed'), row['ms']):.3f} of the first's time")
         print("  " + "  ".join(cells), flush=True)
 
 
