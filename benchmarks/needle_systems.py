@@ -172,7 +172,7 @@ class FP8Rows(DynamicLayer):
         return self.keys, self.values
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """What is removed of K or V, `[B, 1, num_kv_heads, D]`: zero, or the mean over a prompt `[B, S, num_kv_heads, D]` without padding."""
+        """What is removed of K or V, `[B, 1, num_kv_heads, D]`: zero, or the mean of a prompt `[B, S, num_kv_heads, D]` but for padding."""
         if not self.rows.means:
             return torch.zeros_like(x[:, :1], dtype=torch.float32)
         real = torch.ones(x.shape[:2], device=x.device) if self.rows.mask is None else self.rows.mask.float()

@@ -1,7 +1,7 @@
 """Does speculative decoding give plain greedy decoding's tokens?
 
-transformers' prompt lookup and assisted decoding run through our caches and, in BF16, through its own. Drafts are appended to the cache, and
-those that the model rejects are cropped, in the middle of a page. In exact arithmetic no token changes. On a GPU, several tokens in a
+transformers' prompt lookup and assisted decoding run through our caches and, in BF16, through its own. Drafts are appended to the cache,
+and those that the model rejects are cropped, in the middle of a page. In exact arithmetic no token changes. On a GPU, several tokens in a
 forward round differently from one, through any cache, so equally likely tokens may change.
 
 | key | is |
