@@ -28,6 +28,7 @@ MODEL = "models/stdlib-llama/model.safetensors"
 # What a results file depends on, where that is more than the benchmark of its name.
 SOURCES = {
     "tests": ("tests/gpu",),
+    "sanitize": ("benchmarks/sanitize.py", "tests/gpu/sanitized.py"),
     "model": ("training/report.py", "training/data.py", "training/config.json", MODEL),
     "needle": ("benchmarks/needle_systems.py", MODEL),  # needle.py keeps answers and counts them, and decides none
     **{name: (f"benchmarks/{name}.py", MODEL) for name in ("agreement", "demo", "drift", "perplexity")},

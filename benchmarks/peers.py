@@ -119,13 +119,8 @@ def _forward(build: str, shape: Shape | None, q: torch.Tensor, k: torch.Tensor, 
     if q.dtype == FP8:
         kv_heads, num_seqs = k.shape[-2], len(given["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in given else len(q)
         given |= {f"{name}_descale": _ones(num_seqs, kv_heads) for name in "qkv"}
-    given |= {
-        "q": q,
-        "k": k,
-        "v": v,
-        "softmax_scale": q.shape[-1] ** -0.5,
-        "num_splits": 0 if shape is None or max(shape.queries) <= 16 else 1,
-    }
+    given |= {"q": q, "k": k, "v": v, "softmax_scale": q.shape[-1] ** -0.5}
+    given["num_splits"] = 0 if shape is None or max(shape.queries) <= 16 else 1
     for name, x in given.items():
         args[found.positions[name]] = x
     return lambda: found.op(*args)[0]
@@ -209,9 +204,9 @@ def cudnn_fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     """cuDNN's FP8 attention over `[tokens, heads, head_dim]` of equal lengths; FP8 out.
 
     Raises:
-        Exception: of a kind of cuDNN's own, if it has no plan for this.
+        Exception: of a type of cuDNN's own, if it has no plan for this.
     """
-    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = _dense(shape, q, k, v)
     graph, handle, inputs, output, ones, amaxes = _cudnn_graph(*(x for t in (q, k, v) for x in (t.shape, t.stride())), shape.causal)
     out = torch.empty_like(q)
     workspace = torch.empty(max(1, graph.get_workspace_size()), device=DEVICE, dtype=torch.uint8)
@@ -256,7 +251,7 @@ def _cudnn_graph(q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, causal
 
 def cudnn_bf16(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     """torch's attention by cuDNN over `[tokens, heads, head_dim]` of equal lengths."""
-    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = _dense(shape, q, k, v)
 
     def call() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -270,18 +265,18 @@ def torchao(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     """torchao's attention over `[tokens, heads, head_dim]` of equal lengths in BF16."""
     from torchao.prototype.attention.fp8_fa3.attention import fp8_fa3_sdpa
 
-    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = _dense(shape, q, k, v)
     return lambda: fp8_fa3_sdpa(q, k, v, is_causal=shape.causal).transpose(1, 2).reshape(-1, shape.q_heads, shape.dim)
 
 
-KERNELS = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "fa3-bf16", "cudnn-bf16")  # torchao is no kernel: it quantises too
-PEERS = {  # name: (what it needs, its callable, whether it takes FP8)
-    "fa3-fp8": ("fa3", fa3, True),
-    "cudnn-fp8": ("cudnn", cudnn_fp8, True),
-    "vllm-fa3-fp8": ("vllm-fa3", vllm_fa3, True),
-    "fa3-bf16": ("fa3", fa3, False),
-    "cudnn-bf16": (None, cudnn_bf16, False),
-    "torchao": ("torchao", torchao, False),
+KERNELS = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "fa3-bf16", "cudnn-bf16")  # torchao is no kernel: it quantizes too
+PEERS = {  # name: (what it needs, its callable, whether it takes FP8, and dense batches alone)
+    "fa3-fp8": ("fa3", fa3, True, False),
+    "cudnn-fp8": ("cudnn", cudnn_fp8, True, True),
+    "vllm-fa3-fp8": ("vllm-fa3", vllm_fa3, True, False),
+    "fa3-bf16": ("fa3", fa3, False, False),
+    "cudnn-bf16": (None, cudnn_bf16, False, True),
+    "torchao": ("torchao", torchao, False, True),
 }
 
 
@@ -290,11 +285,14 @@ def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names:
     found = {}
     low = [x.to(FP8) for x in (q, k, v)] if any(PEERS[name][2] for name in names) else []
     for name in names:
-        need, make, fp8 = PEERS[name]
+        need, make, fp8, dense = PEERS[name]
         if need is not None and need not in available():
             continue
-        if (why := _unsupported(name, shape)) is not None:
-            left_out(name, why)
+        if dense and not shape.uniform:
+            left_out(name, "no ragged batches")
+            continue
+        if dense and shape.causal and shape.queries != shape.keys:
+            left_out(name, "its causal mask is aligned to the start")
             continue
         given = low if fp8 else [q, k, v]
         try:
@@ -304,15 +302,10 @@ def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names:
     return found
 
 
+def _dense(shape: Shape, *xs: torch.Tensor) -> list[torch.Tensor]:
+    """`[tokens, heads, head_dim]` of equal lengths as `[batch, heads, length, head_dim]`."""
+    return [x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in xs]
+
+
 def _held(shape: Shape, k: torch.Tensor, v: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k.split(shape.keys)[seq], v.split(shape.keys)[seq]
-
-
-def _unsupported(name: str, shape: Shape) -> str | None:
-    if not name.startswith("cudnn") and name != "torchao":
-        return None
-    if not shape.uniform:
-        return "no ragged batches"
-    if shape.causal and shape.queries != shape.keys:
-        return "its causal mask is aligned to the start"
-    return None

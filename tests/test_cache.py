@@ -255,7 +255,10 @@ def test_half_the_bytes():
         ({"head_dim": 72}, "head_dim must be one of"),
         ({"num_seqs": 0}, "must be positive"),
         ({"num_pages": 0}, "must be positive"),
-        ({"scales": LayerScales(*[torch.ones(3)] * 2, *[torch.ones(3, 64)] * 2)}, "the scales are for heads"),
+        (
+            {"scales": LayerScales(*[torch.ones(3)] * 2, *[torch.ones(3, 64)] * 2)},
+            r"scales are for \(num_kv_heads, head_dim\) = \(3, 64\), and the cache has \(2, 64\)",
+        ),
         ({"scales": static(1.0, 1.0), "key_dtype": "e4m3"}, "scales are for key_dtype='int8', rotate_keys=True, and the cache has 'e4m3'"),
         ({"scales": static(1.0, 1.0), "rotate_keys": False}, "the cache has 'int8', False"),
         ({"scales": static(1.0, 1.0), "k_mean": torch.zeros(HEADS, DIM)}, "leave out k_mean and v_mean"),

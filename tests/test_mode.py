@@ -482,8 +482,8 @@ def test_arguments_of_another_type(net):
 def test_a_model_that_does_not_fit_the_policy(net):
     for policy, model, options, message in [
         (AttentionPolicy(skip=("atention",)), net, {}, "no module of the model is called 'atention'"),
-        (AttentionPolicy(skip_last=1), net.blocks[0], {}, "in no ModuleList"),
-        (AttentionPolicy(skip_last=1), net, {"layers": [nn.Linear(1, 1)]}, "not inside the model"),
+        (AttentionPolicy(skip_last=1), net.blocks[0], {}, r"none in a ModuleList: name them, fp8_attention\(policy, model, layers="),
+        (AttentionPolicy(skip_last=1), net, {"layers": [nn.Linear(1, 1)]}, r"layers\[0\], a Linear, is not inside the model"),
     ]:
         with pytest.raises(ValueError, match=message), fp8_attention(policy, model, **options):
             pass

@@ -29,7 +29,7 @@ def cache():
         (torch.zeros(2, 64), {}, r"\[T, heads, head_dim\]"),
         (torch.zeros(2, 64, 4).transpose(1, 2), {}, "last dimension contiguous"),
         (torch.zeros(2, 4, 64), {"window": 0}, "window >= 1"),
-        (torch.zeros(2, 4, 64), {"window": 5, "causal": False}, "needs causal=True"),
+        (torch.zeros(2, 4, 64), {"window": 5, "causal": False}, "needs causal=True .* got causal=False, window=5"),
         (torch.zeros(2, 4, 64), {"softcap": -1.0}, "None for no cap"),
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(2)}, "one logit per query head"),
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(4, device="meta")}, r"on cpu; got \(4,\) float32 on meta"),
@@ -48,7 +48,7 @@ def cache():
         (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'hopper', 'triton', 'reference'"),
         (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
         (torch.zeros(2, 4, 64, dtype=torch.int32), {}, "must be floating point"),
-        (torch.zeros(2, 4, 64, device="meta"), {}, "the cache is on cpu and the tokens are on meta"),
+        (torch.zeros(2, 4, 64, device="meta"), {}, "the cache is on cpu and q is on meta"),
     ],
 )
 def test_refusals_say_what_would_do(cache, q, options, message):
@@ -80,11 +80,10 @@ def test_quantize_says_what_would_do(changed, message):
         fp8attn.quantize(arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
-def test_quantize_takes_e4m3_as_it_is_or_not_at_all():
+def test_quantize_leaves_e4m3_to_the_quantized_sdpa():
     x = torch.randn(2, 2, 100, 64).to(torch.float8_e4m3fn)
-    mean = torch.zeros(2, 64)
-    for options in ({}, {"key_dtype": "e4m3"}, {"rotate_keys": False}, {"key_dtype": "e4m3", "rotate_keys": False, "v_mean": mean}):
-        with pytest.raises(ValueError, match="pass key_dtype='e4m3' and rotate_keys=False, and no means"):
+    for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
+        with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
             fp8attn.quantize(x, x, **options)
     none = dict.fromkeys(("rope_cos", "rope_sin", "k_mean", "v_mean"))
     pages = run_quantize("reference", x, x, **none, rope_interleaved=False, key_dtype=x.dtype, rotate_keys=False)
@@ -121,7 +120,7 @@ def test_quantize_is_a_first_append(key_dtype, rotate_keys):
         (torch.zeros(4, 2, 64), None, {"rope_cos": torch.zeros(4, 32)}, "together"),
         (torch.zeros(4, 2, 64), None, {"rope_cos": torch.zeros(3, 32), "rope_sin": torch.zeros(3, 32)}, r"T = 4"),
         (torch.zeros(4, 2, 64), None, {"cu_seqlens": torch.zeros(2).int(), "max_seqlen": 1}, r"cu_seqlens must be \(3,\) int32"),
-        (torch.zeros(4, 2, 64, device="meta"), None, {}, "the cache is on cpu and the tokens are on meta"),
+        (torch.zeros(4, 2, 64, device="meta"), None, {}, "the cache is on cpu and k is on meta"),
         (torch.zeros(4, 2, 64), None, {"backend": "fastest"}, "unknown backend"),
     ],
 )
@@ -182,7 +181,7 @@ def test_attention_turns_queries_first(cache, interleaved):
 @pytest.mark.parametrize(
     ("q", "tables", "message"),
     [
-        (torch.zeros(4, 4, 64), (torch.zeros(4, 32), None), "rope_cos and rope_sin together, or neither"),
+        (torch.zeros(4, 4, 64), (torch.zeros(4, 32), None), "rope_cos and rope_sin together, or neither; rope_sin is None"),
         (torch.zeros(4, 4, 64), (torch.zeros(2, 32),) * 2, r"must both be \[T, R/2\] with T = 4"),
         (torch.zeros(2, 2, 4, 64), (torch.zeros(4, 32),) * 2, r"must both be \[2, R/2\], \[2, 2, R/2\]"),
         (torch.zeros(4, 4, 64), (torch.zeros(4, 32, device="meta"),) * 2, "what they turn is on cpu; move them there"),

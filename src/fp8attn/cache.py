@@ -70,11 +70,14 @@ class PagedKVCache:
             raise ValueError(f"num_seqs, num_kv_heads and num_pages must be positive; got {num_seqs}, {num_kv_heads}, {num_pages}")
         if scales is not None:
             if scales.k_mean.shape != (num_kv_heads, head_dim):
-                raise ValueError(f"the scales are for heads {tuple(scales.k_mean.shape)}, the cache is {(num_kv_heads, head_dim)}")
+                raise ValueError(
+                    f"the scales are for (num_kv_heads, head_dim) = {tuple(scales.k_mean.shape)}, and the cache has "
+                    f"{(num_kv_heads, head_dim)}; pass the scales of this layer of this model"
+                )
             if (scales.key_dtype, scales.rotate_keys) != (key_dtype, rotate_keys):
                 raise ValueError(
                     f"the scales are for key_dtype={scales.key_dtype!r}, rotate_keys={scales.rotate_keys}, and the cache has "
-                    f"{key_dtype!r}, {rotate_keys}; give it theirs, or calibrate again"
+                    f"{key_dtype!r}, {rotate_keys}; pass the scales' own to the cache, or calibrate again"
                 )
             if k_mean is not None or v_mean is not None:
                 raise ValueError("scales bring their own means; leave out k_mean and v_mean")
@@ -321,9 +324,9 @@ class PagedKVCache:
         source, target = self._sequences([source, target])
         length = self._lengths[source] if length is None else length
         if not 0 <= length <= self._lengths[source]:
-            raise ValueError(f"sequence {source} has {self._lengths[source]} tokens; cannot copy {length}")
+            raise ValueError(f"sequence {source} has {self._lengths[source]} tokens, so length must be 0 to that; cannot copy {length}")
         if source == target:
-            raise ValueError("a sequence cannot be copied onto itself; use truncate to shorten it")
+            raise ValueError(f"sequence {source} cannot be copied onto itself; use truncate to shorten it")
         self._room = 0
         table = self._tables[source][: _num_pages(length)]
         for page in table:

@@ -237,7 +237,7 @@ def fp8_attention(
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module (of a pipeline, pass its transformer); got {type(model).__name__}")
     if model is None and (policy.skip_first or policy.skip_last or policy.patterns or layers is not None):
-        raise ValueError("skip_first, skip_last, names in skip, and layers need the model: fp8_attention(policy, model)")
+        raise ValueError("skip_first, skip_last, patterns in skip, and layers need the model: call fp8_attention(policy, model)")
     mode = _Mode(policy, getattr(_thread, "mode", None))
     with _entered(mode), nullcontext() if model is None else _hooks(mode, model, layers), mode:
         try:
@@ -466,9 +466,13 @@ def _sites(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None, co
     names = {module: name for name, module in model.named_modules()}
     layers = _layers(model) if layers is None else [getattr(layer, "_orig_mod", layer) for layer in layers]
     if (policy.skip_first or policy.skip_last) and not layers:
-        raise ValueError("the model holds its layers in no ModuleList: say which they are, fp8_attention(policy, model, layers=[...])")
-    if any(layer not in names for layer in layers):
-        raise ValueError("a module in layers is not inside the model")
+        raise ValueError(
+            f"skip_first and skip_last count layers, and {type(model).__name__} has none in a ModuleList: name them, "
+            "fp8_attention(policy, model, layers=[...])"
+        )
+    for i, layer in enumerate(layers):
+        if layer not in names:
+            raise ValueError(f"layers[{i}], a {type(layer).__name__}, is not inside the model: pass modules from model.modules()")
     for pattern in policy.patterns:
         if not any(fnmatchcase(name, pattern) for name in names.values()):
             raise ValueError(

@@ -125,18 +125,21 @@ def attention(
         if q.shape[0] != pages.num_seqs or cu_seqlens_q is not None or q.stride(3) != 1:
             raise ValueError(
                 f"q of four dimensions must be [{pages.num_seqs}, S, num_q_heads, head_dim] with the last dimension contiguous, and come "
-                f"without cu_seqlens_q; got {tuple(q.shape)}, {q.stride()}"
+                f"without cu_seqlens_q; got shape {tuple(q.shape)}, strides {q.stride()} and "
+                f"{'no ' if cu_seqlens_q is None else ''}cu_seqlens_q"
             )
         max_seqlen_q = q.shape[1]
     else:
         max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    _check_tokens(q, pages.device, 4 if q.dim() == 4 else 3)
+    _check_tokens(q, "q", pages.device, 4 if q.dim() == 4 else 3)
     *_, num_q_heads, q_dim = q.shape
     num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
     if num_q_heads % num_kv_heads or q_dim != head_dim:
         raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
     if window is not None and (not causal or window < 1):
-        raise ValueError(f"window counts the visible keys of a causal query, so it needs causal=True and window >= 1; got {window}")
+        raise ValueError(
+            f"window counts the visible keys of a causal query, so it needs causal=True and window >= 1; got {causal=}, {window=}"
+        )
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
     if sinks is not None:
@@ -171,7 +174,8 @@ def quantize(
     empty cache, whose sequence b holds pages `[b * n, (b + 1) * n)` in order.
 
     Args:
-        k, v: `[B, num_kv_heads, S, head_dim]`, any strides but for the last dimension, which is contiguous; nothing empty.
+        k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), any strides but for the last
+            dimension, which is contiguous; nothing empty.
         rope_cos, rope_sin: rotate K first; `[S, R / 2]` and more (`rope.dense_tables`).
         rope_interleaved: which channels are pairs.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; see `KVPages`. None: zero.
@@ -192,8 +196,11 @@ def quantize(
     for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
         if mean is not None:
             check_tensor(mean, name, (k.shape[1], k.shape[3]), torch.float32, k.device)
-    if k.dtype == FP8 and (key_dtype, rotate_keys, k_mean, v_mean) != ("e4m3", False, None, None):
-        raise ValueError("K and V that are E4M3 already are stored as they are: pass key_dtype='e4m3' and rotate_keys=False, and no means")
+    if k.dtype == FP8:
+        raise ValueError(
+            f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
+            "fp8attn.scaled_dot_product_attention_quantized"
+        )
     cos, sin = _tables(k, rope_cos, rope_sin, rope_interleaved)
     return run_quantize(
         resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
@@ -249,7 +256,9 @@ def quantize_rows(
     """
     _check_dense(x, "x")
     if not x.numel() or heads_per_scale < 1 or x.shape[1] % heads_per_scale:
-        raise ValueError(f"x must not be empty, nor heads_per_scale={heads_per_scale} but a divisor of its heads; got {tuple(x.shape)}")
+        raise ValueError(
+            f"x must not be empty, and heads_per_scale must be a divisor of its heads; got x {tuple(x.shape)} and {heads_per_scale=}"
+        )
     cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
     options = dict(
         rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, means=means,
@@ -294,22 +303,22 @@ def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
     """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name. `cache` is whatever has
     `num_kv_heads`, `head_dim` and `device`: the pages, or a `PagedKVCache` that may have none yet."""
     device = cache.device
-    _check_tokens(k, device)
+    _check_tokens(k, "k", device)
     if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
         raise ValueError(
             f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and of one dtype; "
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
-    _check_tokens(v, device)
+    _check_tokens(v, "v", device)
     _given_together(rope_cos, rope_sin)
     if rope_cos is not None:
         check_rope(k, rope_cos, rope_sin)
     if q is not None:
-        _check_tokens(q, device)
+        _check_tokens(q, "q", device)
         if rope_cos is None or q.shape[::2] != k.shape[::2]:
             raise ValueError(
-                f"q is there to be rotated: it must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
-                f"got {tuple(q.shape)}, {'without' if rope_cos is None else 'with'} them"
+                f"append applies RoPE to q, so q must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
+                f"got {tuple(q.shape)} {'without' if rope_cos is None else 'with'} them; leave q out if it needs no RoPE"
             )
     return resolve(backend, k)
 
@@ -327,11 +336,13 @@ def unobserved(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
-def _check_tokens(x: torch.Tensor, device: torch.device, dims: int = 3) -> None:
+def _check_tokens(x: torch.Tensor, name: str, device: torch.device, dims: int = 3) -> None:
     if x.dim() != dims or x.stride(-1) != 1:
-        raise ValueError(f"tokens must be [T, heads, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
+        raise ValueError(
+            f"{name} must be [T, heads, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"
+        )
     if x.device != device:
-        raise ValueError(f"the cache is on {device} and the tokens are on {x.device}; move one of them")
+        raise ValueError(f"the cache is on {device} and {name} is on {x.device}; move one of them")
     check_derivatives(x)
 
 
@@ -362,13 +373,15 @@ def check_derivatives(*tensors: torch.Tensor) -> None:
 
 def _check_dense(x: torch.Tensor, name: str) -> None:
     if x.dim() != 4 or x.stride(3) != 1:
-        raise ValueError(f"{name} must be [B, heads, S, head_dim] with the last dimension contiguous; got {tuple(x.shape)}, {x.stride()}")
+        raise ValueError(
+            f"{name} must be [B, heads, S, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"
+        )
     check_derivatives(x)
 
 
 def _given_together(rope_cos, rope_sin) -> None:
     if (rope_cos is None) != (rope_sin is None):
-        raise ValueError("give rope_cos and rope_sin together, or neither")
+        raise ValueError(f"give rope_cos and rope_sin together, or neither; rope_{'cos' if rope_cos is None else 'sin'} is None")
 
 
 def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -394,9 +407,9 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: s
     """The longest sequence of new tokens; every sequence's length where `cu_seqlens` is None."""
     if cu_seqlens is not None:
         if max_seqlen is None:
-            raise ValueError(f"{cu_name} needs {max_name}, the longest of its sequences")
+            raise ValueError(f"{cu_name} needs {max_name}, the most tokens of one of its sequences, as a Python int")
         if isinstance(max_seqlen, torch.Tensor) or max_seqlen < 0:
-            raise ValueError(f"{max_name} must be a Python int >= 0, since it decides how much is launched; got {max_seqlen!r}")
+            raise ValueError(f"{max_name} must be a Python int >= 0, because the host sizes launches by it; got {max_seqlen!r}")
         check_tensor(cu_seqlens, cu_name, (pages.num_seqs + 1,), torch.int32, x.device)
         return max_seqlen
     if not x.shape[0]:

@@ -68,11 +68,17 @@ def fallback_reason(
     if scale is not None and not scale > 0.0:
         return "the scale is not positive"
     if device.type == "cpu":
-        return None if dtype in DTYPES else f"{dtype} asks for more than FP8 gives"
+        return None if dtype in DTYPES else f"on a CPU FP8 attention takes bfloat16, float16 and float32, not {dtype}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels take bfloat16 and float16, not {dtype}"
     # Dynamo cannot look at the machine. The op does, and refuses if it must.
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
+
+
+def _described(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    """What was given, for an error."""
+    given = (("query", query), ("key", key), ("value", value))
+    return ", ".join(f"{name} {'nested' if x.is_nested else list(x.shape)} {x.dtype} on {x.device}" for name, x in given)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -137,7 +143,10 @@ def scaled_dot_product_attention(
     reason = fallback_reason(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if reason is not None:
         if backend != "auto":
-            raise ValueError(f"backend {backend!r} cannot answer this call: {reason}; with backend='auto' torch's own SDPA does, exactly")
+            raise ValueError(
+                f"backend {backend!r} cannot answer this call: {reason}; with backend='auto' torch's own SDPA does, exactly. "
+                f"Got {_described(query, key, value)}"
+            )
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = _batched(query), _batched(key), _batched(value)
     out = _run(q, k, v, None, None, False, is_causal, scale, key_dtype, rotate_keys, backend)
@@ -176,14 +185,18 @@ def rope_scaled_dot_product_attention(
             answer, with the reason (rotate first, and call `scaled_dot_product_attention`).
     """
     if (key_rope_cos is None) != (key_rope_sin is None):
-        raise ValueError("give key_rope_cos and key_rope_sin together, or neither")
+        missing = "key_rope_cos" if key_rope_cos is None else "key_rope_sin"
+        raise ValueError(f"give key_rope_cos and key_rope_sin together, or neither; {missing} is None")
     key_type(key_dtype)  # raises ValueError
     query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
     if reason is None and query.dim() != 4:
         reason = "query, key and value must have four dimensions"
     if reason is not None:
-        raise ValueError(f"FP8 attention cannot answer this call: {reason}; rotate query and key, and call scaled_dot_product_attention")
+        raise ValueError(
+            f"FP8 attention cannot answer this call: {reason}; rotate query and key, and call scaled_dot_product_attention. "
+            f"Got {_described(query, key, value)}"
+        )
     if key_rope_cos is None:
         key_rope_cos, key_rope_sin = rope_cos, rope_sin
     check_device(query, rope_cos, rope_sin)
