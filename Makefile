@@ -33,7 +33,7 @@ peers:
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there. Without git, FP8ATTN_COMMIT says what is measured.
 gpu:
 	for name in tests accumulation accuracy prefill decode sdpa append slice overhead llama_decode llama_prefill wan perplexity drift \
-		real_model agreement sanitize; do \
+		real_model agreement speculative sanitize; do \
 		$(PYTHON) -m benchmarks.run $$name --save || exit; \
 	done
 	PYTHONPATH=src $(PYTHON) -m benchmarks.plot

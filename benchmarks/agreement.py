@@ -1,5 +1,7 @@
-"""How far apart are the predictions of prefill and of decode on the same tokens? They go through the same cache, once all in a prompt,
-and once with the last ones decoded one at a time. Reinforcement learning, whose trainer and sampler take different paths, needs them close.
+"""How far apart are the predictions of prefill and of decode on the same tokens?
+
+The tokens go through the same cache, once all in a prompt, and once with the last ones decoded one at a time. Reinforcement learning, whose
+trainer and sampler take different paths, needs them close.
 
 Of every window the last 512 tokens are compared. BF16 is measured beside our caches, because its own two paths round differently as well:
 through FlashAttention-3 where it is installed, else through torch's attention.

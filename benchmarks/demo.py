@@ -1,4 +1,4 @@
-"""What `fp8attn demo` finds: bytes, perplexity, answers and needles, BF16 beside FP8."""
+"""What `fp8attn demo` finds of bytes, perplexity, answers and needles, in BF16 and in FP8."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A hundred thousand tokens decoded behind a prompt, one at a time, while the cache's pages are copied, reordered, truncated and grown in
-scale: how far predictions are from BF16's, segment by segment.
+"""How far predictions are from BF16's over a hundred thousand decoded tokens.
 
-Two sequences of held-out text side by side; a step through our cache is a CUDA graph. BF16 reads the same tokens in chunks.
+They are decoded behind a prompt, one at a time, while the cache's pages are copied, reordered, truncated and grown in scale. Two sequences
+of held-out text run side by side; a step through our cache is a CUDA graph. BF16 reads the same tokens in chunks.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SOURCES = {
     "model": ("training/report.py", "training/data.py", "training/config.json", MODEL),
     "needle": ("benchmarks/needle_systems.py", MODEL),  # needle.py keeps answers and counts them, and decides none
     **{name: (f"benchmarks/{name}.py", MODEL) for name in ("agreement", "demo", "drift", "perplexity")},
-    "real_model": ("benchmarks/real_model.py", MODEL, "models/prose/sherlock.txt.xz"),
+    **{name: (f"benchmarks/{name}.py", MODEL, "models/prose/sherlock.txt.xz") for name in ("real_model", "speculative")},
 }
 NEEDLE = (  # what answers of other systems depend on; of the layout and the numerics, what FP8 is and how it is rounded to
     *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py", MODEL),

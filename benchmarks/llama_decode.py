@@ -1,4 +1,4 @@
-"""A decode step of a Llama-3.1-8B-shaped model (random weights) at growing contexts: FP8Cache beside BF16 caches.
+"""A decode step of a Llama-3.1-8B-shaped model (random weights) by context, with FP8Cache beside BF16 caches.
 
 Each step is a CUDA graph; the systems' replays are interleaved; medians. Caches are filled with random values instead of a prompt's, which
 costs a step nothing. In the case `agree-*` every system prefills and decodes the same tokens, and their logits must agree.

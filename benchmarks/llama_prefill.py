@@ -1,4 +1,4 @@
-"""Prefill of a Llama-3.1-8B-shaped model (random weights): FP8 attention, quantization included, beside BF16 attention.
+"""Prefill of a Llama-3.1-8B-shaped model (random weights) with FP8 attention, quantization included, beside BF16 attention.
 
 One sequence through all layers without a cache, up to the last hidden states: the same model for all, only its attention swapped
 (`models`). Norms are torch's fused ones and RoPE is one kernel (`ops.rotate`), as where models are served. Up to 8192 tokens each system is

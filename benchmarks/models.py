@@ -125,8 +125,8 @@ def timed(case: str, calls: dict[str, Callable], rounds: int, *, graphs: bool = 
     runs = {name: graph_of(call)[0] for name, call in calls.items()} if graphs else calls
     times = interleaved(runs, rounds)
     rows = [{"case": case, "impl": name, "ms": round(ms, 4), **about} for name, ms in times.items()]
-    best = min((row for row in rows if "bf16" in row["impl"]), key=lambda row: row["ms"])
+    best = min((row for row in rows if "bf16" in row["impl"]), key=lambda row: row["ms"], default=None)
     for row in rows:
-        if "bf16" not in row["impl"]:
+        if best and "bf16" not in row["impl"]:
             row |= {"beside": best["impl"], "speedup": round(best["ms"] / row["ms"], 4)}
     return rows

@@ -125,8 +125,7 @@ class RowsFP8(Rows):
     Args:
         kernel: as of `Rows`.
         scales: of each layer's Q, K and V. None: one.
-        means: remove each sequence's means of K and V, found over its first tokens to come (its prompt, or that one's first chunk), and
-            restore V's.
+        means: remove the means of K and V over each sequence's prompt (the first forward), and restore V's.
     """
 
     def __init__(self, kernel: Callable, scales: list[Scales] | None, means: bool) -> None:
@@ -165,27 +164,19 @@ class FP8Rows(DynamicLayer):
         new = [x.transpose(1, 2) for x in (key_states, value_states)]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.k_mean, self.v_mean = (torch.zeros_like(x[:, :1], dtype=torch.float32) for x in new)
-        if self.rows.means:
-            self.k_mean, self.v_mean = self.means(*new)
+            self.k_mean, self.v_mean = map(self.mean, new)
         low = [quantize(x - mean, s) for x, mean, s in zip(new, (self.k_mean, self.v_mean), self.scales[1:], strict=True)]
         if self.keys.numel():
             low = [_join(old.transpose(1, 2), x) for old, x in zip((self.keys, self.values), low, strict=True)]
         self.keys, self.values = (x.contiguous().transpose(1, 2) for x in low)
         return self.keys, self.values
 
-    def means(self, *new: torch.Tensor) -> list[torch.Tensor]:
-        """The means `[B, 1, num_kv_heads, D]` of K and of V, now that `new [B, S, num_kv_heads, D]` of each come: sequences of which no
-        token was there get theirs, over those that are not padding."""
-        batch, length = new[0].shape[:2]
-        mask = self.rows.mask
-        if mask is None:
-            mask = torch.ones(batch, self.get_seq_length() + length, device=new[0].device)
-        real = mask[:, -length:].float()
-        begins = (mask.sum(1) == real.sum(1))[:, None, None, None]
-        count = real.sum(1).clamp_min(1)[:, None, None, None]
-        found = [torch.einsum("bshd,bs->bhd", x.float(), real)[:, None] / count for x in new]
-        return [torch.where(begins, x, old) for x, old in zip(found, (self.k_mean, self.v_mean), strict=True)]
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """What is removed of K or V, `[B, 1, num_kv_heads, D]`: zero, or the mean of a prompt `[B, S, num_kv_heads, D]` but for padding."""
+        if not self.rows.means:
+            return torch.zeros_like(x[:, :1], dtype=torch.float32)
+        real = torch.ones(x.shape[:2], device=x.device) if self.rows.mask is None else self.rows.mask.float()
+        return torch.einsum("bshd,bs->bhd", x.float(), real / real.sum(1, keepdim=True))[:, None]
 
 
 def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

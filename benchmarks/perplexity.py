@@ -1,5 +1,7 @@
-"""Perplexity, KL divergence and agreement with BF16 of the same held-out text through each cache, by position: short and long contexts,
-prefilled in chunks and decoded token by token."""
+"""Perplexity of held-out text through each cache, and how far its predictions are from BF16's, by position.
+
+Contexts are short and long, prefilled in chunks and decoded token by token.
+"""
 
 from __future__ import annotations
 

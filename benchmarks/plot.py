@@ -10,7 +10,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import matplotlib
@@ -25,7 +25,7 @@ from fp8attn.evaluation.plots import needle_maps, thousands
 from fp8attn.evaluation.stress import STRENGTHS
 
 from .problem import KEYS
-from .readme import Rows, over_bf16, rows_of
+from .readme import PREFILL, Rows, over_bf16, rows_of
 from .results import RESULTS
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
@@ -40,12 +40,6 @@ COLOURS = {
 }  # fmt: skip
 HATCHES = {"": "", "calibrated": "//", "means": "..", "calibrated+means": "xx"}  # of a kernel with options
 DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
-PREFILL = (
-    ("D128-full-S16384", "D128-causal-S16384", "D128-causal-S4096", "D128-causal-S8192", "D128-causal-S65536", "D128-causal-S1024",
-     "gqa-causal-S16384"),
-    ("gqa-causal-S131072", "chunked-2k-on-128k", "varlen-mix", "D64-full-S16384", "D64-causal-S16384", "D256-full-S16384",
-     "D256-causal-S16384"),
-)  # fmt: skip
 THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
 _, OTHER_KEYS = KEYS
 SMOOTHED = 21  # segments of a decode whose mean is drawn
@@ -62,7 +56,7 @@ def device() -> str:
 # Parts of pictures
 
 
-def bars(axes: Axes, name: str, unit: str, cases: tuple[str, ...], impls: tuple[str, ...]) -> None:
+def bars(axes: Axes, name: str, unit: str, cases: Sequence[str], impls: Sequence[str]) -> None:
     """Grouped bars: one group a case, one bar an implementation, the first one's heights written in it."""
     rows, width = read(name), 0.85 / len(impls)
     for i, impl in enumerate(impls):
@@ -118,7 +112,7 @@ def plot_decode() -> None:
 
 def plot_prefill() -> None:
     figure, both = plt.subplots(2, figsize=(12, 7), sharey=True)
-    for axes, cases in zip(both, PREFILL, strict=True):
+    for axes, cases in zip(both, (list(PREFILL)[:7], list(PREFILL)[7:]), strict=True):
         bars(axes, "prefill", "tflops", cases, (*KEYS, "fp8attn-q8", *THEIRS, "cudnn-bf16"))
         axes.set_ylabel("TFLOPS")
     finish(

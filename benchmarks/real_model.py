@@ -1,5 +1,6 @@
-"""What 8-bit keys and values cost a public model and this repository's own: perplexity beside the model in BF16, and divergence from the
-model in FP32 with exact attention, on identical tokens.
+"""What 8-bit keys and values cost a public model and this repository's own.
+
+On identical tokens: perplexity beside the model in BF16, and divergence from the model in FP32 with exact attention.
 
 `smollm2` is SmolLM2-135M-Instruct (`fp8attn[public]`), `stdlib` the committed model. An implementation is a cache and a way to read it:
 `-prefill` puts all tokens through the kernel of many queries (on a CPU: through the reference, whose arithmetic is exact), and `-decode`

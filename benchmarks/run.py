@@ -64,7 +64,7 @@ class Table:
             print(f"\n{self.case}")
         cells = [f"{row['impl']:24s}"]
         for name, value in row.items():
-            if name not in ("case", "impl", "fingerprint"):
+            if name not in ("case", "impl", "fingerprint") and not isinstance(value, list | tuple):
                 cells.append(f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}")
         if "ms" in row:
             cells.append(f"{row['ms'] / self.first.setdefault(row.get('timed'), row['ms']):.3f} of the first's time")

@@ -1,8 +1,8 @@
-"""Does speculative decoding give plain greedy decoding's tokens? transformers' prompt lookup and assisted decoding, through our caches and
-through its own in BF16.
+"""Does speculative decoding give plain greedy decoding's tokens?
 
-Drafts are appended to the cache and those that the model rejects are cropped, in the middle of a page. In exact arithmetic no token
-changes. On a GPU, several tokens in a forward round differently from one, through any cache, so equally likely tokens may change.
+transformers' prompt lookup and assisted decoding run through our caches and, in BF16, through its own. Drafts are appended to the cache,
+and those that the model rejects are cropped, in the middle of a page. In exact arithmetic no token changes. On a GPU, several tokens in a
+forward round differently from one, through any cache, so equally likely tokens may change.
 
 | key | is |
 |---|---|
@@ -15,7 +15,7 @@ changes. On a GPU, several tokens in a forward round differently from one, throu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -37,11 +37,8 @@ QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is a 
 
 def prompts_of(tokenizer: Any, device: torch.device) -> list[torch.Tensor]:
     """`[1, S]` each."""
-    pieces = [
-        texts.tokens(tokenizer, path)[start : start + LENGTH]
-        for path in (texts.CODE, texts.PROSE)
-        for start in range(0, 1000 * PIECES, 1000)
-    ]
+    read = [texts.tokens(tokenizer, path) for path in (texts.CODE, texts.PROSE)]
+    pieces = [text[start : start + LENGTH] for text in read for start in range(0, 1000 * PIECES, 1000)]
     questions = [torch.tensor(tokenizer(f"Question: {text}\nAnswer:")["input_ids"]) for text in QUESTIONS]
     return [ids[None].to(device) for ids in (*pieces, *questions)]
 
@@ -86,17 +83,17 @@ def compare(plain: list[list[int]], drafted: list[list[int]], forwards: int) -> 
     }
 
 
-@cache
-def greedy(model_name: str | None, impl: str) -> list[list[int]]:
-    """Plain greedy's tokens, which both ways of drafting are compared with."""
-    model, tokenizer = texts.load(model_name)
-    return continuations(model, prompts_of(tokenizer, model.device), using(model, impl))[0]
-
-
-def using(model: Any, impl: str) -> Callable:
+def makes_cache(impl: str, model: Any) -> MakeCache:
     """Make the model attend as `impl` does; what makes its cache."""
     model.set_attn_implementation("sdpa" if impl == "bf16" else "fp8_kv")
     return (lambda: DynamicCache(config=model.config)) if impl == "bf16" else texts.make_cache(impl, model)
+
+
+@cache
+def greedy(name: str | None, impl: str) -> list[list[int]]:
+    """Plain greedy's tokens, with which both kinds of drafts are compared."""
+    model, tokenizer = texts.load(name)
+    return continuations(model, prompts_of(tokenizer, model.device), makes_cache(impl, model))[0]
 
 
 def measure(case: str) -> Iterator[dict]:
@@ -108,4 +105,4 @@ def measure(case: str) -> Iterator[dict]:
     options = {"prompt_lookup_num_tokens": DRAFT} if how == "prompt-lookup" else {"assistant_model": assistant_of(model)}
     for impl in IMPLS:
         plain = greedy(name, impl)
-        yield {"case": case, "impl": impl, **compare(plain, *continuations(model, prompts, using(model, impl), **options))}
+        yield {"case": case, "impl": impl, **compare(plain, *continuations(model, prompts, makes_cache(impl, model), **options))}

@@ -1,4 +1,4 @@
-"""A stack of Wan2.1-14B-shaped transformer blocks (random weights, BF16) on 81 frames: FP8 attention beside BF16 attention.
+"""A stack of Wan2.1-14B-shaped transformer blocks (random weights, BF16) on 81 frames, with FP8 attention beside BF16 attention.
 
 A block is self-attention with RoPE, cross-attention to 512 tokens of text, a feed-forward network, and modulation by the timestep: 40 heads
 of 128, hidden 5120, FFN 13824. 81 frames are 21 latent frames, of H/16 x W/16 tokens each: 75,600 at 1280x720, 171,360 at 1920x1088
