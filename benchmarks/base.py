@@ -74,6 +74,8 @@ def compare_case(name: str, case: str, sides: dict[str, Beside], base: str) -> N
     for _ in range(TURNS):
         for side in random.sample(list(sides), 2):
             times[side].append(sides[side]())
+            if times[side][-1] is None:
+                sys.exit(f"{case}: the process of {'this revision' if side == 'now' else base} ended; what it printed is above")
     print(f"\n{case}")
     for impl in impls:
         now, before = ([turn[impl] for turn in times[side]] for side in ("now", "base"))

@@ -102,6 +102,8 @@ def main() -> None:
     if base is not None:
         if save:
             sys.exit("--base compares revisions and keeps nothing: leave out --save")
+        if not hasattr(benchmark, "calls"):
+            sys.exit(f"--base compares calls of kernels, and {name} has none (no calls(case))")
         from .base import compare
 
         compare(name, cases, base)

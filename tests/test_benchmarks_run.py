@@ -45,6 +45,8 @@ def test_cases_are_chosen_by_parts_of_their_names_and_kept_on_request(runner, ca
         runner("made", "nothing")
     with pytest.raises(SystemExit, match="--base compares revisions and keeps nothing: leave out --save"):
         runner("made", "--base", "HEAD", "--save")
+    with pytest.raises(SystemExit, match="--base compares calls of kernels, and made has none"):
+        runner("made", "--base", "HEAD")
 
 
 def test_what_is_measured_before_a_failure_is_kept(runner):
