@@ -92,15 +92,7 @@ class Run:
     held: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
-def hold(
-    shape: Shape,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    key_dtype: str = DEFAULT_KEY_DTYPE,
-    rotate_keys: bool = True,
-    spare: int = 3,
-) -> KVPages:
+def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KEY_DTYPE, rotate_keys=True, spare=3) -> KVPages:
     """A cache that `append` has filled with `k` and `v [tokens, num_kv_heads, head_dim]`, in shuffled pages.
 
     Bytes that no kernel may read are poison: `POISON` in the `spare` pages that no sequence holds and in K behind a sequence's end, NaN in
