@@ -5,7 +5,7 @@ PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
 TRITON36 := .venv/triton36
 
-.PHONY: demo test check check-results gpu clean
+.PHONY: demo test check check-results peers gpu clean
 
 demo: .venv/.cli .venv/.public
 	$(BIN)/fp8attn demo
@@ -25,11 +25,15 @@ check: .venv/.dev
 check-results: .venv/.dev
 	PYTHONPATH=src $(BIN)/python -m benchmarks.check
 
+# Other systems' kernels for the benchmarks, into .peers: what cannot be had is named and left out.
+peers:
+	$(PYTHON) -m benchmarks.get_peers
+
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there. Without git, FP8ATTN_COMMIT says what is measured.
 gpu:
-	for name in gpu_tests accumulation accuracy prefill decode sdpa append slice overhead llama_decode llama_prefill wan perplexity drift \
-		real_model agreement sanitize; do \
-		PYTHONPATH=src $(PYTHON) -m benchmarks.$$name --save || exit; \
+	for name in tests accumulation accuracy prefill decode sdpa append slice overhead llama_decode llama_prefill wan perplexity drift \
+		real_model agreement speculative sanitize; do \
+		$(PYTHON) -m benchmarks.run $$name --save || exit; \
 	done
 	PYTHONPATH=src $(PYTHON) -m benchmarks.plot
 

@@ -1,15 +1,16 @@
-"""Do prefill and decode agree? The same tokens go through the same cache, once all in a prompt, and once with the last ones decoded one at
-a time: how far apart are the predictions? Reinforcement learning, whose trainer and sampler take different paths, needs them close.
+"""How far apart are the predictions of prefill and of decode on the same tokens?
 
-    python -m benchmarks.agreement [case substring ...] [--windows N] [--decode 512] [--save]
+The tokens go through the same cache, once all in a prompt, and once with the last ones decoded one at a time. Reinforcement learning, whose
+trainer and sampler take different paths, needs them close.
 
-Of every window the last `decoded` tokens are compared. BF16 is measured beside our caches, because its own two paths round differently as
-well: through FlashAttention-3 where it is installed, else through torch's attention.
+Of every window the last 512 tokens are compared. BF16 is measured beside our caches, because its own two paths round differently as well:
+through FlashAttention-3 where it is installed, else through torch's attention.
 """
 
 from __future__ import annotations
 
-import time
+import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,20 +18,21 @@ import torch
 from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import BF16Cache, MakeCache, forward, prefill
 
-from . import needle_systems, peers, results
+from . import needle_systems, peers, texts
 from .real_model import CASES as REAL
-from .real_model import OURS, installed, our_cache
+from .real_model import our_cache
 
 IMPLS = ("bf16", "fp8attn-int8-keys", "fp8attn-e4m3-keys")
 CASES = {name: REAL[name] for name in ("smollm2-S2048", "stdlib-S4096")}
 WINDOWS = 8  # side by side, as the sequences of a batch
+DECODED = 512  # tokens of each window
 
 
 def attend(impl: str, model: Any) -> tuple[MakeCache, str]:
     """Make the model attend as `impl` does; what makes its cache, and the name of the attention."""
     model.set_attn_implementation("fp8_kv")
-    if impl in OURS:
-        return our_cache(impl, model.config, "auto"), "fp8attn"
+    if impl != "bf16":
+        return our_cache(impl, model, "auto"), "fp8attn"
     if model.device.type == "cuda" and "fa3" in peers.available():
         rows = needle_systems.Rows(needle_systems.KERNELS["bf16"])
         needle_systems.use(model, rows)
@@ -72,36 +74,24 @@ def compare(prefilled: torch.Tensor, decoded: torch.Tensor, targets: torch.Tenso
     }
 
 
-def measure(
-    case: str, model: Any, windows: torch.Tensor, *, impls: tuple[str, ...] = IMPLS, decode: int = 512, chunk: int = 8192
-) -> list[dict]:
+def rows(
+    case: str, model: Any, windows: torch.Tensor, *, impls: tuple[str, ...] = IMPLS, decode: int = DECODED, chunk: int = 8192
+) -> Iterator[dict]:
     """A row for each implementation, over `windows [B, S + 1]`."""
     windows = windows.to(model.device)
-    rows = []
     for impl in impls:
         make, attention = attend(impl, model)
         found = compare(*both_paths(model, windows[:, :-1], make, decode, chunk), windows[:, -decode:])
-        rows.append({"case": case, "impl": impl, "attention": attention, "windows": len(windows), "decoded": decode, **found})
-        print(f"{case} {impl} ({attention}): " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
-    return rows
+        yield {"case": case, "impl": impl, "attention": attention, "windows": len(windows), "decoded": decode, **found}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--windows", type=int, default=WINDOWS, help="of each case, side by side")
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = results.arguments(__doc__)
-    parser.add_argument("--windows", type=int, default=WINDOWS, help="windows of each case, side by side")
-    parser.add_argument("--decode", type=int, default=512, help="tokens of each window that are decoded one at a time")
-    args = results.parse(parser)
-    found = []
-    for name in installed(results.chosen(CASES, args.cases)):
-        case, began = CASES[name], time.monotonic()
-        model, tokenizer = models.load(case.model)
-        text = models.tokenize(tokenizer, models.read_text(case.text))
-        found += measure(name, model, models.windows(text, case.context + 1, args.windows), decode=args.decode)
-        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-    if args.save:
-        results.save("agreement", found)
-
-
-if __name__ == "__main__":
-    main()
+def measure(case: str, windows: int) -> Iterator[dict]:
+    given = CASES[case]
+    if (loaded := texts.load(given.model)) is not None:
+        model, tokenizer = loaded
+        yield from rows(case, model, models.windows(texts.tokens(tokenizer, given.text), given.context + 1, windows))

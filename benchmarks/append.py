@@ -1,13 +1,10 @@
 """Writing the cache: a decode step's append, a prompt's, and `ops.quantize` of dense K and V, beside a kernel that only reads and writes.
 
-    PYTHONPATH=src python -m benchmarks.append [case substring ...] [--rounds N] [--save]
-
 `fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them. `-rope` applies RoPE too.
 
-8 KV heads of 128 (`quantize`: 32), CUDA graphs, implementations interleaved, medians, the L2 cache flushed before every run. What is
-written is checked before it is timed: an append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read
-and one written for each element of K and V, and the tables of cos and sin that an append reads. `ceiling` reads and writes as many bytes:
-it converts BF16 to E4M3, element by element.
+8 KV heads of 128 (`quantize`: 32), CUDA graphs, the L2 cache flushed before every run. What is written is checked before it is timed: an
+append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read and one written for each element of K and V,
+and the tables of cos and sin that an append reads. `ceiling` reads and writes as many bytes: it converts BF16 to E4M3, element by element.
 
 A step is all of a decode step's append, with RoPE and 32 query heads: `ms` is what it adds to a graph in which kernels read as much as
 attention does (`measure.between_reads`), `ms_flushed` its time alone after the flush, which leaves the cache full of dirty lines.
@@ -16,7 +13,7 @@ attention does (`measure.between_reads`), `ms_flushed` its time alone after the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -31,15 +28,16 @@ from fp8attn.kernels.launch import constants, launch
 from fp8attn.layout import FP8, PAGE_SIZE, key_type
 from fp8attn.numerics import relative_error
 
-from . import results
-from .fingerprint import launched
+from .fingerprint import of_call
 from .measure import between_reads, graph_of, interleaved
 from .problem import DEVICE, KEYS
+from .sdpa import tables
 
 HEADS, DIM, GROUP = 8, 128, 4
 STEPS = 1024  # that a sequence has pages for
 BLOCK = 4096  # elements of one program of the ceiling
 FP8_ERROR = 0.03  # 2.6% is E4M3's, and INT8's is less
+ROUNDS = 21
 
 
 class Call(NamedTuple):
@@ -141,12 +139,6 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
 
-def tables(tokens: int) -> list[torch.Tensor]:
-    """cos and sin of some angles, `[tokens, DIM / 2]` BF16."""
-    angle = torch.rand(tokens, DIM // 2, device=DEVICE) * 6
-    return [angle.cos().bfloat16(), angle.sin().bfloat16()]
-
-
 @triton.jit
 def _cast(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -162,47 +154,38 @@ def ceiling(nbytes: int) -> Callable[[], None]:
     return lambda: launch(_cast, (-(-len(source) // BLOCK),), (source, target, len(source)), given)
 
 
-def calls(name: str) -> dict[str, Callable]:
-    """Our implementations of a case, and its ceiling."""
-    return with_ceiling(name, CASES[name].prepare())
+def restarted(case: str, made: Call) -> dict[str, Callable]:
+    """What can be called again and again. A step has pages for every repetition; a prompt sets the lengths back."""
+    if case.startswith("step"):
+        return made.calls
+    return {impl: lambda call=call: (call(), made.restart())[0] for impl, call in made.calls.items()}
 
 
-def with_ceiling(name: str, made: Call) -> dict[str, Callable]:
-    return made.calls | ({} if name.startswith("step") else {"ceiling": ceiling(made.bytes)})
+def calls(case: str) -> dict[str, Callable]:
+    return restarted(case, CASES[case].prepare())
 
 
-def measure(name: str, rounds: int) -> list[dict]:
-    made = CASES[name].prepare()
-    made.check()
-    made.restart()
-    calls, step = with_ceiling(name, made), name.startswith("step")
-    rows = {impl: {"case": name, "impl": impl, "fingerprint": launched(call)} for impl, call in calls.items()}
-    made.restart()
-    # A step has pages for every repetition. A prompt sets the lengths back, at the cost of one small launch, which its ceiling pays too.
-    again = (lambda: None) if step else made.restart
-    replays = {impl: graph_of(lambda call=call: (call(), again()))[0] for impl, call in calls.items()}
-    for impl, ms in interleaved(replays, rounds, flush=True).items():
-        if step:
-            rows[impl] |= {"ms": round(between_reads(calls[impl], rounds, before=made.restart), 5), "ms_flushed": round(ms, 5)}
-        else:
-            rows[impl] |= {"ms": round(ms, 5), "gbps": round(made.bytes / ms * 1e-6, 1)}
-    return list(rows.values())
+def ceilings(case: str) -> dict[str, Callable]:
+    return {} if case.startswith("step") else {"ceiling": ceiling(CASES[case].prepare().bytes)}
 
 
 @torch.inference_mode()
-def main() -> None:
-    parser = results.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=21)
-    args = results.parse(parser)
+def measure(case: str) -> Iterator[dict]:
     torch.manual_seed(0)
-    rows = []
-    for name in results.chosen(CASES, args.cases):
-        rows += (found := measure(name, args.rounds))
-        print(*found, sep="\n", flush=True)
-        torch.cuda.empty_cache()
-    if args.save:
-        results.save("append", rows)
-
-
-if __name__ == "__main__":
-    main()
+    made, step = CASES[case].prepare(), case.startswith("step")
+    made.check()
+    made.restart()
+    found = restarted(case, made)
+    if not step:  # the ceiling too pays for the small launch that sets the lengths back
+        read_and_write = ceiling(made.bytes)
+        found["ceiling"] = lambda: (read_and_write(), made.restart())
+    rows = {impl: {"case": case, "impl": impl, "fingerprint": of_call(impl, call)} for impl, call in found.items()}
+    made.restart()
+    replays = {impl: graph_of(call)[0] for impl, call in found.items()}
+    for impl, ms in interleaved(replays, ROUNDS, flush=True).items():
+        if step:
+            added = between_reads(found[impl], ROUNDS, before=made.restart)
+            yield rows[impl] | {"ms": round(added, 5), "ms_flushed": round(ms, 5)}
+        else:
+            yield rows[impl] | {"ms": round(ms, 5), "gbps": round(made.bytes / ms * 1e-6, 1)}
+    torch.cuda.empty_cache()

@@ -1,12 +1,11 @@
 """Which rows of results are stale: what they measured is no longer what would run.
 
-    PYTHONPATH=src python -m benchmarks.check [--count | --thorough] [substring of a file, a case or an implementation ...]
+    python -m benchmarks.check [--count] [substring of a file, a case or an implementation ...]
 
 A row is fresh while the syntax tree of all that it could depend on is what it was. Where that has changed, `tree` rows are compared with
 the tree of what they do depend on, and `launches` rows with a dry run (`dry`): the case is planned again, and its kernels are compiled for
 the row's GPU with the row's Triton, without a GPU (11 to 16 s each, kept in `.cache/`). `peer` rows do not depend on our code. Rows from
-before there were fingerprints are not checked. It exits with 1 if a row is stale. `--count` compiles nothing and prints one line;
-`--thorough` runs dry what is fresh by its syntax tree, too.
+before there were fingerprints are not checked. It exits with 1 if a row is stale. `--count` compiles nothing and prints one line.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import argparse
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .dry import answer
 from .fingerprint import ROOT, digest, of_row, tree
 from .results import RESULTS, code, key
 
@@ -68,7 +67,7 @@ def quick(row: Row) -> str:
     return "unknown" if kind == "launches" else "stale"
 
 
-def stale(found: list[Row], thorough: bool = False) -> list[tuple[Row, str]]:
+def stale(found: list[Row]) -> list[tuple[Row, str]]:
     """The rows that are stale, and why. Dry runs are of all rows of a benchmark on one machine and Triton together."""
     why: list[tuple[Row, str]] = []
     groups: dict[tuple[str, str, str], list[Row]] = {}
@@ -76,7 +75,7 @@ def stale(found: list[Row], thorough: bool = False) -> list[tuple[Row, str]]:
         state = quick(row)
         if state == "stale":
             why.append((row, "its code has changed"))
-        elif state == "unknown" or (thorough and (row.fingerprint or "").startswith("launches:")):
+        elif state == "unknown":
             groups.setdefault((row.name, json.dumps(row.machine), row.provenance["triton"]), []).append(row)
     for (name, machine, triton), group in groups.items():
         for row, now in zip(group, launches(name, json.loads(machine), triton, [key(row.row) for row in group]), strict=True):
@@ -93,14 +92,11 @@ def launches(name: str, machine: dict, triton: str, wanted: list[tuple[str, str]
     given = digest((name, machine, triton, code(name), tree(*MACHINERY, folders=())))
     keys = ["/".join((given, *row)) for row in wanted]
     if missing := [row for row, cached in zip(wanted, keys, strict=True) if cached not in kept]:
-        request = json.dumps({"machine": machine, "rows": missing})
-        paths = [str(path) for path in (*triton_paths(triton), ROOT / "src", ROOT)]
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-m", "benchmarks.dry", name]
-        run = subprocess.run(command, input=request, capture_output=True, text=True, cwd=ROOT, env=environment)
-        if run.returncode:
-            sys.exit(f"the dry run of {name} failed:\n{run.stderr}")
-        found = json.loads(run.stdout.splitlines()[-1])
+        request = {"machine": machine, "rows": missing}
+        try:
+            found = answer(name, request, PYTHONPATH=os.pathsep.join(map(str, triton_paths(triton))))
+        except RuntimeError as problem:
+            sys.exit(str(problem))
         kept |= {"/".join((given, *row)): fingerprint for row, fingerprint in zip(missing, found, strict=True)}
         CACHE.parent.mkdir(exist_ok=True)
         CACHE.write_text(json.dumps(kept, indent=0))
@@ -131,14 +127,13 @@ def command(name: str, old: list[Row]) -> str:
         return f"python -m benchmarks.needle run --impl {','.join(dict.fromkeys(row.row['impl'] for row in old))} --save"
     # The others measure all their cases together, or have none.
     cases = dict.fromkeys(row.row["case"] for row in old if row.fingerprint.startswith("launches:"))
-    return " ".join(["python -m", "benchmarks." + {"tests": "gpu_tests"}.get(name, name), *cases, "--save"])
+    return " ".join(["python -m benchmarks.run", name, *cases, "--save"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--count", action="store_true")
-    parser.add_argument("--thorough", action="store_true")
     args = parser.parse_args()
     found = list(rows(args.words))
     if args.count:
@@ -150,12 +145,12 @@ def main() -> None:
     unmarked = Counter((row.file, row.provenance["commit"]) for row in found if row.fingerprint is None)
     for (file, commit), count in unmarked.items():
         print(f"{file.relative_to(RESULTS.parent)}: {count} rows measured at {commit}, no fingerprint, not checked")
-    why = stale(found, args.thorough)
+    why = stale(found)
     for file in dict.fromkeys(row.file for row, _ in why):
         here = [(row, reason) for row, reason in why if row.file == file]
         for row, reason in here:
             print(f"{row}: stale, {reason}")
-        print(f"  to measure them again on {here[0][0].machine['device']}: PYTHONPATH=src {command(file.stem, [row for row, _ in here])}")
+        print(f"  to measure them again on {here[0][0].machine['device']}: {command(file.stem, [row for row, _ in here])}")
     print(f"{len(found) - len(why) - unmarked.total()} rows fresh, {len(why)} stale, {unmarked.total()} without fingerprint")
     sys.exit(bool(why))
 

@@ -1,40 +1,41 @@
-"""Runs cases of a benchmark without a GPU, and gives the fingerprints of what they would launch on one.
+"""Runs cases of a benchmark without a GPU: gives the fingerprints of what they would launch on one, or compiles that ahead.
 
     python -m benchmarks.dry NAME < {"machine": {...}, "rows": [[case, impl], ...]}
 
 Tensors are on the device "meta": they have shapes and no memory. What the host asks of a GPU is answered from the `meta` of a results
-file (`pretend`). Launches are noted, not made, and compiled by `offline` for that GPU. The Triton that is imported is the one that
-compiles. It prints a fingerprint for each row, null where the benchmark has no such case and implementation.
+file (`pretend`). Launches are noted, not made, and compiled by `offline` for that GPU, in a process a core. The Triton that is imported is
+the one that compiles. It prints a fingerprint for each row, null where the benchmark has no such case and implementation. Rows
+`[case, null]` are of all implementations: all that their cases launch is compiled, and stays in Triton's cache.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
-import torch
-from triton.backends.compiler import GPUTarget
+from .fingerprint import ROOT, digest, of_launches
+from .results import meta
 
-import fp8attn
-from fp8attn import backends
-from fp8attn.kernels import devices, fp8, launch, portable
-from fp8attn.kernels.launch import Launch, Tiles, recording
-
-from . import problem
-from .fingerprint import digest, of_launches
-from .offline import compiled, normalized
-
-PROCESSES = os.cpu_count() or 1
+_todo: list[tuple] = []  # inherited by the processes that compile: kernels cannot be pickled
 
 
 def pretend(machine: dict) -> None:
     """Answer for a GPU, from now on in this process: every question that the host asks a device."""
+    import torch
+
+    import fp8attn
+    from fp8attn import backends
+    from fp8attn.kernels import devices, fp8, launch, portable
+
+    from . import problem
+
     problem.DEVICE = "meta"  # before a benchmark is imported
     capability = tuple(machine["capability"])
     answers: list[tuple[Callable, Callable]] = [
@@ -53,60 +54,91 @@ def pretend(machine: dict) -> None:
                         setattr(module, attribute, answer)
 
 
-def launches_of(name: str, rows: list[tuple[str, str]]) -> dict[tuple[str, str], list[Launch]]:
+def launches_of(name: str, rows: list[tuple[str, str | None]]) -> dict[tuple[str, str], list]:
     """What the cases of a benchmark launch, by case and implementation; those that it does not have are left out."""
-    benchmark = importlib.import_module(f"benchmarks.{name}")
+    from fp8attn.kernels.launch import recording
+
+    benchmark = import_module(f"benchmarks.{name}")
     found = {}
     with recording(dry=True) as launches:
-        for case in dict.fromkeys(case for case, _ in rows):
-            try:
-                calls = benchmark.calls(case)
-            except KeyError:
-                continue
+        for case in dict.fromkeys(case for case, _ in rows if case in benchmark.CASES):
+            wanted = {impl for each, impl in rows if each == case}
+            launches.clear()
+            makers = [benchmark.calls] + ([benchmark.ceilings] if hasattr(benchmark, "ceilings") else [])
+            calls = {impl: call for maker in makers for impl, call in maker(case).items()}
+            if None in wanted:
+                found[case, None] = launches.copy()  # what makes the inputs
             for impl, call in calls.items():
-                if (case, impl) in rows:
+                if not wanted.isdisjoint((impl, None)):
                     launches.clear()
                     call()
                     found[case, impl] = launches.copy()
     return found
 
 
-def specialization(made: Launch) -> tuple:
+def specialization(made: Any) -> tuple:
     """Launches with equal ones have one compiled kernel: at least what Triton looks at."""
     kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(made.args, made.kernel.params, strict=False))
     return made.kernel.fn.__qualname__, tuple(sorted(made.given.items(), key=str)), kinds
 
 
 def _kind(x: Any, plain: bool) -> Any:
-    if isinstance(x, Tiles):
+    if hasattr(x, "view") and hasattr(x, "descriptor"):  # Tiles
         return x.dtype, x.view.block, x.view.swizzled
-    if isinstance(x, torch.Tensor):
+    if hasattr(x, "data_ptr"):
         return x.dtype, x.data_ptr() % 16
     if isinstance(x, int):
         return not plain and (x == 1, x % 16 == 0), x.bit_length() > 31
     return type(x)
 
 
-def fingerprints(name: str, rows: list[tuple[str, str]], target: GPUTarget) -> list[str | None]:
+def fingerprints(name: str, rows: list[tuple[str, str | None]], target: Any) -> list[str | None]:
     found = launches_of(name, rows)
     kernels = {specialization(made): made for launches in found.values() for made in launches}
-    global _todo  # inherited by the processes: kernels cannot be pickled
-    _todo = [(made, target) for made in kernels.values()]
-    with ProcessPoolExecutor(min(PROCESSES, len(_todo) or 1), mp_context=get_context("fork")) as pool:
+    _todo[:] = [(made, target) for made in kernels.values()]
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(_todo) or 1), mp_context=get_context("fork")) as pool:
         ptx = dict(zip(kernels, pool.map(_compile, range(len(_todo))), strict=True))
-    return [of_launches([(x, ptx[specialization(x)]) for x in found[row]]) if row in found else None for row in rows]
+    return [of_launches([(x, ptx[specialization(x)]) for x in found[row]]) if row in found and row[1] else None for row in rows]
 
 
 def _compile(number: int) -> str:
+    from .offline import compiled, normalized
+
     made, target = _todo[number]
     return digest(normalized(compiled(made.kernel, made.args, made.given, target).asm["ptx"]))
 
 
+def answer(name: str, request: dict, **environment: str) -> list[str | None]:
+    """What this module prints of a request, in a process of its own.
+
+    Raises:
+        RuntimeError: the dry run failed.
+    """
+    command = [sys.executable, "-m", "benchmarks.dry", name]
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, cwd=ROOT, env=inherited | environment)
+    if run.returncode:
+        raise RuntimeError(f"the dry run of {name} failed:\n{run.stderr}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def compile_ahead(name: str, cases: list[str]) -> None:
+    """Leave the kernels of cases in Triton's cache, compiled side by side; nothing where a benchmark has no `calls`, or no GPU is here.
+    A kernel that is missed is compiled when it is first launched."""
+    if hasattr(import_module(f"benchmarks.{name}"), "calls") and "capability" in (machine := meta()):
+        try:
+            answer(name, {"machine": machine, "rows": [(case, None) for case in cases]})
+        except RuntimeError as problem:
+            print(f"kernels are compiled as they are launched: {str(problem).splitlines()[-1]}", flush=True)
+
+
 def main() -> None:
-    given = json.load(sys.stdin)
-    capability = given["machine"]["capability"]
-    pretend(given["machine"])
-    rows = [(case, impl) for case, impl in given["rows"]]
+    from triton.backends.compiler import GPUTarget
+
+    request = json.load(sys.stdin)
+    capability = request["machine"]["capability"]
+    pretend(request["machine"])
+    rows = [(case, impl) for case, impl in request["rows"]]
     print(json.dumps(fingerprints(sys.argv[1], rows, GPUTarget("cuda", 10 * capability[0] + capability[1], 32))))
 
 

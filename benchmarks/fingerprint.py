@@ -23,15 +23,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"fp8attn": "src/fp8attn", "benchmarks": "benchmarks"}  # what absolute imports name
 FOLDERS = ("src", "benchmarks")
-UNMEASURED = ("benchmarks/results.py", "benchmarks/fingerprint.py")  # these keep rows and change none
+UNMEASURED = tuple(f"benchmarks/{name}.py" for name in ("results", "fingerprint", "run", "dry"))  # these keep rows and change none
 MODEL = "models/stdlib-llama/model.safetensors"
 # What a results file depends on, where that is more than the benchmark of its name.
 SOURCES = {
-    "tests": ("benchmarks/gpu_tests.py", "tests/gpu"),
+    "tests": ("tests/gpu",),
+    "sanitize": ("benchmarks/sanitize.py", "tests/gpu/sanitized.py"),
     "model": ("training/report.py", "training/data.py", "training/config.json", MODEL),
     "needle": ("benchmarks/needle_systems.py", MODEL),  # needle.py keeps answers and counts them, and decides none
     **{name: (f"benchmarks/{name}.py", MODEL) for name in ("agreement", "demo", "drift", "perplexity")},
-    "real_model": ("benchmarks/real_model.py", MODEL, "models/prose/sherlock.txt.xz"),
+    **{name: (f"benchmarks/{name}.py", MODEL, "models/prose/sherlock.txt.xz") for name in ("real_model", "speculative")},
 }
 NEEDLE = (  # what answers of other systems depend on; of the layout and the numerics, what FP8 is and how it is rounded to
     *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py", MODEL),
@@ -159,6 +160,11 @@ def peer(name: str) -> str:
 
 
 # Launches
+
+
+def of_call(impl: str, call: Callable[[], Any] | None) -> str:
+    """The fingerprint of an implementation: of what ours and the ceilings launch, of the release that a peer is."""
+    return launched(call) if impl.startswith("fp8attn") or impl.endswith("ceiling") else peer(impl)
 
 
 def launched(call: Callable[[], Any]) -> str:

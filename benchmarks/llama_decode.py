@@ -1,9 +1,7 @@
-"""A decode step of a Llama-3.1-8B-shaped model (random weights) at growing contexts: FP8Cache beside BF16 caches.
-
-    PYTHONPATH=src python -m benchmarks.llama_decode [step substring ...] [--save]
+"""A decode step of a Llama-3.1-8B-shaped model (random weights) by context, with FP8Cache beside BF16 caches.
 
 Each step is a CUDA graph; the systems' replays are interleaved; medians. Caches are filled with random values instead of a prompt's, which
-costs a step nothing. First, at a length of 512, every system prefills and decodes the same tokens, and their logits must agree.
+costs a step nothing. In the case `agree-*` every system prefills and decodes the same tokens, and their logits must agree.
 
 | system | cache | attention |
 |---|---|---|
@@ -20,10 +18,10 @@ tokens fit on the GPU beside the weights: computed from bytes, then allocated an
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import linear_regression
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, StaticCache
@@ -31,22 +29,21 @@ from transformers.cache_utils import StaticLayer
 
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.layout import FP8
-from fp8attn.numerics import relative_error
 from fp8attn.plan import plan, shape_of
 
-from . import peers, results
-from .llama import build
-from .measure import graph_of, interleaved
+from . import models, peers
+from .measure import graph_of, interleaved, left_out
 from .problem import DEVICE
 
 BATCHES = (1, 8, 32)
 LENGTHS = (1024, 2048, 8192, 32768, 131072)
-MOST_TOKENS = 1 << 18  # in a batch: what both caches have room for side by side
-CASES = {f"step-B{b}-S{n}": (b, n) for b in BATCHES for n in LENGTHS if b * n <= MOST_TOKENS}
-ROUNDS = 15
-ROOM = 64  # tokens behind the context, which the steps fill
+MOST_TOKENS = 1 << 18  # in a batch: what both caches fit side by side with
+STEPS = {f"step-B{b}-S{n}": (b, n) for b in BATCHES for n in LENGTHS if b * n <= MOST_TOKENS}
 CHECKED = 512
 FITTED = 8192  # tokens of the sequences that are counted by how many fit
+CASES = (f"agree-S{CHECKED}", *STEPS, f"fits-S{FITTED}")
+ROUNDS = 15
+SPARE = 64  # tokens behind the context, which the steps fill
 MARGIN = 1 << 30  # bytes left to activations, a step's workspaces and the allocator when that is computed
 PAGED_BY = 64  # tokens in a page of vLLM's
 
@@ -64,7 +61,7 @@ def fa3_attention(module, query, key, value, attention_mask, **kwargs) -> tuple[
 
 
 def vllm_attention(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
-    """`key`, `value`: `[B, room, num_kv_heads, head_dim]` FP8, from `VLLMLayer`."""
+    """`key`, `value`: `[B, max_cache_len, num_kv_heads, head_dim]` FP8, from `VLLMLayer`."""
     pages = [x.view(-1, PAGED_BY, *x.shape[2:]) for x in (key, value)]
     table = identity_table(len(key), key.shape[1] // PAGED_BY)
     return peers.vllm_cache(query.transpose(1, 2).to(FP8), *pages, table, attention_mask[0, 0, 0].int()), None
@@ -76,7 +73,7 @@ def identity_table(batch: int, columns: int) -> torch.Tensor:
 
 
 class VLLMLayer(StaticLayer):
-    """Keys and values `[B, room, num_kv_heads, head_dim]` in FP8, as pages one after another."""
+    """Keys and values `[B, max_cache_len, num_kv_heads, head_dim]` in FP8, as pages one after another."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads, _, dim = key_states.shape
@@ -100,24 +97,26 @@ class VLLMLayer(StaticLayer):
 # The systems
 
 
-def static(config: PreTrainedConfig, room: int) -> Cache:
-    return StaticCache(config=config, max_cache_len=room)
-
-
 @dataclass(frozen=True)
 class System:
     attention: str  # transformers' name of it
-    cache: Callable[[PreTrainedConfig, int], Cache]  # systems of one cache share it
+    cache: Callable[[PreTrainedConfig, int], Cache]  # of a config, for so many tokens; systems with one function share one cache
     needs: str | None = None  # of the peers
+
+
+def static(config: PreTrainedConfig, tokens: int) -> Cache:
+    return StaticCache(config=config, max_cache_len=tokens)
+
+
+def vllm(config: PreTrainedConfig, tokens: int) -> Cache:
+    return Cache(layers=[VLLMLayer(tokens) for _ in range(config.num_hidden_layers)])
 
 
 SYSTEMS = {
     "bf16-sdpa": System("sdpa", static),
     "bf16-fa3": System("fa3_kv", static, "fa3"),
-    "vllm-fp8": System(
-        "vllm_kv", lambda config, room: Cache(layers=[VLLMLayer(room) for _ in range(config.num_hidden_layers)]), "vllm-fa3"
-    ),
-    "fp8attn": System("fp8_kv", lambda config, room: FP8Cache(config, max_cache_len=room)),
+    "vllm-fp8": System("vllm_kv", vllm, "vllm-fa3"),
+    "fp8attn": System("fp8_kv", lambda config, tokens: FP8Cache(config, max_cache_len=tokens)),
 }
 
 
@@ -136,7 +135,7 @@ def noise(dtype: torch.dtype) -> torch.Tensor:
 
 
 def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int, data: bool = True) -> None:
-    """Make room, and make of it `batch` sequences of `length` tokens of random values."""
+    """Allocate the cache for `batch` sequences, and make them `length` tokens long; of random values, if `data`."""
     cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, torch.bfloat16, DEVICE)
     for layer in cache.layers:
         if isinstance(layer, StaticLayer):
@@ -166,50 +165,48 @@ def step_of(model, system: System, cache: Cache, token: torch.Tensor) -> Callabl
 # What is measured
 
 
-def agree(model, systems: dict[str, System]) -> list[dict]:
+def agree(model, systems: dict[str, System]) -> Iterator[dict]:
     """Every system prefills the same prompts and decodes, as a graph; its logits beside those of BF16 with `sdpa`."""
     ids = torch.randint(0, model.config.vocab_size, (2, CHECKED), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     found = {}
     for name, system in systems.items():
-        cache = system.cache(model.config, rounded(CHECKED + ROOM))
+        cache = system.cache(model.config, whole_pages(CHECKED + SPARE))
         step_of(model, system, cache, ids)()
         replay, logits = graph_of(step_of(model, system, cache, ids[:, :1]))
         replay()
         found[name] = logits.float().clone()
-    errors = {name: relative_error(logits, found["bf16-sdpa"]) for name, logits in found.items()}
-    for name, error in errors.items():
-        assert error < (0.1 if "fp8" in name else 0.05), f"{name}: logits differ from those of BF16 with sdpa by {error:.3f}"
-    return [{"case": f"agree-S{CHECKED}", "impl": name, "rel_err": round(error, 5)} for name, error in errors.items()]
+    for name, error in models.errors(found, 0.05, 0.1).items():
+        yield {"case": f"agree-S{CHECKED}", "impl": name, "rel_err": round(error, 5)}
 
 
-def measure(model, systems: dict[str, System], batch: int, length: int) -> list[dict]:
+def steps(model, systems: dict[str, System], case: str) -> Iterator[dict]:
+    batch, length = STEPS[case]
     token = torch.randint(0, model.config.vocab_size, (batch, 1), device=DEVICE)
     caches: dict[Callable, Cache] = {}
     replays = {}
     for name, system in systems.items():
         if name == "vllm-fp8" and 2 * batch * length > MOST_TOKENS:
-            peers.left_out(f"B{batch}-S{length} {name}", "no room beside the others")
+            left_out(f"{case} {name}", "it does not fit beside the others")
             continue
         if system.cache not in caches:
-            caches[system.cache] = system.cache(model.config, rounded(length + ROOM))
+            caches[system.cache] = system.cache(model.config, whole_pages(length + SPARE))
             fill(caches[system.cache], model.config, batch, length)
         try:
             replays[name], logits = graph_of(step_of(model, system, caches[system.cache], token))
         except RuntimeError as problem:
-            peers.left_out(f"B{batch}-S{length} {name}", problem)
+            left_out(f"{case} {name}", problem)
             continue
         replays[name]()
         assert logits.isfinite().all(), f"{name}: logits are not finite"
-    times = interleaved(replays, ROUNDS)
-    return [{"case": f"step-B{batch}-S{length}", "impl": name, "ms": round(ms, 4)} for name, ms in times.items()]
+    for name, ms in interleaved(replays, ROUNDS).items():
+        yield {"case": case, "impl": name, "ms": round(ms, 4)}
 
 
-def fits(model, systems: dict[str, System]) -> list[dict]:
+def fits(model, systems: dict[str, System]) -> Iterator[dict]:
     """The most sequences of 8192 tokens that fit beside the weights: computed, then allocated and stepped."""
-    release()
     free = torch.cuda.mem_get_info()[0] - MARGIN
     computed = {fit.cache: fit for fit in plan(shape_of(model.config), free, context=FITTED)}
-    rows = []
+    bf16 = None
     for name, kind in (("bf16-fa3", "bf16"), ("fp8attn", "fp8")):
         if name not in systems:
             continue
@@ -219,15 +216,14 @@ def fits(model, systems: dict[str, System]) -> list[dict]:
         fill(cache, model.config, fit.largest_batch, FITTED - 1, data=False)
         token = torch.zeros(fit.largest_batch, 1, dtype=torch.long, device=DEVICE)
         assert step_of(model, systems[name], cache, token)().isfinite().all(), f"{name}: logits are not finite"
-        rows.append({
+        row = {
             "case": f"fits-S{FITTED}", "impl": name, "batch": fit.largest_batch, "tokens": fit.largest_batch * FITTED,
             "bytes_per_token": fit.bytes_per_token, "free_bytes": free, "peak_bytes": torch.cuda.max_memory_allocated(),
-        })  # fmt: skip
+        }  # fmt: skip
+        yield row if bf16 is None else row | {"over_bf16": round(row["tokens"] / bf16, 4)}
+        bf16 = row["tokens"]
         del cache
         release()
-    if len(rows) == 2:
-        rows[1]["over_bf16"] = round(rows[1]["tokens"] / rows[0]["tokens"], 4)
-    return rows
 
 
 def release() -> None:
@@ -235,20 +231,19 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def rounded(tokens: int) -> int:
-    """Up to whole pages."""
+def whole_pages(tokens: int) -> int:
     return -(-tokens // 128) * 128
 
 
+@torch.inference_mode()
+def measure(case: str) -> Iterator[dict]:
+    model, systems = models.llama(), available()
+    release()
+    kind = case.partition("-")[0]
+    yield from steps(model, systems, case) if kind == "step" else {"agree": agree, "fits": fits}[kind](model, systems)
+
+
 # What follows from it
-
-
-def line(points: dict[int, float]) -> tuple[float, float]:
-    """Least squares through milliseconds by tokens of context: (milliseconds per 1000 tokens, milliseconds at none)."""
-    x, y = list(points), list(points.values())
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in points.items()) / sum((a - mean_x) ** 2 for a in x)
-    return slope * 1000, mean_y - slope * mean_x
 
 
 def break_even(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
@@ -260,52 +255,30 @@ def break_even(ours: dict[int, float], theirs: dict[int, float]) -> float | None
     ahead = [theirs[n] - ours[n] for n in lengths]
     if ahead[-1] <= 0:
         return None
-    last = max((i for i, x in enumerate(ahead) if x <= 0), default=None)
-    if last is None:
+    behind = [i for i, x in enumerate(ahead) if x <= 0]
+    if not behind:
         return float(lengths[0])
-    share = -ahead[last] / (ahead[last + 1] - ahead[last])
-    return lengths[last] + share * (lengths[last + 1] - lengths[last])
+    last = behind[-1]
+    return lengths[last] + (lengths[last + 1] - lengths[last]) * ahead[last] / (ahead[last] - ahead[last + 1])
 
 
-def lines(rows: list[dict]) -> list[dict]:
+def derive(rows: Iterable[dict]) -> Iterator[dict]:
     """The line of every batch and system, and ours beside the better BF16 system (at the longest context that both did)."""
-    found = []
-    for batch in BATCHES:
-        points: dict[str, dict[int, float]] = {}
-        for row in rows:
-            if row["case"].startswith(f"step-B{batch}-S"):
-                points.setdefault(row["impl"], {})[int(row["case"].rsplit("S", 1)[1])] = row["ms"]
-        points = {name: by for name, by in points.items() if len(by) > 1}
-        fitted = {name: line(by) for name, by in points.items()}
-        for name, (slope, intercept) in fitted.items():
-            row = {"case": f"line-B{batch}", "impl": name, "slope": round(slope, 5), "intercept": round(intercept, 4)}
-            others = [other for other in fitted if other.startswith("bf16")]
-            if name == "fp8attn" and others:
-                best = min(others, key=lambda other: points[other][max(points[other])])
-                crossing = break_even(points[name], points[best])
-                row |= {"beside": best, "slope_ratio": round(slope / fitted[best][0], 4), "break_even": crossing and round(crossing)}
-            found.append(row)
-    return found
-
-
-@torch.inference_mode()
-def main() -> None:
-    args = results.parse(results.arguments(__doc__))
-    start = time.time()
-    systems, model = available(), build()
-    print(f"ready after {time.time() - start:.0f} s", flush=True)
-    rows = agree(model, systems)
-    print(*rows, f"{time.time() - start:.0f} s", sep="\n", flush=True)
-    for name in results.chosen(CASES, args.cases):
-        release()
-        rows += (found := measure(model, systems, *CASES[name]))
-        steps = "  ".join(f"{row['impl']} {row['ms']:.3f}" for row in found)
-        print(f"{name}: {steps} ms  ({time.time() - start:.0f} s)", flush=True)
-    rows += (found := [*lines(rows), *fits(model, systems)])
-    print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
-    if args.save:
-        results.save("llama_decode", rows)
-
-
-if __name__ == "__main__":
-    main()
+    points: dict[tuple[int, str], dict[int, float]] = {}
+    for row in rows:
+        if row["case"] in STEPS:
+            batch, length = STEPS[row["case"]]
+            points.setdefault((batch, row["impl"]), {})[length] = row["ms"]
+    for (batch, name), mine in points.items():
+        if len(mine) < 2:
+            continue
+        slope, intercept = linear_regression(list(mine), list(mine.values()))
+        row = {"case": f"line-B{batch}", "impl": name, "slope": round(1000 * slope, 5), "intercept": round(intercept, 4)}
+        others = {other: by for (size, other), by in points.items() if size == batch and other.startswith("bf16") and len(by) > 1}
+        if name == "fp8attn" and others:
+            best = min(others, key=lambda other: others[other][max(others[other])])
+            theirs = others[best]
+            ratio = slope / linear_regression(list(theirs), list(theirs.values())).slope
+            crossing = break_even(mine, theirs)
+            row |= {"beside": best, "slope_ratio": round(ratio, 4), "break_even": crossing and round(crossing)}
+        yield row

@@ -4,53 +4,57 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
 from unittest import mock
 
 import torch
 
-from .problem import DEVICE
+from .problem import DEVICE, Run, Shape
 
 L2_FLUSH = 256 << 20  # bytes written or read between runs: five times an H100's L2
+MOST_REPEATS = 50
 
 
 # Time
 
 
-def interleaved(calls: dict[str, Callable], rounds: int, *, repeats: dict[str, int] | None = None, flush: bool = False) -> dict[str, float]:
+def interleaved(
+    calls: Mapping[str, Callable], rounds: int, *, sample_ms: float = 0, flush: bool = False, before: Callable = lambda: None
+) -> dict[str, float]:
     """Median milliseconds of each call, all of them once a round and in a new order every round.
 
     Args:
-        repeats: how often a call runs between its two events (the mean of those is one sample); 1 by default.
+        sample_ms: a call runs so long between its two events, and the mean of these runs is one sample; 0: once.
         flush: write over the L2 cache before every sample.
+        before: runs before each sample, outside of it.
     """
+    repeats = dict.fromkeys(calls, 1)
+    if sample_ms:
+        once = interleaved(calls, 5, flush=flush)
+        repeats = {name: max(1, min(MOST_REPEATS, int(sample_ms / max(ms, 0.01)))) for name, ms in once.items()}
     waste = torch.empty(L2_FLUSH if flush else 0, dtype=torch.uint8, device=DEVICE)
     events: dict[str, list] = {name: [] for name in calls}
     for _ in range(rounds):
         for name in random.sample(list(calls), len(calls)):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before()
             waste.zero_()
             start.record()
-            for _ in range(repeats[name] if repeats else 1):
+            for _ in range(repeats[name]):
                 calls[name]()
             end.record()
             events[name].append((start, end))
         torch.cuda.synchronize()
-    return {
-        name: statistics.median(start.elapsed_time(end) for start, end in pairs) / (repeats[name] if repeats else 1)
-        for name, pairs in events.items()
-    }
+    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) / repeats[name] for name, pairs in events.items()}
 
 
 def between_reads(call: Callable, rounds: int, *, steps: int = 16, before: Callable = lambda: None) -> float:
     """Milliseconds that `call` adds to a CUDA graph whose other kernels read more than the L2 cache holds.
 
     A model's decode step is such a graph: attention has left the cache full of clean lines of K and V. (`interleaved` flushes by writing:
-    the lines are dirty, and whoever comes next waits for them to be written back.) The lines that `call` dirties are written back
-    while the next kernel reads, so that is counted too.
+    the lines are dirty, and the next kernel waits for them to be written back.) The lines that `call` dirties are written back while the
+    next kernel reads, so that is counted too.
 
     Args:
         steps: pairs of a read and `call` in a graph; the same graph without `call` is subtracted.
@@ -58,27 +62,14 @@ def between_reads(call: Callable, rounds: int, *, steps: int = 16, before: Calla
     """
     data, largest = torch.ones(L2_FLUSH // 4, dtype=torch.int32, device=DEVICE), torch.empty((), dtype=torch.int32, device=DEVICE)
 
-    def graph(body: Callable) -> Callable:
-        def pairs() -> None:
-            for _ in range(steps):
-                torch.amax(data, 0, out=largest)
-                body()
+    def pairs(body: Callable) -> None:
+        for _ in range(steps):
+            torch.amax(data, 0, out=largest)
+            body()
 
-        return graph_of(pairs)[0]
-
-    replays = {True: graph(call), False: graph(lambda: None)}
-    times: dict[bool, list] = {True: [], False: []}
-    for _ in range(rounds):
-        for with_call in random.sample([True, False], 2):
-            before()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            replays[with_call]()
-            end.record()
-            times[with_call].append((start, end))
-        torch.cuda.synchronize()
-    medians = {key: statistics.median(start.elapsed_time(end) for start, end in pairs) for key, pairs in times.items()}
-    return (medians[True] - medians[False]) / steps
+    bodies = {"with": call, "without": lambda: None}
+    times = interleaved({name: graph_of(lambda body=body: pairs(body))[0] for name, body in bodies.items()}, rounds, before=before)
+    return (times["with"] - times["without"]) / steps
 
 
 def graph_of(call: Callable) -> tuple[Callable, object]:
@@ -97,54 +88,12 @@ def graph_of(call: Callable) -> tuple[Callable, object]:
     return captured.replay, result
 
 
-def in_processes(function: Callable, arguments: Iterable[tuple], jobs: int = 12) -> None:
-    """`function(*arguments)` for each, in processes side by side: what they compile, this process finds in Triton's cache."""
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for future in [pool.submit(function, *each) for each in arguments]:
-            future.result()
-
-
-class Beside:
-    """`function` in a process beside this one. A kernel that hangs ends with its process only, and should not take the rest along."""
-
-    def __init__(self, function: Callable, seconds: float) -> None:
-        self.function, self.seconds, self.process = function, seconds, None
-
-    def __call__(self, *arguments):
-        """What the function returns; None if it raised, crashed or gave no answer in `seconds`: the next call begins a new process then."""
-        if self.process is None:
-            context = get_context("spawn")
-            self.pipe, theirs = context.Pipe()
-            self.process = context.Process(target=_serve, args=(self.function, theirs), daemon=True)
-            self.process.start()
-            theirs.close()
-        self.pipe.send(arguments)
-        try:
-            if self.pipe.poll(self.seconds):
-                return self.pipe.recv()
-        except EOFError:
-            pass
-        self.end()
-        return None
-
-    def end(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process = None
-
-
-def _serve(function: Callable, pipe) -> None:
-    while True:
-        pipe.send(function(*pipe.recv()))
-
-
 # What is right
 
 
 @contextmanager
 def poisoned():
-    """Every floating-point `torch.empty` in here holds NaN: an output or a partial sum that nobody writes shows."""
+    """Every floating-point `torch.empty` in here holds NaN: an output or a partial sum that is not written shows."""
     empty = torch.empty
 
     def nan(*args, **kwargs):
@@ -153,6 +102,29 @@ def poisoned():
 
     with mock.patch.object(torch, "empty", nan):
         yield
+
+
+def left_out(name: str, why: str | Exception) -> None:
+    """Print that an implementation is not in a case, and the first line of why."""
+    print(f"   {name} is left out: {str(why).strip().splitlines()[0][:160]}", flush=True)
+
+
+def outputs(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run, torch.Tensor]]:
+    """Each implementation with what it gives. A peer that cannot do the case is left out.
+
+    Raises:
+        Exception: of one of ours.
+    """
+    for impl, run in runs.items():
+        try:
+            out = run.call()
+            torch.cuda.synchronize()
+        except Exception as problem:  # cuDNN's and torchao's are of any type
+            if impl.startswith("fp8attn"):
+                raise
+            left_out(f"{case} {impl}", problem)
+            continue
+        yield impl, run, out
 
 
 def sampled_queries(queries: int) -> list[int]:
@@ -189,3 +161,13 @@ def relative(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """`||out - ref|| / ||ref||` over all `(out, ref)` pairs together; NaN if any out has one."""
     wrong = sum(float((out.double() - ref).square().sum()) for out, ref in pairs)
     return (wrong / sum(float(ref.square().sum()) for _, ref in pairs)) ** 0.5
+
+
+def error(shape: Shape, out: torch.Tensor, run: Run, seqs: Sequence[int] | None = None, sample: Callable = sampled_queries) -> float:
+    """Relative error of sampled queries of some sequences, by default the first and the last, against float64 on what the run was given."""
+    pairs = []
+    for seq in sorted({0, len(shape.keys) - 1}) if seqs is None else seqs:
+        index = torch.tensor(sample(shape.queries[seq]), device=out.device, dtype=torch.long)
+        rows = index + shape.rows(seq).start
+        pairs.append((out[rows], exact(run.q[rows], *run.held(seq), shape.softmax_scale, shape.last_key(seq, index))))
+    return relative(pairs)

@@ -22,12 +22,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from fp8attn.evaluation import models, needle, ruler
 from fp8attn.evaluation.needle import Outcome
@@ -35,20 +37,13 @@ from fp8attn.evaluation.paired import compare, wilson
 
 from . import peers, results
 from .fingerprint import ROOT, of_row
-from .needle_systems import BATCH_TOKENS, CHUNK, IMPLS, NEEDS, OURS, Work
+from .needle_systems import IMPLS, NEEDS, OURS, Work
 
 SAMPLES = ROOT / ".needle"
 OUTCOMES = SAMPLES / "outcomes"  # of runs that have not ended, in a folder each
 RESULTS = results.RESULTS
 NAME, KEPT = "needle.json", "needle.jsonl.xz"
 SAME = ("torch", "triton", "fingerprint")  # of a provenance: answers that differ in one are not mixed
-
-
-def check(names: Sequence[str]) -> None:
-    """Raises ValueError for a name that no implementation has."""
-    for name in names:
-        if name not in IMPLS:
-            raise ValueError(f"no implementation is called {name!r}; choose from {', '.join(IMPLS)}")
 
 
 def run_everywhere(work: Work) -> int:
@@ -83,21 +78,22 @@ class Answers:
     """What one or more runs answered on one machine.
 
     Attributes:
-        machine: `results.meta` of it.
-        provenances: of each implementation's answers (`about`); `command` is all commands that asked it, with `; ` between them.
+        folder: of the files; `machine`: `results.meta` of it.
+        provenances: of each implementation's answers; `command` is all commands that asked it, with `; ` between them.
     """
 
+    folder: Path
     machine: dict
     provenances: dict[str, dict]
     outcomes: list[Outcome]
 
     def names(self) -> list[str]:
-        return sorted({outcome.cache for outcome in self.outcomes}, key=IMPLS.index)
+        return in_order(outcome.cache for outcome in self.outcomes)
 
 
-def about(names: Sequence[str]) -> dict[str, dict]:
-    """The provenances of what this process asks implementations."""
-    return {name: results.provenance("needle") | {"fingerprint": of_row("needle", name)} for name in names}
+def in_order(names: Iterable[str]) -> list[str]:
+    """Each name once, in the order of `IMPLS`; implementations that the benchmark no longer has come last."""
+    return sorted(set(names), key=lambda name: (IMPLS.index(name) if name in IMPLS else len(IMPLS), name))
 
 
 def begin(machine: dict, provenances: dict[str, dict]) -> Path:
@@ -112,31 +108,36 @@ def read(folder: Path) -> Answers:
     """The answers in a folder, of results or from `begin`."""
     there = json.loads((folder / NAME).read_text())
     files = sorted(folder.glob("needle*.jsonl*"))
-    return Answers(there["meta"], there["provenance"], [outcome for file in files for outcome in needle.load_outcomes(file)])
+    return Answers(folder, there["meta"], there["provenance"], [outcome for file in files for outcome in needle.load_outcomes(file)])
 
 
-def changed(answers: Answers, machine: dict, now: dict[str, dict], name: str) -> list[str]:
-    """In what an implementation's answers are of another machine, release or code than `machine` and `now`."""
-    then = answers.provenances[name]
-    return [*(["machine"] if answers.machine != machine else []), *(part for part in SAME if then[part] != now[name][part])]
+def usable(found: Iterable[Answers], machine: dict, now: dict[str, dict]) -> tuple[list[Answers], list[str]]:
+    """The answers of a machine, of the releases and the code that implementations have in `now`; and which others there are, in words."""
+    kept, others = [], []
+    for there in found:
+        for name in there.names():
+            differ = ["machine"] if there.machine != machine else []
+            if name not in now:
+                differ.append("benchmark (this one has no such implementation)")
+            else:
+                differ += [part for part in SAME if there.provenances[name][part] != now[name][part]]
+            if differ:
+                others.append(f"{there.folder} has answers of {name} of another {', '.join(differ)}")
+                there = replace(there, outcomes=[outcome for outcome in there.outcomes if outcome.cache != name])
+        kept.append(there)
+    return kept, others
 
 
 def load(machine: dict, now: dict[str, dict]) -> list[Answers]:
-    """What a run need not ask again: answers of earlier runs, and of those that were killed, of the same machine and code. Which are not
-    kept, and why, is said."""
-    kept = []
-    for file in (RESULTS / results.slug(machine["device"]) / NAME, *sorted(OUTCOMES.glob(f"*/{NAME}"))):
-        if file.exists():
-            there = read(file.parent)
-            for name in there.names():
-                if other := changed(there, machine, now, name):
-                    print(f"{file.parent}: answers of {name} are not kept, for they are of another {', '.join(other)}", flush=True)
-                    there = replace(there, outcomes=[outcome for outcome in there.outcomes if outcome.cache != name])
-            kept.append(there)
+    """What a run does not ask again: answers of earlier runs, and of those that were killed. Which are not kept, and why, is printed."""
+    files = (RESULTS / results.slug(machine["device"]) / NAME, *sorted(OUTCOMES.glob(f"*/{NAME}")))
+    kept, others = usable((read(file.parent) for file in files if file.exists()), machine, now)
+    for other in others:
+        print(f"{other}: they are not kept", flush=True)
     return kept
 
 
-def keep(folder: Path, machine: dict, runs: Sequence[Answers]) -> None:
+def keep(folder: Path, runs: Sequence[Answers]) -> None:
     """Write what runs on one machine answered, and what is counted from it, as the results of all of them.
 
     Args:
@@ -146,7 +147,7 @@ def keep(folder: Path, machine: dict, runs: Sequence[Answers]) -> None:
     for outcome in (outcome for run in runs for outcome in run.outcomes):
         outcomes.setdefault(key(outcome), outcome)
     provenances: dict[str, dict] = {}
-    for name in sorted({outcome.cache for outcome in outcomes.values()}, key=IMPLS.index):
+    for name in in_order(outcome.cache for outcome in outcomes.values()):
         given = [run.provenances[name] for run in runs if name in run.names()]
         commands = dict.fromkeys(command for one in given for command in one["command"].split("; "))
         provenances[name] = max(given, key=lambda one: one["date"]) | {"command": "; ".join(commands)}
@@ -154,7 +155,7 @@ def keep(folder: Path, machine: dict, runs: Sequence[Answers]) -> None:
         row | {"provenance": row["impl"], "fingerprint": provenances[row["impl"]]["fingerprint"]} for row in rows(list(outcomes.values()))
     ]
     needle.save_outcomes(folder / KEPT, outcomes.values())
-    results.write(folder / NAME, machine, provenances, made)
+    results.write(folder / NAME, runs[0].machine, provenances, made)
 
 
 def merge(folder: Path, runs: Sequence[Path]) -> None:
@@ -167,28 +168,25 @@ def merge(folder: Path, runs: Sequence[Path]) -> None:
         ValueError: a run has answers of an implementation whose code is not this checkout's, or is of another machine or release than the
             first; or two runs have unlike answers of one implementation to one sample.
     """
-    given: dict[Path, Answers] = {}
-    for run in runs:
-        for name in (NAME, KEPT):
-            if not (run / name).exists():
-                raise ValueError(f"{run} has no {name}: name the folder of a run's results, which it writes when it ends")
-        given[run] = read(run)
-    first = given[runs[0]]
-    [release] = {tuple(one[part] for part in SAME[:2]) for one in list(first.provenances.values())[:1]}
-    for run, there in given.items():
-        for name in there.names():
-            now = dict(zip(SAME, (*release, of_row("needle", name)), strict=True))
-            if other := changed(there, first.machine, {name: now}, name):
-                what = f"answers of {name} of another {', '.join(other)}"
-                raise ValueError(f"{run} has {what} than this checkout and {runs[0]}: leave it out, or run it again")
+    for run, name in product(runs, (NAME, KEPT)):
+        if not (run / name).exists():
+            raise ValueError(f"{run} has no {name}: name the folder of a run's results, which it writes when it ends")
+    given = [read(run) for run in runs]
+    release = next(iter(given[0].provenances.values()))
+    now = {name: release | {"fingerprint": of_row("needle", name)} for run in given for name in run.names()}
+    kept, others = usable(given, given[0].machine, now)
+    if others:
+        raise ValueError(f"{others[0]} than this checkout and {runs[0]}: leave it out, or run it again")
     found: dict[tuple, tuple[Outcome, Path]] = {}
-    for run, there in given.items():
-        for outcome in there.outcomes:
-            earlier, where = found.setdefault(key(outcome), (outcome, run))
+    for run in kept:
+        for outcome in run.outcomes:
+            earlier, where = found.setdefault(key(outcome), (outcome, run.folder))
             if earlier != outcome:
                 name = f"{outcome.cache} on sample {outcome.index} of {outcome.task} at {outcome.length}"
-                raise ValueError(f"{name} answers {outcome.text!r} in {run} and {earlier.text!r} in {where}: leave one of the runs out")
-    keep(folder, first.machine, list(given.values()))
+                raise ValueError(
+                    f"{name} answers {outcome.text!r} in {run.folder} and {earlier.text!r} in {where}: leave one of the runs out"
+                )
+    keep(folder, kept)
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict]:
@@ -198,7 +196,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict]:
         groups.setdefault((outcome.task, outcome.length), []).append(outcome)
     made = []
     for (task, length), here in sorted(groups.items()):
-        for name in sorted({o.cache for o in here}, key=IMPLS.index):
+        for name in in_order(o.cache for o in here):
             right = [o.right for o in here if o.cache == name]
             row = {"case": f"{task}-S{length}", "impl": name, "accuracy": sum(right) / len(right)}
             row |= {"interval": wilson(sum(right), len(right)), "samples": len(right)}
@@ -216,46 +214,42 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="what", required=True)
-    asked = argparse.ArgumentParser(add_help=False)
-    asked.add_argument("--model", help="a folder or Hugging Face id; default: the committed model")
-    asked.add_argument("--task", default="niah_multikey_2", help="some of " + ", ".join(ruler.NAMES))
-    asked.add_argument("--lengths", type=numbers, default="4096,8192,16384,32768,65536,131072")
-    asked.add_argument("--samples", type=int, help="of each task and length; default: 500, or all that were made")
-    verbs.add_parser("samples", parents=[asked])
-    run = verbs.add_parser("run", parents=[asked, results.saving()])
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = made.add_subparsers(dest="what", required=True)
+    samples, run, merging = (verbs.add_parser(name) for name in ("samples", "run", "merge"))
+    for verb in (samples, run):
+        verb.add_argument("--model", help="a folder or Hugging Face id; default: the committed model")
+        verb.add_argument("--task", default="niah_multikey_2", help="some of " + ", ".join(ruler.NAMES))
+        verb.add_argument("--lengths", type=numbers, default="4096,8192,16384,32768,65536,131072")
+        verb.add_argument("--samples", type=int, help="of each task and length; default: 500, or all that were made")
+    results.add_save(run)
     run.add_argument("--impl", default=",".join(IMPLS))
     run.add_argument("--stress", type=numbers, default="0", help="strengths, joined by commas")
     run.add_argument("--seconds", type=float, default=float("inf"), help="after so many, begin no other batch")
-    run.add_argument("--chunk", type=int, default=CHUNK, help="tokens of a prefill's forward; default: the whole prompt")
-    run.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of the prompts that run side by side")
-    merging = verbs.add_parser("merge")
     merging.add_argument("folder", type=Path, help="to write to")
     merging.add_argument("runs", type=Path, nargs="+", help="the folders of runs' results")
-    args = results.parse(parser)
-    if args.what == "merge":
-        merge(args.folder, args.runs)
-        return
-    cases = [(task, length) for task in args.task.split(",") for length in args.lengths]
-    files = tuple(SAMPLES / f"{task}-{length}.zip" for task, length in cases)
-    if args.what == "samples":
-        from transformers import AutoTokenizer
+    return made
 
-        tokenizer = AutoTokenizer.from_pretrained(args.model or models.default_model())
-        for (task, length), file in zip(cases, files, strict=True):
-            needle.save_samples(file, ruler.ruler_samples(tokenizer, task, lengths=(length,), samples=args.samples or 500))
-            print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
-        return
-    names = tuple(args.impl.split(","))
-    check(names)
-    names = tuple(name for name in names if name in OURS or NEEDS[name.partition(":")[0]] in peers.available())
-    machine, now = results.meta(), about(IMPLS)
+
+def make_samples(args: argparse.Namespace, cases: dict[Path, tuple[str, int]]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(args.model or models.default_model())
+    for file, (task, length) in cases.items():
+        needle.save_samples(file, ruler.ruler_samples(tokenizer, task, lengths=(length,), samples=args.samples or 500))
+        print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def answer(args: argparse.Namespace, files: Iterable[Path]) -> None:
+    """Ask what earlier runs have not, and keep or print all answers."""
+    names = args.impl.split(",")
+    if unknown := [name for name in names if name not in IMPLS]:
+        raise ValueError(f"no implementation is called {unknown[0]!r}; choose from {', '.join(IMPLS)}")
+    here = tuple(name for name in names if name in OURS or NEEDS[name.partition(":")[0]] in peers.available())
+    machine = results.meta()
+    now = {name: results.provenance("needle") | {"fingerprint": of_row("needle", name)} for name in IMPLS}
     earlier, folder = load(machine, now), begin(machine, now)
     done = frozenset(key(outcome) for run in earlier for outcome in run.outcomes)
-    deadline = time.time() + args.seconds
-    work = Work(folder, args.model, files, names, args.stress, args.samples, args.chunk, args.batch_tokens, deadline, done)
+    work = Work(folder, args.model, tuple(files), here, args.stress, args.samples, deadline=time.time() + args.seconds, done=done)
     ending = ""
     try:
         if failed := run_everywhere(work):
@@ -264,12 +258,21 @@ def main() -> None:
         ending = "interrupted; what was answered is kept"
     runs = [run for run in (*earlier, read(folder)) if run.outcomes]
     if args.save and runs:
-        keep(RESULTS / results.slug(machine["device"]), machine, runs)
+        keep(RESULTS / results.slug(machine["device"]), runs)
         shutil.rmtree(OUTCOMES)
     else:
         print(*rows([outcome for run in runs for outcome in run.outcomes]), sep="\n")
     if ending:
         sys.exit(ending)
+
+
+def main() -> None:
+    args = results.parse(parser())
+    if args.what == "merge":
+        merge(args.folder, args.runs)
+        return
+    cases = {SAMPLES / f"{task}-{length}.zip": (task, length) for task in args.task.split(",") for length in args.lengths}
+    make_samples(args, cases) if args.what == "samples" else answer(args, cases)
 
 
 if __name__ == "__main__":

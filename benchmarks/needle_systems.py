@@ -1,12 +1,12 @@
 """What `needle` compares, and how it is asked: whatever decides an answer.
 
-A change here makes everybody's answers stale (`SHARED_SOURCES` of `needle`): the implementations and their scales, and in `Work` which
+A change here makes everybody's answers stale (`fingerprint.NEEDLE`): the implementations and their scales, and in `Work` which
 prompts run side by side, in what chunks, and where an answer ends. What is measured is RULER's, but that an answer ends with its first
 line, for everybody: the model writes a value and a line end.
 
 Others' kernels take K and V in rows with one scale for a whole tensor, as engines do: one (the default where a checkpoint has none), or
-`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` subtracts each prompt's
-means of K and V. cuDNN's FP8 takes no prompts of unlike lengths side by side and plans anew for each length; it is not among them.
+`:calibrated`, of Q, K and V, on the text that `fp8attn-static` sees. `:means` subtracts each prompt's means of K and V. cuDNN's FP8 takes
+no prompts of unlike lengths side by side and plans anew for each length; it is not among them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from fp8attn import KVScales, calibrate
 from fp8attn.evaluation import models, needle
-from fp8attn.evaluation.caches import BF16Cache, MakeCache, cache_factory, prefill
+from fp8attn.evaluation.caches import BF16Cache, MakeCache, prefill
 from fp8attn.evaluation.needle import Outcome, Sample
 from fp8attn.evaluation.stress import STRENGTHS, plant
-from fp8attn.layout import KEY_TYPES
 from fp8attn.numerics import E4M3, quantize
 
-from . import peers
-from .problem import Shape
+from . import peers, texts
+from .problem import KEYS, Shape
 
-OURS = {"fp8attn": "fp8", "fp8attn-static": "fp8-static", **{f"fp8attn-{name}-keys": f"fp8-{name}-keys" for name in KEY_TYPES}}
+OURS = (*KEYS, "fp8attn-static")
 KERNELS = {"bf16": peers.fa3, "fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
 NEEDS = {"bf16": "fa3", "fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}
 OPTIONS = ("", ":calibrated", ":means", ":calibrated+means")
 IMPLS = ("bf16", *OURS, *(f"{kernel}{options}" for kernel in KERNELS if kernel != "bf16" for options in OPTIONS))
 CHUNK = 1 << 20  # tokens of a prefill's forward: the whole prompt
-BATCH_TOKENS = 1 << 21  # 16 prompts of 131,072: 13 GB of K and V in BF16, and twice that for one layer's activations
-CALIBRATION = (8192, 4)  # tokens of a window, windows
+BATCH_TOKENS = 1 << 20  # 8 prompts of 131,072: 6.5 GB of K and V in BF16, and twice that for one layer's activations
 ATTENTION = "kernel_over_rows"  # what transformers calls the kernels that are not ours
 Scales = tuple[float, float, float]  # of Q, K and V
 
@@ -127,8 +125,7 @@ class RowsFP8(Rows):
     Args:
         kernel: as of `Rows`.
         scales: of each layer's Q, K and V. None: one.
-        means: remove each sequence's means of K and V, found over its first tokens to come (its prompt, or that one's first chunk), and
-            restore V's.
+        means: remove the means of K and V over each sequence's prompt (the first forward), and restore V's.
     """
 
     def __init__(self, kernel: Callable, scales: list[Scales] | None, means: bool) -> None:
@@ -167,27 +164,19 @@ class FP8Rows(DynamicLayer):
         new = [x.transpose(1, 2) for x in (key_states, value_states)]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.k_mean, self.v_mean = (torch.zeros_like(x[:, :1], dtype=torch.float32) for x in new)
-        if self.rows.means:
-            self.k_mean, self.v_mean = self.means(*new)
+            self.k_mean, self.v_mean = map(self.mean, new)
         low = [quantize(x - mean, s) for x, mean, s in zip(new, (self.k_mean, self.v_mean), self.scales[1:], strict=True)]
         if self.keys.numel():
             low = [_join(old.transpose(1, 2), x) for old, x in zip((self.keys, self.values), low, strict=True)]
         self.keys, self.values = (x.contiguous().transpose(1, 2) for x in low)
         return self.keys, self.values
 
-    def means(self, *new: torch.Tensor) -> list[torch.Tensor]:
-        """The means `[B, 1, num_kv_heads, D]` of K and of V, now that `new [B, S, num_kv_heads, D]` of each come: sequences of which no
-        token was there get theirs, over those that are not padding."""
-        batch, length = new[0].shape[:2]
-        mask = self.rows.mask
-        if mask is None:
-            mask = torch.ones(batch, self.get_seq_length() + length, device=new[0].device)
-        real = mask[:, -length:].float()
-        begins = (mask.sum(1) == real.sum(1))[:, None, None, None]
-        count = real.sum(1).clamp_min(1)[:, None, None, None]
-        found = [torch.einsum("bshd,bs->bhd", x.float(), real)[:, None] / count for x in new]
-        return [torch.where(begins, x, old) for x, old in zip(found, (self.k_mean, self.v_mean), strict=True)]
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """What is removed of K or V, `[B, 1, num_kv_heads, D]`: zero, or the mean of a prompt `[B, S, num_kv_heads, D]` but for padding."""
+        if not self.rows.means:
+            return torch.zeros_like(x[:, :1], dtype=torch.float32)
+        real = torch.ones(x.shape[:2], device=x.device) if self.rows.mask is None else self.rows.mask.float()
+        return torch.einsum("bshd,bs->bhd", x.float(), real / real.sum(1, keepdim=True))[:, None]
 
 
 def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -248,8 +237,7 @@ class Systems:
         config = self.model.config
         if name in OURS:
             self.model.set_attn_implementation("fp8_kv")  # by which scales are found too, whoever was asked before
-            scales = self.static if name == "fp8attn-static" else None
-            return cache_factory(OURS[name], config, scales=scales)
+            return texts.make_cache(name, self.model, self.static if name == "fp8attn-static" else None)
         kernel, _, options = name.partition(":")
         rows = Rows(KERNELS[kernel])
         if kernel != "bf16":
@@ -269,8 +257,6 @@ class Work:
     names: tuple[str, ...]
     strengths: tuple[int, ...]
     samples: int | None
-    chunk: int
-    batch_tokens: int
     deadline: float = float("inf")  # of `time.time`; then what is begun is ended, and no more
     done: frozenset[tuple] = frozenset()  # `key`s of what is not asked again
 
@@ -282,7 +268,7 @@ class Work:
                 model, tokenizer = models.load(self.model)
                 plant(model, STRENGTHS[strength])
                 text = models.tokenize(tokenizer, models.read_text(None, self.model))
-                systems = Systems(model, models.windows(text, *CALIBRATION, from_end=True))
+                systems = Systems(model, models.windows(text, *texts.CALIBRATION, from_end=True))
                 for path in self.files:
                     samples = [
                         replace(sample, task=sample.task + stressed(strength))
@@ -307,7 +293,7 @@ class Work:
             file.write(json.dumps(asdict(outcome)) + "\n")
             file.flush()
 
-        limits = {"chunk": self.chunk, "batch_tokens": self.batch_tokens}
+        limits = {"chunk": CHUNK, "batch_tokens": BATCH_TOKENS}
         heard = needle.ask(systems.model, tokenizer, in_time(), {name: make}, stop="\n", progress=note, **limits)
         share = sum(o.right for o in heard) / max(1, len(heard))
         print(f"{samples[0].task} {samples[0].length} {name}: {share:.1%} of {len(heard)}, {time.time() - began:.1f} s", flush=True)

@@ -1,16 +1,14 @@
 """What calls cost the CPU: an op, a launch, and a decode step of a transformers model that its GPU does not slow down.
 
-Microseconds of the host's time; the GPU has so little to do that its queue stays empty. Hosts differ (by half, seen on lent machines of
-one kind), and one is not always at rest: so all calls take turns, the least mean of many short turns counts, and `torch.relu`, which takes
-its turn with them, tells how fast the host was.
-
-    PYTHONPATH=src python -m benchmarks.overhead [--save]
+Microseconds of the host's time; the GPU has so little to do that its queue stays empty. Hosts differ (by half, seen on machines of one
+type) and are not always idle: so all calls take turns, the least mean of many short turns counts, and `torch.relu`, which takes its turn
+with them, shows how fast the host was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -20,9 +18,8 @@ from fp8attn import PagedKVCache
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.kernels.launch import Counters, Tiles, launch, recording
 
-from . import results
-
-CALLS, ROUNDS = 100, 30  # of a turn; turns
+CASES = ("calls", "model")
+CALLS, TURNS = 100, 30  # of a turn; turns
 STEPS = 20
 PROMPT = 2048
 # Llama-3.1-8B's layers, but for narrow MLPs and a small vocabulary: as many calls, and less for the GPU to do.
@@ -38,7 +35,7 @@ def microseconds(calls: dict[tuple[str, str], Callable]) -> dict[tuple[str, str]
         for _ in range(10):
             call()
     least = dict.fromkeys(calls, float("inf"))
-    for _ in range(ROUNDS):
+    for _ in range(TURNS):
         for name, call in calls.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -65,14 +62,12 @@ def tokens(count: int, heads: int) -> torch.Tensor:
     return torch.randn(count, heads, 128, dtype=torch.bfloat16, device="cuda")
 
 
-def ops() -> list[dict]:
+def ops() -> Iterator[dict]:
     """The public ops on four sequences of 300 tokens, and on one so long that prefill cuts its keys into parts; checks and all."""
-    cache = PagedKVCache(8, 128, num_seqs=4, device="cuda")
+    cache, long, growing = (PagedKVCache(8, 128, num_seqs=num_seqs, device="cuda") for num_seqs in (4, 1, 4))
     cache.append(tokens(1200, 8), tokens(1200, 8))
-    long = PagedKVCache(8, 128, device="cuda")
     long.append(tokens(4096, 8), tokens(4096, 8))
-    growing = PagedKVCache(8, 128, num_seqs=4, device="cuda")
-    growing.reserve(2 * CALLS * ROUNDS)  # enough for every append below
+    growing.reserve(2 * CALLS * TURNS)  # enough for every append below
     pages, q, prompt, k, v = cache.pages, tokens(4, 32), tokens(256, 32), tokens(4, 8), tokens(4, 8)
     chunk = prompt[:64]
     for x, held, bound in ((q, pages, 2e-3), (prompt, pages, 5e-2), (chunk, long.pages, 5e-2)):  # right, also launched directly
@@ -82,7 +77,7 @@ def ops() -> list[dict]:
             assert error < bound, f"attention of {len(x)} queries is {error:.1e} off"
     with recording() as launches:
         fp8attn.attention(chunk, long.pages)
-    assert len(launches) == 2, "64 queries over 4,096 tokens are not cut into parts, which a second launch puts together"
+    assert len(launches) == 2, "64 queries over 4,096 tokens are not cut into parts, which a second launch combines"
     with recording() as launches:
         fp8attn.attention(q, pages)
     [made] = launches
@@ -106,18 +101,18 @@ def ops() -> list[dict]:
         ("attention of 1 query", "torch-sdpa"): lambda: sdpa(query, key, key),
         ("relu", "torch"): lambda: torch.relu(k),
     }
-    return [dict(case=case, impl=impl, us=us) for (case, impl), us in microseconds(calls).items()]
+    for (case, impl), us in microseconds(calls).items():
+        yield {"case": case, "impl": impl, "us": us}
 
 
-def model_steps() -> list[dict]:
-    """A prompt of 2,048 tokens and a decode step behind it, batch 1, uncompiled: the wall time."""
+def model_steps() -> Iterator[dict]:
+    """A prompt of 2,048 tokens and the decode step after it, batch 1, uncompiled: the wall time."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa").eval()
         torch.set_default_dtype(torch.float32)
     ids = torch.randint(0, SHAPE["vocab_size"], (1, PROMPT), device="cuda")
-    rows = []
     for impl, attention, make in (
         ("bf16-dynamic", "sdpa", lambda: DynamicCache(config=model.config)),
         ("bf16-static", "sdpa", lambda: StaticCache(config=model.config, max_cache_len=2 * PROMPT)),
@@ -125,29 +120,23 @@ def model_steps() -> list[dict]:
         ("fp8attn-static", "fp8_kv", lambda: FP8Cache(model.config, max_cache_len=2 * PROMPT)),
     ):
         model.set_attn_implementation(attention)
-        caches = []
+        cache = None
 
-        def prefill(make=make, caches=caches):
-            caches[:] = [make()]
-            model(ids, past_key_values=caches[0], use_cache=True, logits_to_keep=1)
+        def prefill(make=make):
+            nonlocal cache
+            cache = make()
+            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+        def step():
+            model(ids[:, :1], past_key_values=cache, use_cache=True)  # noqa: B023
 
         prefill()
-        rows.append(dict(case=f"prefill of {PROMPT}", impl=impl, us=waited(prefill, 5)))
-        step = lambda caches=caches: model(ids[:, :1], past_key_values=caches[0], use_cache=True)  # noqa: E731
+        yield {"case": f"prefill of {PROMPT}", "impl": impl, "us": waited(prefill, 5)}
         for _ in range(3):
             step()
-        rows.append(dict(case="decode step", impl=impl, us=waited(step, STEPS)))
-    return rows
+        yield {"case": "decode step", "impl": impl, "us": waited(step, STEPS)}
 
 
 @torch.inference_mode()
-def main() -> None:
-    args = results.parse(results.arguments(__doc__, cases=False))
-    rows = ops() + model_steps()
-    print(*rows, sep="\n", flush=True)
-    if args.save:
-        results.save("overhead", rows)
-
-
-if __name__ == "__main__":
-    main()
+def measure(case: str) -> Iterator[dict]:
+    yield from ops() if case == "calls" else model_steps()

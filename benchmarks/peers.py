@@ -1,6 +1,6 @@
 """The peers, as callables: FlashAttention-3 and vLLM's build of it, cuDNN's FP8 graph, torch's cuDNN attention, torchao's FP8 attention.
 
-Binaries come from `.peers/` (README.md). Whatever is not there, or cannot do a case, is left out with the reason printed. Scales are one:
+Binaries come from `.peers/` (`make peers`). What is not there, or cannot do a case, is left out with the reason printed. Scales are one:
 FP8 data of spread one needs no others.
 
 | name | is | accumulates FP8 products |
@@ -9,33 +9,33 @@ FP8 data of spread one needs no others.
 | `vllm-fa3-fp8`, `vllm-fa3-bf16` | vLLM's FlashAttention-3 | in two levels |
 | `cudnn-fp8` | cuDNN's FP8 graph; its output is FP8 too | in the tensor core |
 | `cudnn-bf16` | `scaled_dot_product_attention` by cuDNN | |
-| `torchao` | torchao's FP8 attention over `fa3-fp8`'s kernel: BF16 in and out, quantisation included | in the tensor core |
+| `torchao` | torchao's FP8 attention over `fa3-fp8`'s kernel: BF16 in and out, quantization included | in the tensor core |
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
+import lzma
 import os
-import shutil
-import subprocess
 import sys
 import types
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from fp8attn.kernels import fa3 as fa3_builds
 from fp8attn.layout import FP8
 
-from .problem import DEVICE, Shape, offsets
-from .results import ROOT
+from .get_peers import FOLDER
+from .measure import left_out
+from .problem import DEVICE, Run, Shape, offsets
 
-FOLDER = ROOT / ".peers"
 UNPACKED = Path("/tmp/fp8attn-peers")
 
 
@@ -46,23 +46,16 @@ def available() -> frozenset[str]:
     found["torchao"] = found["fa3"] or _wheel("torchao", "torchao") or _activate_fa3()
     for name, problem in found.items():
         if problem:
-            print(f"without {name}: {problem}", flush=True)
+            print(f"without {name}, which `make peers` collects: {problem}", flush=True)
     return frozenset(name for name, problem in found.items() if problem is None)
 
 
 def _library(name: str) -> str | None:
     """Load a library of torch ops; the reason if that fails."""
-    UNPACKED.mkdir(exist_ok=True)
-    library = UNPACKED / f"{name}.so"
     try:
-        if not library.exists():
-            packed = subprocess.run(["xz", "-dcT0", FOLDER / f"{name}.so.xz"], capture_output=True)
-            if packed.returncode:
-                return packed.stderr.decode().strip()
-            half = library.with_suffix(f".{os.getpid()}")
-            half.write_bytes(packed.stdout)
-            half.rename(library)  # whole or not there, whoever else unpacks it
-        torch.ops.load_library(library)
+        torch.ops.load_library(
+            unpacked(f"{name}.so", lambda path: path.write_bytes(lzma.decompress((FOLDER / f"{name}.so.xz").read_bytes())))
+        )
     except OSError as problem:
         return str(problem)
     return None
@@ -70,24 +63,25 @@ def _library(name: str) -> str | None:
 
 def _wheel(module: str, name: str) -> str | None:
     """Import a module, from its wheel if it is not installed; the reason if that fails."""
-    wheels = sorted(FOLDER.glob(f"{name}-*.whl"))
-    if wheels:
-        folder = UNPACKED / wheels[-1].stem
-        if not folder.exists():
-            half = UNPACKED / f"{wheels[-1].stem}.{os.getpid()}"
-            with zipfile.ZipFile(wheels[-1]) as wheel:
-                wheel.extractall(half)
-            try:
-                half.rename(folder)  # whole or not there, whoever else unpacks it
-            except OSError:  # somebody was first
-                shutil.rmtree(half)
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    if wheels := sorted(FOLDER.glob(f"{name}-*.whl")):
+        sys.path.append(str(unpacked(wheels[-1].stem, lambda path: zipfile.ZipFile(wheels[-1]).extractall(path))))
     try:
         importlib.import_module(module)
     except ImportError as problem:
         return str(problem)
     return None
+
+
+def unpacked(name: str, unpack: Callable[[Path], object]) -> Path:
+    """A file or folder of `UNPACKED`, which `unpack` writes once: it is complete or not there, however many processes unpack it."""
+    UNPACKED.mkdir(exist_ok=True)
+    path = UNPACKED / name
+    if not path.exists():
+        unfinished = UNPACKED / f"{name}.{os.getpid()}"
+        unpack(unfinished)
+        with contextlib.suppress(OSError):  # another process was first
+            unfinished.rename(path)
+    return path
 
 
 _registered: list[torch.library.Library] = []
@@ -115,14 +109,21 @@ def _activate_fa3() -> str | None:
     return None
 
 
-def _scales(shape: Shape, dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Of q, k and v, per sequence and KV head; none in 16 bits."""
-    return [torch.ones(len(shape.keys), shape.kv_heads, device=DEVICE) if dtype == FP8 else None for _ in range(3)]
+def _forward(build: str, shape: Shape | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given) -> Callable[[], torch.Tensor]:
+    """A call of a FlashAttention-3 by the names in its schema; scales are one in FP8.
 
-
-def _splits(shape: Shape) -> int:
-    """CTAs over the keys of one block of queries: the peer's own choice (0) when decoding, one for prompts."""
-    return 0 if max(shape.queries) <= 16 else 1
+    `shape`: of a prompt, whose keys one CTA reads; None: the build chooses how many CTAs read the keys.
+    """
+    found = fa3_builds.find({"fa3": "fa3_fwd_interface", "vllm": "vllm"}[build])
+    args = list(found.neutral)
+    if q.dtype == FP8:
+        kv_heads, num_seqs = k.shape[-2], len(given["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in given else len(q)
+        given |= {f"{name}_descale": _ones(num_seqs, kv_heads) for name in "qkv"}
+    given |= {"q": q, "k": k, "v": v, "softmax_scale": q.shape[-1] ** -0.5}
+    given["num_splits"] = 0 if shape is None or max(shape.queries) <= 16 else 1
+    for name, x in given.items():
+        args[found.positions[name]] = x
+    return lambda: found.op(*args)[0]
 
 
 def fa3(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -131,17 +132,14 @@ def fa3(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call
     Args:
         q: `[T, num_q_heads, head_dim]`; k, v: `[tokens, num_kv_heads, head_dim]`; float8_e4m3fn or 16 bits.
     """
-    scales = _scales(shape, q.dtype)
+    lengths = {}
     if shape.uniform:
         q, k, v = (x.unflatten(0, (len(shape.keys), -1)) for x in (q, k, v))
-        lengths = [None] * 7
     else:
-        lengths = [offsets(shape.queries), offsets(shape.keys), None, None, None, max(shape.queries), max(shape.keys)]
-    # In the schema's order: k_new, v_new, qv, out; bounds and lengths; page_table, kv_batch_idx, leftpad_k, rotary cos, sin, seqlens.
-    return lambda: torch.ops.fa3_fwd.fwd(
-        q, k, v, None, None, None, None, *lengths, None, None, None, None, None, None, *scales, shape.softmax_scale, shape.causal,
-        -1, -1, 0, 0.0, True, None, _splits(shape), None, 0,
-    )[0].reshape(-1, shape.q_heads, shape.dim)  # fmt: skip
+        lengths = {"cu_seqlens_q": offsets(shape.queries), "cu_seqlens_k": offsets(shape.keys)}
+        lengths |= {"max_seqlen_q": max(shape.queries), "max_seqlen_k": max(shape.keys)}
+    call = _forward("fa3", shape, q, k, v, is_causal=shape.causal, **lengths)
+    return lambda: call().reshape(-1, shape.q_heads, shape.dim)
 
 
 def fa3_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
@@ -149,13 +147,10 @@ def fa3_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Ten
 
     Args:
         q: `[batch, n, num_q_heads, head_dim]`, the last `n` tokens of each sequence.
-        k, v: `[batch, room, num_kv_heads, head_dim]`, the last dimension contiguous.
-        used: `[batch]` int32, how many tokens of the room count.
+        k, v: `[batch, capacity, num_kv_heads, head_dim]`, the last dimension contiguous.
+        used: `[batch]` int32, how many of these tokens count.
     """
-    return torch.ops.fa3_fwd.fwd(
-        q, k, v, None, None, None, None, None, None, None, None, used, None, None, None, None, None, None, None, None, None, None, None,
-        q.shape[-1] ** -0.5, True, -1, -1, 0, 0.0, True, None, 0, None, 0,
-    )[0]  # fmt: skip
+    return _forward("fa3", None, q, k, v, is_causal=True, seqused_k=used)()
 
 
 def vllm_fa3(
@@ -165,21 +160,19 @@ def vllm_fa3(
 
     Args:
         q: `[T, num_q_heads, head_dim]`.
-        k, v: `[tokens, num_kv_heads, head_dim]`, or a cache of equal room for every sequence `[batch, room, num_kv_heads, head_dim]`, or
-            pages `[pages, page_size, num_kv_heads, head_dim]` with their `table`.
+        k, v: `[tokens, num_kv_heads, head_dim]`, or a cache of equal capacity for every sequence `[batch, capacity, num_kv_heads,
+            head_dim]`, or pages `[pages, page_size, num_kv_heads, head_dim]` with their `table`.
         table: `[batch, columns]` int32.
     """
-    scales = _scales(shape, q.dtype)
-    bounds, longest = offsets(shape.queries), max(shape.queries)
+    lengths = {"cu_seqlens_q": offsets(shape.queries), "max_seqlen_q": max(shape.queries)}
     if k.dim() == 3:
-        lengths = [offsets(shape.keys), None, None, None, longest, max(shape.keys)]
+        lengths |= {"cu_seqlens_k": offsets(shape.keys), "max_seqlen_k": max(shape.keys)}
     else:
-        room = None if table is None else table.shape[1] * k.shape[1]
-        lengths = [None, None, None, torch.tensor(shape.keys, dtype=torch.int32, device=DEVICE), longest, room]
-    return lambda: torch.ops._vllm_fa3_C.fwd(
-        q, k, v, None, None, None, None, bounds, *lengths, table, None, None, None, None, None, *scales, shape.softmax_scale, shape.causal,
-        -1, -1, 0.0, True, None, _splits(shape), None, 0, None, 1, 0, None,
-    )[0].reshape(-1, shape.q_heads, shape.dim)  # fmt: skip
+        lengths["seqused_k"] = torch.tensor(shape.keys, dtype=torch.int32, device=DEVICE)
+    if table is not None:
+        lengths |= {"page_table": table, "max_seqlen_k": table.shape[1] * k.shape[1]}
+    call = _forward("vllm", shape, q, k, v, is_causal=shape.causal, **lengths)
+    return lambda: call().reshape(-1, shape.q_heads, shape.dim)
 
 
 def vllm_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
@@ -192,26 +185,28 @@ def vllm_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.T
         used: `[batch]` int32, tokens of each sequence.
     """
     batch, n = q.shape[:2]
-    bounds, *scales = _constants(batch, n, k.shape[2])
-    return torch.ops._vllm_fa3_C.fwd(
-        q.flatten(0, 1), k, v, None, None, None, None, bounds, None, None, None, used, n, table.shape[1] * k.shape[1], table, None, None,
-        None, None, None, *scales, q.shape[-1] ** -0.5, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None,
-    )[0].view(batch, n, *q.shape[2:])  # fmt: skip
+    lengths = {"cu_seqlens_q": _bounds(batch, n), "max_seqlen_q": n, "max_seqlen_k": table.shape[1] * k.shape[1]}
+    out = _forward("vllm", None, q.flatten(0, 1), k, v, is_causal=True, page_table=table, seqused_k=used, **lengths)()
+    return out.view(batch, n, *q.shape[2:])
 
 
 @lru_cache
-def _constants(batch: int, queries: int, kv_heads: int) -> list[torch.Tensor]:
-    """Where each sequence's queries begin, and scales of one."""
-    return [offsets((queries,) * batch), *(torch.ones(batch, kv_heads, device=DEVICE) for _ in range(3))]
+def _ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, device=DEVICE)
+
+
+@lru_cache
+def _bounds(batch: int, queries: int) -> torch.Tensor:
+    return offsets((queries,) * batch)
 
 
 def cudnn_fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     """cuDNN's FP8 attention over `[tokens, heads, head_dim]` of equal lengths; FP8 out.
 
     Raises:
-        Exception: of a kind of cuDNN's own, if it has no plan for this.
+        Exception: of a type of cuDNN's own, if it has no plan for this.
     """
-    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = _dense(shape, q, k, v)
     graph, handle, inputs, output, ones, amaxes = _cudnn_graph(*(x for t in (q, k, v) for x in (t.shape, t.stride())), shape.causal)
     out = torch.empty_like(q)
     workspace = torch.empty(max(1, graph.get_workspace_size()), device=DEVICE, dtype=torch.uint8)
@@ -256,7 +251,7 @@ def _cudnn_graph(q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, causal
 
 def cudnn_bf16(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     """torch's attention by cuDNN over `[tokens, heads, head_dim]` of equal lengths."""
-    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = _dense(shape, q, k, v)
 
     def call() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -270,28 +265,18 @@ def torchao(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     """torchao's attention over `[tokens, heads, head_dim]` of equal lengths in BF16."""
     from torchao.prototype.attention.fp8_fa3.attention import fp8_fa3_sdpa
 
-    q, k, v = (x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = _dense(shape, q, k, v)
     return lambda: fp8_fa3_sdpa(q, k, v, is_causal=shape.causal).transpose(1, 2).reshape(-1, shape.q_heads, shape.dim)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A callable and what it was given: `q [T, num_q_heads, head_dim]`, `k` and `v [tokens, num_kv_heads, head_dim]`."""
-
-    call: Callable[[], torch.Tensor]
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-KERNELS = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "fa3-bf16", "cudnn-bf16")  # torchao is no kernel: it quantises too
-PEERS = {  # name: (what it needs, its callable, whether it takes FP8)
-    "fa3-fp8": ("fa3", fa3, True),
-    "cudnn-fp8": ("cudnn", cudnn_fp8, True),
-    "vllm-fa3-fp8": ("vllm-fa3", vllm_fa3, True),
-    "fa3-bf16": ("fa3", fa3, False),
-    "cudnn-bf16": (None, cudnn_bf16, False),
-    "torchao": ("torchao", torchao, False),
+KERNELS = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "fa3-bf16", "cudnn-bf16")  # torchao is no kernel: it quantizes too
+PEERS = {  # name: (what it needs, its callable, whether it takes FP8, and dense batches alone)
+    "fa3-fp8": ("fa3", fa3, True, False),
+    "cudnn-fp8": ("cudnn", cudnn_fp8, True, True),
+    "vllm-fa3-fp8": ("vllm-fa3", vllm_fa3, True, False),
+    "fa3-bf16": ("fa3", fa3, False, False),
+    "cudnn-bf16": (None, cudnn_bf16, False, True),
+    "torchao": ("torchao", torchao, False, True),
 }
 
 
@@ -300,30 +285,27 @@ def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names:
     found = {}
     low = [x.to(FP8) for x in (q, k, v)] if any(PEERS[name][2] for name in names) else []
     for name in names:
-        need, make, fp8 = PEERS[name]
+        need, make, fp8, dense = PEERS[name]
         if need is not None and need not in available():
             continue
-        if (why := _unsupported(name, shape)) is not None:
-            left_out(name, why)
+        if dense and not shape.uniform:
+            left_out(name, "no ragged batches")
+            continue
+        if dense and shape.causal and shape.queries != shape.keys:
+            left_out(name, "its causal mask is aligned to the start")
             continue
         given = low if fp8 else [q, k, v]
         try:
-            found[name] = Run(make(shape, *given), *given)
+            found[name] = Run(make(shape, *given), given[0], partial(_held, shape, *given[1:]))
         except Exception as problem:  # cuDNN's graphs raise types of their own
             left_out(name, problem)
     return found
 
 
-def left_out(name: str, why: str | Exception) -> None:
-    """Say that an implementation is not in a case, and why: the first line of it."""
-    print(f"   {name} is left out: {str(why).strip().splitlines()[0][:160]}", flush=True)
+def _dense(shape: Shape, *xs: torch.Tensor) -> list[torch.Tensor]:
+    """`[tokens, heads, head_dim]` of equal lengths as `[batch, heads, length, head_dim]`."""
+    return [x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in xs]
 
 
-def _unsupported(name: str, shape: Shape) -> str | None:
-    if not name.startswith("cudnn") and name != "torchao":
-        return None
-    if not shape.uniform:
-        return "no ragged batches"
-    if shape.causal and shape.queries != shape.keys:
-        return "its causal mask is aligned to the start"
-    return None
+def _held(shape: Shape, k: torch.Tensor, v: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return k.split(shape.keys)[seq], v.split(shape.keys)[seq]

@@ -5,13 +5,13 @@ python -m benchmarks.plot [NAME ...]    # of PLOTS, for each device; default: al
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import matplotlib
 
@@ -25,12 +25,12 @@ from fp8attn.evaluation.plots import needle_maps, thousands
 from fp8attn.evaluation.stress import STRENGTHS
 
 from .problem import KEYS
-from .readme import over_bf16
+from .readme import PREFILL, Rows, over_bf16, rows_of
 from .results import RESULTS
 
-plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
 
-FOLDER = RESULTS / "h100"  # of the device whose results are drawn
+FOLDER = RESULTS / "h100"  # of the device whose results are drawn; `main` sets it
 COLOURS = {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
@@ -39,33 +39,26 @@ COLOURS = {
     "bf16": "#444444", "fp8attn-static": "#69b578",
 }  # fmt: skip
 HATCHES = {"": "", "calibrated": "//", "means": "..", "calibrated+means": "xx"}  # of a kernel with options
-PREFILL = (
-    ("D128-full-S16384", "D128-causal-S16384", "D128-causal-S4096", "D128-causal-S8192", "D128-causal-S65536", "D128-causal-S1024",
-     "gqa-causal-S16384"),
-    ("gqa-causal-S131072", "chunked-2k-on-128k", "varlen-mix", "D64-full-S16384", "D64-causal-S16384", "D256-full-S16384",
-     "D256-causal-S16384"),
-)  # fmt: skip
+DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
+THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
 _, OTHER_KEYS = KEYS
 SMOOTHED = 21  # segments of a decode whose mean is drawn
-Rows = dict[tuple[str, str], dict]
 
 
 def read(name: str) -> Rows:
-    return {(row["case"], row["impl"]): row for row in json.loads((FOLDER / f"{name}.json").read_text())["rows"]}
+    return rows_of(FOLDER / f"{name}.json")
 
 
 def device() -> str:
     return FOLDER.name.upper()
 
 
-def save(figure: Figure, name: str) -> None:
-    figure.savefig(FOLDER / f"{name}.png", dpi=130)
-    plt.close(figure)
+# Parts of pictures
 
 
-def bars(axes: Axes, rows: Rows, unit: str, cases: tuple[str, ...], impls: tuple[str, ...]) -> None:
+def bars(axes: Axes, name: str, unit: str, cases: Sequence[str], impls: Sequence[str]) -> None:
     """Grouped bars: one group a case, one bar an implementation, the first one's heights written in it."""
-    width = 0.85 / len(impls)
+    rows, width = read(name), 0.85 / len(impls)
     for i, impl in enumerate(impls):
         heights = [rows.get((case, impl), {}).get(unit, 0) for case in cases]
         at = [x + (i - (len(impls) - 1) / 2) * width for x in range(len(cases))]
@@ -82,145 +75,131 @@ def series(rows: Rows, case: str, impl: str, value: Callable[[dict], float]) -> 
     return dict(sorted(found.items()))
 
 
-def legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="outside lower center", frameon=False, handlelength=3)
+def line(axes: Axes, impl: str, points: dict[int, float], style: str = "o-", **look) -> None:
+    axes.plot(points.keys(), points.values(), style, **{"ms": 3.5, "lw": 1.6, "label": impl, "color": COLOURS[impl]} | look)
+
+
+def by_length(axes: Axes, lengths: dict[int, str], of: str) -> None:
+    """Speed over the best BF16 kernel or attention by tokens, whose labels `lengths` are."""
+    axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1, label=f"best BF16 {of}", zorder=1.9)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(lengths), list(lengths.values()), fontsize=8)
+    axes.minorticks_off()
+    axes.set(xlabel="tokens")
+    axes.grid(alpha=0.25)
+
+
+def finish(name: str, figure: Figure, axes: Axes | None = None, title: str = "", size: int = 11) -> None:
+    """Title, legend (of the labels in `axes`) and file."""
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=size)
+    if axes is not None:
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="outside lower center", frameon=False, handlelength=3)
+    figure.savefig(FOLDER / f"{name}.png", dpi=130)
+    plt.close(figure)
+
+
+# Pictures
 
 
 def plot_decode() -> None:
-    figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
-    cases = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
-    bars(axes, read("decode"), "gbps", cases, (*KEYS, "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"))
+    figure, axes = plt.subplots(figsize=(11, 4.2))
+    bars(axes, "decode", "gbps", DECODE, (*KEYS, "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"))
     axes.set_ylabel("GB/s of live K and V")
-    axes.set_title(f"Decode on an {device()} (32 query heads, 8 KV heads of 128): the cache read once", loc="left", fontsize=11)
-    legend(figure, axes)
-    save(figure, "decode")
+    finish("decode", figure, axes, f"Decode on an {device()} (32 query heads, 8 KV heads of 128): the cache read once")
 
 
 def plot_prefill() -> None:
-    figure, both = plt.subplots(2, figsize=(12, 7), sharey=True, layout="constrained")
-    for axes, cases in zip(both, PREFILL, strict=True):
-        bars(
-            axes,
-            read("prefill"),
-            "tflops",
-            cases,
-            (*KEYS, "fp8attn-q8", "vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16", "cudnn-bf16"),
-        )
+    figure, both = plt.subplots(2, figsize=(12, 7), sharey=True)
+    for axes, cases in zip(both, (list(PREFILL)[:7], list(PREFILL)[7:]), strict=True):
+        bars(axes, "prefill", "tflops", cases, (*KEYS, "fp8attn-q8", *THEIRS, "cudnn-bf16"))
         axes.set_ylabel("TFLOPS")
-    title = f"Prefill on an {device()}: fp8attn and vLLM accumulate in FP32, fa3-fp8 and cudnn-fp8 do not (accuracy.png)"
-    both[0].set_title(title, loc="left", fontsize=11)
-    legend(figure, both[0])
-    save(figure, "prefill")
+    finish(
+        "prefill",
+        figure,
+        axes,
+        f"Prefill on an {device()}: fp8attn and vLLM accumulate in FP32, fa3-fp8 and cudnn-fp8 do not (accuracy.png)",
+    )
 
 
 def plot_accuracy() -> None:
     """Error by length: a row of panels a phase, a column a mean of V."""
     rows = read("accuracy")
-    theirs = ("fa3-fp8", "vllm-fa3-fp8", "cudnn-fp8", "fa3-bf16")
-    systems = (*KEYS, "fp8attn-q8", *theirs)
-    phases = {
-        "causal": ("last 64 queries of a prompt", systems),
-        "full": ("128 queries of all keys", systems),
-        "decode": ("one query", (*KEYS, *theirs)),
-    }
-    figure, grid = plt.subplots(3, 3, figsize=(12, 10), sharex=True, sharey=True, layout="constrained")
-    for line, (phase, (what, impls)) in zip(grid, phases.items(), strict=True):
-        for axes, mean in zip(line, (0, 1, 5), strict=True):
-            case = rf"{phase}-mean{mean}-D128-S(\d+)"
-            for impl in impls:
-                points = series(rows, case, impl, lambda row: row.get("last", row["rel_err"]))
-                points = {n: error for n, error in points.items() if error > 0}  # of one key nothing is wrong
-                style = "o:" if impl.endswith("-keys") else "o--" if impl == "vllm-fa3-fp8" else "o-"
-                axes.loglog(points.keys(), points.values(), style, ms=3, lw=1.4, label=impl, color=COLOURS[impl])
-            axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
-            axes.grid(alpha=0.25)
+    phases = {"causal": "last 64 queries of a prompt", "full": "128 queries of all keys", "decode": "one query"}
+    figure, grid = plt.subplots(3, 3, figsize=(12, 10), sharex=True, sharey=True)
+    for axes, ((phase, what), mean) in zip(grid.flat, product(phases.items(), (0, 1, 5)), strict=True):
+        for impl in (*KEYS, *(["fp8attn-q8"] if phase != "decode" else []), *THEIRS):
+            points = series(rows, rf"{phase}-mean{mean}-D128-S(\d+)", impl, lambda row: row.get("last", row["rel_err"]))
+            style = "o:" if impl.endswith("-keys") else "o--" if impl == "vllm-fa3-fp8" else "o-"
+            line(axes, impl, {n: error for n, error in points.items() if error > 0}, style, ms=3, lw=1.4)  # of one key nothing is wrong
+        axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
+        axes.set(xscale="log", yscale="log")
+        axes.grid(alpha=0.25)
     for axes in grid[:, 0]:
         axes.set_ylabel("relative error")
     for axes in grid[-1]:
         axes.set_xlabel("keys")
-    figure.suptitle(f"Error against float64 on the same bytes, {device()}, head_dim 128", x=0.01, ha="left", fontsize=11)
-    handles = {label: handle for axes in grid[:, 0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), fontsize=8, ncols=len(handles), loc="outside lower center", frameon=False)
-    save(figure, "accuracy")
+    finish("accuracy", figure, grid[0, 0], f"Error against float64 on the same bytes, {device()}, head_dim 128")
 
 
 def plot_llama_decode() -> None:
     """Milliseconds a step by context: a panel a batch."""
     rows = read("llama_decode")
     batches = sorted({int(found[1]) for case, _ in rows if (found := re.fullmatch(r"step-B(\d+)-S\d+", case))})
-    figure, panels = plt.subplots(1, len(batches), figsize=(12, 4.2), layout="constrained", squeeze=False)
+    figure, panels = plt.subplots(1, len(batches), figsize=(12, 4.2), squeeze=False)
     for axes, batch in zip(panels[0], batches, strict=True):
         highest = 0.0
         for impl in ("bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"):
             points = series(rows, rf"step-B{batch}-S(\d+)", impl, lambda row: row["ms"])
-            axes.plot([n / 1024 for n in points], points.values(), "o-", ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
+            line(axes, impl, {n / 1024: ms for n, ms in points.items()})
             if impl != "bf16-sdpa":  # which leaves the picture
                 highest = max([highest, *points.values()])
         ours = rows.get((f"line-B{batch}", "fp8attn"), {})
         note = f": slope {ours['slope_ratio']:.0%} of {ours['beside']}'s" if "slope_ratio" in ours else ""
         axes.set_title(f"batch {batch}{note}", loc="left", fontsize=10)
-        axes.set_xlabel("context, multiples of 1,024 tokens")
-        axes.set_xlim(left=0)
-        axes.set_ylim(0, 1.1 * highest)
+        axes.set(xlabel="context, multiples of 1,024 tokens", xlim=(0, None), ylim=(0, 1.1 * highest))
     panels[0, 0].set_ylabel("ms a decode step")
     title = f"A decode step of a Llama-3.1-8B-shaped model on an {device()}, CUDA graphs (bf16-sdpa repeats K and V for every query head)"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    legend(figure, panels[0, 0])
-    save(figure, "llama_decode")
+    finish("llama_decode", figure, panels[0, 0], title)
 
 
 def plot_sdpa() -> None:
     """One attention layer, quantization included, over the best BF16 kernel that it was timed with, by length."""
     rows = read("sdpa")
-    figure, panels = plt.subplots(1, 4, figsize=(14, 4.2), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 4, figsize=(14, 4.2), sharey=True)
     titles = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
     lengths = sorted({int(match[1]) for case, _ in rows if (match := re.fullmatch(r"[a-z-]+-S(\d+)", case))})
     for axes, (kind, title) in zip(panels, titles.items(), strict=True):
-        axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1, label="best BF16 kernel")
+        by_length(axes, {n: thousands(n) for n in lengths}, "kernel")
         for impl in (*KEYS, "fp8attn-rope", "torchao"):
-            ratios = {n: ratio for n in lengths if (ratio := over_bf16(rows, f"{kind}-S{n}", impl)) is not None}
-            axes.semilogx(ratios.keys(), ratios.values(), "o-", base=2, ms=3.5, lw=1.6, label=impl, color=COLOURS[impl])
+            line(axes, impl, {n: ratio for n in lengths if (ratio := over_bf16(rows, f"{kind}-S{n}", impl)) is not None})
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xticks(lengths, [thousands(n) for n in lengths], fontsize=8)
-        axes.minorticks_off()
-        axes.set_xlabel("tokens")
-        axes.grid(alpha=0.25)
     panels[0].set_ylabel("speed over the best BF16 kernel")
-    title = (
-        f"scaled_dot_product_attention on an {device()}, 32 heads of 128, quantization included (CUDA graphs; from 64k tokens on, calls)"
-    )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    legend(figure, panels[0])
-    save(figure, "sdpa")
+    graphs = "CUDA graphs; from 64k tokens on, calls"
+    finish("sdpa", figure, panels[0], f"scaled_dot_product_attention on an {device()}, 32 heads of 128, quantization included ({graphs})")
 
 
 def plot_llama_prefill() -> None:
     """A whole prompt's time over that with the best BF16 attention, by length."""
     rows = read("llama_prefill")
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1, label="best BF16 attention")
+    figure, axes = plt.subplots(figsize=(8, 4.2))
+    layers = series(rows, r"S(\d+)", "fp8attn", lambda row: row["layers"])
+    by_length(axes, {n: f"{thousands(n)}\n{count} layers" for n, count in layers.items()}, "attention")
     for impl, style in (("fp8attn-default", "o--"), ("fp8attn", "o-")):
         points = series(rows, r"S(\d+)", impl, lambda row: row["speedup"])
-        axes.semilogx(points.keys(), points.values(), style, base=2, ms=4, lw=1.6, label=impl, color=COLOURS[impl])
+        line(axes, impl, points, style, ms=4)
     for n, speedup in points.items():
         axes.annotate(f"{speedup:.2f}", (n, speedup), (-4, 5), textcoords="offset points", ha="right", fontsize=8, color=COLOURS["fp8attn"])
-    layers = series(rows, r"S(\d+)", "fp8attn", lambda row: row["layers"])
-    axes.set_xticks(list(layers), [f"{thousands(n)}\n{count} layers" for n, count in layers.items()], fontsize=8)
     axes.margins(x=0.08, y=0.12)
-    axes.minorticks_off()
-    axes.set_xlabel("tokens")
     axes.set_ylabel("speed over the best BF16 attention")
-    axes.set_title(f"Prefill of a Llama-3.1-8B-shaped model on an {device()}, everything in it", loc="left", fontsize=11)
-    axes.grid(alpha=0.25)
-    legend(figure, axes)
-    save(figure, "llama_prefill")
+    finish("llama_prefill", figure, axes, f"Prefill of a Llama-3.1-8B-shaped model on an {device()}, everything in it")
 
 
 def plot_wan() -> None:
     """Seconds of a block and of a stack of blocks, with each attention."""
     rows = read("wan")
-    figure, panels = plt.subplots(1, 4, figsize=(11, 3.8), layout="constrained")
+    figure, panels = plt.subplots(1, 4, figsize=(11, 3.8))
     for axes, case in zip(panels, ("block-720p", "stack-720p", "block-1080p", "stack-1080p"), strict=True):
         found = {impl: rows[case, impl] for impl in ("fp8attn", "fa3-bf16", "cudnn-bf16") if (case, impl) in rows}
         for x, (impl, row) in enumerate(found.items()):
@@ -231,9 +210,7 @@ def plot_wan() -> None:
         axes.set_title(f"{case.split('-')[1]}, {what}: {ours['speedup']:.2f}x", loc="left", fontsize=9)
         axes.set_xticks([])
     panels[0].set_ylabel("seconds")
-    figure.suptitle(f"Wan2.1-14B-shaped transformer blocks on an {device()}, 81 frames", x=0.01, ha="left", fontsize=11)
-    legend(figure, panels[0])
-    save(figure, "wan")
+    finish("wan", figure, panels[0], f"Wan2.1-14B-shaped transformer blocks on an {device()}, 81 frames")
 
 
 def plot_needle() -> None:
@@ -245,10 +222,10 @@ def plot_needle() -> None:
     for n, strength in enumerate(STRENGTHS):
         case = f"{task}-stress{n}-S{length}" if n else f"{task}-S{length}"
         what = f"V {strength.offset:g} σ off zero, outlier channels × {strength.outlier:g}" if strength.offset else "as trained"
-        if here := [row for (name, _), row in rows.items() if name == case]:
+        if here := [row for (name, impl), row in rows.items() if name == case and impl.partition(":")[0] in COLOURS]:
             panels.append((what, here))
     lines = -(-len(panels) // 2)
-    figure, grid = plt.subplots(lines, 2, figsize=(12, 2.9 * lines), squeeze=False, sharey=True, layout="constrained")
+    figure, grid = plt.subplots(lines, 2, figsize=(12, 2.9 * lines), squeeze=False, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (what, here) in zip(grid.flat, panels, strict=False):
@@ -261,71 +238,60 @@ def plot_needle() -> None:
             words = impl.replace("fp8attn-", "fp8attn\n").replace("-fa3-fp8", "\nfa3-fp8").replace(":", "\n").replace("+", "\n")
             axes.text(at, -0.05, f"{words}\n({row['samples']})", ha="center", va="top", fontsize=7.5)
         axes.set_title(what, loc="left", fontsize=9)
-        axes.set_xlim(-0.6, max(len(here), 6) - 0.4)
-        axes.set_ylim(0, 1.15)
-        axes.set_xticks([])
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        axes.set(xlim=(-0.6, max(len(here), 6) - 0.4), ylim=(0, 1.15), xticks=[], yticks=[0, 0.25, 0.5, 0.75, 1])
         axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         axes.spines["bottom"].set_visible(False)
     figure.suptitle(f"RULER {task} at {thousands(length)}: right answers, 95% intervals, (samples)", fontsize=11)
-    save(figure, "retrieval")
+    finish("retrieval", figure)
     impls = [impl for impl in dict.fromkeys(impl for _, impl in rows) if all((f"{task}-S{n}", impl) in rows for n in asked)]
-    outcomes = load_outcomes(FOLDER / "needle.jsonl.xz")
-    outcomes = [outcome for outcome in outcomes if outcome.task == task and outcome.cache in impls]
+    outcomes = [outcome for outcome in load_outcomes(FOLDER / "needle.jsonl.xz") if outcome.task == task and outcome.cache in impls]
     outcomes.sort(key=lambda outcome: impls.index(outcome.cache))
-    save(needle_maps(outcomes, heading=f"RULER {task}: right answers by length and depth"), "retrieval_maps")
+    finish("retrieval_maps", needle_maps(outcomes, heading=f"RULER {task}: right answers by length and depth"))
 
 
 def plot_drift() -> None:
     """How far predictions through our caches are from BF16's: by position of a prompt (above), and over a long decode (below)."""
     rows, long = read("perplexity"), read("drift")
-    figure, ((change, kl), (long_change, long_kl)) = plt.subplots(2, 2, figsize=(11, 6.4), sharex="row", sharey="col", layout="constrained")
+    figure, ((change, kl), (long_change, long_kl)) = plt.subplots(2, 2, figsize=(11, 6.4), sharex="row", sharey="col")
     context = max(int(case.split("-S")[1]) for case, _ in rows if case.startswith("chunks"))
     base = rows[f"chunks-S{context}", "bf16"]["positions"]
     for impl, aside in ((OTHER_KEYS, 0.94), ("fp8attn-static", 1.06), ("fp8attn", 1.0)):
         if (row := rows.get((f"chunks-S{context}", impl))) is None:
             continue
-        look = {"color": COLOURS[impl], "label": impl, "marker": "o", "ms": 3.5, "ls": ":" if impl == "fp8attn-static" else "-"}
-        at = [aside * (part["start"] + part["stop"]) / 2 for part in base]
-        differences = [percent(part["nll"] - before["nll"]) for part, before in zip(row["positions"], base, strict=True)]
-        change.errorbar(at, differences, [percent(part["standard_error"]) for part in row["positions"]], lw=1.4, elinewidth=0.8, **look)
-        kl.plot(at, [part["kl"] for part in row["positions"]], lw=1.4, **look)
+        look = {"color": COLOURS[impl], "label": impl, "marker": "o", "ms": 3.5, "ls": ":" if impl == "fp8attn-static" else "-", "lw": 1.4}
+        parts, at = row["positions"], [aside * (part["start"] + part["stop"]) / 2 for part in base]
+        differences = [percent(part["nll"] - before["nll"]) for part, before in zip(parts, base, strict=True)]
+        change.errorbar(at, differences, [percent(part["standard_error"]) for part in parts], elinewidth=0.8, **look)
+        kl.plot(at, [part["kl"] for part in parts], **look)
     for impl in dict.fromkeys(impl for _, impl in long):
         segments = [row for (_, which), row in long.items() if which == impl]
         at = [(row["start"] + row["stop"]) / 2 for row in segments]
-        for axes, values in (
-            (long_change, [percent(row["nll"] - row["baseline_nll"]) for row in segments]),
-            (long_kl, [row["kl"] for row in segments]),
-        ):
+        changes = [percent(row["nll"] - row["baseline_nll"]) for row in segments]
+        for axes, values in ((long_change, changes), (long_kl, [row["kl"] for row in segments])):
             axes.plot(at, values, ".", ms=5, alpha=0.35, color=COLOURS[impl], markeredgewidth=0)
-            middle = SMOOTHED // 2
             means = [statistics.fmean(values[n : n + SMOOTHED]) for n in range(len(values) - SMOOTHED + 1)]
-            axes.plot(at[middle : middle + len(means)], means, lw=1.8, color=COLOURS[impl], label=impl)
-    for axes in (change, long_change):
-        axes.axhline(0, color=COLOURS["bf16-sdpa"], lw=1)
-        axes.set_ylabel("perplexity over BF16's, %")
-    for axes in (kl, long_kl):
-        axes.set_ylabel("KL divergence from BF16, nats")
-        axes.set_ylim(bottom=0)
+            axes.plot(at[SMOOTHED // 2 :][: len(means)], means, lw=1.8, color=COLOURS[impl], label=impl)
+    first, last = segments[0], segments[-1]  # alike for all
+    decoded = f"{last['stop'] - first['start']:,} tokens decoded, {first['sequences']} sequences"
     for axes in (change, kl):
         axes.set_xscale("log", base=4)
         axes.xaxis.set_major_formatter(lambda n, _: thousands(int(n)))
         axes.set_xlim(90, context)
         axes.set_title(f"a prompt of {context:,} tokens, prefilled", loc="left", fontsize=10)
-    first, last = segments[0], segments[-1]  # alike whoever was asked
     for axes in (long_change, long_kl):
         axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
-        axes.set_title(f"{last['stop'] - first['start']:,} tokens decoded, {first['sequences']} sequences", loc="left", fontsize=10)
+        axes.set_title(decoded, loc="left", fontsize=10)
+    for axes in (change, long_change):
+        axes.axhline(0, color=COLOURS["bf16-sdpa"], lw=1)
+        axes.set_ylabel("perplexity over BF16's, %")
+    for axes in (kl, long_kl):
+        axes.set(ylabel="KL divergence from BF16, nats", ylim=(0, None))
     for axes in (change, kl, long_change, long_kl):
         axes.set_xlabel("tokens before the predicted one")
         axes.grid(alpha=0.25)
-    title = (
-        f"Held-out code on an {device()}. Bars: a standard error. Dots: {first['stop'] - first['start']} tokens of each sequence, "
-        f"after which pages are copied, reordered or truncated; lines: mean of {SMOOTHED} dots"
-    )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
-    legend(figure, kl)
-    save(figure, "drift")
+    dots = f"{first['stop'] - first['start']} tokens of each sequence, after which pages are copied, reordered or truncated"
+    title = f"Held-out code on an {device()}. Bars: a standard error. Dots: {dots}; lines: mean of {SMOOTHED} dots"
+    finish("drift", figure, kl, title, 9)
 
 
 def percent(difference: float) -> float:

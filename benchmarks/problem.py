@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,10 @@ from fp8attn import KVPages, ops
 from fp8attn.layout import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES, PAGE_SIZE, key_type
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "meta" in a dry run (`dry`)
-SPARE_PAGES = 3
 POISON = 0x7F  # NaN in E4M3, the largest number in INT8
 # Our implementations with 16-bit queries, and their keys: `fp8attn` is the default, and the other is named after its keys.
 KEYS = {"fp8attn": DEFAULT_KEY_DTYPE} | {f"fp8attn-{name}-keys": name for name in KEY_TYPES if name != DEFAULT_KEY_DTYPE}
+K = 1024
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,38 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """`4 * head_dim` per head, query and visible key, as everybody counts: half of all pairs in a causal square."""
+        """`4 * head_dim` per head, query and visible key, as usual: half of all pairs in a causal square."""
         pairs = sum(n * k - (n * n / 2 if self.causal else 0) for n, k in zip(self.queries, self.keys, strict=True))
         return 4.0 * self.q_heads * self.dim * pairs
 
+    @property
+    def kv_elements(self) -> int:
+        return 2 * sum(self.keys) * self.kv_heads * self.dim
+
     def rows(self, seq: int) -> slice:
-        """Where a sequence's queries stand."""
+        """The rows of a sequence's queries."""
         return slice(sum(self.queries[:seq]), sum(self.queries[: seq + 1]))
 
     def last_key(self, seq: int, queries: torch.Tensor) -> torch.Tensor | None:
         """The last key that some of a sequence's queries see; None where all are seen."""
         return self.keys[seq] - self.queries[seq] + queries if self.causal else None
+
+    def inputs(self, mean: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random q `[T, num_q_heads, head_dim]`, k and v `[tokens, num_kv_heads, head_dim]`, V of that mean."""
+        torch.manual_seed(0)
+        heads = (self.queries, self.q_heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads)
+        q, k, v = (torch.randn(sum(lengths), count, self.dim, device=DEVICE).to(dtype) for lengths, count in heads)
+        return q, k, v + mean
+
+
+def square(dim: int, causal: bool, *lengths: int, q_heads: int = 0, kv_heads: int = 0) -> Shape:
+    """Prompts: as many queries as keys; 2048 / dim heads unless given."""
+    return Shape(lengths, lengths, q_heads or 2048 // dim, kv_heads or q_heads or 2048 // dim, dim, causal)
+
+
+def steps(*lengths: int, kv_heads: int = 8, group: int = 4, dim: int = 128, queries: int = 1) -> Shape:
+    """Decode steps: the last queries of sequences that are held."""
+    return Shape(lengths, (queries,) * len(lengths), kv_heads * group, kv_heads, dim, True)
 
 
 def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -56,15 +77,30 @@ def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype: str = DEFAULT_KEY_DTYPE, rotate_keys: bool = True) -> KVPages:
+@dataclass(frozen=True)
+class Run:
+    """An implementation of a problem: its call, and what it is given.
+
+    Attributes:
+        call: gives `[T, num_q_heads, head_dim]`.
+        q: `[T, num_q_heads, head_dim]`.
+        held: the K and V of a sequence, `[keys, num_kv_heads, head_dim]`.
+    """
+
+    call: Callable[[], torch.Tensor]
+    q: torch.Tensor
+    held: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KEY_DTYPE, rotate_keys=True, spare=3) -> KVPages:
     """A cache that `append` has filled with `k` and `v [tokens, num_kv_heads, head_dim]`, in shuffled pages.
 
-    Bytes that no kernel may read are poison: `POISON` in pages that no sequence holds and in K behind a sequence's end, NaN in the scales
-    of those pages.
+    Bytes that no kernel may read are poison: `POISON` in the `spare` pages that no sequence holds and in K behind a sequence's end, NaN in
+    the scales of those pages.
     """
     counts = [-(-n // PAGE_SIZE) for n in shape.keys]
     pages = KVPages.empty(
-        sum(counts) + SPARE_PAGES, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE, key_dtype=key_type(key_dtype),
+        sum(counts) + spare, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE, key_dtype=key_type(key_dtype),
         rotate_keys=rotate_keys,
     )  # fmt: skip
     order = torch.randperm(pages.num_pages, device=DEVICE)
@@ -80,12 +116,12 @@ def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype: str = DEF
     return pages
 
 
-def given(impl: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, KVPages]:
+def given(impl: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> tuple[torch.Tensor, KVPages]:
     """The queries and the cache of one of ours. `fp8attn-q8` has FP8 queries and keys in E4M3 that are not rotated, as the peers have;
     those of `KEYS` have `q` as it is."""
     if impl == "fp8attn-q8":
-        return q.to(FP8), hold(shape, k, v, key_dtype="e4m3", rotate_keys=False)
-    return q, hold(shape, k, v, key_dtype=KEYS[impl])
+        return q.to(FP8), hold(shape, k, v, key_dtype="e4m3", rotate_keys=False, **options)
+    return q, hold(shape, k, v, key_dtype=KEYS.get(impl, DEFAULT_KEY_DTYPE), **options)
 
 
 def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> Callable[[], torch.Tensor]:
@@ -96,3 +132,15 @@ def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> 
         "softmax_scale": shape.softmax_scale, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None,
     }  # fmt: skip
     return lambda: attention(q, pages, **options)[0]
+
+
+def own(
+    attention: Callable, impls: Iterable[str], shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
+) -> dict[str, Run]:
+    """Our implementations of a problem by one of our kernels, each over a cache of its own; options are of `hold`."""
+    found = {}
+    for impl in impls:
+        queries, pages = given(impl, shape, q, k, v, **options)
+        held = lambda seq, pages=pages: pages.read(seq, shape.keys[seq], torch.float64)  # noqa: E731
+        found[impl] = Run(ours(attention, shape, queries, pages), queries, held)
+    return found

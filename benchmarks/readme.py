@@ -3,7 +3,7 @@
     python -m benchmarks.readme            # writes them anew
     python -m benchmarks.readme --check    # exits with 1 if a file is not up to date
 
-What stands between `<!-- results: NAME -->` and `<!-- /results -->` is what `BLOCKS[NAME]` gives. A ratio is of rows that one command timed
+The text between `<!-- results: NAME -->` and `<!-- /results -->` is what `BLOCKS[NAME]` gives. A ratio is of rows that one command timed
 together (`together`): there is no other way to write one here.
 """
 
@@ -15,8 +15,9 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 
 from .fingerprint import ROOT
 from .problem import KEYS
@@ -25,18 +26,31 @@ from .results import RESULTS
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"<!-- results: ([\w-]+) -->(\n?).*?<!-- /results -->", re.DOTALL)
 Rows = dict[tuple[str, str], dict]
+Cell = Callable[[Rows, str], str]  # of a device's rows and a case
+
+
+# Rows
 
 
 @cache
-def rows(device: str, name: str) -> Rows:
-    """The rows of a results file by case and implementation; none where there is no file."""
-    path = RESULTS / device / f"{name}.json"
-    return {(row["case"], row["impl"]): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+def rows_of(path: Path) -> Rows:
+    """The rows of a results file by case and implementation."""
+    return {(row["case"], row["impl"]): row for row in json.loads(path.read_text())["rows"]}
 
 
-def devices(name: str) -> list[str]:
-    """The GPUs that have a results file."""
-    return [path.parent.name for path in sorted(RESULTS.glob(f"*/{name}.json")) if path.parent.name != "cpu"]
+def devices(name: str) -> dict[str, Rows]:
+    """The rows of the GPUs that have a results file, by the title of the GPU."""
+    return {path.parent.name.upper(): rows_of(path) for path in sorted(RESULTS.glob(f"*/{name}.json")) if path.parent.name != "cpu"}
+
+
+def latest(name: str) -> tuple[str, Rows]:
+    """The title of one device, and its rows: of several, the last by name."""
+    return list(devices(name).items())[-1]
+
+
+def every(name: str) -> list[dict]:
+    """The rows of all GPUs."""
+    return [row for here in devices(name).values() for row in here.values()]
 
 
 def together(a: dict, b: dict) -> bool:
@@ -49,36 +63,28 @@ def ratio(ours: dict | None, theirs: dict | None) -> float | None:
     return theirs["ms"] / ours["ms"] if ours and theirs and together(ours, theirs) else None
 
 
-def fastest(found: Rows, case: str, impls: Iterable[str]) -> dict | None:
-    return min((found[case, impl] for impl in impls if (case, impl) in found), key=lambda row: row["ms"], default=None)
+def over(found: Rows, case: str, impl: str, *others: str) -> float | None:
+    """`ratio` of a case's row over the fastest of others'."""
+    theirs = [found[case, other] for other in others if (case, other) in found]
+    return ratio(found.get((case, impl)), min(theirs, key=lambda row: row["ms"], default=None))
 
 
 def over_bf16(found: Rows, case: str, impl: str) -> float | None:
     """A row of `sdpa` over the best BF16 kernel that it was timed with; `fp8attn` is the graph where there is one."""
-    bf16 = fastest(found, case, ("fa3-bf16", "cudnn-bf16"))
-    return ratio(found.get((case, f"{impl}-graph"), found.get((case, impl))), bf16)
+    graph = f"{impl}-graph"
+    return over(found, case, graph if (case, graph) in found else impl, "fa3-bf16", "cudnn-bf16")
 
 
 # How things are written
 
 
-def latest(name: str) -> tuple[str, Rows]:
-    """The title of one device, and its rows: of several, the last by name."""
-    device = devices(name)[-1]
-    return title(device), rows(device, name)
-
-
-def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
-    """A table, without columns that hold nothing."""
-    lines = [list(head), *map(list, body)]
-    filled = [any(line[column] for line in lines[1:]) for column in range(len(lines[0]))]
-    lines = [[cell for cell, there in zip(line, filled, strict=True) if there] for line in lines]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
-
-
 def number(x: float | None, form: str = ".2f") -> str:
     return "" if x is None else format(x, form)
+
+
+def value(found: Rows, case: str, impl: str, key: str, form: str = ".2f", factor: float = 1) -> str:
+    x = found.get((case, impl), {}).get(key)
+    return "" if x is None else format(factor * x, form)
 
 
 def span(xs: Iterable[float | None], form: str = ".2f") -> str:
@@ -92,13 +98,32 @@ def tokens(n: int) -> str:
     return f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}"
 
 
-def title(device: str) -> str:
-    return device.upper()
-
-
-def lengths(found: Rows, pattern: str) -> dict[int, str]:
+def lengths(found: Iterable[tuple[str, str]], pattern: str) -> dict[int, str]:
     """Cases by the number that a pattern captures, in its order."""
     return dict(sorted({int(match[1]): case for case, _ in found if (match := re.fullmatch(pattern, case))}.items()))
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+    """A table, without columns that hold nothing."""
+    lines = [list(head), *map(list, body)]
+    filled = [any(line[column] for line in lines[1:]) for column in range(len(lines[0]))]
+    lines = [[cell for cell, there in zip(line, filled, strict=True) if there] for line in lines]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def beside(name: str, first: str, lines: Mapping, columns: Mapping[str, Callable]) -> str:
+    """A table with a line for each of `lines`, and for each device all the columns; the first one's head has the device's title.
+
+    Args:
+        lines: by what names the line, its label.
+        columns: by head, the cell of a device's rows and what names the line.
+    """
+    heads, (begin, *rest) = [first], columns
+    for title in devices(name):
+        heads += [f"{title}: {begin}", *rest]
+    cells = [[cell(here, line) for here in devices(name).values() for cell in columns.values()] for line in lines]
+    return table(heads, [[label, *found] for label, found in zip(lines.values(), cells, strict=True)])
 
 
 # Kernels
@@ -113,107 +138,75 @@ PREFILL = {
 }  # fmt: skip
 SINGLE_LEVEL = ("fa3-fp8", "cudnn-fp8")
 PREFILL_IMPLS = (*KEYS, "fp8attn-q8")  # queries in 16 bits, and in FP8
-OTHER = {key: f"{name.upper()} keys" for key, name in KEYS.items() if key != "fp8attn"}  # not the default's
 
 
 def decode() -> str:
-    head, found = ["batch x context"], [rows(device, "decode") for device in devices("decode")]
-    for device in devices("decode"):
-        head += [f"{title(device)}: GB/s", "over vLLM FP8, paged", "of the ceiling"]
-    body = []
-    for case in dict.fromkeys(case for here in found for case, _ in here):
-        line = [case.replace("-", ", ")]
-        for here in found:
-            ours = here.get((case, "fp8attn"))
-            of_ceiling = ratio(ours, here.get((case, "stream-ceiling")))
-            line += [
-                number(ours and ours["gbps"], ".0f"), number(ratio(ours, here.get((case, "vllm-fa3-fp8-paged")))), number(of_ceiling, ".0%")
-            ]  # fmt: skip
-        body.append(line)
-    return table(head, body)
+    cases = {case: case.replace("-", ", ") for here in devices("decode").values() for case, _ in here}
+    return beside("decode", "batch x context", cases, {
+        "GB/s": lambda here, case: value(here, case, "fp8attn", "gbps", ".0f"),
+        "over vLLM FP8, paged": lambda here, case: number(over(here, case, "fp8attn", "vllm-fa3-fp8-paged")),
+        "of the ceiling": lambda here, case: number(over(here, case, "fp8attn", "stream-ceiling"), ".0%"),
+    })  # fmt: skip
 
 
 def decode_error() -> str:
-    found = [row for device in devices("decode") for row in rows(device, "decode").values()]
-    ours = max(row["rel_err"] for row in found if row["impl"] in KEYS)
-    theirs = [row["rel_err"] for row in found if row["impl"].startswith("vllm-fa3-fp8")]
+    ours = max(row["rel_err"] for row in every("decode") if row["impl"] in KEYS)
+    theirs = [row["rel_err"] for row in every("decode") if row["impl"].startswith("vllm-fa3-fp8")]
     return f"at most {ours:.1e} off; vLLM's FP8, which rounds Q and the weights, {span(theirs, '.1e')}"
 
 
 def prefill() -> str:
-    head = ["tokens"]
-    for device in devices("prefill"):
-        head += [
-            f"{title(device)}: TFLOPS",
-            "over the best single-level FP8",
-            "over vLLM FP8",
-            "16-bit queries",
-            *(f"16-bit queries, {keys}" for keys in OTHER.values()),
-        ]
-    body = []
-    for case, what in PREFILL.items():
-        line = [what]
-        for device in devices("prefill"):
-            here = rows(device, "prefill")
-            ours = here.get((case, "fp8attn-q8"))
-            line += [
-                number(ours and ours["tflops"], ".0f"), number(ratio(ours, fastest(here, case, SINGLE_LEVEL))),
-                number(ratio(ours, here.get((case, "vllm-fa3-fp8")))),
-                *(number(here.get((case, impl), {}).get("tflops"), ".0f") for impl in KEYS),
-            ]  # fmt: skip
-        body.append(line)
-    return table(head, body)
+    def tflops(impl: str) -> Cell:
+        return lambda here, case: value(here, case, impl, "tflops", ".0f")
+
+    return beside("prefill", "tokens", PREFILL, {
+        "TFLOPS": tflops("fp8attn-q8"),
+        "over the best single-level FP8": lambda here, case: number(over(here, case, "fp8attn-q8", *SINGLE_LEVEL)),
+        "over vLLM FP8": lambda here, case: number(over(here, case, "fp8attn-q8", "vllm-fa3-fp8")),
+        **{"16-bit queries" + (f", {keys.upper()} keys" if impl != "fp8attn" else ""): tflops(impl) for impl, keys in KEYS.items()},
+    })  # fmt: skip
+
+
+def prefill_256() -> str:
+    made = [
+        f"{number(over(here, case, 'fp8attn-q8', 'fa3-fp8'))} ({mask}, {title})"
+        for title, here in devices("prefill").items() for mask in ("full", "causal")
+        for case in [f"D256-{mask}-S16384"] if (case, "fp8attn-q8") in here
+    ]  # fmt: skip
+    return ", ".join(made)
 
 
 def sdpa() -> str:
     """One table for all devices: kinds of calls by lengths."""
     kinds = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
-    body, at = [], sorted({n for device in devices("sdpa") for n in lengths(rows(device, "sdpa"), r"(?:gqa-)?(?:full|causal)-S(\d+)")})
-    for device in devices("sdpa"):
-        for kind, what in kinds.items():
-            body.append([f"{title(device)}, {what}", *(number(over_bf16(rows(device, "sdpa"), f"{kind}-S{n}", "fp8attn")) for n in at)])
+    at = sorted({n for here in devices("sdpa").values() for n in lengths(here, r"(?:gqa-)?(?:full|causal)-S(\d+)")})
+    body = [
+        [f"{title}, {what}", *(number(over_bf16(here, f"{kind}-S{n}", "fp8attn")) for n in at)]
+        for title, here in devices("sdpa").items() for kind, what in kinds.items()
+    ]  # fmt: skip
     return table(["over BF16, tokens", *map(tokens, at)], body)
 
 
 def append() -> str:
-    cases = dict.fromkeys(case for device in devices("append") for case, _ in rows(device, "append"))
-    what = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "`quantize`"}
-    head = [""]
-    for device in devices("append"):
-        head += [f"{title(device)}: us", "GB/s", "of the ceiling"]
-    body = []
-    for case in cases:
+    words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "`quantize`"}
+    found, lines = {key for here in devices("append").values() for key in here}, {}
+    for case in dict.fromkeys(case for here in devices("append").values() for case, _ in here):
         for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS)):
-            if not any((case, impl) in rows(device, "append") for device in devices("append")):
-                continue
-            words = next(text for word, text in what.items() if word in case)
-            options = impl.replace("fp8attn", "").replace("-e4m3-keys", "-E4M3 keys").split("-")[1:]
-            details = [part for part in case.split("-") if part not in what] + options
-            line = [f"{words}: {', '.join(details)}"]
-            for device in devices("append"):
-                here = rows(device, "append")
-                ours = here.get((case, impl))
-                line += [
-                    number(ours and ours["ms"] * 1e3, ".1f"), number(ours.get("gbps") if ours else None, ".0f"),
-                    number(ratio(ours, here.get((case, "ceiling"))), ".0%"),
-                ]  # fmt: skip
-            body.append(line)
-    return table(head, body)
+            if (case, impl) in found:
+                kind, *details = sorted(case.split("-"), key=lambda part: part not in words)
+                details += impl.replace("fp8attn", "").replace("-e4m3-keys", "-E4M3 keys").split("-")[1:]
+                lines[case, impl] = f"{words[kind]}: {', '.join(details)}"
+    return beside("append", "", lines, {
+        "us": lambda here, line: value(here, *line, "ms", ".1f", 1e3),
+        "GB/s": lambda here, line: value(here, *line, "gbps", ".0f"),
+        "of the ceiling": lambda here, line: number(over(here, *line, "ceiling"), ".0%"),
+    })  # fmt: skip
 
 
 def portable() -> str:
-    found = [row for device in devices("slice") for row in rows(device, "slice").values() if row["impl"] == "fp8attn-triton"]
+    found = [row for row in every("slice") if row["impl"] == "fp8attn-triton"]
     gbps, tflops = ([row[unit] for row in found if unit in row] for unit in ("gbps", "tflops"))
     return f"Decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS"
-
-
-def prefill_256() -> str:
-    made = [
-        f"{number(ratio(here.get((case, 'fp8attn-q8')), here.get((case, 'fa3-fp8'))))} ({mask}, {title(device)})"
-        for device in devices("prefill") for here in [rows(device, "prefill")]
-        for mask in ("full", "causal") for case in [f"D256-{mask}-S16384"] if (case, "fp8attn-q8") in here
-    ]  # fmt: skip
-    return ", ".join(made)
 
 
 # Accuracy
@@ -222,10 +215,9 @@ def prefill_256() -> str:
 def prefill_rounding() -> str:
     """128 queries of 4,096 keys and more, by V's mean and implementation."""
     errors: dict[tuple[str, str], list[float]] = {}
-    for device in devices("accuracy"):
-        for (case, impl), row in rows(device, "accuracy").items():
-            if (match := re.fullmatch(r"full-(mean\d)-D128-S(\d+)", case)) and int(match[2]) >= 4096:
-                errors.setdefault((match[1], impl), []).append(row["rel_err"])
+    for row in every("accuracy"):
+        if (match := re.fullmatch(r"full-(mean\d)-D128-S(\d+)", row["case"])) and int(match[2]) >= 4096:
+            errors.setdefault((match[1], row["impl"]), []).append(row["rel_err"])
     q8, plain = (span((100 * error for error in errors["mean0", impl]), ".1f") for impl in ("fp8attn-q8", "fp8attn"))
     most = max(error for (data, impl), found in errors.items() for error in found if data == "mean1" and impl in PREFILL_IMPLS)
     return f"normal V without a mean is {q8}% off ({plain}% with Q in 16 bits, whose rounding then counts), V of mean 1 at most {most:.2%}"
@@ -233,34 +225,31 @@ def prefill_rounding() -> str:
 
 def prefill_error() -> str:
     """On V of mean 1, by both benchmarks that measure it."""
-    found = [(row["case"], row["impl"], row["rel_err_mean1"]) for device in devices("prefill") for row in rows(device, "prefill").values()]
-    for device in devices("accuracy"):
-        found += [
-            (case, impl, row["rel_err"]) for (case, impl), row in rows(device, "accuracy").items() if re.match("(causal|full)-mean1", case)
-        ]
+    found = [(row["case"], row["impl"], row["rel_err_mean1"]) for row in every("prefill")]
+    found += [(row["case"], row["impl"], row["rel_err"]) for row in every("accuracy") if re.match("(causal|full)-mean1", row["case"])]
     ours = max(error for _, impl, error in found if impl in PREFILL_IMPLS)
     level = [span((e for case, impl, e in found if impl in SINGLE_LEVEL and case.endswith(f"S{n}")), ".0%") for n in (16384, 131072)]
     return f"single-level kernels are {level[0]} off at 16k tokens and {level[1]} at 128k, ours at most {ours:.2%} at any length"
 
 
-def accumulation() -> str:
-    device, here = latest("accumulation")
+def sums() -> dict[str, dict[int, float]]:
+    """The errors of `accumulation` by implementation and length."""
+    _, here = latest("accumulation")
     cases = lengths(here, r"S(\d+)")
-    body = [[impl, *(f"{here[case, impl]['rel_err']:.1%}" for case in cases.values())] for impl in dict.fromkeys(impl for _, impl in here)]
-    return table([f"{device}; keys", *(f"{n:,}" for n in cases)], body)
+    return {impl: {n: here[case, impl]["rel_err"] for n, case in cases.items()} for impl in dict.fromkeys(impl for _, impl in here)}
+
+
+def accumulation() -> str:
+    body = [[impl, *(f"{error:.1%}" for error in errors.values())] for impl, errors in sums().items()]
+    return table([f"{latest('accumulation')[0]}; keys", *(f"{n:,}" for n in next(iter(sums().values())))], body)
 
 
 def doctor() -> str:
     from fp8attn.accumulation import Accumulation
 
-    _, here = latest("accumulation")
-    found = {
-        impl: Accumulation({n: here[case, impl]["rel_err"] for n, case in lengths(here, r"S(\d+)").items()})
-        for impl in dict.fromkeys(impl for _, impl in here)
-    }
-    wide = max(map(len, found)) + len("accumulation of ")
-    lines = [f"{'ok ' if x.levels == 2 else '!  '} {f'accumulation of {impl}':{wide}s}  {x}" for impl, x in found.items()]
-    return "```\n" + "\n".join(lines) + "\n```"
+    found = {f"accumulation of {impl}": Accumulation(errors) for impl, errors in sums().items()}
+    lines = [f"{'ok ' if x.levels == 2 else '!  '} {name:{max(map(len, found))}s}  {x}" for name, x in found.items()]
+    return "\n".join(["```", *lines, "```"])
 
 
 STORED = {  # of `real_model`
@@ -275,7 +264,7 @@ TEXTS = {
 
 def real_model() -> str:
     """Perplexity beside BF16 and divergence beyond BF16's own, by what is stored and how it is read."""
-    device, found = latest("real_model")
+    title, found = latest("real_model")
     cases = [case for case in TEXTS if (case, "bf16") in found]
 
     def cell(case: str, impl: str) -> str:
@@ -287,33 +276,26 @@ def real_model() -> str:
     body = [
         [stored, how, *(cell(case, f"{name}-{how}") for case in cases)] for name, stored in STORED.items() for how in ("prefill", "decode")
     ]
-    return table(["stored", f"read ({device})", *(TEXTS[case] for case in cases)], body)
+    return table(["stored", f"read ({title})", *(TEXTS[case] for case in cases)], body)
 
 
-def perplexity(impls: Iterable[str] = ("fp8attn",)) -> str:
+def perplexity(*impls: str) -> str:
+    def line(of: str, impl: str, change: float, deviation: float, kl: float, same: float) -> list[str]:
+        return [of, impl, f"{100 * change:+.2f} ± {100 * deviation:.2f}%", f"{kl:.4f}", f"{same:.1%}"]
+
     body = []
-    for device in devices("perplexity"):
-        for (_, impl), row in rows(device, "perplexity").items():
-            if impl in impls:
-                how = "prefilled" if row["mode"] == "chunks" else "decoded"
-                change, deviation = 100 * row["change"], 100 * row["standard_error"]
-                of = f"{row['context']:,}, {how}, {title(device)}"
-                body.append([of, impl, f"{change:+.2f} ± {deviation:.2f}%", f"{row['kl']:.4f}", f"{row['top1_agreement']:.1%}"])
-    for device in devices("drift"):
-        found = list(rows(device, "drift").values())
-        changes = [100 * math.expm1(row["nll"] - row["baseline_nll"]) for row in found]
-        deviation = statistics.stdev(changes) / len(changes) ** 0.5
-        total = found[-1]["stop"] - found[0]["start"]
-        body.append([
-            f"{total:,} decoded behind {found[0]['start']:,}, pages copied, reordered, truncated, {title(device)}", found[0]["impl"],
-            f"{statistics.fmean(changes):+.2f} ± {deviation:.2f}%", f"{statistics.fmean(row['kl'] for row in found):.4f}",
-            f"{statistics.fmean(row['top1_agreement'] for row in found):.1%}",
-        ])  # fmt: skip
+    for title, here in devices("perplexity").items():
+        for row in here.values():
+            if row["impl"] in impls:
+                of = f"{row['context']:,}, {'prefilled' if row['mode'] == 'chunks' else 'decoded'}, {title}"
+                body.append(line(of, row["impl"], row["change"], row["standard_error"], row["kl"], row["top1_agreement"]))
+    for title, here in devices("drift").items():
+        found = list(here.values())
+        start, changes = found[0]["start"], [math.expm1(row["nll"] - row["baseline_nll"]) for row in found]
+        of = f"{found[-1]['stop'] - start:,} decoded behind {start:,}, pages copied, reordered, truncated, {title}"
+        kl, same = (statistics.fmean(row[key] for row in found) for key in ("kl", "top1_agreement"))
+        body.append(line(of, found[0]["impl"], statistics.fmean(changes), statistics.stdev(changes) / len(changes) ** 0.5, kl, same))
     return table(["tokens of held-out code", "cache", "perplexity over BF16's", "KL, nats", "same likeliest token"], body)
-
-
-def perplexity_all() -> str:
-    return perplexity((*KEYS, "fp8attn-static"))
 
 
 def drift_operations() -> str:
@@ -324,22 +306,18 @@ def drift_operations() -> str:
     return ", ".join(f"{statistics.fmean(kls):.4f} after {what}" for what, kls in by.items())
 
 
-def demo() -> dict[str, dict[str, float]]:
-    """By device; the keys are `case/impl`."""
-    folders = [path.parent.name for path in sorted(RESULTS.glob("*/demo.json"))]
-    return {folder: {f"{case}/{impl}": row["value"] for (case, impl), row in rows(folder, "demo").items()} for folder in folders}
+def demos(name: str, impl: str = "fp8") -> list:
+    """A value of `fp8attn demo` on each device, CPUs too."""
+    return [rows_of(path)[f"demo-{name}", impl]["value"] for path in sorted(RESULTS.glob("*/demo.json"))]
 
 
 def memory() -> str:
-    (fp8, bf16), *_ = {(here["demo-bytes_per_token/fp8"], here["demo-bytes_per_token/bf16"]) for here in demo().values()}
+    fp8, bf16 = (demos("bytes_per_token", impl)[0] for impl in ("fp8", "bf16"))
     return f"{fp8:,.0f} bytes a token beside {bf16:,.0f} in BF16, **{fp8 / bf16:.1%}**"
 
 
 def demo_equal() -> str:
-    found = demo().values()
-    cells, matched, count = (
-        min(here[f"demo-{name}/fp8"] for here in found) for name in ("needle_cells_equal", "greedy_tokens_matched", "greedy_tokens")
-    )
+    cells, matched, count = (min(demos(name)) for name in ("needle_cells_equal", "greedy_tokens_matched", "greedy_tokens"))
     return f"{'the same' if cells else 'not the same'} needles and {matched} of {count} greedy tokens alike"
 
 
@@ -357,49 +335,40 @@ SYSTEMS = {
     "fa3-fp8:calibrated+means": "FA3 FP8, calibrated, means off", "vllm-fa3-fp8": "vLLM's FA3, scales of one",
     "vllm-fa3-fp8:calibrated": "vLLM's FA3, calibrated",
 }  # fmt: skip
+PAIR = {name: name for name in ("bf16", "fp8attn")}
+STRESS = {"as trained": "niah_multikey_2-S131072"} | {f"stress {n}": f"niah_multikey_2-stress{n}-S131072" for n in (1, 2, 3)}
 
 
-def needle() -> Rows:
-    return latest("needle")[1]
+def right(cases: Mapping[str, str], impls: Mapping[str, str], head: str, *, paired: bool = False) -> str:
+    """Right answers: a line for each implementation, a column for each case.
+
+    Args:
+        cases, impls: by head and by name: a case, and a label.
+        paired: a line more says of how many samples one alone of BF16 and `fp8attn` is right, and McNemar's p.
+    """
+    found = latest("needle")[1]
+    body = [[label, *(answers(found.get((case, impl))) for case in cases.values())] for impl, label in impls.items()]
+    if paired:
+        ours = [found[case, "fp8attn"] for case in cases.values()]
+        body.append(["lost, won (p)", *(f"{row['lost']}, {row['won']} ({row['p']:.2g})" for row in ours)])
+    return table([f"{head}, % right (samples)", *cases], body)
 
 
-def right(row: dict | None) -> str:
+def answers(row: dict | None) -> str:
     return "" if row is None else f"{100 * row['accuracy']:.4g} ({row['samples']})"
 
 
-def retrieval_lengths() -> str:
-    at = lengths(needle(), r"niah_multikey_2-S(\d+)")
-    body = [[impl, *(right(needle().get((case, impl))) for case in at.values())] for impl in ("bf16", "fp8attn")]
-    body.append(lost_and_won(at.values()))
-    return table(["`niah_multikey_2`, % right (samples)", *(f"{n:,}" for n in at)], body)
-
-
-def lost_and_won(cases: Iterable[str]) -> list[str]:
-    """Of the samples that both were asked, how many one alone had right, and McNemar's p."""
-    ours = [needle()[case, "fp8attn"] for case in cases]
-    return ["lost, won (p)", *(f"{row['lost']}, {row['won']} ({row['p']:.2g})" for row in ours)]
-
-
-def retrieval() -> str:
-    cases = {"as trained": "niah_multikey_2-S131072"} | {f"stress {n}": f"niah_multikey_2-stress{n}-S131072" for n in (1, 2, 3)}
-    body = [[what, *(right(needle().get((case, impl))) for case in cases.values())] for impl, what in SYSTEMS.items()]
-    return table(["131,072 tokens, % right (samples)", *cases], body)
-
-
-def chains() -> str:
-    at = lengths(needle(), r"ruler_vt-S(\d+)")
-    body = [[impl, *(right(needle()[case, impl]) for case in at.values())] for impl in ("bf16", "fp8attn")]
-    body.append(lost_and_won(at.values()))
-    return table(["`ruler_vt`, whole chains, % right (samples)", *(f"{n:,}" for n in at)], body)
+def needle_lengths(task: str) -> dict[str, str]:
+    return {f"{n:,}": case for n, case in lengths(latest("needle")[1], rf"{task}-S(\d+)").items()}
 
 
 def other_tasks() -> str:
-    tasks = {"niah_single_1": r"niah_single_1-S(\d+)", "niah_multikey_3": r"niah_multikey_3-S(\d+)"}
-    body = []
-    for task, pattern in tasks.items():
-        for n, case in lengths(needle(), pattern).items():
-            body.append([f"`{task}`, {n:,}", *(right(needle().get((case, impl))) for impl in ("bf16", "fp8attn"))])
-    return table(["% right (samples)", "bf16", "fp8attn"], body)
+    found = latest("needle")[1]
+    body = [
+        [f"`{task}`, {n}", *(answers(found.get((case, impl))) for impl in PAIR)]
+        for task in ("niah_single_1", "niah_multikey_3") for n, case in needle_lengths(task).items()
+    ]  # fmt: skip
+    return table(["% right (samples)", *PAIR], body)
 
 
 # Models and the host
@@ -407,72 +376,70 @@ def other_tasks() -> str:
 
 def llama_decode() -> str:
     body = []
-    for device in devices("llama_decode"):
-        here = rows(device, "llama_decode")
+    for title, here in devices("llama_decode").items():
         for batch, length in ((1, 2048), (1, 131072), (8, 8192), (32, 2048)):
-            case = f"step-B{batch}-S{length}"
             line = here[f"line-B{batch}", "fp8attn"]
-            times = [here.get((case, impl), {}).get("ms") for impl in (line["beside"], "vllm-fp8", "fp8attn")]
-            body.append(
-                [title(device), str(batch), f"{length:,}", *(number(ms, ".1f") for ms in times), number(line["slope_ratio"], ".0%")]
-            )
+            times = [value(here, f"step-B{batch}-S{length}", impl, "ms", ".1f") for impl in (line["beside"], "vllm-fp8", "fp8attn")]
+            body.append([title, str(batch), f"{length:,}", *times, number(line["slope_ratio"], ".0%")])
     head = ["", "batch", "context", "BF16, ms", "vLLM FP8, ms", "fp8attn, ms", "growth with the context, of BF16's"]
     return table(head, body)
 
 
 def fits() -> str:
     made = []
-    for device in devices("llama_decode"):
-        here = rows(device, "llama_decode")
+    for title, here in devices("llama_decode").items():
         begin = max(row["break_even"] for row in here.values() if row.get("break_even"))
-        made.append(
-            f"from {begin:,} tokens on, and {here['fits-S8192', 'fp8attn']['over_bf16']:.2f} times the tokens fit ({title(device)})"
-        )
+        made.append(f"from {begin:,} tokens on, and {value(here, 'fits-S8192', 'fp8attn', 'over_bf16')} times the tokens fit ({title})")
     return ", ".join(made)
 
 
 def llama_prefill() -> str:
-    body, at = [], lengths({k: v for device in devices("llama_prefill") for k, v in rows(device, "llama_prefill").items()}, r"S(\d+)")
-    for device in devices("llama_prefill"):
-        here = rows(device, "llama_prefill")
-        body.append([title(device), *(number(here.get((case, "fp8attn"), {}).get("speedup")) for case in at.values())])
+    at = lengths([key for here in devices("llama_prefill").values() for key in here], r"S(\d+)")
+    body = [[title, *(value(here, case, "fp8attn", "speedup") for case in at.values())] for title, here in devices("llama_prefill").items()]
     return table(["over BF16, tokens", *map(tokens, at)], body)
 
 
 def wan() -> str:
     body = []
-    for device in devices("wan"):
+    for title, here in devices("wan").items():
         for size in ("720p", "1080p"):
-            row = rows(device, "wan")[f"stack-{size}", "fp8attn"]
+            row = here[f"stack-{size}", "fp8attn"]
             blocks = f"{size}, {row['layers']} blocks, {row['bf16_layers']} of them in BF16"
-            body.append([title(device), blocks, f"{row['tokens']:,}", number(row["speedup"])])
+            body.append([title, blocks, f"{row['tokens']:,}", number(row["speedup"])])
     return table(["", "Wan2.1-14B-shaped blocks, 81 frames", "tokens", "over BF16"], body)
 
 
 def overhead() -> str:
-    found = {device: rows(device, "overhead") for device in devices("overhead")}
-    body = []
-    for key in dict.fromkeys(key for here in found.values() for key in here):
-        times = [here[key]["us"] if key in here else None for here in found.values()]
-        body.append([*key, *("" if us is None else f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms" for us in times)])
-    return table(["call", "by", *map(title, found)], body)
+    def cell(us: float | None) -> str:
+        return "" if us is None else f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"
+
+    found = devices("overhead")
+    keys = dict.fromkeys(key for here in found.values() for key in here)
+    return table(["call", "by", *found], [[*key, *(cell(here.get(key, {}).get("us")) for here in found.values())] for key in keys])
 
 
 def sanitizer() -> str:
-    body, (device, here) = [], latest("sanitize")
+    body, (title, here) = [], latest("sanitize")
     for (case, impl), row in here.items():
         found = str(row.get("errors", "")) + (f" ({row['dispatch']} in Triton's dispatch)" if row.get("dispatch") else "")
         body.append([*case.split("-", 1), "" if impl == "fp8attn" else impl, "yes" if row["finished"] else "no", found])
-    return table([f"tool ({device})", "kernel", "", "finished", "errors"], body)
+    return table([f"tool ({title})", "kernel", "", "finished", "errors"], body)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    made.__name__.replace("_", "-"): made
-    for made in (
-        accumulation, append, bits, chains, decode, decode_error, demo_equal, doctor, drift_operations, fits,
-        llama_decode, llama_prefill, memory, other_tasks, overhead, perplexity, perplexity_all, portable, prefill, prefill_256,
-        prefill_error, prefill_rounding, real_model, retrieval, retrieval_lengths, sanitizer, sdpa, wan,
-    )
+    **{
+        made.__name__.replace("_", "-"): made
+        for made in (
+            accumulation, append, bits, decode, decode_error, demo_equal, doctor, drift_operations, fits, llama_decode,
+            llama_prefill, memory, other_tasks, overhead, portable, prefill, prefill_256, prefill_error, prefill_rounding,
+            real_model, sanitizer, sdpa, wan,
+        )
+    },
+    "perplexity": lambda: perplexity("fp8attn"),
+    "perplexity-all": lambda: perplexity(*KEYS, "fp8attn-static"),
+    "retrieval-lengths": lambda: right(needle_lengths("niah_multikey_2"), PAIR, "`niah_multikey_2`", paired=True),
+    "retrieval": lambda: right(STRESS, SYSTEMS, "131,072 tokens"),
+    "chains": lambda: right(needle_lengths("ruler_vt"), PAIR, "`ruler_vt`, whole chains", paired=True),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -28,32 +28,16 @@ from .fingerprint import ROOT, digest, of_row, sources, tree
 RESULTS = ROOT / "results"
 
 
-def arguments(doc: str, *, cases: bool = True) -> argparse.ArgumentParser:
-    """The command line that benchmarks share."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[saving()])
-    if cases:
-        parser.add_argument("cases", nargs="*", help="substrings of cases' names; default: all")
-    return parser
-
-
-def saving() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
+def add_save(parser: argparse.ArgumentParser) -> None:
     help = "keep the rows in results/<this device>/; rows of other cases and implementations stay"
     parser.add_argument("--save", action="store_true", help=help)
-    return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    args = parser.parse_args()
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    args = parser.parse_args(arguments)
     if getattr(args, "save", False) and commit() is None:
         sys.exit("rows are kept with the commit they are of, and git does not tell it here: set FP8ATTN_COMMIT, or leave out --save")
     return args
-
-
-def chosen(names: Iterable[str], words: Iterable[str]) -> list[str]:
-    """The names that have one of the words in them; all without words."""
-    words = list(words)
-    return [name for name in names if not words or any(word in name for word in words)]
 
 
 def save(name: str, rows: list[dict]) -> Path:

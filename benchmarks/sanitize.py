@@ -1,23 +1,19 @@
-"""NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of what nobody wrote.
+"""NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of uninitialized memory.
 
-    PYTHONPATH=src python -m benchmarks.sanitize [tool-kernel substring ...] [--seconds N] [--save]
-
-A reduced grid, since every access is checked: ragged batches with empty sequences and lengths that are no multiple of anything, every
-head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, with nothing of ours behind it, so
-that an access behind a tensor's end shows. What the grid compiles is compiled before, outside the sanitizer.
+A case is a tool; its rows are of reduced grids, since every access is checked: ragged batches with empty sequences and lengths that are no
+multiple of anything, every head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, padded,
+so that an access behind a tensor's end shows. What the grids compile is compiled before, outside the sanitizer.
 
 Controls: `planted` is a kernel with a fault of the tool's kind in it, which the tool has to find, since a silent tool proves nothing;
-`ordered` hands shared memory from warp to warp by mbarriers as our kernels do, without a fault (in its PTX every read is before a
-`bar.sync`, that before the arrival, and that before the wait and the next write). Races that lie on both sides in a function
-that calls `warp_specialize` are counted apart, as `dispatch`: there is no code there but Triton's, which sends warps to their partitions
-through shared memory between two barriers of the whole CTA.
+`ordered` passes shared memory from warp to warp by mbarriers as our kernels do, without a fault (in its PTX every read is before a
+`bar.sync`, that before the arrival, and that before the wait and the next write). Races whose both sides are in a function that calls
+`warp_specialize` are counted apart, as `dispatch`: there is no code there but Triton's, which sends warps to their partitions through
+shared memory between two barriers of the whole CTA.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import itertools
 import os
 import re
 import shutil
@@ -26,156 +22,30 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
+from .fingerprint import ROOT
 
-from fp8attn import KVPages, ops
-from fp8attn.kernels import decode, prefill
-from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
-
-from . import results
-from .problem import DEVICE, KEYS, Shape, given, ours
-from .results import ROOT
-
-OPTIONS = {
+CASES = {  # the tools, with their options
     "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far
-    # mbarriers order more than the threads that arrive: whatever those waited for before, too. And room to follow all of a CTA's.
+    # mbarriers order more than the threads that arrive: what those waited for before, too. And space to follow all of a CTA's.
     "racecheck": ["--racecheck-indirect-barrier-dependency", "--num-cuda-barriers", "64"],
     "initcheck": [],
 }
-DIMS = (64, 128, 256)
-BY_MBARRIERS = ("prefill", "decode")  # kernels whose warps hand shared memory over by them
-
-
-def tokens(count: int, heads: int, dim: int) -> torch.Tensor:
-    return torch.randn(count, heads, dim, device=DEVICE).bfloat16()
-
-
-def made(shape: Shape, impl: str = "fp8attn") -> tuple[torch.Tensor, KVPages]:
-    """The queries and the cache of one of ours."""
-    q = tokens(sum(shape.queries), shape.q_heads, shape.dim)
-    return given(impl, shape, q, *(tokens(sum(shape.keys), shape.kv_heads, shape.dim) for _ in "kv"))
-
-
-def all_options() -> dict:
-    return {
-        "window": 100, "softcap": 20.0, "sinks": torch.randn(4, device=DEVICE),
-        "leftpad_k": torch.tensor([5, 131], dtype=torch.int32, device=DEVICE),
-    }  # fmt: skip
-
-
-def done(what: str) -> None:
-    torch.cuda.synchronize()
-    print(what, flush=True)
-
-
-def check_prefill() -> None:
-    for dim in DIMS:
-        shape = Shape((1, 300, 0, 130), (1, 77, 0, 130), 4, 2, dim, True)
-        for impl in (*KEYS, "fp8attn-q8"):
-            ours(prefill.attention, shape, *made(shape, impl))()
-            done(f"prefill D{dim} {impl}")
-    ops.attention(*made(Shape((300, 200), (150, 150), 4, 2, 128, True)), **all_options())
-    done("prefill, all options")
-
-
-def check_decode() -> None:
-    for dim in DIMS:
-        for queries in (1, 3):
-            shape = Shape((1, 1500, 0, 130), (queries,) * 4, 4, 2, dim, True)
-            for impl in KEYS:
-                ours(decode.attention, shape, *made(shape, impl))()
-                done(f"decode D{dim} {queries} {impl}")
-    ops.attention(*made(Shape((300, 200), (2, 2), 4, 2, 128, True)), **all_options())
-    done("decode, all options")
-
-
-def check_append() -> None:
-    for dim, impl in itertools.product(DIMS, KEYS):
-        _, pages = made(Shape((1, 300, 0, 127), (0,) * 4, 4, 2, dim, True), impl)
-        done(f"append D{dim} {impl}, prompts")
-        # A step of the first two, whose last pages have free rows, with rotary embedding.
-        angle = torch.rand(2, dim // 2, device=DEVICE)
-        ends = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32, device=DEVICE)
-        ops.append(
-            pages, *(tokens(2, 2, dim) for _ in "kv"), cu_seqlens=ends, max_seqlen=1, rope_cos=angle.cos(), rope_sin=angle.sin()
-        )  # fmt: skip
-        done(f"append D{dim} {impl}, a step")
-
-
-GRIDS = {"prefill": check_prefill, "decode": check_decode, "append": check_append}
-
-
-# Controls
-
-
-@gluon.jit
-def _read(x_ptr, out_ptr, offset):
-    gl.store(out_ptr, gl.load(x_ptr + offset))
-
-
-@gluon.jit
-def _store(shared):
-    shared.store(gl.full([128], 1, gl.int64, gl.BlockedLayout([1], [32], [4], [0])))
-
-
-@gluon.jit
-def _load(shared, out_ptr):
-    here: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.store(out_ptr + gl.arange(0, 128, here), shared.load(here))
-
-
-@gluon.jit
-def _race(out_ptr):
-    """Four warps write what four others read, and nobody waits."""
-    shared = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    gl.warp_specialize([(_store, (shared,)), (_load, (shared, out_ptr))], [4], [32])
-
-
-@gluon.jit
-def _tell(shared, full, empty):
-    """One warp."""
-    for turn in range(4):
-        mbarrier.wait(empty, (turn & 1) ^ 1)
-        shared.store(gl.full([128], 1, gl.int64, gl.BlockedLayout([1], [32], [1], [0])) + turn)
-        sync()
-        mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
-def _hear(shared, full, empty, out_ptr):
-    here: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    for turn in range(4):
-        mbarrier.wait(full, turn & 1)
-        gl.store(out_ptr + gl.arange(0, 128, here), shared.load(here))
-        mbarrier.arrive(empty, count=1)
-
-
-@gluon.jit
-def _ordered(out_ptr):
-    """One warp writes what four others read, four times, each waiting for the other."""
-    shared = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, 1)
-    mbarrier.init(empty, 1)
-    gl.warp_specialize([(_hear, (shared, full, empty, out_ptr)), (_tell, (shared, full, empty))], [1], [32])
-
-
-def control(tool: str, name: str) -> None:
-    x, out = (torch.empty(128, dtype=torch.int64, device=DEVICE) for _ in range(2))
-    if tool == "racecheck":
-        (_race if name == "planted" else _ordered)[(1,)](out)
-    else:
-        _read[(1,)](x, out, 128 if tool == "memcheck" else 0)  # behind the end, or what nobody wrote
+GRIDS = ("prefill", "decode", "append")
+BY_MBARRIERS = ("prefill", "decode")  # kernels whose warps pass shared memory by them
+SECONDS = 150  # for a grid
+SANITIZED = ROOT / "tests/gpu/sanitized.py"
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+CHILD = [sys.executable, str(SANITIZED)]
 
 
 def dispatchers() -> dict[str, list[range]]:
     """By file name, the lines of functions that call `warp_specialize`."""
     found: dict[str, list[range]] = {}
-    for path in (*(ROOT / "src/fp8attn/kernels").rglob("*.py"), Path(__file__)):
+    for path in (*(ROOT / "src/fp8attn/kernels").rglob("*.py"), SANITIZED):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any(
                 isinstance(call, ast.Attribute) and call.attr == "warp_specialize" for call in ast.walk(node)
@@ -204,31 +74,21 @@ def sanitizer() -> str:
     return found
 
 
-CHILD = [sys.executable, "-m", "benchmarks.sanitize", "--run"]
-
-
-def run(tool: str, grid: str, seconds: int) -> dict:
-    command = [sanitizer(), "--tool", tool, *OPTIONS[tool], "--report-api-errors", "no", "--print-limit", "0", *CHILD, tool, grid]
+def run(tool: str, grid: str) -> dict:
+    command = [sanitizer(), "--tool", tool, *CASES[tool], "--report-api-errors", "no", "--print-limit", "0", *CHILD, tool, grid]
     start = time.time()
     with tempfile.TemporaryFile("w+") as log:
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        environment = ENVIRONMENT | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
         try:
-            process.wait(seconds)
+            process.wait(SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the sanitizer, and the process that it looks at
             process.wait()
         log.seek(0)
         output = log.read()
-    impl = "fp8attn" if grid in GRIDS else "control"
-    row = {
-        "case": f"{tool}-{grid}",
-        "impl": impl,
-        "finished": "grid done" in output,
-        **parse(output, dispatchers()),
-        "seconds": round(time.time() - start, 1),
-    }
-    print(row, flush=True)
+    row = {"case": f"{tool}-{grid}", "impl": "fp8attn" if grid in GRIDS else "control", "finished": "grid done" in output}
+    row |= {**parse(output, dispatchers()), "seconds": round(time.time() - start, 1)}
     if not as_it_should(row):
         print(output[-4000:], flush=True)
     return row
@@ -244,34 +104,18 @@ def faults(rows: list[dict]) -> list[dict]:
     """The rows that are not as they should be.
 
     A tool that takes `ordered` for a race does not follow mbarriers from warp to warp. Then what it says of the kernels whose warps
-    hand over by them is kept in the results, and proves nothing.
+    pass memory by them is kept in the results, and proves nothing.
     """
     follows = all(as_it_should(row) for row in rows if row["case"] == "racecheck-ordered")
     unjudged = () if follows else ("racecheck-ordered", *(f"racecheck-{kernel}" for kernel in BY_MBARRIERS))
     return [row for row in rows if not as_it_should(row) and not (row["case"] in unjudged and row["finished"])]
 
 
-def main() -> None:
-    parser = results.arguments(__doc__)
-    parser.add_argument("--seconds", type=int, default=150, help="for each")
-    parser.add_argument("--run", nargs=2, metavar=("TOOL", "GRID"), help=argparse.SUPPRESS)
-    args = results.parse(parser)
-    if args.run:
-        tool, grid = args.run
-        GRIDS[grid]() if grid in GRIDS else control(tool, grid)
-        torch.cuda.synchronize()
-        print("grid done", flush=True)
-        return
-    everything = [*(f"{tool}-{grid}" for tool in OPTIONS for grid in (*GRIDS, "planted")), "racecheck-ordered"]
-    chosen = [name.split("-") for name in results.chosen(everything, args.cases)]
+def measure(case: str) -> Iterator[dict]:
+    grids = [*GRIDS, "planted", *(["ordered"] if case == "racecheck" else [])]
     with ThreadPoolExecutor(16) as pool:
-        grids = {grid for _, grid in chosen} & GRIDS.keys()
-        list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL), grids))
-        rows = list(pool.map(lambda which: run(*which, args.seconds), chosen))
-    if args.save:
-        results.save("sanitize", rows)
-    sys.exit(bool(faults(rows)))
-
-
-if __name__ == "__main__":
-    main()
+        list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT), GRIDS))
+        rows = list(pool.map(lambda grid: run(case, grid), grids))
+    yield from rows
+    if wrong := faults(rows):
+        sys.exit(f"not as they should be: {', '.join(row['case'] for row in wrong)}")

@@ -1,6 +1,4 @@
-"""A stack of Wan2.1-14B-shaped transformer blocks (random weights, BF16) on 81 frames: FP8 attention beside BF16 attention.
-
-    PYTHONPATH=src python -m benchmarks.wan [case substring ...] [--save]
+"""A stack of Wan2.1-14B-shaped transformer blocks (random weights, BF16) on 81 frames, with FP8 attention beside BF16 attention.
 
 A block is self-attention with RoPE, cross-attention to 512 tokens of text, a feed-forward network, and modulation by the timestep: 40 heads
 of 128, hidden 5120, FFN 13824. 81 frames are 21 latent frames, of H/16 x W/16 tokens each: 75,600 at 1280x720, 171,360 at 1920x1088
@@ -16,23 +14,19 @@ stack has as many of them as the seconds allow, with the same share in BF16: 20 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import fp8attn
-from fp8attn import ops
-from fp8attn.numerics import relative_error
+from fp8attn import AttentionPolicy, fp8_attention, ops
 
-from . import results
-from .measure import interleaved
+from . import models
 from .problem import DEVICE
-from .swap import beside_best, bf16_systems, inside, within
 
 
 @dataclass(frozen=True)
@@ -42,10 +36,6 @@ class Case:
     skip_first: int
     skip_last: int
     rounds: int  # of the block; the stack runs once
-
-    @property
-    def tokens(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
 
 
 @dataclass(frozen=True)
@@ -61,13 +51,12 @@ class Sizes:
 
 
 CASES = {"720p": Case((21, 45, 80), 20, 1, 1, 3), "1080p": Case((21, 68, 120), 10, 1, 0, 2)}
-WAN = Sizes()
 EPS = 1e-6
 SCORES = 1.5  # how far a row's scores spread: attention that is neither flat nor one-hot. Q and K in FP8 move them by 0.056
 
 
 class Attention(nn.Module):
-    """Self-attention, or attention to `text`; queries and keys are normalised over all heads."""
+    """Self-attention, or attention to `text`; queries and keys are normalized over all heads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -82,8 +71,7 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))  # [B, H, S, D]
         if rope is not None:
             q, k = (ops.rotate(part, *rope, rope_interleaved=True) for part in (q, k))
-        out = F.scaled_dot_product_attention(q, k, v)
-        return self.out(out.transpose(1, 2).flatten(2))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -105,19 +93,6 @@ def modulated(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torc
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), 1 + scale)
 
 
-def rope_tables(grid: tuple[int, int, int], dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[S, D / 2]` each, of pairs of neighbours: channels are shared out over frame, row and column, most to the frame."""
-    plane = dim // 6 * 2
-    angles = []
-    for axis, size in enumerate(grid):
-        width = (dim - 2 * plane, plane, plane)[axis]
-        frequency = 10000.0 ** -(torch.arange(0, width, 2, device=DEVICE) / width)
-        angle = torch.arange(size, device=DEVICE)[:, None] * frequency
-        angles.append(angle.view(*(size if i == axis else 1 for i in range(3)), -1).expand(*grid, -1))
-    angle = torch.cat(angles, -1).flatten(0, 2)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
 class Stack(nn.Module):
     """`layers` blocks, each a module of its own, with the parameters of one."""
 
@@ -132,73 +107,49 @@ class Stack(nn.Module):
         return x
 
 
-def inputs(case: Case, sizes: Sizes, dtype: torch.dtype) -> tuple:
-    """x, text, time, rope."""
-    x, text, time = (torch.randn(1, n, sizes.hidden, dtype=dtype, device=DEVICE) for n in (case.tokens, sizes.text, 6))
-    return x, text, time / sizes.hidden**0.5, rope_tables(case.grid, sizes.head_dim, dtype)
+def rope_tables(grid: tuple[int, int, int], dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[S, D / 2]` each, of pairs of neighbors: channels are shared out over frame, row and column, most to the frame."""
+    plane = dim // 6 * 2
+    positions = torch.cartesian_prod(*(torch.arange(n, device=DEVICE) for n in grid))  # [S, 3]
+    angles = [
+        positions[:, axis, None] * 10000.0 ** -(torch.arange(0, width, 2, device=DEVICE) / width)
+        for axis, width in enumerate((dim - 2 * plane, plane, plane))
+    ]
+    angle = torch.cat(angles, -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def measure(name: str, case: Case, sizes: Sizes, block: Block) -> list[dict]:
-    given = inputs(case, sizes, next(block.parameters()).dtype)
-    systems = bf16_systems()
-    ours = inside(systems, fp8attn.AttentionPolicy(min_length=sizes.text + 1))  # text goes to the context around
-    # One attention first: it warms up what has to be compiled or planned, and must be right.
-    attend = partial(block.attn1, given[0], None, given[3])
-    attention = {impl: within(context, attend)() for impl, context in {**systems, "fp8attn": ours}.items()}
-    expected = attention[next(iter(attention))]
-    errors = {impl: relative_error(out, expected) for impl, out in attention.items()}
-    for impl, error in errors.items():
-        assert error < (0.15 if impl == "fp8attn" else 0.02), f"{impl}, {name}: self-attention differs by {error:.3f}"
-    del attention, expected
-    calls = {impl: within(context, partial(block, *given)) for impl, context in {**systems, "fp8attn": ours}.items()}
-    rows = beside_best([
-        {"case": f"block-{name}", "impl": impl, "tokens": case.tokens, "ms": round(ms, 3), "rel_err": round(errors[impl], 5)}
-        for impl, ms in interleaved(calls, case.rounds).items()
-    ])  # fmt: skip
-    best = next(row["beside"] for row in rows if row["impl"] == "fp8attn")
-    return rows + stack_rows(name, case, sizes, block, given, best, systems[best])
-
-
-def stack_rows(name: str, case: Case, sizes: Sizes, block: Block, given: tuple, best: str, bf16: Callable) -> list[dict]:
-    stack = Stack(block, case.layers)
-    policy = fp8attn.AttentionPolicy(min_length=sizes.text + 1, skip_first=case.skip_first, skip_last=case.skip_last)
-    reports = []
-
-    def mixed() -> torch.Tensor:
-        with bf16(), fp8attn.fp8_attention(policy, stack) as report:  # what the policy leaves out goes to the context around
-            reports.append(report)
-            return stack(*given)
-
-    times = interleaved({best: within(bf16, partial(stack, *given)), "fp8attn": mixed}, 1)
-    layers_in_bf16 = case.skip_first + case.skip_last
-    assert all(report.fp8_calls == case.layers - layers_in_bf16 for report in reports), str(reports[0])
-    return beside_best([
-        {
-            "case": f"stack-{name}", "impl": impl, "tokens": case.tokens, "layers": case.layers,
-            "bf16_layers": layers_in_bf16 if impl == "fp8attn" else case.layers, "ms": round(ms, 2),
-        }
-        for impl, ms in times.items()
-    ])  # fmt: skip
-
-
-def build(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Block:
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        return Block(sizes).to(dtype).eval()
+@cache
+def built(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.bfloat16) -> Block:
+    return models.build(lambda: Block(sizes), dtype)
 
 
 @torch.inference_mode()
-def main() -> None:
-    args = results.parse(results.arguments(__doc__))
-    start = time.time()
-    block, rows = build(WAN), []
-    for name in results.chosen(CASES, args.cases):
-        rows += (found := measure(name, CASES[name], WAN, block))
-        print(*found, f"{time.time() - start:.0f} s", sep="\n", flush=True)
-        torch.cuda.empty_cache()
-    if args.save:
-        results.save("wan", rows)
+def measure(case: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.bfloat16) -> Iterator[dict]:
+    torch.cuda.empty_cache()
+    shape, block, systems = CASES[case], built(sizes, dtype), models.bf16_systems()
+    lengths = (prod(shape.grid), sizes.text, 6)
+    x, text, time = (torch.randn(1, n, sizes.hidden, dtype=dtype, device=DEVICE) for n in lengths)
+    given = (x, text, time / sizes.hidden**0.5, rope_tables(shape.grid, sizes.head_dim, dtype))
+    fp8 = {"fp8attn": models.ours(AttentionPolicy(min_length=sizes.text + 1))}  # text goes to the context around
 
+    # One attention first: it warms up what has to be compiled or planned, and must be right.
+    attend = partial(block.attn1, x, None, given[3])
+    errors = models.errors({name: models.within(context, attend)() for name, context in (systems | fp8).items()}, 0.02, 0.15)
+    calls = {name: models.within(context, partial(block, *given)) for name, context in (systems | fp8).items()}
+    rows = models.timed(f"block-{case}", calls, shape.rounds, tokens=len(x[0]))
+    yield from (row | {"rel_err": round(errors[row["impl"]], 5)} for row in rows)
 
-if __name__ == "__main__":
-    main()
+    best = rows[-1]["beside"]
+    stack, in_bf16 = Stack(block, shape.layers), shape.skip_first + shape.skip_last
+    policy = AttentionPolicy(min_length=sizes.text + 1, skip_first=shape.skip_first, skip_last=shape.skip_last)
+
+    def mixed() -> torch.Tensor:
+        with systems[best](), fp8_attention(policy, stack) as report:  # what the policy leaves out goes to the context around
+            out = stack(*given)
+        assert report.fp8_calls == shape.layers - in_bf16, str(report)
+        return out
+
+    calls = {best: models.within(systems[best], partial(stack, *given)), "fp8attn": mixed}
+    for row in models.timed(f"stack-{case}", calls, 1, tokens=len(x[0]), layers=shape.layers):
+        yield row | {"bf16_layers": in_bf16 if row["impl"] == "fp8attn" else shape.layers}

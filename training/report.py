@@ -5,6 +5,7 @@
 Everything is measured through transformers with the BF16 weights that are committed, on the held-out modules only.
 """
 
+import argparse
 import gzip
 import lzma
 import math
@@ -68,7 +69,8 @@ def print_table(rows):
 
 
 def main():
-    parser = results.arguments(__doc__, cases=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    results.add_save(parser)
     parser.add_argument("--model", type=Path, default=MODEL, help="folder with config.json and model.safetensors")
     args = results.parse(parser)
     cuda = torch.cuda.is_available()

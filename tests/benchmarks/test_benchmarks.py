@@ -1,8 +1,8 @@
 """What the benchmarks count, fit, sample and call right, where no GPU is needed for it."""
 
+import math
 import subprocess
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,23 +14,24 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from benchmarks import (
     accuracy,
     append,
+    base,
     decode,
     llama_decode,
     llama_prefill,
     measure,
+    models,
     peers,
     prefill,
     problem,
     sanitize,
     sdpa,
-    swap,
     wan,
 )
 from benchmarks import slice as portable
+from benchmarks.beside import Beside
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import AttentionPolicy, fp8_attention, reference
 
-ROOT = Path(__file__).parents[2]
 RAGGED = Shape((300, 5, 0, 129), (7, 5, 0, 129), 4, 2, 64, True)
 
 
@@ -74,9 +75,9 @@ def test_rows_and_last_keys_of_ragged_queries():
 def test_sampled_queries_hold_both_ends_once():
     assert measure.sampled_queries(5) == [0, 1, 2, 3, 4]
     assert measure.sampled_queries(1000) == [*range(32), *range(484, 516), *range(968, 1000)]
-    assert accuracy.sampled(1).tolist() == [0]
-    assert accuracy.sampled(100).tolist() == list(range(100))
-    assert accuracy.sampled(1000).tolist() == [*range(64), *range(936, 1000)]
+    assert accuracy.sampled(1) == [0]
+    assert accuracy.sampled(100) == list(range(100))
+    assert accuracy.sampled(1000) == [*range(64), *range(936, 1000)]
 
 
 def test_a_layers_inputs_lie_as_its_case_says():
@@ -95,9 +96,11 @@ def test_decibels_of_a_layer_are_those_of_its_rows():
     assert sdpa.decibels(case, exact * 1.01, q, k, v) == pytest.approx(40.0)
 
 
-def test_cases_have_names_of_their_own():
-    names = [case.name for case in accuracy._CASES]
-    assert len(set(names)) == len(names)
+def test_cases_of_the_kernels():
+    assert len(accuracy.CASES) == 3 * (3 * 15 + 2) + 16 + 21 + 2 + 9  # means, head_dims, adversarial data, a million equal terms, grids
+    assert accuracy.CASES["full-mean1-D128-S1048576"].shape == Shape((1 << 20,), (128,), 2, 2, 128, False)
+    assert decode.CASES["B16-S8192-G16"] == Shape((8192,) * 16, (1,) * 16, 64, 4, 128, True)
+    assert decode.CASES["B64-S8192-ragged"].keys[::63] == (8192, 1) and decode.CASES["B1-S8192"].kv_elements == 2 * 8192 * 8 * 128
     assert {shape.uniform for name, shape in prefill.CASES.items() if name != "varlen-mix"} == {True}
 
 
@@ -106,7 +109,7 @@ def test_cases_have_names_of_their_own():
 
 @pytest.mark.parametrize("impl", prefill.OURS)
 def test_exact_is_attention_over_the_held_bytes(impl):
-    q, pages = problem.given(impl, RAGGED, *accuracy.inputs("page-gains", RAGGED))
+    q, pages = problem.given(impl, RAGGED, *accuracy.make("page-gains", RAGGED))
     out = problem.ours(attend, RAGGED, q, pages)()
     pairs = []
     for seq, keys in enumerate(RAGGED.keys):
@@ -132,7 +135,7 @@ def test_relative_counts_all_pairs_together_and_shows_nan():
 @pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("keys", ["int8", "e4m3"])
 def test_what_is_held_is_the_input_and_the_rest_is_poison(keys, rotate):
-    _, k, v = accuracy.inputs("mean1", RAGGED)
+    _, k, v = accuracy.make("mean1", RAGGED)
     pages = problem.hold(RAGGED, k, v, key_dtype=keys, rotate_keys=rotate)
     assert (pages.key_dtype, pages.rotate_keys) == (problem.key_type(keys), rotate)
     held = pages.read(3, 129)
@@ -162,9 +165,9 @@ def test_empty_outputs_are_poisoned():
 @pytest.mark.parametrize("data", ["mean0", "mean5", "k-offset", "outliers", "page-gains", "needle", "flat", "flat-mean1", "constant"])
 def test_data_is_what_it_says(data):
     shape = Shape((600,), (40,), 2, 2, 64, True)
-    q, k, v = accuracy.inputs(data, shape)
+    q, k, v = accuracy.make(data, shape)
     assert (q.shape, k.shape, v.shape) == ((40, 2, 64), (600, 2, 64), (600, 2, 64)) and q.dtype == k.dtype == v.dtype == torch.bfloat16
-    again = accuracy.inputs(data, shape)
+    again = accuracy.make(data, shape)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), again, strict=True))
     weights = torch.softmax(q[:, 0].double() @ k[:, 0].double().T / 8, -1)
     spread = float(weights.amax(-1).median() * 600)
@@ -173,11 +176,6 @@ def test_data_is_what_it_says(data):
 
 
 # Fits
-
-
-def test_line_through_points():
-    slope, intercept = llama_decode.line({1000: 9.05, 2000: 9.1, 32000: 10.6})
-    assert (slope, intercept) == pytest.approx((0.05, 9.0))
 
 
 @pytest.mark.parametrize(
@@ -201,19 +199,11 @@ def test_lines_stand_beside_the_better_bf16_system():
         for impl, (intercept, slope) in times.items()
         for n in llama_decode.LENGTHS
     ]
-    found = {row["impl"]: row for row in llama_decode.lines(rows)}
+    found = {row["impl"]: row for row in llama_decode.derive(rows)}
     assert set(found) == set(times) and {row["case"] for row in found.values()} == {"line-B1"}
+    assert all((row["intercept"], row["slope"]) == times[impl] for impl, row in found.items())
     assert found["fp8attn"]["beside"] == "bf16-fa3" and found["fp8attn"]["slope_ratio"] == pytest.approx(0.4)
     assert found["fp8attn"]["break_even"] == pytest.approx(0.1 / 0.03 * 1000, abs=1)
-
-
-def test_summary_names_the_best_fp8_peer():
-    row = {"case": "one", "rel_err_mean1": 0.002, "rel_err": 0.02, "ms": 1.0}
-    rows = [
-        row | {"impl": impl, "tflops": t} for impl, t in (("fp8attn", 900), ("fp8attn-q8", 1000), ("fa3-fp8", 800), ("cudnn-bf16", 950))
-    ]
-    last = prefill.summary(rows).splitlines()[-1].split()
-    assert last == ["one", "900.0", "1000.0", "800.0", "fa3-fp8", "1.250", "0.900", "0.00200"]
 
 
 # Peers, and what looks for faults
@@ -259,9 +249,9 @@ def test_sanitizer_summaries(output, expected):
 
 def test_dispatchers_are_the_kernels_that_specialise_their_warps():
     found = sanitize.dispatchers()
-    assert {"kernel.py", "decode.py", "sanitize.py"} <= set(found)
-    source = (ROOT / "benchmarks/sanitize.py").read_text().splitlines()
-    assert [source[lines[0]] for lines in found["sanitize.py"]] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # after the decorator
+    assert "sanitized.py" in found and len(found) >= 3
+    source = sanitize.SANITIZED.read_text().splitlines()
+    assert [source[lines[0]] for lines in found["sanitized.py"]] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # after the decorator
 
 
 def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
@@ -280,7 +270,7 @@ def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
 
 
 def test_a_call_that_hangs_or_fails_is_left_behind():
-    ask = measure.Beside(subprocess.call, 60)
+    ask = Beside(subprocess.call, 60)
     assert ask(["true"]) == 0
     ask.seconds = 0.2
     assert ask(["sleep", "1"]) is None
@@ -296,13 +286,16 @@ COMPILE = """
 import sys
 from benchmarks import dry
 dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
-from benchmarks import decode
+from benchmarks import offline, problem, stream
+from fp8attn.kernels.launch import recording
 for dim in (64, 128, 256):
-    case = decode.Case("", (1000, 3), heads=1, dim=dim)
-    with dry.recording(dry=True) as launches:
-        decode.stream(case, decode.make_pages(case, sys.argv[1]))()
+    shape = problem.steps(1000, 3, kv_heads=1, dim=dim)
+    with recording(dry=True) as launches:
+        call = stream.stream(shape, problem.hold(shape, *shape.inputs()[1:], key_dtype=sys.argv[1]))
+        launches.clear()
+        call()
     [made] = launches
-    print(dry.compiled(made.kernel, made.args, made.given).metadata.shared)
+    print(offline.compiled(made.kernel, made.args, made.given).metadata.shared)
 """
 
 
@@ -312,19 +305,13 @@ def test_the_streaming_ceiling_follows_the_decode_kernel(keys):
 
 
 DRY = """
-import json, sys
+import sys
+from importlib import import_module
 from benchmarks import dry
 dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
-import importlib
 for name in sys.argv[1:]:
-    module = importlib.import_module(f"benchmarks.{name}")
-    cases = [*module.CASES, *getattr(module, "GRIDS", {})]
-    with dry.recording(dry=True) as launches:
-        for case in cases:
-            for impl, call in module.calls(case).items():
-                launches.clear()
-                call()
-                print(name, case, impl.replace(" ", "_"), *dict.fromkeys(made.kernel.fn.__name__ for made in launches))
+    for (case, impl), launches in dry.launches_of(name, [(case, None) for case in import_module(f"benchmarks.{name}").CASES]).items():
+        print(name, case, (impl or "inputs").replace(" ", "_"), *dict.fromkeys(made.kernel.fn.__name__ for made in launches))
 """
 
 
@@ -332,12 +319,57 @@ def test_every_case_can_be_run_dry():
     """And takes the kernels of a Hopper GPU."""
     names = "prefill", "decode", "sdpa", "append", "slice", "accumulation", "accuracy"
     rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
-    assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, _, *kernels in rows)
+    assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, impl, *kernels in rows if impl != "inputs")
     kernels = {tuple(row[:3]): row[3:] for row in rows}
     assert all(kernels["prefill", "chunked-2k-on-128k", impl] == ["prefill_kernel", "_combine_kernel"] for impl in prefill.OURS)
     assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["page_kernel", "prefill_kernel"]
     assert kernels["append", "step-B64", "fp8attn"] == ["step_kernel"]
     assert kernels["slice", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
+
+
+# Two revisions
+
+
+def test_a_ratio_and_its_interval():
+    assert base.median_and_interval([float(n) for n in range(24)]) == (11.5, 6.0, 17.0)
+    assert base.median_and_interval([2.0, 1.0]) == (1.5, 1.0, 2.0)
+
+
+def test_outputs_of_two_revisions_are_compared():
+    assert base.sampled(None) is None and base.sampled(torch.tensor([[1.0, torch.nan]])) == [1.0, 0.0]
+    assert len(base.sampled(torch.zeros(base.SAMPLED * 2 + 3))) == base.SAMPLED + 2
+    assert base.difference([1.0, 2.0], [1.0, 2.0]) == "  equal outputs" and base.difference(None, [1.0]) == ""
+    assert base.difference([3.0, 4.5], [3.0, 4.0]) == "  outputs differ by 1.0e-01"
+
+
+def test_the_base_is_a_folder_or_a_revision(tmp_path):
+    (tmp_path / "old/src/fp8attn").mkdir(parents=True)
+    assert base.source(str(tmp_path / "old"), "") == tmp_path / "old/src"
+    with pytest.raises(SystemExit, match="--base takes a git revision, or a folder that holds src/fp8attn, and not 'nonsense'"):
+        base.source("nonsense", str(tmp_path))
+
+
+def test_a_base_that_does_not_fit_is_refused():
+    sides = {"now": lambda *case: {"fp8attn": None}, "base": lambda *case: "ImportError: no name attention"}
+    with pytest.raises(SystemExit, match="B1: HEAD~900 does not fit the benchmark decode as it is now: ImportError: no name attention"):
+        base.compare_case("decode", "B1", sides, "HEAD~900")
+
+
+def test_a_base_has_its_own_src(tmp_path, monkeypatch):
+    (tmp_path / "fp8attn").mkdir()
+    (tmp_path / "fp8attn/__init__.py").write_text("")
+    monkeypatch.setenv("FP8ATTN_SRC", str(tmp_path))
+    side = Beside(base.serve, 120)
+    assert side() == "ready"
+    assert side("decode", "B1-S8192") == "ModuleNotFoundError: No module named 'fp8attn.kernels'"
+    side.end()
+
+
+def test_two_revisions_take_turns(capsys):
+    ms = {"now": 2.0, "base": 3.0}
+    sides = {side: lambda *case, side=side: {"fp8attn": [1.0] if case else ms[side]} for side in ms}
+    base.compare_case("decode", "B1", sides, "HEAD~1")
+    assert "now 2.00000 ms  base 3.00000 ms  base/now 1.5000 [1.5000, 1.5000]  equal outputs" in capsys.readouterr().out
 
 
 def test_llama_systems_agree(monkeypatch):
@@ -358,7 +390,7 @@ def test_llama_systems_agree(monkeypatch):
     monkeypatch.setattr(llama_decode, "graph_of", lambda step: (lambda: None, step()))
     model = small_llama(2)
     with torch.inference_mode():
-        rows = llama_decode.agree(model, llama_decode.available())  # asserts that logits agree
+        rows = list(llama_decode.agree(model, llama_decode.available()))  # asserts that logits agree
         assert [row["impl"] for row in rows] == ["bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"] and rows[0]["rel_err"] == 0
         for system in llama_decode.available().values():
             cache = system.cache(model.config, 384)
@@ -384,17 +416,16 @@ def float64_fa3(monkeypatch):
 
     monkeypatch.setattr(peers, "available", lambda: {"fa3"})
     monkeypatch.setattr(peers, "fa3", fa3)
-    monkeypatch.setattr(swap, "sdpa_kernel", lambda backend: nullcontext())
-    for module in (llama_prefill, wan):
-        monkeypatch.setattr(module, "interleaved", timed)
-    monkeypatch.setattr(llama_prefill, "graph_of", lambda call: (call, call()))
+    monkeypatch.setattr(models, "sdpa_kernel", lambda backend: nullcontext())
+    monkeypatch.setattr(models, "interleaved", timed)
+    monkeypatch.setattr(models, "graph_of", lambda call: (call, call()))
 
 
 def test_attention_is_swapped_for_fa3_and_inside_a_context_of_ours(float64_fa3):
     q, k, v = (torch.randn(2, heads, 20, 64, device=DEVICE).bfloat16() for heads in (4, 2, 2))
     attend = torch.nn.functional.scaled_dot_product_attention
     expected = attend(q, k, v, is_causal=True, enable_gqa=True)
-    with swap.bf16_systems()["fa3-bf16"]():
+    with models.bf16_systems()["fa3-bf16"]():
         torch.testing.assert_close(attend(q, k, v, is_causal=True, enable_gqa=True), expected, atol=0.02, rtol=0.02)
         ours = attend(q, k, v, enable_gqa=True)
         with fp8_attention(AttentionPolicy(min_length=100)) as report:
@@ -406,25 +437,35 @@ def test_llama_prefill_runs_one_model_with_each_attention(float64_fa3, monkeypat
     model = small_llama(3)
     monkeypatch.setattr(llama_prefill.modeling_llama, "apply_rotary_pos_emb", None)  # back as it was after this test
     llama_prefill.prepare(model)
+    monkeypatch.setattr(llama_prefill, "prepared", lambda: model)
+    monkeypatch.setattr(llama_prefill, "CASES", {"short": 150})
     monkeypatch.setattr(llama_prefill, "LAYER_TOKENS", 2 * 150)
-    with torch.inference_mode():
-        rows = llama_prefill.measure(model, 150)
+    rows = list(llama_prefill.measure("short"))
     assert {row["impl"]: row["layers"] for row in rows} == dict.fromkeys(("cudnn-bf16", "fa3-bf16", "fp8attn", "fp8attn-default"), 2)
     assert rows[0]["rel_err"] == 0 < rows[2]["rel_err"] and rows[2]["speedup"] == 1 and model.config.num_hidden_layers == 3
     assert rows[3]["rel_err"] == rows[1]["rel_err"]  # below its least length it is what is around it
 
 
-def test_the_best_bf16_system_is_what_ours_stands_beside():
-    rows = [{"impl": impl, "ms": ms} for impl, ms in (("fa3-bf16", 2.0), ("cudnn-bf16", 1.5), ("fp8attn", 1.2))]
-    assert swap.beside_best(rows)[2] == {"impl": "fp8attn", "ms": 1.2, "beside": "cudnn-bf16", "speedup": 1.25}
+def test_ours_is_compared_with_the_fastest_bf16_system(monkeypatch):
+    times = {"fa3-bf16": 2.0, "cudnn-bf16": 1.5, "fp8attn": 1.2}
+    monkeypatch.setattr(models, "interleaved", lambda calls, rounds: times)
+    *_, ours = models.timed("a", dict.fromkeys(times), 1, layers=3)
+    assert ours == {"case": "a", "impl": "fp8attn", "ms": 1.2, "layers": 3, "beside": "cudnn-bf16", "speedup": 1.25}
 
 
-def test_wan_blocks_and_stack(float64_fa3):
-    sizes, case = wan.Sizes(heads=2, head_dim=64, ffn=96, text=20), wan.Case((3, 4, 10), 4, 1, 1, 1)
-    block = wan.build(sizes, torch.float32)
-    with torch.inference_mode():
-        rows = wan.measure("tiny", case, sizes, block)  # asserts that self-attention agrees, and where the stack's calls ran
-        blocks = wan.Stack(block, 3).blocks
+def test_outputs_that_differ_are_refused():
+    one = torch.ones(4)
+    assert models.errors({"a": one, "b": one * 1.25, "fp8": one * 1.5}, 0.26, 0.51) == {"a": 0, "b": 0.25, "fp8": 0.5}
+    with pytest.raises(AssertionError, match=r"b differs from a by 0\.250"):
+        models.errors({"a": one, "b": one * 1.25}, 0.25, 1)
+
+
+def test_wan_blocks_and_stack(float64_fa3, monkeypatch):
+    sizes = wan.Sizes(heads=2, head_dim=64, ffn=96, text=20)
+    monkeypatch.setitem(wan.CASES, "tiny", wan.Case((3, 4, 10), 4, 1, 1, 1))
+    rows = list(wan.measure("tiny", sizes, torch.float32))  # asserts that self-attention agrees, and where the stack's calls ran
+    block = wan.built(sizes, torch.float32)
+    blocks = wan.Stack(block, 3).blocks
     assert [(row["case"], row["impl"]) for row in rows] == [
         ("block-tiny", "cudnn-bf16"), ("block-tiny", "fa3-bf16"), ("block-tiny", "fp8attn"),
         ("stack-tiny", "cudnn-bf16"), ("stack-tiny", "fp8attn"),
@@ -432,7 +473,7 @@ def test_wan_blocks_and_stack(float64_fa3):
     assert 0 < rows[2]["rel_err"] < 0.1 and rows[4]["bf16_layers"] == 2
     assert len({id(part) for b in blocks for part in b.modules()}) == 3 * len(list(block.modules()))
     assert {id(p) for b in blocks for p in b.parameters()} == {id(p) for p in block.parameters()}
-    assert {name: case.tokens for name, case in wan.CASES.items()} == {"720p": 75600, "1080p": 171360}
+    assert [math.prod(wan.CASES[name].grid) for name in ("720p", "1080p")] == [75600, 171360]
 
 
 def test_wan_positions_turn_channels_by_frame_row_and_column():
@@ -454,44 +495,53 @@ def on_a_cpu(monkeypatch):
             "graph_of": lambda call: (call, call()),
             "interleaved": lambda calls, rounds, **options: dict.fromkeys(calls, 1.0),
             "between_reads": lambda call, rounds, **options: 1.0,
-            "launched": lambda call: f"launches:{call() is not None}",
-            "peer": lambda name: f"peer:{name}",
+            "of_call": lambda impl, call: f"launches:{call() is not None}" if impl.startswith(("fp8attn", "ceil", "stream")) else "peer:",
         }.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
     for kernel in (accuracy.prefill, accuracy.decode, portable.portable):
         monkeypatch.setattr(kernel, "attention", reference.attention)
     monkeypatch.setattr(prefill, "attention", reference.attention)
-    monkeypatch.setattr(decode, "stream", lambda case, pages: lambda: None)
+    monkeypatch.setattr(decode, "ceilings", lambda case: {"stream-ceiling": lambda: None})
 
 
 SHORT = Shape((130,), (130,), 2, 2, 64, True)
+STEP = problem.steps(130, 7, kv_heads=1, dim=64)
 
 
 @pytest.mark.parametrize(
-    ("measured", "expected"),
+    ("module", "case", "expected"),
     [
-        (lambda: prefill.measure("short", SHORT, list(prefill.OURS), 1), dict.fromkeys(prefill.OURS, "True")),
+        (prefill, lambda: SHORT, dict.fromkeys(prefill.OURS, "True")),
+        (decode, lambda: STEP, dict.fromkeys(problem.KEYS, "True") | {"stream-ceiling": "False"}),
         (
-            lambda: decode.measure(decode.Case("short", (130, 7), heads=1, dim=64), [], 1),
-            dict.fromkeys(decode.OURS, "True") | {"stream-ceiling": "False"},
+            sdpa,
+            lambda: sdpa.Case(40, True, sdpa.KV_HEADS),
+            dict.fromkeys((*problem.KEYS, "fp8attn-graph", "fp8attn-rope"), "True"),
         ),
-        (lambda: sdpa.measure("short", sdpa.Case(40, True, sdpa.KV_HEADS), list(sdpa.OURS)), dict.fromkeys(sdpa.OURS, "True")),
-        (lambda: accuracy.measure(accuracy.Case("decode", "mean1", 40)), dict.fromkeys(problem.KEYS, "True")),
-        (lambda: portable.attention_rows(portable.Case("short", 1, 40, 2, 1, 64, 1)), {"fp8attn-triton": "True"}),
-        (lambda: append.measure("step", 1), dict.fromkeys(problem.KEYS, "False")),
-        (lambda: append.measure("prompt", 1), dict.fromkeys([*problem.KEYS, "ceiling"], "False")),
+        (accuracy, lambda: accuracy.one("decode", "mean1", 40)[1], dict.fromkeys(problem.KEYS, "True")),
         (
-            lambda: append.measure("quantize", 1),
-            {f"{impl}{rope}": "True" for impl in problem.KEYS for rope in ("", "-rope")} | {"ceiling": "False"},
+            accuracy,
+            lambda: accuracy.Case(reference.attention, "page-gains", {"a": STEP, "b": RAGGED}),
+            dict.fromkeys(problem.KEYS, "True"),
+        ),
+        (portable, lambda: problem.steps(130, 130, kv_heads=1, dim=64), {"fp8attn-triton": "True"}),
+        (append, lambda: append.Append(2, 1, 130), dict.fromkeys(problem.KEYS, "False")),
+        (append, lambda: append.Append(1, 130), dict.fromkeys(problem.KEYS, "False") | {"ceiling": "True"}),
+        (
+            append,
+            lambda: append.Quantize(130, 2),
+            {f"{impl}{rope}": "True" for impl in problem.KEYS for rope in ("", "-rope")} | {"ceiling": "True"},
         ),
     ],
 )
-def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, measured, expected):
+def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, module, case, expected):
     """And are checked before they are timed: each benchmark runs whole."""
-    cases = {"step": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)}
-    monkeypatch.setattr(append, "CASES", cases)
-    rows = {row["impl"]: row for row in measured() if not row["fingerprint"].startswith("peer:")}
+    here = case()
+    name = "step" if here == append.Append(2, 1, 130) else "short"
+    monkeypatch.setattr(module, "CASES", {name: here})
+    rows = {row["impl"]: row for row in module.measure(name) if row["fingerprint"] != "peer:"}
     assert {impl: row["fingerprint"] for impl, row in rows.items()} == {impl: f"launches:{given}" for impl, given in expected.items()}
-    assert all(row.get("ms", 1.0) == 1.0 and row["case"] for row in rows.values())
+    assert all(row.get("ms", 1.0) == 1.0 and row["case"] == name for row in rows.values())
     assert all(row["timed"] == ("called" if impl == "fp8attn" else "graph") for impl, row in rows.items() if "timed" in row)
+    assert all(row.get("equal_bits", True) and row.get("finite", True) for row in rows.values())

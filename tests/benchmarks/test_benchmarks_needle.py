@@ -46,7 +46,7 @@ def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
     """Samples whose prompts are of unlike lengths, and a place for what comes out."""
     for name, path in {"SAMPLES": ".", "OUTCOMES": "outcomes", "RESULTS": "."}.items():
         monkeypatch.setattr(bench, name, tmp_path / path)
-    monkeypatch.setattr(needle_systems, "CALIBRATION", (256, 2))
+    monkeypatch.setattr(needle_systems.texts, "CALIBRATION", (256, 2))
     made = recall_samples(tokenizer, models.read_text(model=tiny_model), lengths=(600, 591), depths=(0.5,), samples=2)
     samples = [replace(sample, index=n, length=600) for n, sample in enumerate(made)]
     needle.save_samples(tmp_path / "recall-600.zip", samples)
@@ -72,7 +72,7 @@ def about(names, command="run", **changed):
 
 def work(folder, tiny_model, names, **options):
     into = bench.begin(MACHINE, {})
-    return Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, 1 << 20, 10**4, **options)
+    return Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, **options)
 
 
 def test_every_implementation_answers_every_sample_once(folder, tiny_model):
@@ -119,10 +119,10 @@ class TestWhichAnswersAreKept:
             return [needle.Outcome(name, "recall", 600, index, 0.5, ("7",), "7", 1.0) for name in names]
 
         now = about(names)
-        bench.keep(folder / "h", MACHINE, [bench.Answers(MACHINE, now, outcomes(0))])
+        bench.keep(folder / "h", [bench.Answers(folder, MACHINE, now, outcomes(0))])
         needle.save_outcomes(bench.begin(MACHINE, now) / "needle-0.jsonl", outcomes(1))
 
-        def kept(machine=MACHINE, **changed):
+        def kept(names=names, machine=MACHINE, **changed):
             return [run.names() for run in bench.load(machine, about(names, **changed))]
 
         return kept
@@ -133,16 +133,22 @@ class TestWhichAnswersAreKept:
     def test_of_the_same_code(self, kept, codes, capsys):
         codes["fp8attn"] = "tree:2"
         assert kept() == [["bf16"]] * 2
-        assert capsys.readouterr().out.count("answers of fp8attn are not kept, for they are of another fingerprint\n") == 2
+        assert capsys.readouterr().out.count("has answers of fp8attn of another fingerprint: they are not kept\n") == 2
 
     @pytest.mark.parametrize("name", ["torch", "triton"])
     def test_of_the_same_releases(self, kept, name, capsys):
         assert kept(**{name: "another"}) == [[], []]
-        assert capsys.readouterr().out.count(f"answers of bf16 are not kept, for they are of another {name}\n") == 2
+        assert capsys.readouterr().out.count(f"has answers of bf16 of another {name}: they are not kept\n") == 2
+
+    def test_of_implementations_that_there_are(self, kept, monkeypatch, capsys):
+        monkeypatch.setattr(bench, "IMPLS", ("bf16",))
+        assert kept(("bf16",)) == [["bf16"]] * 2
+        what = "has answers of fp8attn of another benchmark (this one has no such implementation): they are not kept\n"
+        assert capsys.readouterr().out.count(what) == 2
 
     def test_of_the_same_machine(self, kept, capsys):
         assert kept(machine={"device": "H", "sms": 1}) == [[], []]
-        assert capsys.readouterr().out.count("answers of bf16 are not kept, for they are of another machine\n") == 2
+        assert capsys.readouterr().out.count("has answers of bf16 of another machine: they are not kept\n") == 2
 
 
 def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatch):
@@ -200,7 +206,7 @@ class TestMerge:
                 for impl, given in answers.items() for index, right in enumerate(given) if right is not None
             ]  # fmt: skip
             provenances = about(answers, command, **{"date": f"2026-01-0{len(outcomes)}"} | changed)
-            bench.keep(folder, machine, [bench.Answers(machine, provenances, outcomes)])
+            bench.keep(folder, [bench.Answers(folder, machine, provenances, outcomes)])
             return folder
 
         return save
@@ -274,9 +280,8 @@ def test_a_kernel_over_rows_is_the_model_but_for_rounding(tiny_model, name):
         assert (got - want).std() > 0 and all(layer.keys.dtype == FP8 for layer in cache.layers)
 
 
-@pytest.mark.parametrize(("chunk", "first"), [(300, 100), (128, 56)], ids=["whole", "in-chunks"])
-def test_means_are_of_a_prompt_and_not_of_its_padding(tiny_model, chunk, first):
-    """200 tokens of padding before 100, beside 300: the means are those of the prompt alone, or of what its first chunk has of it."""
+def test_means_are_of_a_prompt_and_not_of_its_padding(tiny_model):
+    """200 tokens of padding before 100, beside 300: the means are those of the prompt alone."""
     model, tokenizer = models.load(tiny_model, device="cpu")
     batch = models.tokenize(tokenizer, models.read_text(model=tiny_model))[:600].view(2, 300)
     systems = Systems(model, batch)
@@ -285,13 +290,13 @@ def test_means_are_of_a_prompt_and_not_of_its_padding(tiny_model, chunk, first):
 
     def means(tokens, mask=None, more=()):
         cache = systems.enter("fa3-fp8:means")()
-        prefill(model, tokens, cache, chunk=chunk, mask=mask)
+        prefill(model, tokens, cache, mask=mask)
         for token in more:  # which change none
             mask = torch.cat([mask, mask[:, -1:]], 1)
             forward(model, token, cache, mask=mask)
         return cache.layers[0].k_mean, cache.layers[0].v_mean
 
-    alone, beside = means(batch[:1, 200 : 200 + first]), means(batch[1:])
+    alone, beside = means(batch[:1, 200:]), means(batch[1:])
     for found, *parts in zip(means(batch, mask, more=(batch[:, :1],)), alone, beside, strict=True):
         assert found.abs().amax(-1).min() > 0.1  # there are means to find
         torch.testing.assert_close(found, torch.cat(parts), rtol=1e-4, atol=1e-5)

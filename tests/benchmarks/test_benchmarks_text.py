@@ -9,8 +9,9 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import agreement, drift, needle, perplexity, plot, real_model
+from benchmarks import agreement, demo, drift, needle, perplexity, plot, real_model, speculative, texts
 from benchmarks.needle_systems import stressed
+from fp8attn import calibrate
 from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import BF16Cache, E4M3Cache
 from fp8attn.evaluation.caches import forward as through
@@ -26,12 +27,17 @@ def given(tiny_model):
 
 def test_losses_by_position_and_drift(given, tmp_path, monkeypatch):
     model, tokenizer, text, calibration = given
-    found = perplexity.rows(model, tokenizer, text, ((300, 2, 0), (600, 1, 0), (300, 1, 20)), 128, calibration)
-    cases = ["chunks-S300", "chunks-S600", "decode-S300"]
+    scales = calibrate(model, calibration.split(1))
+    cases = {"chunks-S300": (300, 2, 0), "chunks-S600": (600, 1, 0), "decode-S300": (300, 1, 20)}
+    monkeypatch.setattr(perplexity, "CASES", cases)
+    monkeypatch.setattr(perplexity, "CHUNK", 128)
+    found = [row for case in cases for row in perplexity.rows(case, model, tokenizer, text, scales)]
     assert [(row["case"], row["impl"]) for row in found] == [(case, impl) for case in cases for impl in perplexity.IMPLS]
     assert all(row["change"] == 0 for row in found if row["impl"] == "bf16")
     assert all(0 < abs(row["change"]) < 0.1 and 0 < row["kl"] < 0.1 for row in found if row["impl"] != "bf16")
-    long = drift.rows(model, models.windows(text, 100 + 40 + 1, 2), list(drift.IMPLS), 100, 8, 128, calibration)
+    for name, value in {"PROMPT": 100, "SEGMENT": 8, "CHUNK": 128}.items():
+        monkeypatch.setattr(drift, name, value)
+    long = [row for impl in drift.IMPLS for row in drift.rows(impl, model, models.windows(text, 100 + 40 + 1, 2), scales)]
     assert [row["case"] for row in long if row["impl"] == "fp8attn"] == [f"decode-S{start}" for start in range(100, 140, 8)]
     monkeypatch.setattr(plot, "FOLDER", tmp_path)
     for name, rows in (("perplexity", found), ("drift", long)):
@@ -49,8 +55,8 @@ def logits(model, windows, cache=None):
 def test_what_8_bits_cost_a_real_model(given):
     model, _, text, _ = given
     windows = models.windows(text, 257, 1)
-    impls = tuple(impl for impl in real_model.IMPLS if "keys" not in impl and "plain" not in impl)
-    rows = {row["impl"]: row for row in real_model.measure("tiny", model, model, windows, impls=impls, chunk=100)}
+    impls = tuple(impl for impl in real_model.IMPLS if "e4m3" not in impl)
+    rows = {row["impl"]: row for row in real_model.rows("tiny", model, model, windows, impls, 100)}
     assert tuple(rows) == impls
     exact, held = logits(model, windows), logits(model, windows, BF16Cache(model.config))
     losses = [-x.gather(2, windows[:, 1:, None])[..., 0] for x in (exact, held)]
@@ -68,7 +74,7 @@ def test_what_8_bits_cost_a_real_model(given):
             assert 1e-5 < row["kl_excess"] < 0.05
             assert abs(row["d_ppl_pct"]) < 5 * row["d_ppl_se"] < 10
     # The reference has one arithmetic for any number of queries; rounding queries too costs more; what is not rounded costs less.
-    assert rows["fp8attn-prefill"]["kl"] == rows["fp8attn-decode"]["kl"]
+    assert rows["fp8attn-int8-keys-prefill"]["kl"] == rows["fp8attn-int8-keys-decode"]["kl"]
     assert rows["scale-1-prefill"]["kl"] > 1.2 * rows["scale-1-decode"]["kl"]
     assert rows["transformers-fp8-prefill"]["kl"] < rows["transformers-fp8-decode"]["kl"]
 
@@ -77,16 +83,17 @@ def test_a_cache_that_overflows_gives_no_numbers(given, monkeypatch):
     model, _, text, _ = given
     monkeypatch.setattr(real_model, "E4M3Cache", lambda config, **options: E4M3Cache(config, scale=math.nan))
     impls = ("bf16", "transformers-fp8-decode")
-    bf16, row = real_model.measure("tiny", model, model, models.windows(text, 65, 1), impls=impls)
+    bf16, row = real_model.rows("tiny", model, model, models.windows(text, 65, 1), impls)
     assert row["kl"] is None and row["ppl"] is None and bf16["kl"] > 0
 
 
+@torch.no_grad()
 def test_prefill_agrees_with_decode(given):
     model, _, text, _ = given
     windows = models.windows(text, 201, 2)
-    rows = agreement.measure("tiny", model, windows, impls=("bf16", "fp8attn"), decode=30, chunk=64)
+    rows = list(agreement.rows("tiny", model, windows, impls=("bf16", "fp8attn-int8-keys"), decode=30, chunk=64))
     assert [(row["impl"], row["attention"], row["windows"], row["decoded"]) for row in rows] == [
-        ("bf16", "sdpa", 2, 30), ("fp8attn", "fp8attn", 2, 30)
+        ("bf16", "sdpa", 2, 30), ("fp8attn-int8-keys", "fp8attn", 2, 30)
     ]  # fmt: skip
     for row in rows:  # exact arithmetic over the same bytes: what is left is the order of float32's sums
         assert 0 < row["dlogp_mean"] <= row["dlogp_max"] < 1e-2
@@ -103,6 +110,7 @@ def test_how_far_two_sets_of_predictions_are_apart():
     assert found["top1"] == 0.5
 
 
+@torch.no_grad()
 def test_both_paths_read_the_same_tokens(given):
     model, _, text, _ = given
     tokens = models.windows(text, 90, 2)
@@ -111,6 +119,33 @@ def test_both_paths_read_the_same_tokens(given):
     assert prefilled.shape == decoded.shape == want.shape
     for got in (prefilled, decoded):
         torch.testing.assert_close(got, want, atol=5e-3, rtol=0)  # K and V round to bfloat16 after sums in another order
+
+
+def test_speculative_decoding_gives_greedys_tokens(monkeypatch):
+    """On the committed model; a public one that is not installed is left out."""
+    for name, value in {"PIECES": 1, "QUESTIONS": (), "LENGTH": 100, "NEW": 8}.items():
+        monkeypatch.setattr(speculative, name, value)
+    for case in ("stdlib-prompt-lookup", "stdlib-assisted"):
+        rows = list(speculative.measure(case))
+        assert [(row["case"], row["impl"]) for row in rows] == [(case, impl) for impl in speculative.IMPLS]
+        assert all((row["prompts"], row["equal"], row["first_difference"]) == (2, 2, None) for row in rows)
+        assert all(0 < row["accepted"] <= speculative.DRAFT for row in rows)
+    monkeypatch.setattr(texts, "load", lambda name: None)
+    assert not list(speculative.measure("smollm2-assisted"))
+
+
+def test_tokens_that_differ_are_counted():
+    found = speculative.compare([[1, 2, 3], [4, 5, 6], [7, 8]], [[1, 2, 3], [4, 5, 7], [7]], 4)
+    assert found == {"prompts": 3, "equal": 1, "first_difference": 1, "accepted": 0.75}  # 7 tokens in 4 forwards
+
+
+def test_what_the_demo_finds_has_its_cases(monkeypatch):
+    found = {"bytes_per_token_bf16": 1, "ppl_fp8_static": 2, "public_kl_transformers-fp8": 3, "needle_fp8": 4, "needle_cells_equal": 5}
+    monkeypatch.setattr(demo, "run", lambda folder, device: found | {"greedy_tokens": 6})
+    assert [tuple(row.values()) for row in demo.measure("demo")] == [
+        ("demo-bytes_per_token", "bf16", 1), ("demo-ppl", "fp8-static", 2), ("demo-public_kl", "transformers-fp8", 3),
+        ("demo-needle", "fp8", 4), ("demo-needle_cells_equal", "fp8", 5), ("demo-greedy_tokens", "fp8", 6),
+    ]  # fmt: skip
 
 
 def test_retrieval_is_drawn(tmp_path, monkeypatch):

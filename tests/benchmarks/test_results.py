@@ -1,5 +1,6 @@
 """What results files say, and when their rows are stale."""
 
+import argparse
 import json
 import os
 import re
@@ -91,17 +92,17 @@ def test_a_file_of_another_device_is_refused(saved, tmp_path):
 
 
 def test_rows_are_kept_on_request_and_with_their_commit(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["benchmark", "B1"])
-    assert not results.parse(results.arguments("")).save
-    monkeypatch.setattr(sys, "argv", ["benchmark", "B1", "--save"])
+    parser = argparse.ArgumentParser()
+    results.add_save(parser)
+    assert not results.parse(parser, []).save
     monkeypatch.setenv("FP8ATTN_COMMIT", "abc1234")
     results.commit.cache_clear()
-    assert results.parse(results.arguments("")).save and results.provenance("decode")["commit"] == "abc1234"
+    assert results.parse(parser, ["--save"]).save and results.provenance("decode")["commit"] == "abc1234"
     monkeypatch.delenv("FP8ATTN_COMMIT")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError))  # no git
     results.commit.cache_clear()
     with pytest.raises(SystemExit, match="set FP8ATTN_COMMIT, or leave out --save"):
-        results.parse(results.arguments(""))
+        results.parse(parser, ["--save"])
     results.commit.cache_clear()
 
 

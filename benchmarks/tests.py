@@ -1,7 +1,4 @@
-"""Runs the GPU tests; what they said is `tests.json`, a row a file.
-
-PYTHONPATH=src python -m benchmarks.gpu_tests [--save]
-"""
+"""The GPU tests: a row a file."""
 
 from __future__ import annotations
 
@@ -9,10 +6,11 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
-from . import results
+CASES = ("all",)
 
 
 class Outcomes:
@@ -26,17 +24,11 @@ class Outcomes:
             self.counts.setdefault(report.location[0], Counter())[report.outcome] += 1
 
 
-def main() -> int:
-    args = results.parse(results.arguments(__doc__, cases=False))
+def measure(case: str) -> Iterator[dict]:
     outcomes, start = Outcomes(), time.time()
     workers = str(max(1, (os.cpu_count() or 2) // 2))  # they compile most of the time
     code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
-    rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
-    rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})
-    if args.save:
-        results.save("tests", rows)
-    return int(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    yield from ({"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items()))
+    yield {"case": case, "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)}
+    if code:
+        sys.exit(int(code))

@@ -1,0 +1,41 @@
+"""A function in a process beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing import get_context
+
+
+class Beside:
+    """`function` in a process beside this one. A kernel that hangs or crashes ends with that process."""
+
+    def __init__(self, function: Callable, seconds: float) -> None:
+        self.function, self.seconds, self.process = function, seconds, None
+
+    def __call__(self, *arguments):
+        """What the function returns; None if it raised, crashed or gave no answer in `seconds`: the next call begins a new process then."""
+        if self.process is None:
+            context = get_context("spawn")
+            self.pipe, theirs = context.Pipe()
+            self.process = context.Process(target=_serve, args=(self.function, theirs), daemon=True)
+            self.process.start()
+            theirs.close()
+        self.pipe.send(arguments)
+        try:
+            if self.pipe.poll(self.seconds):
+                return self.pipe.recv()
+        except EOFError:
+            pass
+        self.end()
+        return None
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+
+def _serve(function: Callable, pipe) -> None:
+    while True:
+        pipe.send(function(*pipe.recv()))

@@ -1,0 +1,69 @@
+"""The decode kernel without arithmetic: its producer, and a consumer that only releases what it gets. What is possible at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fp8attn import KVPages
+from fp8attn.kernels import decode
+from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, Source, make_pipe, produce, request_first
+from fp8attn.kernels.decode.work import Batch, assign
+from fp8attn.kernels.devices import chip
+from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
+from fp8attn.kernels.launch import constants, launch, num_sms
+from fp8attn.kernels.pages import tiles
+
+from .problem import Shape
+
+
+@gluon.jit
+def _drain(pipe, batch, work):
+    """What `consume` does of waiting and walking, and no arithmetic."""
+    index, head, begin = work.seq, work.head, work.begin
+    tile = 0
+    while begin < work.high:
+        seq = batch.sequence(index)
+        i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
+        for _ in range(seq.first_page + i, seq.first_page + j):
+            stage = tile % pipe.STAGES
+            phase = (tile // pipe.STAGES) & 1
+            mbarrier.wait(pipe.k_full.index(stage), phase)
+            mbarrier.wait(pipe.v_full.index(stage), phase)
+            sync()  # or a slow warp could miss two phases, and wait for ever
+            mbarrier.arrive(pipe.empty.index(stage), count=1)
+            tile += 1
+        begin += seq.num_pages
+        index, head = batch.following(index, head, seq.num_pages)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "workers"])
+def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers,
+            OPTIONS: gl.constexpr):  # fmt: skip
+    worker = gl.program_id(0)
+    batch = Batch(
+        lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, OPTIONS.group, False, False, False,
+        OPTIONS.min_pages, OPTIONS.whole_pages,
+    )  # fmt: skip
+    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
+    count = batch.counts(0, OPTIONS.block)
+    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
+    pipe.open(0, 1)
+    work = assign(batch, count, worker, workers, OPTIONS.block)
+    requested = request_first(pipe, batch, work, source)
+    pipe.open(1, OPTIONS.stages)
+    gl.warp_specialize([
+        (_drain, (pipe, batch, work)),
+        (produce, (pipe, batch, work, requested, source)),
+    ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+
+
+def stream(shape: Shape, pages: KVPages) -> Callable[[], None]:
+    group, device = shape.q_heads // shape.kv_heads, pages.device
+    how = decode.Launch(shape.dim, group, group, len(shape.keys), chip=chip(device))
+    workers = how.workers(num_sms(device), shape.kv_heads * len(shape.keys))
+    given = constants("stream", device, **how.constants())
+    args = (
+        *tiles(pages, how.width, how.width), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
+        len(shape.keys), shape.kv_heads, 1, workers,
+    )  # fmt: skip
+    return lambda: launch(_stream, (workers,), args, given)

@@ -1,0 +1,115 @@
+"""The runner, and the collector of peers."""
+
+import lzma
+import subprocess
+import sys
+import types
+import zipfile
+
+import pytest
+
+from benchmarks import dry, get_peers, results, run
+
+
+@pytest.fixture
+def runner(monkeypatch, tmp_path):
+    """Runs a benchmark `made` with arguments; the rows that were kept are in a list."""
+    kept = []
+    made = types.ModuleType("benchmarks.made", "Something measured.\n\nMore.")
+    made.CASES = {"a-1": 1.0, "a-2": 2.0, "b": 3.0}
+    made.measure = lambda case: iter([{"case": case, "impl": "fp8attn", "ms": made.CASES[case]}])
+    monkeypatch.setitem(sys.modules, "benchmarks.made", made)
+    monkeypatch.setattr(run, "benchmarks", lambda: {"made": "Something measured."})
+    monkeypatch.setattr(results, "save", lambda name, rows: kept.append((name, rows)))
+    monkeypatch.setenv("FP8ATTN_COMMIT", "abc")
+    results.commit.cache_clear()
+
+    def runner(*arguments):
+        monkeypatch.setattr(sys, "argv", ["run", *arguments])
+        kept.clear()
+        run.main()
+        return kept
+
+    runner.made, runner.kept = made, kept
+    yield runner
+    results.commit.cache_clear()
+
+
+def test_cases_are_chosen_by_parts_of_their_names_and_kept_on_request(runner, capsys):
+    assert runner("made", "a-") == []
+    assert capsys.readouterr().out.startswith("\na-1\n  fp8attn                   ms 1  1.000 of the first's time\n\na-2\n")
+    [(name, rows)] = runner("made", "a-", "--save")
+    assert name == "made" and [(row["case"], row["ms"]) for row in rows] == [("a-1", 1.0), ("a-2", 2.0)]
+    assert runner("made", "--list") == [] and capsys.readouterr().out.endswith("a-1\na-2\nb\n")
+    with pytest.raises(SystemExit, match="made has no case with nothing in its name: --list lists them"):
+        runner("made", "nothing")
+    with pytest.raises(SystemExit, match="--base compares revisions and keeps nothing: leave out --save"):
+        runner("made", "--base", "HEAD", "--save")
+    with pytest.raises(SystemExit, match="--base compares calls of kernels, and made has none"):
+        runner("made", "--base", "HEAD")
+
+
+def test_what_is_measured_before_a_failure_is_kept(runner):
+    def measure(case):
+        yield {"case": case, "impl": "fp8attn"}
+        sys.exit("wrong")
+
+    runner.made.measure = measure
+    with pytest.raises(SystemExit, match="wrong"):
+        runner("made", "--save")
+    assert [row["case"] for _, rows in runner.kept for row in rows] == ["a-1"]
+
+
+def test_a_benchmark_adds_arguments_and_derives_rows(runner):
+    runner.made.configure = lambda parser: parser.add_argument("--times", type=int, default=1)
+    runner.made.measure = lambda case, times: iter([{"case": case, "impl": "fp8attn", "ms": runner.made.CASES[case] * times}])
+    runner.made.derive = lambda rows: iter([{"case": "sum", "impl": "fp8attn", "ms": sum(row["ms"] for row in rows)}])
+    [(_, rows)] = runner("made", "--times", "10", "--save")
+    assert rows[-1] == {"case": "sum", "impl": "fp8attn", "ms": 60.0}
+
+
+def test_every_benchmark_is_listed(capsys, monkeypatch):
+    found = run.benchmarks()
+    assert {"prefill", "decode", "append", "sdpa", "slice", "accuracy", "accumulation", "overhead", "sanitize", "tests"} <= found.keys()
+    assert {"run", "base", "measure", "problem", "peers"}.isdisjoint(found) and found["prefill"] == "Prefill attention beside its peers."
+    monkeypatch.setattr(sys, "argv", ["run", "nothing"])
+    with pytest.raises(SystemExit, match="there is no benchmark nothing"):
+        run.main()
+    assert "Prefill attention beside its peers." in capsys.readouterr().out
+
+
+def test_kernels_are_compiled_ahead_where_there_is_a_gpu(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(dry, "answer", lambda name, request: asked.append((name, request["rows"])))
+    monkeypatch.setattr(dry, "import_module", lambda name: types.SimpleNamespace(calls=None))
+    monkeypatch.setattr(dry, "meta", lambda: {"device": "cpu"})
+    dry.compile_ahead("made", ["a"])
+    monkeypatch.setattr(dry, "meta", lambda: {"device": "H", "capability": [9, 0]})
+    dry.compile_ahead("made", ["a", "b"])
+    assert asked == [("made", [("a", None), ("b", None)])]
+
+
+def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
+    """The index has one extension module, one wheel, one that lacks its module, and does not have the last."""
+
+    def download(command, **options):
+        folder, release = command[-2], command[-1]
+        name = release.split("==")[0].replace("-", "_")
+        if name == "torchao":
+            return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: No matching distribution found for torchao==0.18.0\n")
+        with zipfile.ZipFile(f"{folder}/{name}-{release.split('==')[1]}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("fa3_fwd/_C.abi3.so", b"library")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(get_peers, "ROOT", tmp_path)
+    monkeypatch.setattr(get_peers, "FOLDER", tmp_path / ".peers")
+    monkeypatch.setattr(subprocess, "run", download)
+    with pytest.raises(SystemExit, match="2 peers are missing"):
+        get_peers.main()
+    assert lzma.decompress((tmp_path / ".peers/fa3_fwd.so.xz").read_bytes()) == b"library"
+    assert capsys.readouterr().out.splitlines() == [
+        "fa3-fwd==0.0.3: .peers/fa3_fwd.so.xz",
+        "vllm==0.22.0: vllm-0.22.0-py3-none-any.whl holds no vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+        "nvidia-cudnn-frontend==1.18.0: .peers/nvidia_cudnn_frontend-1.18.0-py3-none-any.whl",
+        "torchao==0.18.0: ERROR: No matching distribution found for torchao==0.18.0",
+    ]
