@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -24,7 +23,8 @@ from triton.backends.compiler import GPUTarget
 import fp8attn
 from fp8attn import backends
 from fp8attn.kernels import fp8, launch, portable
-from fp8attn.kernels.launch import Launch, Tiles, recording
+from fp8attn.kernels.compile import specialization
+from fp8attn.kernels.launch import Launch, recording
 
 from . import problem
 from .fingerprint import digest, of_launches
@@ -68,22 +68,6 @@ def launches_of(name: str, rows: list[tuple[str, str]]) -> dict[tuple[str, str],
                     call()
                     found[case, impl] = launches.copy()
     return found
-
-
-def specialization(made: Launch) -> tuple:
-    """Launches with equal ones have one compiled kernel: at least what Triton looks at."""
-    kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(made.args, made.kernel.params, strict=False))
-    return made.kernel.fn.__qualname__, tuple(sorted(made.given.items(), key=str)), kinds
-
-
-def _kind(x: Any, plain: bool) -> Any:
-    if isinstance(x, Tiles):
-        return x.dtype, x.view.block, x.view.swizzled
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16
-    if isinstance(x, int):
-        return not plain and (x == 1, x % 16 == 0), x.bit_length() > 31
-    return type(x)
 
 
 def fingerprints(name: str, rows: list[tuple[str, str]], target: GPUTarget) -> list[str | None]:
