@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,7 +78,9 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     options = {"softcap": 30.0 if layer.softcap else None, "window": draw.choice((1, 127, 1024, 4095)) if layer.window else None}
     options["sinks"] = meta(layer.num_q_heads, dtype=dtype) if layer.sinks else None
     q = meta(batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
-    k = meta(batch, tokens, layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype)[..., : layer.head_dim].flatten(0, 1)  # of a fused projection
+    k = meta(batch, tokens, layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype)[..., : layer.head_dim].flatten(
+        0, 1
+    )  # of a fused projection
     ops.append(pages, k, k, static_scales=layer.static_scales)
     ops.attention(q, pages, **options)
     ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
@@ -147,17 +150,15 @@ def main() -> None:
         for layer in layers:
             known |= warmup.launches(layer)
         missing, count = {}, 0
-        draw = random.Random(1)
         for layer in layers:
-            calls = [(lambda layer=layer, size=size: serve(layer, *size, draw), size) for size in sizes(len(found), 150)]
+            calls = [partial(serve, layer, *size, random.Random(1)) for size in sizes(len(found), 150)]
             if name in PLAIN:
-                calls += [(lambda layer=layer, size=size: dense(layer, *size[:2]), size) for size in sizes(len(found), 50)]
-                calls += [(lambda layer=layer: model(layer), "model")]
-            for call, size in calls:
+                calls += [partial(dense, layer, *size[:2]) for size in sizes(len(found), 50)] + [partial(model, layer)]
+            for call in calls:
                 for made in launched(call):
                     count += 1
                     if specialization(made) not in known:
-                        missing.setdefault(str(specialization(made)), str(size))
+                        missing.setdefault(str(specialization(made)), f"{call.func.__name__}{call.args[1:]}")
         found[name] = {"kernels": sorted(key[0] for key in known), "launches": count, "missing": missing}
     print(json.dumps(found))
 

@@ -42,17 +42,17 @@ TARGETS = {
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The grid: new tokens of a sequence, sequences, and pages held before them. `calls` says which of them meet.
-STEPS = tuple(range(1, 17))
+# The grid: new tokens of a sequence, sequences, and pages held before them. `_calls` says which of them meet.
+STEPS = range(1, 17)
 PROMPTS = (
-    17, 20, 24, 28, 32, 33, 48, 64, 65, 96, 128, 129, 193, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384,
-    24576, 32768,
+    17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 193, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768,
 )  # fmt: skip
 BATCHES = 1, 2, 4, 8, 64
 HELD = 0, 8, 64, 512
 MOST = 1 << 17  # new tokens of a call
 WINDOWS = 128, 1024, 4096  # tokens
 
+SERVE = f"from {__name__} import serve; serve()"  # what the process that compiles runs
 SLOWEST_FIRST = "_prefill", "_attention_kernel", "_page_kernel", "decode", "_step_kernel"  # by what one takes to compile; then the others
 
 
@@ -239,8 +239,9 @@ def _compiler() -> Iterator[subprocess.Popen]:
     """A process that runs `serve`. It never initializes CUDA, so it can fork; and it keeps plans for "meta" out of this process."""
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
-    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as process:
         try:
             yield process
         except BaseException:
@@ -313,9 +314,10 @@ def launches(layer: Layer) -> dict[tuple, Launch]:
 
 def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
     """The layer's calls of the grid."""
-    for tokens in (*STEPS, *PROMPTS):
-        rows = tokens * layer.num_q_heads // layer.num_kv_heads
-        few = layer.backend == "hopper" and rows <= 128  # then which kernel it is does not depend on pages, nor much on the batch
+    # Of few rows which kernel it is depends on every number of tokens, on whether sequences are many, and not on pages.
+    most_few = 128 * layer.num_kv_heads // layer.num_q_heads if layer.backend == "hopper" else 0
+    for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
+        few = tokens <= most_few
         for batch in (BATCHES[0], BATCHES[-1]) if few else BATCHES:
             if batch * tokens > MOST:
                 break
@@ -347,9 +349,7 @@ def _means(layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return mean if layer.k_mean else None, mean if layer.v_mean else None
 
 
-def _attend(
-    layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True
-) -> None:
+def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True) -> None:
     """Attention of `tokens` new tokens a sequence (`ragged` in all, where that is not zero) to a cache that held pages before."""
     dtype = DTYPES[layer.dtype]
     q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
