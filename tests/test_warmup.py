@@ -39,6 +39,13 @@ def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
 
 
+def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
+    monkeypatch.setattr(warmup, "SERVE", "raise SystemExit('no compiler here')")
+    with pytest.raises(RuntimeError, match="exit code 1; its message is above"):
+        fp8attn.warmup(**SHAPE, target="sm_80")
+    assert "no compiler here" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

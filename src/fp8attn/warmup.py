@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -239,13 +240,14 @@ def _compiler() -> Iterator[subprocess.Popen]:
     """A process that runs `serve`. It never initializes CUDA, so it can fork; and it keeps plans for "meta" out of this process."""
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVE], env=environment, start_new_session=True, **pipes) as process:
         try:
             yield process
+        except BrokenPipeError:  # it has ended
+            process.stdin = None
         except BaseException:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has forked
             raise
     if process.returncode:
         raise RuntimeError(f"the process that compiles ended with exit code {process.returncode}; its message is above")
@@ -275,9 +277,13 @@ def serve() -> None:
     with ProcessPoolExecutor(request["processes"], mp_context=get_context("fork")) as pool:
         jobs = {pool.submit(_compile, i): names[i] for i in order}
         prepared = pool.submit(_prepare)
-        for job in as_completed(jobs):
-            print(json.dumps([len(names), jobs[job], job.result()]), file=lines, flush=True)
-        prepared.result()
+        try:
+            for job in as_completed(jobs):
+                print(json.dumps([len(names), jobs[job], job.result()]), file=lines, flush=True)
+            prepared.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _compile(number: int) -> float:
