@@ -48,7 +48,7 @@ def sizes(seed: int, most: int) -> list[tuple[int, int, int]]:
     """New tokens of a sequence, sequences, tokens held before: every step, and prompts of all lengths."""
     draw = random.Random(seed)
     steps = [(n, batch, draw.randrange(0, 100_000)) for n in range(1, 17) for batch in (1, 5, 32, 33, 64)]
-    prompts = [(n, draw.choice((1, 1, 1, 2, 3, 5, 8, 13, 20, 64)), draw.choice((0, 0, draw.randrange(1, 100_000)))) for n in range(17, 131)]
+    prompts = [(n, draw.choice((1, 1, 1, 2, 3, 5, 8, 13, 20, 64)), draw.choice((0, 0, 999, 99_999))) for n in range(17, 131)]
     for _ in range(most):
         n = round(2 ** draw.uniform(5, 15))
         prompts.append((n, draw.randint(1, max(1, min(64, (1 << 18) // n))), draw.choice((0, 0, draw.randrange(1, 100_000)))))
@@ -151,9 +151,9 @@ def main() -> None:
             known |= warmup.launches(layer)
         missing, count = {}, 0
         for layer in layers:
-            calls = [partial(serve, layer, *size, random.Random(1)) for size in sizes(len(found), 150)]
+            calls = [partial(serve, layer, *size, random.Random(1)) for size in sizes(len(found), 60)]
             if name in PLAIN:
-                calls += [partial(dense, layer, *size[:2]) for size in sizes(len(found), 50)] + [partial(model, layer)]
+                calls += [partial(dense, layer, *size[:2]) for size in sizes(len(found), 20)] + [partial(model, layer)]
             for call in calls:
                 for made in launched(call):
                     count += 1

@@ -337,6 +337,10 @@ def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
         for ragged in (False, True):
             yield partial(_append, layer, tokens, ragged)
         yield partial(_quantize, layer, tokens)
+    # Few points of the grid put parts together, in any number. Each of these kernels takes half a second.
+    for splits in (1 << bits for bits in range(1, 8)):
+        for tokens in (1, 1024):
+            yield partial(_combine, layer, splits, tokens)
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -385,3 +389,17 @@ def _quantize(layer: Layer, tokens: int) -> None:
             x, x, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=k_mean, v_mean=v_mean, key_dtype=key_type(layer.key_dtype),
             rotate_keys=layer.rotate_keys,
         )  # fmt: skip
+
+
+def _combine(layer: Layer, splits: int, tokens: int) -> None:
+    """Parts of attention."""
+    from .kernels.combine import combine
+
+    rows = tokens * layer.num_q_heads
+    # `prefill` passes sinks in float32, and the portable kernels as they are.
+    sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else DTYPES[layer.dtype])
+    combine(
+        _empty(splits, rows, layer.head_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),
+        sinks if layer.sinks else None, _empty(tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype]),
+        _empty(tokens, layer.num_q_heads, dtype=torch.float32),
+    )  # fmt: skip
