@@ -54,7 +54,7 @@ MOST = 1 << 17  # new tokens of a call
 WINDOWS = 128, 1024, 4096  # tokens
 
 SERVE = f"from {__name__} import serve; serve()"  # what the process that compiles runs
-SLOWEST_FIRST = "_prefill", "_attention_kernel", "_page_kernel", "decode", "_step_kernel"  # by what one takes to compile; then the others
+SLOWEST_FIRST = "prefill", "append", "decode", "portable"  # parts of `kernels`, by what a kernel takes to compile; then the others
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,8 @@ def serve() -> None:
     for layer in request["layers"]:
         found |= launches(Layer(**layer))
     names = [made.kernel.fn.__name__ for made in found.values()]
-    order = sorted(range(len(names)), key=lambda i: SLOWEST_FIRST.index(names[i]) if names[i] in SLOWEST_FIRST else len(SLOWEST_FIRST))
+    parts = [made.kernel.fn.__module__.removeprefix(f"{__package__}.kernels.").split(".")[0] for made in found.values()]
+    order = sorted(range(len(names)), key=lambda i: SLOWEST_FIRST.index(parts[i]) if parts[i] in SLOWEST_FIRST else len(SLOWEST_FIRST))
     print(json.dumps([len(names)]), file=lines, flush=True)
     global _todo  # inherited by the processes: kernels cannot be pickled
     _todo = list(found.values()), GPUTarget(*request["target"])
