@@ -76,23 +76,9 @@ def launches_of(name: str, rows: list[tuple[str, str | None]]) -> dict[tuple[str
     return found
 
 
-def specialization(made: Any) -> tuple:
-    """Launches with equal ones have one compiled kernel: at least what Triton looks at."""
-    kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(made.args, made.kernel.params, strict=False))
-    return made.kernel.fn.__qualname__, tuple(sorted(made.given.items(), key=str)), kinds
-
-
-def _kind(x: Any, plain: bool) -> Any:
-    if hasattr(x, "view") and hasattr(x, "descriptor"):  # Tiles
-        return x.dtype, x.view.block, x.view.swizzled
-    if hasattr(x, "data_ptr"):
-        return x.dtype, x.data_ptr() % 16
-    if isinstance(x, int):
-        return not plain and (x == 1, x % 16 == 0), x.bit_length() > 31
-    return type(x)
-
-
 def fingerprints(name: str, rows: list[tuple[str, str | None]], target: Any) -> list[str | None]:
+    from fp8attn.kernels.compile import specialization
+
     found = launches_of(name, rows)
     kernels = {specialization(made): made for launches in found.values() for made in launches}
     _todo[:] = [(made, target) for made in kernels.values()]

@@ -29,6 +29,7 @@ ALLOWED = {
     "calibrate": {"numerics", "rotation", "scales", "cache", "layout"},
     "integrations": {"calibrate", "cache", "layout", "mode", "numerics", "ops", "rope", "rotation", "scales", "sdpa"},
     "plan": {"layout"},
+    "warmup": {"backends", "kernels", "layout", "plan"},
     "doctor": {"accumulation", "backends", "integrations", "kernels", "scales"},
 }
 

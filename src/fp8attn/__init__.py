@@ -9,6 +9,7 @@ from .ops import append, attention, quantize
 from .scales import KVScales, LayerScales
 from .sdpa import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
 from .sdpa_quantized import scaled_dot_product_attention_quantized
+from .warmup import warmup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "rope_scaled_dot_product_attention",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_quantized",
+    "warmup",
 ]

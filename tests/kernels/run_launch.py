@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 FOLDER = Path(sys.argv[1])
 os.environ["TRITON_LIBCUDA_PATH"] = str(FOLDER)
@@ -32,10 +33,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn import KVPages, PagedKVCache, kernels, ops  # noqa: E402
-from fp8attn.kernels import append, combine, decode, prefill  # noqa: E402
+from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
 from fp8attn.layout import FP8  # noqa: E402
+
+warmup = importlib.import_module("fp8attn.warmup")  # the package has a function of that name
 
 DEVICE = torch.device("cuda", 0)
 ROWS = View((1024, 64), (64, 1), (128, 64))
@@ -213,6 +216,33 @@ def prompted(launches: list) -> dict:
     return rows
 
 
+def warmed() -> dict:
+    """What launches come to whose kernels `warmup` has compiled, after `prompted`: by Triton's cache on disk, in memory there are none."""
+    machine.plan_for(warmup.TARGETS["sm_90"])
+    compiled_as, answers = [], []
+    layer = warmup.Layer(12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, sinks=True)  # as no other call here
+    calls = [
+        lambda: warmup._attend(layer, 2, 3, 1), lambda: warmup._attend(layer, 33, 3, 1, leftpad=True, ragged=50),
+        lambda: warmup._attend(layer, 1, 256, 0), lambda: warmup._attend(layer, 1, 128, 64), lambda: warmup._quantize(layer, 300),
+    ]  # fmt: skip
+    with recording(dry=True) as launches:
+        for call in calls:
+            call()
+    for made in launches:
+        program = compile.compiled(made.kernel, made.args, made.given)
+        compile.build_launcher(program)
+        compiled_as.append(program.hash)
+    folders = set(os.listdir(knobs.cache.dir))
+    knobs.compilation.listener = lambda **noted: answers.append([noted["metadata"]["hash"], noted["cache_hit"]])
+    empty = torch.empty
+    on_cpu = patch.object(torch, "empty", lambda *shape, **options: empty(*shape, **{**options, "device": "cpu"}))
+    with on_cpu, patch.object(combine, "is_native", lambda device: True):
+        for call in calls:
+            call()
+    knobs.compilation.listener = None
+    return {"compiled": compiled_as, "looked up": answers, "new": sorted(set(os.listdir(knobs.cache.dir)) - folders)}
+
+
 def planned() -> dict:
     """What calls that differ in one thing launch, each with a plan of its own and then with those of all the others there to be taken."""
     launches = []
@@ -329,6 +359,7 @@ def main() -> None:
     }  # fmt: skip
     rows["attended"] = attended(ordinary, compiled)
     rows["prompted"] = prompted(ordinary)
+    rows["warmed"] = warmed()
     rows["planned"] = planned()
     print(json.dumps({"same": list(same), "others": list(others), "learned": len(constants.compiled) > 0, "rows": rows}))
 

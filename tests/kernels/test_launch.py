@@ -80,3 +80,10 @@ def test_plans_are_of_all_that_launches_depend_on(launches):
     assert {name: row["among others"] for name, row in rows.items()} == {name: row["alone"] for name, row in rows.items()}
     different = {json.dumps(row["alone"]) for row in rows.values()}
     assert len(different) >= len(rows) - 1  # as launched, queries that TMA cannot take are plain ones, copied
+
+
+def test_launches_find_what_was_compiled_ahead(launches):
+    """Under the same key, with the C function that launches it: a launch adds nothing to Triton's cache."""
+    row = launches["rows"]["warmed"]
+    assert len(set(row["compiled"])) == 7 and row["looked up"] == [[kernel, True] for kernel in row["compiled"]]
+    assert row["new"] == []

@@ -328,6 +328,56 @@ def plan(
 
 
 @app.command()
+def warmup(
+    model: Annotated[str | None, typer.Option(help="A model folder, smollm2, or a Hugging Face id: its config is read.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Instead of a model: query heads, KV heads and head_dim, such as 32,8,128.")] = None,
+    device: Annotated[str, typer.Option(help="The GPU to compile for.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="That the model runs in: bfloat16 or float16.")] = "bfloat16",
+    backend: Annotated[str, typer.Option(help="auto, hopper or triton.")] = "auto",
+    key_dtype: Annotated[str, typer.Option(help="What the cache stores keys in: int8 or e4m3.")] = DEFAULT_KEY_DTYPE,
+    rotate_keys: Annotated[bool, typer.Option(help="Whether the cache rotates keys.")] = True,
+    means: Annotated[bool, typer.Option(help="Static means too (FP8Cache.for_model).")] = False,
+    static_scales: Annotated[bool, typer.Option(help="Calibrated scales instead of the pages' own.")] = False,
+    window: Annotated[bool, typer.Option(help="Windows too.")] = False,
+    softcap: Annotated[bool, typer.Option(help="Attention has a softcap (read from a model's config).")] = False,
+    sinks: Annotated[bool, typer.Option(help="Attention has sinks (read from a model's config).")] = False,
+    target: Annotated[str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")] = None,
+    processes: Annotated[int | None, typer.Option(help="That compile side by side. Default: one a core.", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile every kernel that a model can meet, side by side, so that nothing compiles while it serves."""
+    import time
+
+    from .. import warmup as run
+    from ..warmup import DTYPES
+
+    if (model is None) == (shape is None):
+        raise ValueError("give a --model or a --shape, such as --shape 32,8,128 (query heads, KV heads, head_dim)")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    given: dict = {}
+    if shape is not None:
+        given = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=False))
+        if shape.count(",") != 2:
+            raise ValueError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
+    else:
+        from ..evaluation.models import load_config
+
+        given = {"config": load_config(model)}
+    begun = time.monotonic()
+    with progress("kernels") as tick:
+        kernels = run(
+            **given, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
+            static_scales=static_scales, window=window, softcap=softcap, sinks=sinks, target=target, processes=processes, progress=tick,
+        )  # fmt: skip
+    seconds = time.monotonic() - begun
+    if as_json:
+        print_json({"seconds": seconds, "kernels": [kernel._asdict() for kernel in kernels]})
+        return
+    out.print(f"{len(kernels)} kernels in {seconds:.0f} s ({sum(kernel.seconds for kernel in kernels):.0f} s of one core)")
+
+
+@app.command()
 def doctor(
     model: Annotated[str | None, typer.Option(help="Also what 8-bit keys mean for this model: a folder or Hugging Face id.")] = None,
     measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the FP8 kernels that are here and say how exactly they sum.")] = True,

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from .machine import machine
+
 log = logging.getLogger(__name__)
 
 
@@ -89,5 +91,6 @@ def named(name: str) -> Chip:
 
 @lru_cache
 def chip(device: torch.device) -> Chip:
-    """The numbers of `device`. Where no GPU is asked (a dry run, an emulator), `DEFAULT`'s."""
-    return named(torch.cuda.get_device_name(device)) if device.type == "cuda" else DEFAULT
+    """The numbers of `device`; on a CPU, where kernels are interpreted or emulated, `DEFAULT`'s."""
+    name = "" if device.type == "cpu" else machine(device).name
+    return named(name) if name else DEFAULT

@@ -6,7 +6,6 @@ included (whose own conversions truncate), integer arithmetic does it, to the sa
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 
 import torch
@@ -15,6 +14,7 @@ import triton.language as tl
 
 from ..layout import FP8
 from ..numerics import E4M3, HEADROOM, INT8_MAX, MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
+from .machine import machine
 
 _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
@@ -31,9 +31,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # a sum with it is a multiple of one, and it
 @lru_cache
 def is_native(device: torch.device) -> bool:
     """Whether kernels on `device` may use Triton's own E4M3 conversions."""
-    if device.type != "cuda" or torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return machine(device).native_e4m3
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from .counters import counters
+from .machine import machine
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,4 +255,4 @@ def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, given: Cons
 @lru_cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return machine(device).num_sms

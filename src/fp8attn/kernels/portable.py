@@ -28,6 +28,7 @@ from ..layout import HEADER, PAGE_SIZE, V_GROUP, KVPages
 from .combine import combine, finish, num_splits
 from .fp8 import from_e4m3, from_int8, is_native, round_to
 from .launch import constants, launch
+from .machine import machine
 from .rotation import hadamard
 
 CLEARING = 64  # programs that write zeros behind the last sequence of a ragged batch
@@ -349,10 +350,7 @@ def config(head_dim: int, rows: int, shared_memory: int) -> Config:
 @lru_cache
 def _device(device: torch.device) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory that one program may have."""
-    if device.type == "cpu":
-        return 1, 1 << 30
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return getattr(properties, "multi_processor_count", 64), getattr(properties, "shared_memory_per_block_optin", 64 << 10)
+    return machine(device)[:2]
 
 
 def attention(

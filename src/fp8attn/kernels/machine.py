@@ -1,0 +1,53 @@
+"""What plans of launches depend on besides the problem: a few numbers of the GPU."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+
+class Machine(NamedTuple):
+    """The numbers.
+
+    Attributes:
+        num_sms: multiprocessors.
+        shared_memory: bytes of shared memory that one program may have.
+        native_e4m3: whether kernels may use Triton's own E4M3 conversions.
+        name: the GPU's, by which `devices` has its measured numbers.
+    """
+
+    num_sms: int
+    shared_memory: int
+    native_e4m3: bool
+    name: str = ""
+
+
+_planned: Machine | None = None
+
+
+def plan_for(planned: Machine) -> None:
+    """Make `planned` the machine of tensors on the device "meta", for the rest of this process. Plans are kept, so call it once, first."""
+    global _planned
+    _planned = planned
+
+
+@lru_cache
+def machine(device: torch.device) -> Machine:
+    """The machine that `device` is; of "meta" what `plan_for` says."""
+    if device.type == "meta":
+        if _planned is None:
+            raise ValueError('launches of tensors on the device "meta" can be planned once fp8attn.kernels.machine.plan_for(...) is called')
+        return _planned
+    if device.type == "cpu":  # the interpreter
+        return Machine(1, 1 << 30, False)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    native = device.type == "cuda" and torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1"
+    return Machine(
+        getattr(properties, "multi_processor_count", 64),
+        getattr(properties, "shared_memory_per_block_optin", 64 << 10),
+        native and torch.cuda.get_device_capability(device) >= (8, 9),
+        getattr(properties, "name", ""),
+    )

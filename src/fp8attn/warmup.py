@@ -1,0 +1,406 @@
+"""Compiles every kernel that a model can meet before it serves: `warmup`, and the command `fp8attn warmup`.
+
+Triton compiles a kernel when it is first launched with arguments of new types or constants. `warmup` runs the package's own functions on
+tensors without memory (the device "meta"), for a grid of prompts, chunks, steps and batches. They record what they would launch, and
+processes side by side compile each different kernel once. Triton's cache on disk (`TRITON_CACHE_DIR`) keeps the results: the first call
+in any process then loads its kernel, and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .backends import append_kernel, attention_kernel, quantize_kernel, select_backend
+from .kernels.machine import Machine, machine, plan_for
+from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type, page_bytes
+from .plan import shape_of
+
+if TYPE_CHECKING:
+    from .kernels.launch import Launch
+
+# What plans ask of a GPU, for targets that are compiled for without one.
+TARGETS = {
+    "sm_80": Machine(108, 166912, False),
+    "sm_86": Machine(84, 101376, False),
+    "sm_89": Machine(142, 101376, True),
+    "sm_90": Machine(132, 232448, True),
+    "sm_100": Machine(148, 232448, True),
+    "sm_120": Machine(188, 101376, True),
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The grid: new tokens of a sequence, sequences, and pages held before them. `_calls` says which of them meet.
+STEPS = range(1, 17)
+PROMPTS = (
+    17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 193, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768,
+)  # fmt: skip
+BATCHES = 1, 2, 4, 8, 64
+HELD = 0, 8, 64, 512
+MOST = 1 << 17  # new tokens of a call
+WINDOWS = 128, 1024, 4096  # tokens
+
+SERVE = f"from {__name__} import serve; serve()"  # what the process that compiles runs
+SLOWEST_FIRST = "prefill", "append", "decode", "portable"  # parts of `kernels`, by what a kernel takes to compile; then the others
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What decides which kernels an attention layer and its cache launch.
+
+    Attributes:
+        num_q_heads, num_kv_heads, head_dim: the layer's shape.
+        dtype: of queries, keys and values: `"bfloat16"` or `"float16"`.
+        backend: `"hopper"` or `"triton"`.
+        key_dtype, rotate_keys: as `PagedKVCache` takes them.
+        k_mean, v_mean: whether there are static means.
+        static_scales: whether scales are calibrated.
+        window, softcap, sinks: whether attention has them.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    backend: str = "hopper"
+    key_dtype: str = DEFAULT_KEY_DTYPE
+    rotate_keys: bool = True
+    k_mean: bool = False
+    v_mean: bool = False
+    static_scales: bool = False
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in HEAD_DIMS or self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads must be a multiple of num_kv_heads, and head_dim one of {HEAD_DIMS}; "
+                f"got {self.num_q_heads}, {self.num_kv_heads}, {self.head_dim}"
+            )
+        key_type(self.key_dtype)  # raises ValueError
+
+
+class Kernel(NamedTuple):
+    """A kernel that `warmup` compiled, or found in the cache.
+
+    Attributes:
+        name: its function.
+        seconds: that it took, on one core.
+    """
+
+    name: str
+    seconds: float
+
+
+def warmup(
+    config: Any = None,
+    *,
+    num_q_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+    key_dtype: str = DEFAULT_KEY_DTYPE,
+    rotate_keys: bool = True,
+    means: bool = False,
+    static_scales: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
+    target: str | None = None,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Kernel]:
+    """Compile, side by side, every kernel that a model's attention layers and their caches can meet, into Triton's cache on disk.
+
+    These are the kernels of: prompts of 1 to 32,768 tokens, the first ones and chunks over a past; decode and verification steps of 1 to 16
+    tokens; batches of up to 64 sequences, of one length, with padding on the left, and ragged (`cu_seqlens_q`); appends of all of these as
+    `FP8Cache` makes them; and dense calls (`scaled_dot_product_attention`, `fp8_attention`). Not those of calls that ask for the LSE, pass
+    tables for RoPE, or are not causal and have few queries. A call that is not among them works, and compiles its kernel.
+
+    No memory of the GPU is used, and nothing runs on it. Kernels that the cache holds already take milliseconds. A process that has
+    launched none of them yet finds them there, this one too.
+
+    Args:
+        config: a transformers config: the shape, softcap and sinks are read from it. None: give the shape.
+        num_q_heads, num_kv_heads, head_dim: the shape of a layer, instead of a config.
+        device: the GPU to compile for.
+        dtype: of the model: bfloat16 or float16.
+        backend: `"auto"`, `"hopper"` or `"triton"`, as calls name it.
+        key_dtype, rotate_keys: as the cache has them (`PagedKVCache`).
+        means: static means too, of K, of V and of both (`FP8Cache.for_model`).
+        static_scales: calibrated scales and their means instead of the pages' own (`scales=` of a cache).
+        window: a window too. (Sliding layers of an `FP8Cache` stay in 16 bits, and need none.)
+        softcap, sinks: attention has them.
+        target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
+            machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
+            first launch, which needs the GPU's driver.)
+        processes: that compile side by side. Default: one for each core that this process may use.
+        progress: called with (kernels done, kernels).
+    Returns:
+        The kernels.
+    Raises:
+        ValueError: no shape; a device, target, dtype or shape that no kernel is for.
+        RuntimeError: a kernel did not compile, with the compiler's message.
+    """
+    given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    shape = {name: value for name, value in given.items() if value is not None}
+    if len(shape) != (3 if config is None else 0):
+        raise ValueError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {shape or 'neither'}")
+    if config is not None:
+        shape, has_softcap, has_sinks = _read(config)
+        softcap, sinks = softcap or has_softcap, sinks or has_sinks
+    names = {value: name for name, value in DTYPES.items()}
+    if dtype not in names:
+        raise ValueError(f"the kernels take bfloat16 and float16, not {dtype}: pass the dtype that the model runs in")
+    with _compiler() as process:  # it imports what it needs while this process looks at the GPU
+        backend, triton_target, numbers = _aim(device, dtype, backend, target)
+        layer = Layer(
+            **shape, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, static_scales=static_scales,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
+        layers = [
+            asdict(replace(layer, k_mean=k_mean, v_mean=v_mean, window=windowed))
+            for k_mean, v_mean in (of_k_and_v if means else of_k_and_v[:1])
+            for windowed in ((False, True) if window else (False,))
+        ]
+        json.dump({"layers": layers, "target": triton_target, "machine": numbers, "processes": processes or _cores()}, process.stdin)
+        process.stdin.close()
+        kernels: list[Kernel] = []
+        for line in process.stdout:
+            total, *kernel = json.loads(line)
+            if kernel:
+                kernels.append(Kernel(*kernel))
+            if progress is not None:
+                progress(len(kernels), total)
+    return kernels
+
+
+def _read(config: Any) -> tuple[dict[str, int], bool, bool]:
+    """Of a transformers config: the shape of its layers in 8 bits, and whether they have a softcap and sinks."""
+    shape = shape_of(config)
+    config = config.get_text_config(decoder=True)
+    heads = {"num_q_heads": config.num_attention_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    # Sinks are parameters that no field of a config names; models that have them say how they are divided over GPUs.
+    sinks = config.model_type == "gpt_oss" or any("sinks" in name for name in getattr(config, "base_model_tp_plan", None) or ())
+    return heads, getattr(config, "attn_logit_softcapping", None) is not None, sinks
+
+
+def _aim(device: torch.device | str, dtype: torch.dtype, backend: str, target: str | None) -> tuple[str, tuple, Machine]:
+    """The backend, the arguments of Triton's `GPUTarget`, and what plans ask of the machine."""
+    if target is not None:
+        if target not in TARGETS:
+            raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
+        if backend == "auto":
+            backend = "hopper" if target == "sm_90" else "triton"
+        if backend not in ("hopper", "triton") or (backend == "hopper" and target != "sm_90"):
+            raise ValueError(f"backend {backend!r} has no kernels for {target}; use 'auto'")
+        return backend, ("cuda", int(target.removeprefix("sm_")), 32), TARGETS[target]
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        found = f"{device} is no GPU" if device.type != "cuda" else "PyTorch finds no GPU"
+        raise ValueError(
+            f"warmup compiles for a GPU, and {found}. Run it on the machine that will serve, or name the architecture to compile for: "
+            "target='sm_90' (fp8attn warmup --target sm_90)"
+        )
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    backend = select_backend(backend, device, dtype)
+    if backend == "reference":
+        raise ValueError("the backend 'reference' has no kernels to compile; use 'auto'")
+    if torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return backend, ("cuda", 10 * major + minor, 32), machine(device)
+    properties = torch.cuda.get_device_properties(device)
+    return backend, ("hip", properties.gcnArchName.split(":")[0], properties.warp_size), machine(device)
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _compiler() -> Iterator[subprocess.Popen]:
+    """A process that runs `serve`. It never initializes CUDA, so it can fork; and it keeps plans for "meta" out of this process."""
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVE], env=environment, start_new_session=True, **pipes) as process:
+        try:
+            yield process
+        except BrokenPipeError:  # it has ended
+            process.stdin = None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has forked
+            raise
+    if process.returncode:
+        raise RuntimeError(f"the process that compiles ended with exit code {process.returncode}; its message is above")
+
+
+# In the other process
+
+
+def serve() -> None:
+    """Read a request of `warmup`, compile, and write a line for each kernel: how many there are, its name and its seconds."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed is no answer
+    from triton.backends.compiler import GPUTarget
+
+    from .kernels import append, compile, portable  # noqa: F401 - while the other process looks at the GPU
+
+    request = json.load(sys.stdin)
+    plan_for(Machine(*request["machine"]))
+    found: dict[tuple, Launch] = {}
+    for layer in request["layers"]:
+        found |= launches(Layer(**layer))
+    names = [made.kernel.fn.__name__ for made in found.values()]
+    parts = [made.kernel.fn.__module__.removeprefix(f"{__package__}.kernels.").split(".")[0] for made in found.values()]
+    order = sorted(range(len(names)), key=lambda i: SLOWEST_FIRST.index(parts[i]) if parts[i] in SLOWEST_FIRST else len(SLOWEST_FIRST))
+    print(json.dumps([len(names)]), file=lines, flush=True)
+    global _todo  # inherited by the processes: kernels cannot be pickled
+    _todo = list(found.values()), GPUTarget(*request["target"])
+    with ProcessPoolExecutor(request["processes"], mp_context=get_context("fork")) as pool:
+        jobs = {pool.submit(_compile, i): names[i] for i in order}
+        prepared = pool.submit(_prepare)
+        try:
+            for job in as_completed(jobs):
+                print(json.dumps([len(names), jobs[job], job.result()]), file=lines, flush=True)
+            prepared.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _compile(number: int) -> float:
+    """Compile a kernel; the seconds that it took."""
+    from .kernels.compile import build_launcher, compiled
+
+    begun = time.perf_counter()
+    kernels, target = _todo
+    made = kernels[number]
+    build_launcher(compiled(made.kernel, made.args, made.given, target))
+    return time.perf_counter() - begun
+
+
+def _prepare() -> None:
+    from .kernels.compile import build_driver
+
+    build_driver(_todo[1])
+
+
+def launches(layer: Layer) -> dict[tuple, Launch]:
+    """One launch of each kernel that the layer's calls of the grid make, by its specialization, on the machine of `plan_for`."""
+    from .kernels.compile import specialization
+    from .kernels.launch import recording
+
+    found: dict[tuple, Launch] = {}
+    with recording(dry=True) as made:
+        for call in _calls(layer):
+            call()
+            for launch in made:
+                found.setdefault(specialization(launch), launch)
+            made.clear()
+    return found
+
+
+def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
+    """The layer's calls of the grid."""
+    # Of few rows which kernel it is depends on every number of tokens, on whether sequences are many, and not on pages.
+    most_few = 128 * layer.num_kv_heads // layer.num_q_heads if layer.backend == "hopper" else 0
+    for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
+        few = tokens <= most_few
+        for batch in (BATCHES[0], BATCHES[-1]) if few else BATCHES:
+            if batch * tokens > MOST:
+                break
+            for held in HELD[:1] if few else HELD:
+                yield partial(_attend, layer, batch, tokens, held)
+                yield partial(_attend, layer, batch, tokens, held, leftpad=True)
+                for ragged in {batch * tokens, tokens + batch - 1}:
+                    yield partial(_attend, layer, batch, tokens, held, ragged=ragged)
+            if not few or tokens == 1:
+                yield partial(_attend, layer, batch, tokens, 0, causal=False)
+        for ragged in (False, True):
+            yield partial(_append, layer, tokens, ragged)
+        yield partial(_quantize, layer, tokens)
+    # Few points of the grid put parts together, in any number. Each of these kernels takes half a second.
+    for splits in (1 << bits for bits in range(1, 8)):
+        for tokens in (1, 1024):
+            yield partial(_combine, layer, splits, tokens)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
+    pool = _empty(batch * columns, layer.num_kv_heads, page_bytes(layer.head_dim), dtype=torch.uint8)
+    table = _empty(batch, columns, dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)  # `append` adds to them, and torch's `diff` on "meta" takes seconds to import
+    return KVPages.trusted(pool, table, lengths, *_means(layer), key_type(layer.key_dtype), layer.rotate_keys)
+
+
+def _means(layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    mean = _empty(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
+    return mean if layer.k_mean else None, mean if layer.v_mean else None
+
+
+def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True) -> None:
+    """Attention of `tokens` new tokens a sequence (`ragged` in all, where that is not zero) to a cache that held pages before."""
+    dtype = DTYPES[layer.dtype]
+    q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
+    for window in WINDOWS if layer.window and causal else (0,):
+        attention_kernel(layer.backend)(
+            q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), cu_seqlens_q=_empty(batch + 1, dtype=torch.int32) if ragged else None,
+            max_seqlen_q=tokens, causal=causal, softmax_scale=1.0, window=window, softcap=30.0 if layer.softcap else 0.0,
+            sinks=_empty(layer.num_q_heads, dtype=dtype) if layer.sinks else None,
+            leftpad_k=_empty(batch, dtype=torch.int32) if leftpad else None, return_lse=False,
+        )  # fmt: skip
+
+
+def _append(layer: Layer, tokens: int, ragged: bool) -> None:
+    """To a cache of two sequences that holds tokens."""
+    x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
+    append_kernel(layer.backend)(
+        _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None,
+        max_seqlen=tokens, rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales,
+    )  # fmt: skip
+
+
+def _quantize(layer: Layer, tokens: int) -> None:
+    """The first tokens of a cache that grows, and the keys of a dense call."""
+    x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
+    for k_mean, v_mean in (_means(layer), (None, None)):
+        quantize_kernel(layer.backend)(
+            x, x, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=k_mean, v_mean=v_mean, key_dtype=key_type(layer.key_dtype),
+            rotate_keys=layer.rotate_keys,
+        )  # fmt: skip
+
+
+def _combine(layer: Layer, splits: int, tokens: int) -> None:
+    """Parts of attention."""
+    from .kernels.combine import combine
+
+    rows = tokens * layer.num_q_heads
+    # `prefill` passes sinks in float32, and the portable kernels as they are.
+    sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else DTYPES[layer.dtype])
+    combine(
+        _empty(splits, rows, layer.head_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),
+        sinks if layer.sinks else None, _empty(tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype]),
+        _empty(tokens, layer.num_q_heads, dtype=torch.float32),
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Makes calls of many lengths and batches as users make them, dry, and prints as JSON which of their kernels `warmup` does not list.
+
+A process of its own (`test_warmup.py` runs it), because plans for the device "meta" are kept for one machine.
+
+    python -m tests.kernels.run_warmup TARGET [case substring]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fp8attn.integrations.transformers as fp8
+from fp8attn import PagedKVCache, ops, scaled_dot_product_attention, sdpa
+from fp8attn.kernels.compile import specialization
+from fp8attn.kernels.launch import Launch, recording
+from fp8attn.kernels.machine import plan_for
+from fp8attn.layout import KVPages, key_type, page_bytes
+
+warmup = importlib.import_module("fp8attn.warmup")
+Layer = warmup.Layer
+
+LLAMA = Layer(32, 8, 128)
+CASES = {
+    "llama": [LLAMA],
+    "llama, float16, e4m3": [replace(LLAMA, dtype="float16", key_dtype="e4m3", rotate_keys=False)],
+    "d64": [Layer(12, 12, 64)],
+    "d256": [Layer(8, 4, 256)],
+    "d80": [Layer(32, 1, 80)],
+    "biases": [replace(Layer(28, 4, 128), k_mean=k, v_mean=v) for k in (False, True) for v in (False, True)],
+    "calibrated": [replace(LLAMA, k_mean=True, v_mean=True, static_scales=True)],
+    "window": [replace(LLAMA, window=window) for window in (False, True)],
+    "softcap, window": [replace(Layer(16, 8, 256), softcap=True, window=window) for window in (False, True)],
+    "sinks, window": [replace(Layer(64, 8, 64), sinks=True, window=window) for window in (False, True)],
+}
+PLAIN = {"llama", "d64", "d256", "d80"}  # cases of dense calls
+
+
+def sizes(seed: int, most: int) -> list[tuple[int, int, int]]:
+    """New tokens of a sequence, sequences, tokens held before: every step, and prompts of all lengths."""
+    draw = random.Random(seed)
+    steps = [(n, batch, draw.randrange(0, 100_000)) for n in range(1, 17) for batch in (1, 5, 32, 33, 64)]
+    prompts = [(n, draw.choice((1, 1, 1, 2, 3, 5, 8, 13, 20, 64)), draw.choice((0, 0, 999, 99_999))) for n in range(17, 131)]
+    for _ in range(most):
+        n = round(2 ** draw.uniform(5, 15))
+        prompts.append((n, draw.randint(1, max(1, min(64, (1 << 18) // n))), draw.choice((0, 0, draw.randrange(1, 100_000)))))
+    exact = [(n, 1, 0) for n in (5, 100, 1000, 4096, 9000, 32767, 32768)]
+    return steps + prompts + exact
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def held(layer: Layer, batch: int, tokens: int) -> KVPages:
+    """Pages of sequences of so many tokens."""
+    columns = -(-tokens // 128)
+    mean = meta(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
+    return KVPages(
+        meta(batch * columns, layer.num_kv_heads, page_bytes(layer.head_dim), dtype=torch.uint8),
+        meta(batch, columns + 3, dtype=torch.int32)[:, :columns], meta(batch, dtype=torch.int32), mean if layer.k_mean else None,
+        mean if layer.v_mean else None, key_type(layer.key_dtype), layer.rotate_keys,
+    )  # fmt: skip
+
+
+def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Random) -> None:
+    """A prompt or a step of the layer: of one length, with padding on the left, and ragged."""
+    dtype = warmup.DTYPES[layer.dtype]
+    pages = held(layer, batch, before + tokens)
+    options = {"softcap": 30.0 if layer.softcap else None, "window": draw.choice((1, 127, 1024, 4095)) if layer.window else None}
+    options["sinks"] = meta(layer.num_q_heads, dtype=dtype) if layer.sinks else None
+    q = meta(batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
+    k = meta(batch, tokens, layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype)[..., : layer.head_dim].flatten(
+        0, 1
+    )  # of a fused projection
+    ops.append(pages, k, k, static_scales=layer.static_scales)
+    ops.attention(q, pages, **options)
+    ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
+    total = draw.randint(tokens, batch * tokens)
+    bounds = meta(batch + 1, dtype=torch.int32)
+    ops.append(pages, k[:total], k[:total], cu_seqlens=bounds, max_seqlen=tokens, static_scales=layer.static_scales)
+    ops.attention(q[:total], pages, cu_seqlens_q=bounds, max_seqlen_q=tokens, **options)
+    if not layer.static_scales and before == 0:
+        cache = PagedKVCache(
+            layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
+            k_mean=pages.k_mean, v_mean=pages.v_mean,
+        )  # fmt: skip
+        cache.append(k, k)
+        ops.attention(q, cache.pages, **options)
+
+
+def dense(layer: Layer, tokens: int, batch: int) -> None:
+    """Attention of as many keys as queries, of both orders of memory."""
+    dtype = warmup.DTYPES[layer.dtype]
+    group = layer.num_q_heads // layer.num_kv_heads
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        q, k = (
+            meta(*(shape[i] for i in order), dtype=dtype).permute(*order)
+            for shape in ((batch, heads, tokens, layer.head_dim) for heads in (layer.num_q_heads, layer.num_kv_heads))
+        )
+        scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        if tokens * group > 128 or tokens == 1:
+            scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+def model(layer: Layer) -> None:
+    """One layer of a Llama through `FP8Cache`, growing and static."""
+    config = LlamaConfig(
+        hidden_size=layer.num_q_heads * layer.head_dim, intermediate_size=64, num_hidden_layers=1, num_attention_heads=layer.num_q_heads,
+        num_key_value_heads=layer.num_kv_heads, head_dim=layer.head_dim, vocab_size=64, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    config._attn_implementation = fp8.ATTN_IMPLEMENTATION
+    with torch.device("meta"):
+        built = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    for length in (None, 4096):
+        for batch in (1, 3):
+            cache = fp8.FP8Cache(config, max_cache_len=length)
+            for tokens in (5, 1, 1000, 100, 1, 2, 16, 17):
+                built(meta(batch, tokens, dtype=torch.int64), past_key_values=cache, position_ids=meta(batch, tokens, dtype=torch.int64))
+
+
+def launched(call: Callable[[], object]) -> list[Launch]:
+    with recording(dry=True) as made:
+        call()
+        return list(made)
+
+
+@torch.inference_mode()
+def main() -> None:
+    target, *words = sys.argv[1:]
+    plan_for(warmup.TARGETS[target])
+    backend = "hopper" if target == "sm_90" else "triton"
+    ops._selected = lambda *_: backend
+    sdpa._machine_reason = lambda *_: None
+    torch._assert_async = lambda *_: None
+    found = {}
+    for name, layers in CASES.items():
+        if words and not any(word in name for word in words):
+            continue
+        layers = [replace(layer, backend=backend) for layer in layers]
+        known: dict = {}
+        for layer in layers:
+            known |= warmup.launches(layer)
+        missing, count = {}, 0
+        for layer in layers:
+            calls = [partial(serve, layer, *size, random.Random(1)) for size in sizes(len(found), 60)]
+            if name in PLAIN:
+                calls += [partial(dense, layer, *size[:2]) for size in sizes(len(found), 20)] + [partial(model, layer)]
+            for call in calls:
+                for made in launched(call):
+                    count += 1
+                    if specialization(made) not in known:
+                        missing.setdefault(str(specialization(made)), f"{call.func.__name__}{call.args[1:]}")
+        found[name] = {"kernels": sorted(key[0] for key in known), "launches": count, "missing": missing}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

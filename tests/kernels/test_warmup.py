@@ -1,0 +1,74 @@
+"""`warmup` lists every kernel that calls meet, few enough, and says what it needs; no GPU."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from transformers import GptOssConfig, LlamaConfig
+
+import fp8attn
+from tests.support import compiling
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+warmup = importlib.import_module("fp8attn.warmup")
+SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+def test_no_call_launches_a_kernel_that_is_not_listed(target):
+    """Prompts of 1 to 32k tokens, steps of 1 to 16, batches of 1 to 64, of random lengths and pasts, dense, padded and ragged."""
+    for case, found in json.loads(compiling.run("-m", "tests.kernels.run_warmup", target)).items():
+        assert found["launches"] > 1000, case
+        assert not found["missing"], (case, found["missing"])
+
+
+def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
+    """The whole way, for few calls of the portable kernels."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    few_calls = "import fp8attn, sys; w = sys.modules['fp8attn.warmup']; w.STEPS, w.PROMPTS = (1, 2), (); w.serve()"
+    monkeypatch.setattr(warmup, "SERVE", few_calls)
+    told = []
+    first = fp8attn.warmup(**SHAPE, target="sm_80", progress=lambda done, total: told.append((done, total)))
+    assert {kernel.name for kernel in first} == {"_attention_kernel", "_step_kernel", "_page_kernel", "_combine_kernel"}
+    assert told == [(done, len(first)) for done in range(len(first) + 1)]
+    assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
+    again = fp8attn.warmup(**SHAPE, target="sm_80")
+    assert sorted(kernel.name for kernel in again) == sorted(kernel.name for kernel in first)
+    assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
+
+
+def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
+    monkeypatch.setattr(warmup, "SERVE", "raise SystemExit('no compiler here')")
+    with pytest.raises(RuntimeError, match="exit code 1; its message is above"):
+        fp8attn.warmup(**SHAPE, target="sm_80")
+    assert "no compiler here" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give a transformers config, or all of"),
+        ({"num_q_heads": 32, "target": "sm_90"}, "give a transformers config, or all of"),
+        (SHAPE | {"device": "cpu"}, "cpu is no GPU. Run it on the machine that will serve"),
+        (SHAPE | {"target": "sm_9"}, "target must be one of sm_80"),
+        (SHAPE | {"target": "sm_80", "backend": "hopper"}, "'hopper' has no kernels for sm_80"),
+        (SHAPE | {"target": "sm_90", "dtype": torch.float32}, "bfloat16 and float16"),
+        (SHAPE | {"target": "sm_90", "head_dim": 100}, "head_dim one of"),
+        (SHAPE | {"target": "sm_90", "num_kv_heads": 5}, "multiple of num_kv_heads"),
+        (SHAPE | {"target": "sm_90", "key_dtype": "int4"}, "key_dtype must be one of"),
+    ],
+)
+def test_what_it_cannot_compile(options, message):
+    with pytest.raises(ValueError, match=message):
+        fp8attn.warmup(**options)
+
+
+def test_a_config_says_the_shape_and_what_attention_has():
+    llama = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
+    assert warmup._read(llama) == (SHAPE, False, False)
+    sinks = GptOssConfig(num_attention_heads=64, num_key_value_heads=8, head_dim=64)
+    assert warmup._read(sinks) == ({"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64}, False, True)
+    llama.attn_logit_softcapping = 30.0
+    assert warmup._read(llama)[1]
