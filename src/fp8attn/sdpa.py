@@ -7,6 +7,7 @@ no mask is ever dropped.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +20,8 @@ from .backends import BACKENDS, unsupported_reason
 from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, key_type
 from .rope import check_device, dense_tables
 from .sdpa_quantized import scaled_dot_product_attention_quantized
+
+logger = logging.getLogger(__name__)
 
 NAMES = ("auto", *BACKENDS, "fa3")  # of backends
 DTYPES = torch.bfloat16, torch.float16, torch.float32  # which FP8 takes, and which autocast casts
@@ -146,6 +149,10 @@ def scaled_dot_product_attention(
             raise ValueError(
                 f"backend {backend!r} cannot answer this call: {reason}; with backend='auto' torch's own SDPA does, exactly. "
                 f"Got {_described(query, key, value)}"
+            )
+        if not torch.compiler.is_compiling():
+            logger.debug(
+                "torch's own scaled_dot_product_attention computes query %s, key %s: %s", tuple(query.shape), tuple(key.shape), reason
             )
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = _batched(query), _batched(key), _batched(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -155,8 +156,17 @@ class FP8Layer(CacheLayerMixin):
                 )
             ops.append(pages, k, v, static_scales=self.scales is not None, backend=self.backend)
             total = self.max_cache_len
-        if self.config._attn_implementation == ATTN_IMPLEMENTATION:
+        implementation = self.config._attn_implementation
+        if implementation == ATTN_IMPLEMENTATION:
             return tuple(PagedKV(pages, which, total, key_states.dtype, self.backend) for which in "kv")
+        if not torch.compiler.is_compiling():
+            # Python shows a warning of one text from one line once.
+            warnings.warn(
+                f"FP8Cache under attn_implementation={implementation!r} dequantizes all of its K and V in every layer at every step, "
+                f"which is slower than a 16-bit cache. Call model.set_attn_implementation({ATTN_IMPLEMENTATION!r}), or make the cache "
+                "by FP8Cache.for_model(model), which does",
+                stacklevel=2,
+            )
         return tuple(dequantize(pages, which, total, key_states.dtype) for which in "kv")
 
     def _pages_for(self, length: int) -> KVPages:
@@ -377,9 +387,9 @@ class FP8Cache(Cache):
     ) -> FP8Cache:
         """The cache of `model.config`, with static means where the model's biases are several deviations of K or V (`biases`).
 
-        No data are needed. Where K keeps an offset that no constant removes, because RoPE turns it, INT8 keys are rotated as ever, and E4M3
-        keys are not: rotation would spread the offset over all channels, and with it E4M3's error, which is relative. For a model
-        without biases this is `FP8Cache(model.config)`.
+        The model's attention implementation is set to `fp8_kv`, which reads pages as they are. No data are needed. Where K keeps an offset
+        that no constant removes, because RoPE turns it, INT8 keys are rotated as ever, and E4M3 keys are not: rotation would spread the
+        offset over all channels, and with it E4M3's error, which is relative.
 
         Args:
             model: a transformers model.
@@ -390,6 +400,8 @@ class FP8Cache(Cache):
             raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
         options = {"skip_layers": skip_layers, "key_dtype": key_dtype, "rotate_keys": rotate_keys, "backend": backend}
         cache = cls(model.config, max_cache_len=max_cache_len, **options)
+        _check_calls_the_interface(model.config.get_text_config(decoder=True))
+        model.set_attn_implementation(ATTN_IMPLEMENTATION)
         biases = layer_biases(model, max_cache_len)
         for index in cache.fp8_layers:
             if index in biases:
@@ -453,13 +465,18 @@ def _supported(config: PreTrainedConfig) -> PreTrainedConfig:
             f"{config.model_type!r} caches the image that its cross-attention layers ({', '.join(map(str, cross))}) read, which FP8Cache "
             "does not hold. Use transformers' own cache (DynamicCache(config=model.config))"
         )
-    calls_the_interface = getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)
-    if config._attn_implementation == ATTN_IMPLEMENTATION and not calls_the_interface():
+    if config._attn_implementation == ATTN_IMPLEMENTATION:
+        _check_calls_the_interface(config)
+    return config
+
+
+def _check_calls_the_interface(config: PreTrainedConfig) -> None:
+    """Raises ValueError for a model that cannot have the attention implementation `fp8_kv`."""
+    if not getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)():
         raise ValueError(
             f"{config.model_type!r} computes its attention itself and never calls {ATTN_IMPLEMENTATION!r}, whose masks it would misread; "
-            "load it with attn_implementation='eager', which reads the same cache dequantized"
+            "load it with attn_implementation='eager', under which FP8Cache(model.config) gives K and V dequantized"
         )
-    return config
 
 
 def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:

@@ -1,0 +1,53 @@
+"""A slow path is never taken in silence: `FP8Cache` under an attention implementation that dequantizes, SDPA that falls back to torch's."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from fp8attn import scaled_dot_product_attention  # noqa: E402
+from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
+from tests.support.transformers_models import make, prompt  # noqa: E402
+
+
+def test_a_cache_that_is_dequantized_at_every_step_warns_once_and_names_the_cure():
+    model = make()
+    model.set_attn_implementation("sdpa")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        model.generate(prompt(), past_key_values=FP8Cache(model.config), max_new_tokens=4, do_sample=False)
+    (warning,) = (str(warning.message) for warning in caught if "dequantizes" in str(warning.message))
+    for part in ("'sdpa'", "model.set_attn_implementation('fp8_kv')", "FP8Cache.for_model(model)"):
+        assert part in warning
+
+
+def test_for_model_sets_the_attention_implementation():
+    model = make()
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        cache = FP8Cache.for_model(model)
+        model(prompt(), past_key_values=cache)
+    assert model.config._attn_implementation == "fp8_kv"
+    assert cache.get_seq_length() == prompt().shape[1]
+
+
+def test_for_model_refuses_a_model_whose_attention_cannot_be_set():
+    config = transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match=r"computes its attention itself.*FP8Cache\(model.config\) gives K and V dequantized"):
+        FP8Cache.for_model(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_fallback_of_sdpa_is_logged_with_its_reason(caplog):
+    x = torch.randn(1, 2, 8, 64)
+    with caplog.at_level(logging.DEBUG, logger="fp8attn"):
+        scaled_dot_product_attention(x, x, x)
+        assert not caplog.records
+        scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(8, 8, dtype=torch.bool))
+    (record,) = caplog.records
+    assert "a mask is given" in record.getMessage() and "(1, 2, 8, 64)" in record.getMessage()
