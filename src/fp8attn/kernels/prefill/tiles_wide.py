@@ -61,7 +61,7 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
 
 
 @gluon.jit
-def attend_wide(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: gl.constexpr, FEW: gl.constexpr):
+def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl.constexpr, FEW: gl.constexpr):
     OUT: gl.constexpr = output_layout(options.width // 4)
     a0 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
     a1 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
@@ -70,6 +70,7 @@ def attend_wide(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: g
     acc = (a0, a1, a2, a3)
     m = no_maximum()
     _, sums = no_sums()
+    tile = top
     if FEW:
         n_hi += n_free + n_lo
     for _ in range(n_hi + 1 if FEW else gl.maximum(n_hi + 1, 1)):  # ptxas: as in `tiles.attend_in_turn`
