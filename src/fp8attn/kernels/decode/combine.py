@@ -1,0 +1,155 @@
+"""The results of a head: from one range's sums, or from the parts that several ranges have left of it."""
+
+from ..gluon import aggregate, gl, gluon
+from .queries import LOG2E, load_mean
+
+LN2 = gl.constexpr(0.6931471805599453)
+NO_SCORE = gl.constexpr(-1e28)  # the maximum of no scores: far above consume's MASKED, so that masked weights are exactly zero
+
+
+@aggregate
+class Output:
+    """Where results go, and what they need besides the keys and values. All of them are pointers."""
+
+    out: gl.tensor  # [tokens, heads, D]
+    lse: gl.tensor  # [tokens, heads]
+    v_mean: gl.tensor | gl.constexpr  # [KV heads, D], or None
+    sinks: gl.tensor  # [heads]; not read without SINKS
+
+
+@aggregate
+class Parts:
+    """What ranges leave of the heads that they share: `[2 * workers, ROWS]` partial results.
+
+    Part r is range r's of the head that began before it, part workers + r is range r's of the head that ends after it.
+    """
+
+    o: gl.tensor  # pointers; [..., WIDTH]
+    sums: gl.tensor  # [..., 2]: row_max and row_sum
+    offsets: gl.tensor
+    pages: gl.tensor  # [workers], by the range that a head begins in: how many of its pages are done
+
+    @gluon.jit
+    def store(self, part, o, pair, offset, channel, batch, seq, OFFSETS: gl.constexpr, config: gl.constexpr):
+        """Stores `o [WIDTH, ROWS]` with its channels, `pair [ROWS, 2]` of row_max and row_sum, and `offset [ROWS]`."""
+        first = part * config.ROWS
+        row = gl.arange(0, config.ROWS, gl.SliceLayout(0, o.type.layout))
+        inside = batch.row0 + row < seq.num_q * batch.GROUP
+        at = self.o + (first + row)[None, :] * config.WIDTH + channel[:, None]
+        gl.store(at, o, mask=inside[None, :] & (channel < config.D)[:, None])
+        if OFFSETS:
+            gl.store(self.offsets + first + row, gl.convert_layout(offset, row.type.layout), mask=inside)
+        PAIR: gl.constexpr = pair.type.layout
+        row = gl.arange(0, config.ROWS, gl.SliceLayout(1, PAIR))
+        inside = batch.row0 + row < seq.num_q * batch.GROUP
+        gl.store(self.sums + (first + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :], pair, mask=inside[:, None])
+
+
+@gluon.jit
+def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, config: gl.constexpr):
+    """Stores a head's output and LSE, from the sums over all its keys: `o [WIDTH, rows]`; by row, `row_max` and `offset` as exponents of
+    two, and `row_sum`; by channel, V's `mean`."""
+    ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
+    COLUMN: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    row = batch.row0 + gl.arange(0, o.shape[1], ROW)
+    d = gl.arange(0, o.shape[0], COLUMN)
+    q_head = head * batch.GROUP + row % batch.GROUP
+    out_row = (seq.query + row // batch.GROUP) * (batch.heads * batch.GROUP) + q_head
+    inside = row < seq.num_q * batch.GROUP
+    row_max = gl.convert_layout(row_max, ROW)
+    row_sum = gl.convert_layout(row_sum, ROW)
+    offset = gl.convert_layout(offset, ROW)
+    if config.SOFTCAP:
+        offset = offset * 0.0  # the scores have it already
+    total = row_sum
+    weight = row_sum * 0.0 + 1.0
+    if config.SINKS:
+        sink = gl.load(output.sinks + q_head, mask=inside, other=0.0).to(gl.float32) * LOG2E - offset
+        top = gl.maximum(row_max, sink)
+        weight = gl.exp2(row_max - top)
+        total = row_sum * weight + gl.exp2(sink - top)
+        row_max = top
+    weight = weight / total
+    result = o * weight[None, :]
+    if output.v_mean is not None:
+        result += gl.convert_layout(mean, COLUMN)[:, None] * (row_sum * weight)[None, :]
+    result = gl.where((row_sum == 0)[None, :], 0.0, result)  # of a row that sees no key; NaN is left
+    at = output.out + out_row[None, :] * config.D + d[:, None]
+    gl.store(at, result.to(output.out.dtype.element_ty), mask=inside[None, :] & (d < config.D)[:, None])
+    gl.store(output.lse + out_row, (row_max + gl.log2(total) + offset) * LN2, mask=inside)
+
+
+@gluon.jit
+def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.constexpr, config: gl.constexpr):
+    """The results of one head from the parts of the ranges `[start, last]`, in this order, whichever range ended first.
+
+    Only `USED` of `ROWS` rows exist. Layouts are such that what a thread loads is at constant distances from one address.
+    """
+    ROWS: gl.constexpr = config.ROWS
+    USED: gl.constexpr = config.USED
+    WIDTH: gl.constexpr = config.WIDTH
+    WARPS: gl.constexpr = gl.num_warps()
+    BY_ROW: gl.constexpr = min(USED, WARPS)
+    CHANNELS: gl.constexpr = max(1, min(4, WIDTH * BY_ROW // (32 * WARPS)))
+    AT_ONCE: gl.constexpr = max(2, min(32, 8192 // (WIDTH * USED)))  # parts in flight: up to 64 registers
+    ALL: gl.constexpr = gl.BlockedLayout([AT_ONCE, CHANNELS, 1], [1, 32, 1], [1, WARPS // BY_ROW, BY_ROW], [1, 2, 0])
+    SUM: gl.constexpr = gl.SliceLayout(1, ALL)  # [parts, rows]
+    ROW: gl.constexpr = gl.SliceLayout(0, SUM)
+    PAIRS: gl.constexpr = gl.SliceLayout(
+        1, gl.BlockedLayout([AT_ONCE, CHANNELS, 1, 2], [1, 32, 1, 1], [1, WARPS // BY_ROW, BY_ROW, 1], [3, 1, 2, 0])
+    )  # [parts, rows, 2]
+    PAIR: gl.constexpr = gl.SliceLayout(0, PAIRS)
+    d = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, ALL)))
+    row = gl.arange(0, USED, gl.SliceLayout(0, gl.SliceLayout(0, ALL)))
+    in_o = row[None, :] * WIDTH + d[:, None]
+    inside_o = (batch.row0 + row < seq.num_q * batch.GROUP)[None, :] & (d < config.D)[:, None]
+    row = gl.arange(0, USED, gl.SliceLayout(1, PAIR))
+    in_sums = row[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
+    inside_sums = (batch.row0 + row < seq.num_q * batch.GROUP)[:, None]
+    row = gl.arange(0, USED, ROW)
+    part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SUM))[:, None]
+    part_o = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
+    part_sums = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None, None]
+    mean = load_mean(output.v_mean, head, d, config.D)
+    # The head ends after the range in which it begins, and began before the others.
+    first = (workers + start) * ROWS
+    row_max, row_sum = gl.split(gl.load(parts.sums + 2 * first + in_sums, mask=inside_sums, other=0.0))
+    row_max = gl.convert_layout(row_max, ROW)
+    row_sum = gl.convert_layout(row_sum, ROW)
+    offset = row_sum * 0.0
+    if OFFSETS:
+        offset = gl.load(parts.offsets + first + row, mask=batch.row0 + row < seq.num_q * batch.GROUP, other=0.0)
+    o = gl.load(parts.o + first * WIDTH + in_o, mask=inside_o, other=0.0)
+    for base in range(start + 1, last + 1, AT_ONCE):
+        left = last + 1 - base
+        at = base * ROWS
+        some_o = gl.load(
+            parts.o + at * WIDTH + part_o * (ROWS * WIDTH) + in_o[None, :, :], mask=(part_o < left) & inside_o[None, :, :], other=0.0
+        )
+        some_max, some_sum = gl.split(
+            gl.load(
+                parts.sums + 2 * at + part_sums * (2 * ROWS) + in_sums[None, :, :],
+                mask=(part_sums < left) & inside_sums[None, :, :],
+                other=NO_SCORE,
+            )
+        )
+        some_max = gl.convert_layout(some_max, SUM)
+        some_sum = gl.where(part < left, gl.convert_layout(some_sum, SUM), 0.0)
+        new_max = gl.maximum(row_max, gl.max(some_max, 0))
+        rescale = gl.exp2(row_max - new_max)
+        weight = gl.exp2(some_max - new_max[None, :])
+        row_sum = row_sum * rescale + gl.sum(some_sum * weight, 0)
+        o = o * gl.convert_layout(rescale, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some_o * weight[:, None, :], 0)
+        row_max = new_max
+    finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, config)
+
+
+@gluon.jit
+def clear_rest(batch, num_tokens, output, config: gl.constexpr):
+    """Zeros in the output, and -inf in the LSE, of tokens past the last sequence's: they belong to no sequence."""
+    d = gl.arange(0, config.WIDTH, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    heads = batch.heads * batch.GROUP
+    rest = gl.load(batch.bounds + batch.num_seqs) * heads
+    for row in range(rest + gl.program_id(0), num_tokens * heads, gl.num_programs(0)):
+        gl.store(output.out + row * config.D + d, gl.zeros_like(d).to(output.out.dtype.element_ty), mask=d < config.D)
+        gl.store(output.lse + row, float("-inf"))

@@ -1,0 +1,209 @@
+"""The consumer: four warps that attend over the pages of their worker's range.
+
+Each warp has 32 of a page's 128 tokens, and an online softmax of its own. After the last page of a head, the four are merged.
+"""
+
+from ..gluon import aggregate, gl, gluon, mbarrier, mma_v2, sync
+from ..pages import PAGE
+from .combine import NO_SCORE, combine, finish
+from .queries import LOG2E, load_mean, mma_layout
+from .work import portion
+
+MASKED = gl.constexpr(-1e30)  # a score that is masked; finite, so that no inf - inf can arise
+WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times the softmax's, out of FP16's subnormals
+
+
+@aggregate
+class Mask:
+    """The keys `[first, end)` that each row of a head sees, `[1, 1, rows]`; and those that every row sees, `[all_first, all_end)`."""
+
+    first: gl.tensor
+    end: gl.tensor
+    all_first: gl.tensor
+    all_end: gl.tensor
+
+    @gluon.jit
+    def cuts(self, page):
+        """Whether some row does not see some key of a page."""
+        return ((page + 1) * PAGE > self.all_end) | (page * PAGE < self.all_first)
+
+    @gluon.jit
+    def sees(self, key):
+        return (key < self.end) & (key >= self.first)
+
+
+@gluon.jit
+def _mask(batch, seq, step, CAUSAL: gl.constexpr):
+    """The mask of rows whose query tokens are `step`."""
+    end = seq.length + step * 0
+    all_end = seq.length
+    if CAUSAL:
+        end = seq.length - seq.num_q + 1 + step
+        all_end = seq.length - seq.num_q + 1
+    first = seq.pad + step * 0
+    all_first = seq.pad
+    if batch.WINDOW:
+        first = gl.maximum(first, seq.length - seq.num_q + 1 + step - batch.window)
+        all_first = gl.maximum(seq.pad, seq.length - batch.window)
+    return Mask(first, end, all_first, all_end)
+
+
+@gluon.jit
+def _transpose(p):
+    """Transposes each 8x8 of FP16 weights; a thread holds one 32-bit register of it."""
+    return gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _weights_operand(p, OPERAND: gl.constexpr):
+    """Weights `[warps, tokens, rows]`, in the layout of the scores, as the B operand of V P^T, with tokens in V's order.
+
+    After the 8x8 transposes, element (8i + a, 8j + b) belongs to token 8i + b of row 8j + a. Position p of 16 in a V page holds token
+    p1 p3 p2 p0 (in bits, highest first). Data moves in `_transpose` alone: the last conversion is asserted to be trivial.
+    """
+    WARPS: gl.constexpr = p.shape[0]
+    TOKENS: gl.constexpr = p.shape[1]
+    ROWS: gl.constexpr = p.shape[2]
+    x = _transpose(p.to(gl.float16)).reshape([WARPS, TOKENS // 16, 2, 8, ROWS // 8, 4, 2])  # ..., t3, a, j, t2 t1, t0
+    x = x.permute(0, 1, 5, 2, 6, 4, 3).reshape([WARPS, TOKENS, ROWS])
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _scores(k, q, ROWS: gl.constexpr, MMA: gl.constexpr):
+    """K Q^T `[warps, tokens, rows]` in FP32, with `q` from `Queries.operand`."""
+    WARPS: gl.constexpr = k.shape[0]
+    TOKENS: gl.constexpr = k.shape[1]
+    if k.dtype == gl.int8:
+        s = mma_v2(k, q, gl.zeros([WARPS, TOKENS, 2 * ROWS], gl.int32, MMA))
+        high, low = gl.split(s.reshape([WARPS, TOKENS, 2, ROWS]).permute(0, 1, 3, 2))
+        s = gl.convert_layout(((high << 8) + low).to(gl.float32), MMA, assert_trivial=True)  # the sum is below 2^31
+    else:
+        s = mma_v2(k.to(gl.float16), q, gl.zeros([WARPS, TOKENS, ROWS], gl.float32, MMA))
+    return s
+
+
+@gluon.jit
+def _tanh(x):
+    """tanh to 2e-7. `tanh.approx` errs by 5e-4, which a cap of 50 turns into 2.5e-2."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2 * LOG2E)))
+
+
+@gluon.jit
+def _load_v(pipe, stage, phase, OPERAND: gl.constexpr):
+    """V of a stage `[warps, channels, tokens]`; the stage is free afterwards."""
+    WARPS: gl.constexpr = gl.num_warps()
+    mbarrier.wait(pipe.v_full.index(stage), phase)
+    WIDTH: gl.constexpr = pipe.v.shape[1]
+    v = pipe.v.index(stage).reshape([WIDTH, WARPS, PAGE // WARPS]).permute([1, 0, 2]).load(OPERAND)
+    mbarrier.arrive(pipe.empty.index(stage), count=1)
+    return v
+
+
+@gluon.jit
+def _attend(pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, last_v_scale, config: gl.constexpr):
+    """Adds one page, the `tile`-th of the range, to the online softmax of a head. `acc` is in units of the page's scale of V."""
+    WARPS: gl.constexpr = gl.num_warps()
+    MMA: gl.constexpr = acc.type.layout
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
+    TWO: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])  # of two numbers that all threads have
+    stage = tile % pipe.STAGES
+    phase = (tile // pipe.STAGES) & 1
+    mbarrier.wait(pipe.k_full.index(stage), phase)
+    k_scale, v_scale = gl.split(pipe.scales.index(stage).reshape([1, 2]).load(TWO))
+    c = gl.max(k_scale, 0) * factor
+    v_scale = gl.max(v_scale, 0)
+    k = pipe.k.index(stage).reshape([WARPS, PAGE // WARPS, config.WIDTH]).load(A)
+    if config.EARLY_V:  # frees the stage before the arithmetic
+        v = _load_v(pipe, stage, phase, A)
+    s = _scores(k, q, config.ROWS, MMA)
+    if config.SOFTCAP:
+        s = _tanh((s * c[:, None, :] + offset[:, None, :]) * (1.0 / softcap)) * softcap
+        c = factor * 0.0 + 1.0
+    if mask.cuts(page):
+        s = gl.where(mask.sees(page * PAGE + token), s * c[:, None, :], MASKED)
+        c = factor * 0.0 + 1.0
+    new_max = gl.maximum(row_max, gl.max(s, 1) * c - WEIGHT_BITS)  # so weights are 2^14 times the softmax's
+    rescale = gl.exp2(row_max - new_max)
+    p = gl.exp2(s * c[:, None, :] - new_max[:, None, :])
+    row_sum = row_sum * rescale + gl.sum(p, 1)
+    # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
+    ratio = last_v_scale.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
+    rescale = rescale * ratio.to(gl.float32, bitcast=True)
+    if not config.EARLY_V:
+        v = _load_v(pipe, stage, phase, A)
+    acc = mma_v2(v.to(gl.float16), _weights_operand(p, B), acc * rescale[:, None, :])
+    return acc, new_max, row_sum, v_scale
+
+
+@gluon.jit
+def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, softcap, config: gl.constexpr):
+    """Four warps: attention over the pages of the range, and the combination of heads that ranges share."""
+    ROWS: gl.constexpr = config.ROWS
+    WIDTH: gl.constexpr = config.WIDTH
+    WARPS: gl.constexpr = gl.num_warps()
+    TOKENS: gl.constexpr = PAGE // WARPS  # of a page, for each warp
+    MMA: gl.constexpr = mma_layout(WARPS)
+    VECTOR: gl.constexpr = gl.SliceLayout(1, MMA)  # [warp, rows]
+    INT8: gl.constexpr = pipe.k.dtype == gl.int8
+    OFFSETS: gl.constexpr = queries.k_mean is not None
+    # Channels over lanes, rows over warps, all warps' values in one thread.
+    CHANNELS: gl.constexpr = min(WIDTH // 32, 4)
+    MERGED: gl.constexpr = gl.BlockedLayout([WARPS, CHANNELS, 1], [1, 32, 1], [1, 1, WARPS], [1, 2, 0])
+    SUMS: gl.constexpr = gl.SliceLayout(1, MERGED)
+    PAIRS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([WARPS, CHANNELS, 1, 2], [1, 32, 1, 1], [1, 1, WARPS, 1], [3, 1, 2, 0]))
+    PAIR: gl.constexpr = gl.SliceLayout(0, PAIRS)  # [rows, 2]
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+    token = (warp[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :])[:, :, None]
+    channel = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
+    step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
+    first_start = work.worker_of(work.begin)  # of the first head
+    q, factor, offset = queries.operand(first_q, first_k_mean, VECTOR, INT8, config)
+    number, head, begin = work.seq, work.head, work.begin
+    tile = 0
+    while begin < work.high:
+        seq = batch.sequence(number)
+        i, j = portion(begin, seq.num_pages, work.low, work.high)
+        if i < j:
+            if begin > work.begin:
+                next_q, k_mean = queries.load(batch, seq, head, config)
+                q, factor, offset = queries.operand(next_q, k_mean, VECTOR, INT8, config)
+            mask = _mask(batch, seq, step, config.CAUSAL)
+            acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
+            row_max = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
+            row_sum = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
+            offset_one = gl.max(gl.convert_layout(offset, SUMS), 0)
+            v_scale = seq.length.to(gl.float32) * 0.0 + 1.0  # of an empty accumulator
+            for page in range(seq.first_page + i, seq.first_page + j):
+                acc, row_max, row_sum, v_scale = _attend(
+                    pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, v_scale, config
+                )
+                tile += 1
+
+            # The four warps' sums become one.
+            v_mean = load_mean(output.v_mean, head, channel, config.D)
+            o = gl.convert_layout(acc, MERGED)
+            all_max, all_sum = gl.split(gl.convert_layout(gl.join(row_max, row_sum), PAIRS))
+            all_max = gl.convert_layout(all_max, SUMS)
+            all_sum = gl.convert_layout(all_sum, SUMS)
+            max_one = gl.max(all_max, 0)
+            weight = gl.exp2(all_max - max_one[None, :])
+            sum_one = gl.sum(all_sum * weight, 0)
+            o = gl.sum(o * (weight * v_scale)[:, None, :], 0)
+            if i + seq.num_pages == j:
+                finish(o, max_one, sum_one, offset_one, v_mean, batch, seq, head, output, config)
+            else:
+                pair = gl.convert_layout(gl.join(max_one, sum_one), PAIR)
+                part = work.worker + gl.where(i == 0, work.workers, 0)
+                parts.store(part, o, pair, offset_one, channel, batch, seq, OFFSETS, config)
+                start = gl.where(i > 0, first_start, work.worker)
+                sync()
+                done = gl.atomic_add(parts.pages + start, j - i, sem="acq_rel", scope="gpu") + j - i
+                sync()
+                if done == seq.num_pages:
+                    gl.store(parts.pages + start, 0)
+                    last = work.worker_of(begin + seq.num_pages - 1)
+                    combine(start, last, batch, seq, head, work.workers, parts, output, OFFSETS, config)
+        begin += seq.num_pages
+        number, head = batch.following(number, head, seq.num_pages)

@@ -1,0 +1,101 @@
+"""The producer: one warp that asks TMA for the pages of its worker's range, and the stages of shared memory that they arrive in."""
+
+from ..gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, tensor_descriptor
+from ..pages import PAGE, allocate_k, fetch_k, fetch_v, page_bytes, v_layout
+from .work import portion
+
+
+@aggregate
+class Pipe:
+    """Shared memory between the producer and the consumer: stages of a K and a V page each, and their scales."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor  # K's and V's
+    k_full: gl.shared_memory_descriptor  # barriers; this one counts the scales, too
+    v_full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def open(self, FROM: gl.constexpr, TO: gl.constexpr):
+        """Initializes the barriers of the stages `[FROM, TO)`."""
+        for stage in gl.static_range(FROM, TO):
+            mbarrier.init(self.k_full.index(stage), 1)
+            mbarrier.init(self.v_full.index(stage), 1)
+            mbarrier.init(self.empty.index(stage), 1)
+
+
+@gluon.jit
+def make_pipe(k_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+    """Allocates shared memory. `WIDTH` is the head dimension, padded to a power of two."""
+    k = allocate_k(k_desc, STAGES)
+    v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_layout(WIDTH))
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return Pipe(k, v, scales, k_full, v_full, empty, STAGES)
+
+
+@aggregate
+class Source:
+    """Where the pages and their scales are."""
+
+    k_desc: tensor_descriptor
+    v_desc: tensor_descriptor
+    pool: gl.tensor  # pointers
+    table: gl.tensor
+    table_stride: gl.tensor
+    D: gl.constexpr
+
+    @gluon.jit
+    def request(self, pipe, stage, slot):
+        """Starts to copy K and V of `slot` (page x heads + head), and their scales, to a stage that is free."""
+        header = self.pool + slot.to(gl.int64) * page_bytes(self.D) + 2 * PAGE * self.D
+        two = gl.arange(0, 2, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+        fetch_words(pipe.scales.index(stage), header.to(gl.pointer_type(gl.float32), bitcast=True) + two)
+        arrive_with_words(pipe.k_full.index(stage))
+        mbarrier.expect(pipe.k_full.index(stage), self.k_desc.block_type.nbytes)
+        fetch_k(self.k_desc, slot, pipe.k_full.index(stage), pipe.k.index(stage))
+        mbarrier.expect(pipe.v_full.index(stage), self.k_desc.block_type.nbytes)
+        fetch_v(self.v_desc, slot, pipe.v_full.index(stage), pipe.v, stage, pipe.STAGES)
+
+
+@gluon.jit
+def request_first(pipe, batch, work, source):
+    """Requests the first page of a range, before the warps are specialized. Returns whether there was one to request."""
+    seq = batch.sequence(work.seq)
+    i, j = portion(work.begin, seq.num_pages, work.low, work.high)
+    requested = (work.begin < work.high) & (i < j) & (seq.length > 0)
+    if requested:
+        source.request(pipe, 0, gl.load(source.table + work.seq * source.table_stride + seq.first_page + i) * batch.heads + work.head)
+    return requested
+
+
+@gluon.jit
+def produce(pipe, batch, work, requested, source):
+    """The producer's warp: requests the pages of a range, but for the first page if that has been `requested`.
+
+    Nor does it wait for the stage of that first page. The stage was free then, and the consumer may have freed it again since. A wait would
+    be for the free after that one, and the second page would never be requested.
+    """
+    number, head, begin = work.seq, work.head, work.begin
+    done = requested.to(gl.int32)  # pages of the head
+    tile = done
+    while begin < work.high:
+        seq = batch.sequence(number)
+        i, j = portion(begin, seq.num_pages, work.low, work.high)
+        for page in range(seq.first_page + i + done, seq.first_page + j):
+            stage = tile % pipe.STAGES
+            slot = gl.load(source.table + number * source.table_stride + page) * batch.heads + head
+            mbarrier.wait(pipe.empty.index(stage), ((tile // pipe.STAGES) & 1) ^ 1)
+            if seq.length > 0:
+                source.request(pipe, stage, slot)
+            else:  # the table of an empty sequence may name any page, and that page may hold any bytes
+                mbarrier.arrive(pipe.k_full.index(stage), count=1)
+                mbarrier.arrive(pipe.v_full.index(stage), count=1)
+            tile += 1
+        done = 0
+        begin += seq.num_pages
+        number, head = batch.following(number, head, seq.num_pages)

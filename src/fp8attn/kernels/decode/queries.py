@@ -1,0 +1,107 @@
+"""The queries: loaded, rotated, and rounded to the 16-bit operand that K is multiplied with."""
+
+from ..gluon import aggregate, gl, gluon, sync
+from ..rotation import block_size, negative
+
+LOG2E = gl.constexpr(1.4426950408889634)
+MAX_INTEGER = gl.constexpr(127 * 256.0)  # of a query as an integer of two bytes, each of them in [-128, 127]
+
+
+@gluon.constexpr_function
+def mma_layout(warps):
+    """Of [warp, tokens or channels, rows]."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+
+
+@gluon.jit
+def load_mean(mean_ptr, head, d, D: gl.constexpr):
+    """The mean of channels `d` of a KV head; zeros if there is none."""
+    mean = (d * 0).to(gl.float32)
+    if mean_ptr is not None:
+        mean = gl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
+    return mean
+
+
+@aggregate
+class Queries:
+    """Where the queries are, and what the scores need besides."""
+
+    q: gl.tensor  # pointer to [tokens, heads, D]
+    stride_t: gl.tensor | gl.constexpr  # constexpr if it is 1
+    stride_h: gl.tensor | gl.constexpr
+    k_mean: gl.tensor | gl.constexpr  # pointer to [KV heads, D], or None
+    scale: gl.tensor  # of the softmax
+
+    @gluon.jit
+    def load(self, batch, seq, head, config: gl.constexpr):
+        """Q^T `[warps, channels, rows]` of a row tile, the same in every warp; and K's mean of the head, by channel."""
+        WARPS: gl.constexpr = gl.num_warps()
+        OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(WARPS), 4)
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, OPERAND)))[:, None, None]
+        d = gl.arange(0, config.WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
+        row = batch.row0 + gl.arange(0, config.ROWS, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))[None, None, :]
+        token = seq.query + row // batch.GROUP
+        q_head = head * batch.GROUP + row % batch.GROUP
+        inside = (row < seq.num_q * batch.GROUP) & (d < config.D) & (warp >= 0)
+        mean = load_mean(self.k_mean, head, d, config.D)
+        if self.k_mean is not None:
+            sync()  # ptxas: D128 rows1. Without it, the mean is loaded after the wait for the queries.
+        return gl.load(self.q + token * self.stride_t + q_head * self.stride_h + d + warp * 0, mask=inside, other=0.0), mean
+
+    @gluon.jit
+    def operand(self, q, k_mean, VECTOR: gl.constexpr, INT8: gl.constexpr, config: gl.constexpr):
+        """What `load` returned as the operand that `scores` takes; by row, the factor that turns the products into exponents of two; and
+        by row, the score of K's mean, as an exponent of two.
+
+        The sign of the softmax scale goes into the operand. So the factor is positive, and the largest score can be found before the factor
+        is applied. A row of tiny values alone is scaled as if its largest were 2^-60: no factor may underflow.
+        """
+        q = q.to(gl.float32)
+        if config.ROTATE:
+            q = _rotate(q, config.D)
+        offset = gl.zeros([q.shape[0], q.shape[2]], gl.float32, gl.SliceLayout(1, q.type.layout))
+        if self.k_mean is not None:
+            offset = gl.sum(q * k_mean, 1) * (self.scale * LOG2E)
+        largest = gl.maximum(gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23)  # NaN is the largest of all
+        sign = gl.where(self.scale < 0, -1.0, 1.0)
+        if INT8:
+            largest = largest.to(gl.float32, bitcast=True)
+            # The last 16 bits of the sum are the integer nearest to the product: a high and a low byte, both of them signed.
+            bits = (q * (sign * MAX_INTEGER / largest)[:, None, :] + 1.5 * 2**23).to(gl.int32, bitcast=True)
+            OPERAND: gl.constexpr = q.type.layout
+            SHAPE: gl.constexpr = [q.shape[0], q.shape[1], 2 * q.shape[2]]
+            high_low = gl.join(((bits + 128) >> 8).to(gl.int8), bits.to(gl.int8)).permute(0, 1, 3, 2)
+            q = gl.convert_layout(high_low.reshape(SHAPE), OPERAND, assert_trivial=True)
+            factor = largest * (gl.abs(self.scale) * (LOG2E / MAX_INTEGER))
+        else:
+            # An exact power of two, which brings the row's largest value into [2^14, 2^15). Values down to 2^-29 of it keep all their bits.
+            exponent = largest >> 23
+            up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+            down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+            q = (q * (sign * up)[:, None, :]).to(gl.float16)
+            factor = down * (gl.abs(self.scale) * LOG2E)
+        return q, gl.convert_layout(factor, VECTOR), gl.convert_layout(offset, VECTOR)
+
+
+@gluon.constexpr_function
+def _log2_block(head_dim):
+    return block_size(head_dim).bit_length() - 1
+
+
+@gluon.jit
+def _rotate(q, D: gl.constexpr):
+    """`rotation.rotate` of Q^T `[warps, channels, rows]` in FP32, up to rounding. Padding is in blocks of its own, and remains zero."""
+    WARPS: gl.constexpr = q.shape[0]
+    WIDTH: gl.constexpr = q.shape[1]
+    ROWS: gl.constexpr = q.shape[2]
+    OPERAND: gl.constexpr = q.type.layout
+    STEPS: gl.constexpr = _log2_block(D)
+    FACTOR: gl.constexpr = 2.0 ** (-0.5 * STEPS)
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
+    q *= gl.where(negative(d), -FACTOR, FACTOR)
+    for step in gl.static_range(STEPS):
+        pairs = q.reshape([WARPS, WIDTH >> (step + 1), 2, ROWS << step])
+        second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs.type.layout))))[None, None, :, None] > 0
+        total = gl.sum(pairs, 2)[:, :, None, :]  # in registers; in two of the steps, a pair is in neighboring lanes
+        q = gl.where(second, total - 2 * pairs, total).reshape([WARPS, WIDTH, ROWS])
+    return gl.convert_layout(q, OPERAND, assert_trivial=True)

@@ -1,0 +1,175 @@
+"""What there is to read, and which worker reads it: the pages of all heads of all sequences, cut into ranges of one length.
+
+Every CTA finds its own range from the lengths of the sequences. No host reads them, and no launch comes before.
+"""
+
+from ..gluon import aggregate, gl, gluon
+from ..pages import PAGE
+
+MAX_WHOLE_PAGES = gl.constexpr(4)  # a head of up to so many pages is in one range: combining its parts would cost more
+MIN_PAGES = gl.constexpr(2)  # of a range, when there is little work
+
+
+@aggregate
+class Sequence:
+    """One sequence: its queries, its keys, and which of its pages a row tile has to read."""
+
+    length: gl.tensor  # keys
+    query: gl.tensor  # index of the first query token
+    num_q: gl.tensor  # query tokens
+    pad: gl.tensor  # padding tokens, which come first
+    first_page: gl.tensor  # that some row sees
+    num_pages: gl.tensor  # from that one on
+
+
+@aggregate
+class Batch:
+    """The sequences, and which of their pages a row tile has to read."""
+
+    lengths: gl.tensor  # pointers to int32: tokens held, bounds of the queries, tokens of padding
+    bounds: gl.tensor
+    leftpad: gl.tensor
+    num_seqs: gl.tensor
+    heads: gl.tensor  # KV heads
+    max_q: gl.tensor
+    window: gl.tensor
+    row0: gl.tensor  # first query row of this row tile
+    GROUP: gl.constexpr
+    RAGGED: gl.constexpr  # bounds are given; else every sequence has max_q queries
+    WINDOW: gl.constexpr
+    LEFTPAD: gl.constexpr
+
+    @gluon.jit
+    def pages(self, length, num_q, pad):
+        """The first page that some row sees, and the number of pages from it on. Scalars or vectors.
+
+        A sequence without rows has no pages. One with rows has at least one page, even if it is empty: its zeros have to be written.
+        """
+        last = gl.maximum(length - 1, 0) // PAGE
+        first = last * 0
+        if self.WINDOW:
+            first = gl.maximum(length - num_q - self.window + 1, 0) // PAGE
+        if self.LEFTPAD:
+            first = gl.maximum(first, pad // PAGE)
+        first = gl.minimum(first, last)
+        return first, gl.where(num_q * self.GROUP > self.row0, last + 1 - first, 0)
+
+    @gluon.jit
+    def sequence(self, seq):
+        length = gl.load(self.lengths + seq)
+        query = seq * self.max_q
+        num_q = self.max_q
+        if self.RAGGED:
+            query = gl.load(self.bounds + seq)
+            num_q = gl.load(self.bounds + seq + 1) - query
+        pad = length * 0
+        if self.LEFTPAD:
+            pad = gl.load(self.leftpad + seq)
+        first, count = self.pages(length, num_q, pad)
+        return Sequence(length, query, num_q, pad, first, count)
+
+    @gluon.jit
+    def counts(self, base, BLOCK: gl.constexpr):
+        """Numbers of pages (of one head) of the sequences `[base, base + BLOCK)`. Every warp holds all of them."""
+        seq = base + gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
+        inside = seq < self.num_seqs
+        length = gl.load(self.lengths + seq, mask=inside, other=0)
+        num_q = length * 0 + self.max_q
+        pad = length * 0
+        if self.RAGGED:
+            num_q = gl.load(self.bounds + seq + 1, mask=inside, other=0) - gl.load(self.bounds + seq, mask=inside, other=0)
+        if self.LEFTPAD:
+            pad = gl.load(self.leftpad + seq, mask=inside, other=0)
+        _, count = self.pages(length, num_q, pad)
+        return gl.where(inside, count, 0)
+
+    @gluon.jit
+    def after(self, page, count, base, before, BLOCK: gl.constexpr):
+        """Where the flat index `page` is among the sequences `[base, base + BLOCK)`, of `count` pages each and `before` pages before them.
+
+        Returns the number of sequences that end at or before `page`, the flat index at which the last of these ends, and the number of
+        pages of all.
+        """
+        end = (gl.associative_scan(count, 0, _add) + before) * self.heads
+        passed = (end <= page) & (base + gl.arange(0, BLOCK, count.type.layout) < self.num_seqs)
+        return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
+
+    @gluon.jit
+    def following(self, seq, head, count):
+        """The sequence and the head after `head` of `seq`, whose pages are `count`."""
+        last = (head + 1 == self.heads) | (count == 0)
+        return gl.where(last, seq + 1, seq), gl.where(last, 0, head + 1)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _divide(a, b):
+    """Floor division of numbers that are not negative: unsigned division takes half the instructions."""
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
+
+
+@aggregate
+class Work:
+    """The pages of all heads in one flat order, cut into a range for each worker; and the range of this worker.
+
+    The cuts depend on the lengths alone, and so does the order of every sum. A worker without work has a range that begins at its end.
+    """
+
+    worker: gl.tensor
+    workers: gl.tensor  # that have work
+    share: gl.tensor  # pages of a range, one more for the first `rest` of them
+    rest: gl.tensor
+    low: gl.tensor  # this worker's range
+    high: gl.tensor
+    seq: gl.tensor  # the head that `low` is in, and the flat index at which this head begins
+    head: gl.tensor
+    begin: gl.tensor
+
+    @gluon.jit
+    def worker_of(self, page):
+        """The worker whose range holds a page."""
+        longer = self.rest * (self.share + 1)
+        return gl.where(page < longer, _divide(page, self.share + 1), self.rest + _divide(page - longer, gl.maximum(self.share, 1)))
+
+
+@gluon.jit
+def assign(batch, count, worker, workers, BLOCK: gl.constexpr):
+    """The work of `worker`. `count`: the numbers of pages of the first `BLOCK` sequences."""
+    total = gl.sum(count, 0)
+    if BLOCK > 32:  # else there are no more sequences
+        for base in range(BLOCK, batch.num_seqs, BLOCK):
+            total += gl.sum(batch.counts(base, BLOCK), 0)
+    total *= batch.heads
+    workers = gl.maximum(gl.minimum(workers, total // MIN_PAGES), 1)
+    share = _divide(total, workers)
+    rest = total - share * workers
+    low = worker * share + gl.minimum(worker, rest)
+    high = gl.where(worker < workers, low + share + (worker < rest).to(gl.int32), low)
+    seq, begin, before = batch.after(low, count, 0, 0, BLOCK)
+    if BLOCK > 32:
+        for base in range(BLOCK, batch.num_seqs, BLOCK):
+            more, end, pages = batch.after(low, batch.counts(base, BLOCK), base, before, BLOCK)
+            seq += more
+            begin = gl.maximum(begin, end)
+            before += pages
+    seq = gl.minimum(seq, batch.num_seqs - 1)  # without work it is past the last
+    pages = batch.sequence(seq).num_pages
+    head = gl.where(low < high, _divide(low - begin, gl.maximum(pages, 1)), 0)
+    begin = gl.where(low < high, begin + head * pages, high)
+    return Work(worker, workers, share, rest, low, high, seq, head, begin)
+
+
+@gluon.jit
+def portion(begin, count, low, high):
+    """The pages `[i, j)` of a head that belong to the range `[low, high)`. The head's flat indices are `[begin, begin + count)`.
+
+    A short head belongs as a whole to the range that holds its middle.
+    """
+    middle = begin + count // 2
+    mine = gl.where((low <= middle) & (middle < high), count, 0)
+    short = count <= MAX_WHOLE_PAGES
+    return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, count))
