@@ -23,6 +23,8 @@ import torch
 
 from fp8attn import KVPages
 from fp8attn.kernels import decode
+from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, Source, make_pipe, produce, request_first
+from fp8attn.kernels.decode.work import Batch, assign, portion
 from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
 from fp8attn.kernels.launch import constants, launch, num_sms
 from fp8attn.kernels.pages import tiles
@@ -87,13 +89,13 @@ CASES = {case.name: case for case in _CASES}
 
 @gluon.jit
 def _drain(pipe, batch, work):
-    """What `decode._consume` does of waiting and walking, and no arithmetic."""
-    seq, head, begin = work.seq, work.head, work.begin
+    """What `consume` does of waiting and walking, and no arithmetic."""
+    index, head, begin = work.seq, work.head, work.begin
     tile = 0
     while begin < work.high:
-        _, _, _, _, first, count = batch.sequence(seq)
-        i, j = decode.portion(begin, count, work.low, work.high)
-        for _ in range(first + i, first + j):
+        seq = batch.sequence(index)
+        i, j = portion(begin, seq.num_pages, work.low, work.high)
+        for _ in range(seq.first_page + i, seq.first_page + j):
             stage = tile % pipe.STAGES
             phase = (tile // pipe.STAGES) & 1
             mbarrier.wait(pipe.k_full.index(stage), phase)
@@ -101,34 +103,34 @@ def _drain(pipe, batch, work):
             sync()  # or a slow warp could miss two phases, and wait for ever
             mbarrier.arrive(pipe.empty.index(stage), count=1)
             tile += 1
-        begin += count
-        seq, head = batch.following(seq, head, count)
+        begin += seq.num_pages
+        index, head = batch.following(index, head, seq.num_pages)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "workers"])
 def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers,
             D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
     worker = gl.program_id(0)
-    batch = decode.Batch(
+    batch = Batch(
         lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, GROUP, False, False, False
     )  # fmt: skip
-    source = decode.Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, D)
+    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, D)
     count = batch.counts(0, BLOCK)
-    pipe = decode.make_pipe(k_desc, WIDTH, STAGES)
+    pipe = make_pipe(k_desc, WIDTH, STAGES)
     pipe.open(0, 1)
-    work = decode.assign(batch, count, worker, workers, BLOCK)
-    requested = decode.request_first(pipe, batch, work, source)
+    work = assign(batch, count, worker, workers, BLOCK)
+    requested = request_first(pipe, batch, work, source)
     pipe.open(1, STAGES)
     gl.warp_specialize([
         (_drain, (pipe, batch, work)),
-        (decode.produce, (pipe, batch, work, requested, source)),
-    ], [1], [decode.PRODUCER_REGISTERS])  # fmt: skip
+        (produce, (pipe, batch, work, requested, source)),
+    ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
 def stream(case: Case, pages: KVPages) -> Callable[[], None]:
     device, how = pages.device, decode.Launch(case.dim, case.group, case.group, len(case.lengths))
     workers = how.workers(num_sms(device), case.heads * len(case.lengths))
-    same = {name: how.constants()[name] for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
+    same = {name: getattr(how.config(), name) for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
     given = constants("stream", device, **same, **how.options())
     args = (
         *tiles(pages, how.width, how.width), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,

@@ -160,10 +160,10 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
     step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
     first_start = work.worker_of(work.begin)  # of the first head
     q, factor, offset = queries.operand(first_q, first_k_mean, VECTOR, INT8, config)
-    number, head, begin = work.seq, work.head, work.begin
+    index, head, begin = work.seq, work.head, work.begin
     tile = 0
     while begin < work.high:
-        seq = batch.sequence(number)
+        seq = batch.sequence(index)
         i, j = portion(begin, seq.num_pages, work.low, work.high)
         if i < j:
             if begin > work.begin:
@@ -206,4 +206,4 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
                     last = work.worker_of(begin + seq.num_pages - 1)
                     combine(start, last, batch, seq, head, work.workers, parts, output, OFFSETS, config)
         begin += seq.num_pages
-        number, head = batch.following(number, head, seq.num_pages)
+        index, head = batch.following(index, head, seq.num_pages)

@@ -3,11 +3,9 @@
 from ..gluon import gl, gluon
 from .combine import Output, Parts, clear_rest
 from .consume import consume
-from .load import Source, make_pipe, produce, request_first
+from .load import PRODUCER_REGISTERS, Source, make_pipe, produce, request_first
 from .queries import Queries
 from .work import Batch, assign
-
-PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "num_tokens", "window", "workers", "plane"])

@@ -4,6 +4,7 @@ from ..gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarri
 from ..pages import PAGE, allocate_k, fetch_k, fetch_v, page_bytes, v_layout
 from .work import portion
 
+PRODUCER_REGISTERS = gl.constexpr(40)
 
 @aggregate
 class Pipe:
@@ -80,15 +81,15 @@ def produce(pipe, batch, work, requested, source):
     Nor does it wait for the stage of that first page. The stage was free then, and the consumer may have freed it again since. A wait would
     be for the free after that one, and the second page would never be requested.
     """
-    number, head, begin = work.seq, work.head, work.begin
+    index, head, begin = work.seq, work.head, work.begin
     done = requested.to(gl.int32)  # pages of the head
     tile = done
     while begin < work.high:
-        seq = batch.sequence(number)
+        seq = batch.sequence(index)
         i, j = portion(begin, seq.num_pages, work.low, work.high)
         for page in range(seq.first_page + i + done, seq.first_page + j):
             stage = tile % pipe.STAGES
-            slot = gl.load(source.table + number * source.table_stride + page) * batch.heads + head
+            slot = gl.load(source.table + index * source.table_stride + page) * batch.heads + head
             mbarrier.wait(pipe.empty.index(stage), ((tile // pipe.STAGES) & 1) ^ 1)
             if seq.length > 0:
                 source.request(pipe, stage, slot)
@@ -98,4 +99,4 @@ def produce(pipe, batch, work, requested, source):
             tile += 1
         done = 0
         begin += seq.num_pages
-        number, head = batch.following(number, head, seq.num_pages)
+        index, head = batch.following(index, head, seq.num_pages)

@@ -56,6 +56,7 @@ class Batch:
 
     @gluon.jit
     def sequence(self, seq):
+        """The sequence of an index."""
         length = gl.load(self.lengths + seq)
         query = seq * self.max_q
         num_q = self.max_q
