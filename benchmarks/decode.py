@@ -24,7 +24,8 @@ import torch
 from fp8attn import KVPages
 from fp8attn.kernels import decode
 from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, Source, make_pipe, produce, request_first
-from fp8attn.kernels.decode.work import Batch, assign, portion
+from fp8attn.kernels.decode.work import Batch, assign
+from fp8attn.kernels.devices import chip
 from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
 from fp8attn.kernels.launch import constants, launch, num_sms
 from fp8attn.kernels.pages import tiles
@@ -94,7 +95,7 @@ def _drain(pipe, batch, work):
     tile = 0
     while begin < work.high:
         seq = batch.sequence(index)
-        i, j = portion(begin, seq.num_pages, work.low, work.high)
+        i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
         for _ in range(seq.first_page + i, seq.first_page + j):
             stage = tile % pipe.STAGES
             phase = (tile // pipe.STAGES) & 1
@@ -109,18 +110,19 @@ def _drain(pipe, batch, work):
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "workers"])
 def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers,
-            D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
+            config: gl.constexpr):  # fmt: skip
     worker = gl.program_id(0)
     batch = Batch(
-        lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, GROUP, False, False, False
+        lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, config.GROUP, False, False, False,
+        config.MIN_PAGES, config.WHOLE_PAGES,
     )  # fmt: skip
-    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, D)
-    count = batch.counts(0, BLOCK)
-    pipe = make_pipe(k_desc, WIDTH, STAGES)
+    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, config.D)
+    count = batch.counts(0, config.BLOCK)
+    pipe = make_pipe(k_desc, config.WIDTH, config.STAGES)
     pipe.open(0, 1)
-    work = assign(batch, count, worker, workers, BLOCK)
+    work = assign(batch, count, worker, workers, config.BLOCK)
     requested = request_first(pipe, batch, work, source)
-    pipe.open(1, STAGES)
+    pipe.open(1, config.STAGES)
     gl.warp_specialize([
         (_drain, (pipe, batch, work)),
         (produce, (pipe, batch, work, requested, source)),
@@ -128,10 +130,9 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
 
 
 def stream(case: Case, pages: KVPages) -> Callable[[], None]:
-    device, how = pages.device, decode.Launch(case.dim, case.group, case.group, len(case.lengths))
+    device, how = pages.device, decode.Launch(case.dim, case.group, case.group, len(case.lengths), chip=chip(pages.device))
     workers = how.workers(num_sms(device), case.heads * len(case.lengths))
-    same = {name: getattr(how.config(), name) for name in ("D", "WIDTH", "GROUP", "STAGES", "BLOCK")}
-    given = constants("stream", device, **same, **how.options())
+    given = constants("stream", device, config=how.config(), **how.options())
     args = (
         *tiles(pages, how.width, how.width), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
         len(case.lengths), case.heads, 1, workers,

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 import fp8attn
 from fp8attn import backends
-from fp8attn.kernels import fp8, launch, portable
+from fp8attn.kernels import devices, fp8, launch, portable
 from fp8attn.kernels.launch import Launch, Tiles, recording
 
 from . import problem
@@ -39,6 +39,7 @@ def pretend(machine: dict) -> None:
     capability = tuple(machine["capability"])
     answers: list[tuple[Callable, Callable]] = [
         (launch.num_sms, lambda device: machine["sms"]),
+        (devices.chip, lambda device: devices.named(machine.get("device", devices.DEFAULT.name))),
         (fp8.is_native, lambda device: capability >= (8, 9)),
         (portable._device, lambda device: (machine["sms"], machine["shared"])),
         (backends.unsupported_reason, lambda backend, device, dtype=torch.bfloat16: None),

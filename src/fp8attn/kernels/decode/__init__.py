@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from ...layout import KVPages
+from ..devices import DEFAULT, Chip, chip
 from ..launch import Constants, Counters, constants, launch, num_sms
 from ..pages import tiles
 from .kernel import decode
@@ -51,6 +52,8 @@ class Config:
     SINKS: bool
     LEFTPAD: bool
     ROTATE: bool
+    MIN_PAGES: int  # of a range
+    WHOLE_PAGES: int  # of a head that is not shared between ranges
     EARLY_V: bool  # V is in registers before the scores are computed, if there are registers enough
 
 
@@ -69,6 +72,7 @@ class Launch:
     sinks: bool = False
     leftpad: bool = False
     rotate: bool = False  # the queries, as the keys are
+    chip: Chip = DEFAULT
 
     @property
     def width(self) -> int:
@@ -84,17 +88,13 @@ class Launch:
 
     @property
     def stages(self) -> int:
-        return {64: 4, 128: 2, 256: 3 if self.rows == 8 else 2}[self.width]
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """That there is room for."""
-        return 1 if self.width == 256 else 2
+        most = 2 if self.width == 256 and self.rows > 8 else 4  # that there is shared memory for
+        return min(self.chip.decode_stages[self.width], most)
 
     def workers(self, num_sms: int, heads: int) -> int:
         """Ranges that the work of one row tile is cut into: one an SM, or two if there are heads enough for all; or a few less, if then
         sequences of one length are cut alike. (Two are faster by 1% where no head is shared; else one is, with half the parts.)"""
-        for ctas in range(self.ctas_per_sm, 0, -1):
+        for ctas in range(self.chip.decode_ctas[self.width], 0, -1):
             most = max(1, ctas * num_sms // self.tiles)
             even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
             workers = max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
@@ -107,12 +107,12 @@ class Launch:
             D=self.head_dim, WIDTH=self.width, GROUP=self.group, ROWS=self.rows, TILES=self.tiles, STAGES=self.stages,
             USED=min(self.rows, 1 << (self.max_rows - 1).bit_length()), BLOCK=32 if self.num_seqs <= 32 else 128, CAUSAL=self.causal,
             RAGGED=self.ragged, WINDOW=self.window, SOFTCAP=self.softcap, SINKS=self.sinks, LEFTPAD=self.leftpad, ROTATE=self.rotate,
-            EARLY_V=self.width * self.rows <= 2048,
+            MIN_PAGES=self.chip.decode_min_pages, WHOLE_PAGES=self.chip.decode_whole_pages, EARLY_V=self.width * self.rows <= 2048,
         )  # fmt: skip
 
     def options(self) -> dict[str, int]:
         """Under warp specialization every register must be spoken for, so `maxnreg` is the SM's 65536 over all its threads."""
-        return {"num_warps": WARPS, "maxnreg": min(65536 // (self.ctas_per_sm * 2 * WARPS * 32), 248)}
+        return {"num_warps": WARPS, "maxnreg": min(65536 // (self.chip.decode_ctas[self.width] * 2 * WARPS * 32), 248)}
 
 
 class Plan(NamedTuple):
@@ -129,7 +129,7 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def plan(device: torch.device, heads: int, *shape) -> Plan:
     """The plan for `Launch(*shape)` and `heads` heads of all sequences together."""
-    how = Launch(*shape)
+    how = Launch(*shape, chip=chip(device))
     workers = how.workers(num_sms(device), heads)
     given = constants("decode", device, config=how.config(), **how.options())
     return Plan(workers, (workers * how.tiles,), Counters(workers * how.tiles), 2 * workers * how.tiles * how.rows, how.width, given)

@@ -7,7 +7,6 @@ from ..gluon import aggregate, gl, gluon, mbarrier, mma_v2, sync
 from ..pages import PAGE
 from .combine import NO_SCORE, combine, finish
 from .queries import LOG2E, load_mean, mma_layout
-from .work import portion
 
 MASKED = gl.constexpr(-1e30)  # a score that is masked; finite, so that no inf - inf can arise
 WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times the softmax's, out of FP16's subnormals
@@ -164,7 +163,7 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
     tile = 0
     while begin < work.high:
         seq = batch.sequence(index)
-        i, j = portion(begin, seq.num_pages, work.low, work.high)
+        i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
         if i < j:
             if begin > work.begin:
                 next_q, k_mean = queries.load(batch, seq, head, config)

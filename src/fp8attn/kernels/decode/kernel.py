@@ -18,7 +18,7 @@ def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mean_ptr, 
     worker = gl.program_id(0) // config.TILES
     batch = Batch(
         lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, config.GROUP, config.RAGGED,
-        config.WINDOW, config.LEFTPAD,
+        config.WINDOW, config.LEFTPAD, config.MIN_PAGES, config.WHOLE_PAGES,
     )  # fmt: skip
     # Every row tile has its own parts, as its own ranges.
     first = row_tile * (2 * workers) * ROWS

@@ -2,9 +2,9 @@
 
 from ..gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, tensor_descriptor
 from ..pages import PAGE, allocate_k, fetch_k, fetch_v, page_bytes, v_layout
-from .work import portion
 
 PRODUCER_REGISTERS = gl.constexpr(40)
+
 
 @aggregate
 class Pipe:
@@ -67,7 +67,7 @@ class Source:
 def request_first(pipe, batch, work, source):
     """Requests the first page of a range, before the warps are specialized. Returns whether there was one to request."""
     seq = batch.sequence(work.seq)
-    i, j = portion(work.begin, seq.num_pages, work.low, work.high)
+    i, j = batch.portion(work.begin, seq.num_pages, work.low, work.high)
     requested = (work.begin < work.high) & (i < j) & (seq.length > 0)
     if requested:
         source.request(pipe, 0, gl.load(source.table + work.seq * source.table_stride + seq.first_page + i) * batch.heads + work.head)
@@ -86,7 +86,7 @@ def produce(pipe, batch, work, requested, source):
     tile = done
     while begin < work.high:
         seq = batch.sequence(index)
-        i, j = portion(begin, seq.num_pages, work.low, work.high)
+        i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
         for page in range(seq.first_page + i + done, seq.first_page + j):
             stage = tile % pipe.STAGES
             slot = gl.load(source.table + index * source.table_stride + page) * batch.heads + head

@@ -6,9 +6,6 @@ Every CTA finds its own range from the lengths of the sequences. No host reads t
 from ..gluon import aggregate, gl, gluon
 from ..pages import PAGE
 
-MAX_WHOLE_PAGES = gl.constexpr(4)  # a head of up to so many pages is in one range: combining its parts would cost more
-MIN_PAGES = gl.constexpr(2)  # of a range, when there is little work
-
 
 @aggregate
 class Sequence:
@@ -38,6 +35,8 @@ class Batch:
     RAGGED: gl.constexpr  # bounds are given; else every sequence has max_q queries
     WINDOW: gl.constexpr
     LEFTPAD: gl.constexpr
+    MIN_PAGES: gl.constexpr  # `devices.Chip.decode_min_pages`
+    WHOLE_PAGES: gl.constexpr  # `devices.Chip.decode_whole_pages`
 
     @gluon.jit
     def pages(self, length, num_q, pad):
@@ -96,6 +95,17 @@ class Batch:
         return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
 
     @gluon.jit
+    def portion(self, begin, count, low, high):
+        """The pages `[i, j)` of a head that belong to the range `[low, high)`. The head's flat indices are `[begin, begin + count)`.
+
+        A short head belongs as a whole to the range that holds its middle.
+        """
+        middle = begin + count // 2
+        mine = gl.where((low <= middle) & (middle < high), count, 0)
+        short = count <= self.WHOLE_PAGES
+        return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, count))
+
+    @gluon.jit
     def following(self, seq, head, count):
         """The sequence and the head after `head` of `seq`, whose pages are `count`."""
         last = (head + 1 == self.heads) | (count == 0)
@@ -145,7 +155,7 @@ def assign(batch, count, worker, workers, BLOCK: gl.constexpr):
         for base in range(BLOCK, batch.num_seqs, BLOCK):
             total += gl.sum(batch.counts(base, BLOCK), 0)
     total *= batch.heads
-    workers = gl.maximum(gl.minimum(workers, total // MIN_PAGES), 1)
+    workers = gl.maximum(gl.minimum(workers, total // batch.MIN_PAGES), 1)
     share = _divide(total, workers)
     rest = total - share * workers
     low = worker * share + gl.minimum(worker, rest)
@@ -162,15 +172,3 @@ def assign(batch, count, worker, workers, BLOCK: gl.constexpr):
     head = gl.where(low < high, _divide(low - begin, gl.maximum(pages, 1)), 0)
     begin = gl.where(low < high, begin + head * pages, high)
     return Work(worker, workers, share, rest, low, high, seq, head, begin)
-
-
-@gluon.jit
-def portion(begin, count, low, high):
-    """The pages `[i, j)` of a head that belong to the range `[low, high)`. The head's flat indices are `[begin, begin + count)`.
-
-    A short head belongs as a whole to the range that holds its middle.
-    """
-    middle = begin + count // 2
-    mine = gl.where((low <= middle) & (middle < high), count, 0)
-    short = count <= MAX_WHOLE_PAGES
-    return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, count))

@@ -1,0 +1,135 @@
+"""Measures the GPU that it runs on, and prints its entry for `fp8attn/kernels/devices.py`.
+
+    python -m benchmarks.fit
+
+A launch of `prefill` whose every CTA does `items` items of `tiles` tiles takes `launch + items * (item + tile * tiles)` microseconds, and a
+launch of `combine` that reads `bytes` of partial outputs takes `once + byte * bytes`. Both are fitted by least squares of relative errors.
+`launch` is left out of the entry: every way to cut a problem has it. What is not fitted (the bytes of L2, decode's numbers) stays as it is
+in `devices.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from unittest import mock
+
+import torch
+
+from fp8attn.kernels import combine, devices, prefill
+from fp8attn.kernels.devices import Chip, Cost
+from fp8attn.kernels.launch import num_sms
+
+from . import problem
+from .measure import graph_of, interleaved
+
+HEADS, TILES = (1, 2, 4), (4, 16, 64)  # items of a CTA, and their tiles of 128 keys; fewer have a path of their own
+SPLITS, TOKENS, Q_HEADS, HEAD_DIM = (2, 3, 5), (256, 1024, 4096), 32, 128  # what `combine` puts together
+COPIED = 1 << 30  # bytes
+IN_A_GRAPH, ROUNDS = 4, 15  # launches of a CUDA graph, which is replayed so many times
+
+
+# The fit
+
+
+def least_squares(terms: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """The factors of the terms for which the sums are nearest to the times, in squares of relative errors."""
+    x, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)
+    return torch.linalg.lstsq(x / y[:, None], torch.ones_like(y)[:, None], driver="gelsd").solution[:, 0].tolist()
+
+
+def fit_prefill(times: dict[tuple[int, int], float]) -> Cost:
+    """From microseconds of launches whose every CTA does `(items, tiles of each)`."""
+    _, item, tile = least_squares([(1, items, items * tiles) for items, tiles in times], list(times.values()))
+    return Cost(_digits(tile, 3), _digits(item, 2))
+
+
+def fit_combine(times: dict[int, float]) -> tuple[float, float]:
+    """From microseconds of launches by the bytes of partial outputs that they read."""
+    once, byte = least_squares([(1, size) for size in times], list(times.values()))
+    return _digits(once, 2), _digits(byte, 2)
+
+
+def _digits(x: float, digits: int) -> float:
+    return float(f"{x:.{digits}g}")
+
+
+def entry(chip: Chip) -> str:
+    """The Python expression that makes `chip`."""
+    return "\n".join(["Chip(", *(f"    {field.name}={getattr(chip, field.name)!r}," for field in fields(chip)), ")"])
+
+
+# What is measured
+
+
+def microseconds(calls: dict) -> dict:
+    """Of a launch of each call."""
+
+    def repeated(call):
+        return lambda: [call() for _ in range(IN_A_GRAPH)]
+
+    replays = {name: graph_of(repeated(call))[0] for name, call in calls.items()}
+    return {name: 1e3 * ms / IN_A_GRAPH for name, ms in interleaved(replays, ROUNDS).items()}
+
+
+def time_prefill(width: int, shape: prefill.cut.Shape) -> dict[tuple[int, int], float]:
+    """Of one shape of the kernel: microseconds by a CTA's items and their tiles. A head has as many items as there are multiprocessors."""
+    queries = num_sms(torch.device("cuda", torch.cuda.current_device())) * shape.warpgroups * 64
+    with mock.patch.object(prefill.plan, "cuts", return_value=[(shape, 1)]):
+        calls = dict(_prefill_calls(width, queries))
+        prefill.plan.plan.cache_clear()  # what is planned from here on has this shape
+        try:
+            return microseconds(calls)
+        finally:
+            prefill.plan.plan.cache_clear()
+
+
+def _prefill_calls(width: int, queries: int) -> Iterator[tuple[tuple[int, int], object]]:
+    for tiles in TILES:
+        k, v = torch.randn(2, tiles * 128, 1, width, device=problem.DEVICE, dtype=torch.bfloat16)
+        for heads in HEADS:
+            shape = problem.Shape((tiles * 128,), (queries,), heads, 1, width, causal=False)
+            q = torch.randn(queries, heads, width, device=problem.DEVICE, dtype=torch.bfloat16)
+            yield (heads, tiles), problem.ours(prefill.attention, shape, q, problem.hold(shape, k, v))
+
+
+def time_combine() -> dict[int, float]:
+    """Microseconds by bytes of partial outputs."""
+    calls = {}
+    for splits in SPLITS:
+        for tokens in TOKENS:
+            parts = torch.randn(splits, tokens * Q_HEADS, HEAD_DIM, device=problem.DEVICE)
+            lse = torch.randn(2, splits, tokens * Q_HEADS, device=problem.DEVICE)
+            out = torch.empty(tokens, Q_HEADS, HEAD_DIM, device=problem.DEVICE, dtype=torch.bfloat16)
+            given = parts, lse, None, out, torch.empty(tokens, Q_HEADS, device=problem.DEVICE)
+            calls[4 * parts.numel()] = lambda given=given: combine.combine(*given)
+    return microseconds(calls)
+
+
+def bandwidth() -> float:
+    """GB/s of a copy, reads and writes together."""
+    x = torch.empty(COPIED, dtype=torch.uint8, device=problem.DEVICE)
+    y = torch.empty_like(x)
+    return 2e-3 * COPIED / microseconds({"copy": lambda: y.copy_(x)})["copy"]
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.fit measures a GPU, and PyTorch finds none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    costs = {}
+    for width, shapes in prefill.cut.SHAPES.items():
+        for shape in shapes:
+            times = time_prefill(width, shape)
+            costs[width, shape.warpgroups] = cost = fit_prefill(times)
+            print(f"# head_dim {width}, {shape.warpgroups} warpgroups: {cost}; microseconds by items and tiles: {times}", flush=True)
+    print(f"# combine, microseconds by bytes: {(times := time_combine())}", flush=True)
+    measured = replace(
+        devices.chip(device), name=torch.cuda.get_device_name(device), bandwidth=_digits(bandwidth(), 3), prefill=costs,
+        combine=fit_combine(times),
+    )  # fmt: skip
+    print(entry(measured))
+
+
+if __name__ == "__main__":
+    main()
