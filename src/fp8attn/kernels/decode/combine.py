@@ -30,19 +30,19 @@ class Parts:
     pages: gl.tensor  # [workers], by the range that a head begins in: how many of its pages are done
 
     @gluon.jit
-    def store(self, part, o, pair, offset, channel, batch, seq, OFFSETS: gl.constexpr, config: gl.constexpr):
-        """Stores `o [WIDTH, ROWS]` with its channels, `pair [ROWS, 2]` of row_max and row_sum, and `offset [ROWS]`."""
+    def store(self, part, o, row_max, row_sum, offset, batch, seq, channel, PAIR: gl.constexpr, OFFSETS: gl.constexpr, config: gl.constexpr):
+        """Stores `o [WIDTH, ROWS]`, whose channels are `channel`, and by row row_max, row_sum and offset. `PAIR` is a layout of sums."""
         first = part * config.ROWS
         row = gl.arange(0, config.ROWS, gl.SliceLayout(0, o.type.layout))
         inside = batch.row0 + row < seq.num_q * batch.GROUP
-        at = self.o + (first + row)[None, :] * config.WIDTH + channel[:, None]
-        gl.store(at, o, mask=inside[None, :] & (channel < config.D)[:, None])
+        mask = inside[None, :] & (channel < config.D)[:, None]
+        gl.store(self.o + (first + row)[None, :] * config.WIDTH + channel[:, None], o, mask=mask)
         if OFFSETS:
             gl.store(self.offsets + first + row, gl.convert_layout(offset, row.type.layout), mask=inside)
-        PAIR: gl.constexpr = pair.type.layout
         row = gl.arange(0, config.ROWS, gl.SliceLayout(1, PAIR))
         inside = batch.row0 + row < seq.num_q * batch.GROUP
-        gl.store(self.sums + (first + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :], pair, mask=inside[:, None])
+        in_sums = (first + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
+        gl.store(self.sums + in_sums, gl.convert_layout(gl.join(row_max, row_sum), PAIR), mask=inside[:, None])
 
 
 @gluon.jit
@@ -74,8 +74,8 @@ def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, config: 
     if output.v_mean is not None:
         result += gl.convert_layout(mean, COLUMN)[:, None] * (row_sum * weight)[None, :]
     result = gl.where((row_sum == 0)[None, :], 0.0, result)  # of a row that sees no key; NaN is left
-    at = output.out + out_row[None, :] * config.D + d[:, None]
-    gl.store(at, result.to(output.out.dtype.element_ty), mask=inside[None, :] & (d < config.D)[:, None])
+    mask = inside[None, :] & (d < config.D)[:, None]
+    gl.store(output.out + out_row[None, :] * config.D + d[:, None], result.to(output.out.dtype.element_ty), mask=mask)
     gl.store(output.lse + out_row, (row_max + gl.log2(total) + offset) * LN2, mask=inside)
 
 

@@ -193,9 +193,8 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
             if i + seq.num_pages == j:
                 finish(o, max_one, sum_one, offset_one, v_mean, batch, seq, head, output, config)
             else:
-                pair = gl.convert_layout(gl.join(max_one, sum_one), PAIR)
                 part = work.worker + gl.where(i == 0, work.workers, 0)
-                parts.store(part, o, pair, offset_one, channel, batch, seq, OFFSETS, config)
+                parts.store(part, o, max_one, sum_one, offset_one, batch, seq, channel, PAIR, OFFSETS, config)
                 start = gl.where(i > 0, first_start, work.worker)
                 sync()
                 done = gl.atomic_add(parts.pages + start, j - i, sem="acq_rel", scope="gpu") + j - i
