@@ -110,19 +110,19 @@ def _drain(pipe, batch, work):
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "workers"])
 def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers,
-            config: gl.constexpr):  # fmt: skip
+            OPTIONS: gl.constexpr):  # fmt: skip
     worker = gl.program_id(0)
     batch = Batch(
-        lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, config.GROUP, False, False, False,
-        config.MIN_PAGES, config.WHOLE_PAGES,
+        lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, OPTIONS.group, False, False, False,
+        OPTIONS.min_pages, OPTIONS.whole_pages,
     )  # fmt: skip
-    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, config.D)
-    count = batch.counts(0, config.BLOCK)
-    pipe = make_pipe(k_desc, config.WIDTH, config.STAGES)
+    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
+    count = batch.counts(0, OPTIONS.block)
+    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
     pipe.open(0, 1)
-    work = assign(batch, count, worker, workers, config.BLOCK)
+    work = assign(batch, count, worker, workers, OPTIONS.block)
     requested = request_first(pipe, batch, work, source)
-    pipe.open(1, config.STAGES)
+    pipe.open(1, OPTIONS.stages)
     gl.warp_specialize([
         (_drain, (pipe, batch, work)),
         (produce, (pipe, batch, work, requested, source)),
@@ -132,7 +132,7 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
 def stream(case: Case, pages: KVPages) -> Callable[[], None]:
     device, how = pages.device, decode.Launch(case.dim, case.group, case.group, len(case.lengths), chip=chip(pages.device))
     workers = how.workers(num_sms(device), case.heads * len(case.lengths))
-    given = constants("stream", device, config=how.config(), **how.options())
+    given = constants("stream", device, **how.constants())
     args = (
         *tiles(pages, how.width, how.width), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
         len(case.lengths), case.heads, 1, workers,

@@ -10,7 +10,8 @@ in `devices.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from unittest import mock
 
@@ -74,17 +75,21 @@ def microseconds(calls: dict) -> dict:
 
 def time_prefill(width: int, shape: prefill.cut.Shape) -> dict[tuple[int, int], float]:
     """Of one shape of the kernel: microseconds by a CTA's items and their tiles. A head has as many items as there are multiprocessors."""
-    queries = num_sms(torch.device("cuda", torch.cuda.current_device())) * shape.warpgroups * 64
-    with mock.patch.object(prefill.plan, "cuts", return_value=[(shape, 1)]):
-        calls = dict(_prefill_calls(width, queries))
-        prefill.plan.plan.cache_clear()  # what is planned from here on has this shape
-        try:
-            return microseconds(calls)
-        finally:
-            prefill.plan.plan.cache_clear()
+    calls = dict(prefill_calls(width, shape.rows * num_sms(torch.device("cuda", torch.cuda.current_device()))))
+    with only(shape):
+        return microseconds(calls)
 
 
-def _prefill_calls(width: int, queries: int) -> Iterator[tuple[tuple[int, int], object]]:
+@contextmanager
+def only(shape: prefill.cut.Shape) -> Iterator[None]:
+    """Launches of `prefill` have this shape and leave the keys whole."""
+    prefill.plan.make_plan.cache_clear()
+    with mock.patch.object(prefill.plan, "best_cut", return_value=(shape, 1)):
+        yield
+    prefill.plan.make_plan.cache_clear()
+
+
+def prefill_calls(width: int, queries: int) -> Iterator[tuple[tuple[int, int], Callable]]:
     for tiles in TILES:
         k, v = torch.randn(2, tiles * 128, 1, width, device=problem.DEVICE, dtype=torch.bfloat16)
         for heads in HEADS:

@@ -119,11 +119,11 @@ def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
         "leftpad_k": torch.tensor(c["leftpad"], dtype=torch.int32) if c["leftpad"] else None,
     }
     with dry() as (launches, patch):
-        patch.setattr(decode, "num_sms", lambda device: c["sms"])
+        patch.setattr(decode.plan, "num_sms", lambda device: c["sms"])
         poison_empty(patch)
-        decode.plan.cache_clear()  # a plan keeps what these gave
+        decode.plan.make_plan.cache_clear()  # a plan keeps what these gave
         result = decode.attention(q, pages, **options)
-        decode.plan.cache_clear()
+        decode.plan.make_plan.cache_clear()
     (launch,) = launches
     run(launch)
     return result, reference.attention(q, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)

@@ -153,8 +153,8 @@ def attended(launches: list, compiled: dict) -> dict:
 
     `launches` grows by one for each launch that Triton binds, whose kernel is then `compiled["last"]`.
     """
-    decode.decode, prefill.prefill_kernel = stand_in(decode.decode), stand_in(prefill.prefill_kernel)
-    decode.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
+    decode.decode_kernel, prefill.prefill_kernel = stand_in(decode.decode_kernel), stand_in(prefill.prefill_kernel)
+    decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
     ops._selected = cache(lambda *_: "hopper")
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
@@ -256,7 +256,7 @@ def planned() -> dict:
 
     rows = {}
     for name in cases:
-        for kept in (prefill.plan.make_plan, combine._plan):
+        for kept in (prefill.plan, combine._plan):
             kept.cache_clear()
         rows[name] = {"alone": launched(name)}
     for name in 2 * [*cases]:

@@ -10,6 +10,8 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from benchmarks import fit
 from fp8attn.kernels import devices
 from fp8attn.kernels.devices import H100, H200, Chip, Cost
+from fp8attn.kernels.launch import recording
+from fp8attn.kernels.prefill import cut, plan
 
 
 def test_chips_are_known_by_name(caplog):
@@ -41,6 +43,21 @@ def test_a_fit_finds_the_numbers_of_prefill():
     noisy = {case: time * (1 + 0.02 * float(torch.randn((), generator=noise).clamp(-1, 1))) for case, time in exact.items()}
     found = fit.fit_prefill(noisy)
     assert found.tile == pytest.approx(1.52, rel=0.02) and found.item == pytest.approx(5.9, rel=0.2)
+
+
+def test_every_cta_has_as_many_items_and_tiles_as_the_fit_counts(monkeypatch):
+    sms, shape = 3, cut.SHAPES[128][1]
+    monkeypatch.setattr(plan, "num_sms", lambda device: sms)
+    calls = dict(fit.prefill_calls(128, shape.rows * sms))
+    with fit.only(shape), recording(dry=True) as launches:
+        for call in calls.values():
+            call()
+    assert [launch.grid for launch in launches] == [(sms,)] * len(calls)
+    for (items, tiles), launch in zip(calls, launches, strict=True):
+        options, given = launch.given["OPTIONS"], dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+        assert options.warpgroups == 3 and not options.split and not given["causal"]
+        assert given["num_q_heads"] * -(-given["max_q"] // shape.rows) == items * sms
+        assert given["table_width"] == tiles and given["lengths_ptr"].tolist() == [128 * tiles]
 
 
 def test_a_fit_finds_the_numbers_of_combine():

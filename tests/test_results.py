@@ -251,7 +251,7 @@ def test_a_plan_of_the_host_makes_its_rows_stale(copy):
 
 def test_a_refactoring_leaves_what_is_launched(copy):
     renamed = ("class Plan(NamedTuple)", "class Planned(NamedTuple)"), ("-> Plan:", "-> Planned:"), ("return Plan(", "return Planned(")
-    change(copy, "src/fp8attn/kernels/decode/__init__.py", *renamed)
+    change(copy, "src/fp8attn/kernels/decode/plan.py", *renamed)
     assert copy.stale() == {MODEL_ROW}
 
 

@@ -53,8 +53,8 @@ class Chip:
     decode_whole_pages: int
 
 
-# The SXM module, with 132 multiprocessors. Tiles, items and `combine` are fitted to launches of 20 to 2,400 us (`tests/test_prefill_cut.py` has them), the
-# bandwidth is that of a copy of 1 GB, and the others are the fastest of those that were tried.
+# The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which `test_prefill_cut.py` has, and
+# `combine` to others. The bandwidth is measured by copying 1 GB. The other numbers are the fastest of those that were tried.
 H100 = Chip(
     name="NVIDIA H100 80GB HBM3",
     bandwidth=3000,

@@ -110,3 +110,9 @@ def reciprocal(x):
 def pin(x):
     """`x`, computed here and not later: a volatile move."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def transpose_8x8(x):
+    """Each 8x8 of FP16 values, of which a thread holds one 32-bit register, transposed."""
+    return gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2)

@@ -1,9 +1,11 @@
 """The results of a head: from one range's sums, or from the parts that several ranges have left of it."""
 
-from ..gluon import aggregate, gl, gluon
-from .queries import LOG2E, load_mean
+from __future__ import annotations
 
-LN2 = gl.constexpr(0.6931471805599453)
+from ..gluon import aggregate, gl, gluon
+from .options import LN2, LOG2E
+from .queries import load_mean
+
 NO_SCORE = gl.constexpr(-1e28)  # the maximum of no scores: far above consume's MASKED, so that masked weights are exactly zero
 
 
@@ -11,43 +13,45 @@ NO_SCORE = gl.constexpr(-1e28)  # the maximum of no scores: far above consume's 
 class Output:
     """Where results go, and what they need besides the keys and values. All of them are pointers."""
 
-    out: gl.tensor  # [tokens, heads, D]
+    out: gl.tensor  # [tokens, heads, head_dim]
     lse: gl.tensor  # [tokens, heads]
-    v_mean: gl.tensor | gl.constexpr  # [KV heads, D], or None
-    sinks: gl.tensor  # [heads]; not read without SINKS
+    v_mean: gl.tensor | gl.constexpr  # [KV heads, head_dim], or None
+    sinks: gl.tensor  # [heads]; not read without `Options.sinks`
 
 
 @aggregate
 class Parts:
-    """What ranges leave of the heads that they share: `[2 * workers, ROWS]` partial results.
+    """What ranges leave of the heads that they share: `[2 * workers, rows]` partial results.
 
     Part r is range r's of the head that began before it, part workers + r is range r's of the head that ends after it.
     """
 
-    o: gl.tensor  # pointers; [..., WIDTH]
+    o: gl.tensor  # pointers; [..., width]
     sums: gl.tensor  # [..., 2]: row_max and row_sum
     offsets: gl.tensor
     pages: gl.tensor  # [workers], by the range that a head begins in: how many of its pages are done
 
     @gluon.jit
-    def store(self, part, o, row_max, row_sum, offset, batch, seq, channel, PAIR: gl.constexpr, OFFSETS: gl.constexpr, config: gl.constexpr):
-        """Stores `o [WIDTH, ROWS]`, whose channels are `channel`, and by row row_max, row_sum and offset. `PAIR` is a layout of sums."""
-        first = part * config.ROWS
-        row = gl.arange(0, config.ROWS, gl.SliceLayout(0, o.type.layout))
+    def store(
+        self, part, o, row_max, row_sum, offset, batch, seq, channel, PAIR: gl.constexpr, OFFSETS: gl.constexpr, options: gl.constexpr
+    ):
+        """Stores `o [width, rows]`, whose channels are `channel`, and by row the sums and the offset. `PAIR` is the layout of the sums."""
+        first = part * options.rows
+        row = gl.arange(0, options.rows, gl.SliceLayout(0, o.type.layout))
         inside = batch.row0 + row < seq.num_q * batch.GROUP
-        mask = inside[None, :] & (channel < config.D)[:, None]
-        gl.store(self.o + (first + row)[None, :] * config.WIDTH + channel[:, None], o, mask=mask)
+        mask = inside[None, :] & (channel < options.head_dim)[:, None]
+        gl.store(self.o + (first + row)[None, :] * options.width + channel[:, None], o, mask=mask)
         if OFFSETS:
             gl.store(self.offsets + first + row, gl.convert_layout(offset, row.type.layout), mask=inside)
-        row = gl.arange(0, config.ROWS, gl.SliceLayout(1, PAIR))
+        row = gl.arange(0, options.rows, gl.SliceLayout(1, PAIR))
         inside = batch.row0 + row < seq.num_q * batch.GROUP
         in_sums = (first + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
         gl.store(self.sums + in_sums, gl.convert_layout(gl.join(row_max, row_sum), PAIR), mask=inside[:, None])
 
 
 @gluon.jit
-def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, config: gl.constexpr):
-    """Stores a head's output and LSE, from the sums over all its keys: `o [WIDTH, rows]`; by row, `row_max` and `offset` as exponents of
+def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options: gl.constexpr):
+    """Stores a head's output and LSE, from the sums over all its keys: `o [width, rows]`; by row, `row_max` and `offset` as exponents of
     two, and `row_sum`; by channel, V's `mean`."""
     ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(1, o.type.layout)
@@ -59,11 +63,11 @@ def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, config: 
     row_max = gl.convert_layout(row_max, ROW)
     row_sum = gl.convert_layout(row_sum, ROW)
     offset = gl.convert_layout(offset, ROW)
-    if config.SOFTCAP:
+    if options.softcap:
         offset = offset * 0.0  # the scores have it already
     total = row_sum
     weight = row_sum * 0.0 + 1.0
-    if config.SINKS:
+    if options.sinks:
         sink = gl.load(output.sinks + q_head, mask=inside, other=0.0).to(gl.float32) * LOG2E - offset
         top = gl.maximum(row_max, sink)
         weight = gl.exp2(row_max - top)
@@ -74,20 +78,20 @@ def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, config: 
     if output.v_mean is not None:
         result += gl.convert_layout(mean, COLUMN)[:, None] * (row_sum * weight)[None, :]
     result = gl.where((row_sum == 0)[None, :], 0.0, result)  # of a row that sees no key; NaN is left
-    mask = inside[None, :] & (d < config.D)[:, None]
-    gl.store(output.out + out_row[None, :] * config.D + d[:, None], result.to(output.out.dtype.element_ty), mask=mask)
+    mask = inside[None, :] & (d < options.head_dim)[:, None]
+    gl.store(output.out + out_row[None, :] * options.head_dim + d[:, None], result.to(output.out.dtype.element_ty), mask=mask)
     gl.store(output.lse + out_row, (row_max + gl.log2(total) + offset) * LN2, mask=inside)
 
 
 @gluon.jit
-def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.constexpr, config: gl.constexpr):
+def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.constexpr, options: gl.constexpr):
     """The results of one head from the parts of the ranges `[start, last]`, in this order, whichever range ended first.
 
-    Only `USED` of `ROWS` rows exist. Layouts are such that what a thread loads is at constant distances from one address.
+    Only `used_rows` of `rows` exist. Layouts are such that what a thread loads is at constant distances from one address.
     """
-    ROWS: gl.constexpr = config.ROWS
-    USED: gl.constexpr = config.USED
-    WIDTH: gl.constexpr = config.WIDTH
+    ROWS: gl.constexpr = options.rows
+    USED: gl.constexpr = options.used_rows
+    WIDTH: gl.constexpr = options.width
     WARPS: gl.constexpr = gl.num_warps()
     BY_ROW: gl.constexpr = min(USED, WARPS)
     CHANNELS: gl.constexpr = max(1, min(4, WIDTH * BY_ROW // (32 * WARPS)))
@@ -102,7 +106,7 @@ def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.c
     d = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, ALL)))
     row = gl.arange(0, USED, gl.SliceLayout(0, gl.SliceLayout(0, ALL)))
     in_o = row[None, :] * WIDTH + d[:, None]
-    inside_o = (batch.row0 + row < seq.num_q * batch.GROUP)[None, :] & (d < config.D)[:, None]
+    inside_o = (batch.row0 + row < seq.num_q * batch.GROUP)[None, :] & (d < options.head_dim)[:, None]
     row = gl.arange(0, USED, gl.SliceLayout(1, PAIR))
     in_sums = row[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
     inside_sums = (batch.row0 + row < seq.num_q * batch.GROUP)[:, None]
@@ -110,7 +114,7 @@ def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.c
     part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SUM))[:, None]
     part_o = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
     part_sums = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None, None]
-    mean = load_mean(output.v_mean, head, d, config.D)
+    mean = load_mean(output.v_mean, head, d, options.head_dim)
     # The head ends after the range in which it begins, and began before the others.
     first = (workers + start) * ROWS
     row_max, row_sum = gl.split(gl.load(parts.sums + 2 * first + in_sums, mask=inside_sums, other=0.0))
@@ -141,15 +145,15 @@ def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.c
         row_sum = row_sum * rescale + gl.sum(some_sum * weight, 0)
         o = o * gl.convert_layout(rescale, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some_o * weight[:, None, :], 0)
         row_max = new_max
-    finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, config)
+    finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options)
 
 
 @gluon.jit
-def clear_rest(batch, num_tokens, output, config: gl.constexpr):
+def clear_rest(batch, num_tokens, output, options: gl.constexpr):
     """Zeros in the output, and -inf in the LSE, of tokens past the last sequence's: they belong to no sequence."""
-    d = gl.arange(0, config.WIDTH, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    d = gl.arange(0, options.width, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     heads = batch.heads * batch.GROUP
     rest = gl.load(batch.bounds + batch.num_seqs) * heads
     for row in range(rest + gl.program_id(0), num_tokens * heads, gl.num_programs(0)):
-        gl.store(output.out + row * config.D + d, gl.zeros_like(d).to(output.out.dtype.element_ty), mask=d < config.D)
+        gl.store(output.out + row * options.head_dim + d, gl.zeros_like(d).to(output.out.dtype.element_ty), mask=d < options.head_dim)
         gl.store(output.lse + row, float("-inf"))

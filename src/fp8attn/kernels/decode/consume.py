@@ -3,10 +3,14 @@
 Each warp has 32 of a page's 128 tokens, and an online softmax of its own. After the last page of a head, the four are merged.
 """
 
+from __future__ import annotations
+
 from ..gluon import aggregate, gl, gluon, mbarrier, mma_v2, sync
 from ..pages import PAGE
+from ..ptx import transpose_8x8
 from .combine import NO_SCORE, combine, finish
-from .queries import LOG2E, load_mean, mma_layout
+from .options import LOG2E
+from .queries import load_mean, mma_layout
 
 MASKED = gl.constexpr(-1e30)  # a score that is masked; finite, so that no inf - inf can arise
 WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times the softmax's, out of FP16's subnormals
@@ -48,22 +52,16 @@ def _mask(batch, seq, step, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _transpose(p):
-    """Transposes each 8x8 of FP16 weights; a thread holds one 32-bit register of it."""
-    return gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=gl.float16, is_pure=True, pack=2)
-
-
-@gluon.jit
 def _weights_operand(p, OPERAND: gl.constexpr):
     """Weights `[warps, tokens, rows]`, in the layout of the scores, as the B operand of V P^T, with tokens in V's order.
 
-    After the 8x8 transposes, element (8i + a, 8j + b) belongs to token 8i + b of row 8j + a. Position p of 16 in a V page holds token
-    p1 p3 p2 p0 (in bits, highest first). Data moves in `_transpose` alone: the last conversion is asserted to be trivial.
+    After `transpose_8x8`, element (8i + a, 8j + b) belongs to token 8i + b of row 8j + a. Position p of 16 in a V page holds token
+    p1 p3 p2 p0 (in bits, highest first). Data moves there alone: the last conversion is asserted to be trivial.
     """
     WARPS: gl.constexpr = p.shape[0]
     TOKENS: gl.constexpr = p.shape[1]
     ROWS: gl.constexpr = p.shape[2]
-    x = _transpose(p.to(gl.float16)).reshape([WARPS, TOKENS // 16, 2, 8, ROWS // 8, 4, 2])  # ..., t3, a, j, t2 t1, t0
+    x = transpose_8x8(p.to(gl.float16)).reshape([WARPS, TOKENS // 16, 2, 8, ROWS // 8, 4, 2])  # ..., t3, a, j, t2 t1, t0
     x = x.permute(0, 1, 5, 2, 6, 4, 3).reshape([WARPS, TOKENS, ROWS])
     return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
@@ -100,7 +98,7 @@ def _load_v(pipe, stage, phase, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def _attend(pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, last_v_scale, config: gl.constexpr):
+def _attend(pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, last_v_scale, options: gl.constexpr):
     """Adds one page, the `tile`-th of the range, to the online softmax of a head. `acc` is in units of the page's scale of V."""
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = acc.type.layout
@@ -113,11 +111,11 @@ def _attend(pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_
     k_scale, v_scale = gl.split(pipe.scales.index(stage).reshape([1, 2]).load(TWO))
     c = gl.max(k_scale, 0) * factor
     v_scale = gl.max(v_scale, 0)
-    k = pipe.k.index(stage).reshape([WARPS, PAGE // WARPS, config.WIDTH]).load(A)
-    if config.EARLY_V:  # frees the stage before the arithmetic
+    k = pipe.k.index(stage).reshape([WARPS, PAGE // WARPS, options.width]).load(A)
+    if options.early_v:  # frees the stage before the arithmetic
         v = _load_v(pipe, stage, phase, A)
-    s = _scores(k, q, config.ROWS, MMA)
-    if config.SOFTCAP:
+    s = _scores(k, q, options.rows, MMA)
+    if options.softcap:
         s = _tanh((s * c[:, None, :] + offset[:, None, :]) * (1.0 / softcap)) * softcap
         c = factor * 0.0 + 1.0
     if mask.cuts(page):
@@ -130,17 +128,17 @@ def _attend(pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_
     # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
     ratio = last_v_scale.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
     rescale = rescale * ratio.to(gl.float32, bitcast=True)
-    if not config.EARLY_V:
+    if not options.early_v:
         v = _load_v(pipe, stage, phase, A)
     acc = mma_v2(v.to(gl.float16), _weights_operand(p, B), acc * rescale[:, None, :])
     return acc, new_max, row_sum, v_scale
 
 
 @gluon.jit
-def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, softcap, config: gl.constexpr):
+def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, softcap, options: gl.constexpr):
     """Four warps: attention over the pages of the range, and the combination of heads that ranges share."""
-    ROWS: gl.constexpr = config.ROWS
-    WIDTH: gl.constexpr = config.WIDTH
+    ROWS: gl.constexpr = options.rows
+    WIDTH: gl.constexpr = options.width
     WARPS: gl.constexpr = gl.num_warps()
     TOKENS: gl.constexpr = PAGE // WARPS  # of a page, for each warp
     MMA: gl.constexpr = mma_layout(WARPS)
@@ -158,7 +156,7 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
     channel = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
     step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
     first_start = work.worker_of(work.begin)  # of the first head
-    q, factor, offset = queries.operand(first_q, first_k_mean, VECTOR, INT8, config)
+    q, factor, offset = queries.operand(first_q, first_k_mean, VECTOR, INT8, options)
     index, head, begin = work.seq, work.head, work.begin
     tile = 0
     while begin < work.high:
@@ -166,9 +164,9 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
         i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
         if i < j:
             if begin > work.begin:
-                next_q, k_mean = queries.load(batch, seq, head, config)
-                q, factor, offset = queries.operand(next_q, k_mean, VECTOR, INT8, config)
-            mask = _mask(batch, seq, step, config.CAUSAL)
+                next_q, k_mean = queries.load(batch, seq, head, options)
+                q, factor, offset = queries.operand(next_q, k_mean, VECTOR, INT8, options)
+            mask = _mask(batch, seq, step, options.causal)
             acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
             row_max = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
             row_sum = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
@@ -176,12 +174,12 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
             v_scale = seq.length.to(gl.float32) * 0.0 + 1.0  # of an empty accumulator
             for page in range(seq.first_page + i, seq.first_page + j):
                 acc, row_max, row_sum, v_scale = _attend(
-                    pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, v_scale, config
+                    pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, v_scale, options
                 )
                 tile += 1
 
             # The four warps' sums become one.
-            v_mean = load_mean(output.v_mean, head, channel, config.D)
+            v_mean = load_mean(output.v_mean, head, channel, options.head_dim)
             o = gl.convert_layout(acc, MERGED)
             all_max, all_sum = gl.split(gl.convert_layout(gl.join(row_max, row_sum), PAIRS))
             all_max = gl.convert_layout(all_max, SUMS)
@@ -191,10 +189,10 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
             sum_one = gl.sum(all_sum * weight, 0)
             o = gl.sum(o * (weight * v_scale)[:, None, :], 0)
             if i + seq.num_pages == j:
-                finish(o, max_one, sum_one, offset_one, v_mean, batch, seq, head, output, config)
+                finish(o, max_one, sum_one, offset_one, v_mean, batch, seq, head, output, options)
             else:
                 part = work.worker + gl.where(i == 0, work.workers, 0)
-                parts.store(part, o, max_one, sum_one, offset_one, batch, seq, channel, PAIR, OFFSETS, config)
+                parts.store(part, o, max_one, sum_one, offset_one, batch, seq, channel, PAIR, OFFSETS, options)
                 start = gl.where(i > 0, first_start, work.worker)
                 sync()
                 done = gl.atomic_add(parts.pages + start, j - i, sem="acq_rel", scope="gpu") + j - i
@@ -202,6 +200,6 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
                 if done == seq.num_pages:
                     gl.store(parts.pages + start, 0)
                     last = work.worker_of(begin + seq.num_pages - 1)
-                    combine(start, last, batch, seq, head, work.workers, parts, output, OFFSETS, config)
+                    combine(start, last, batch, seq, head, work.workers, parts, output, OFFSETS, options)
         begin += seq.num_pages
         index, head = batch.following(index, head, seq.num_pages)

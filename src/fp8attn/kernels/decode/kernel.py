@@ -1,5 +1,7 @@
 """The kernel: what is computed before the warps are specialized, and what each partition is given."""
 
+from __future__ import annotations
+
 from ..gluon import gl, gluon
 from .combine import Output, Parts, clear_rest
 from .consume import consume
@@ -9,36 +11,36 @@ from .work import Batch, assign
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "num_tokens", "window", "workers", "plane"])
-def decode(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride, lengths_ptr,
-           bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q, num_tokens, window,
-           workers, scale, softcap, config: gl.constexpr):  # fmt: skip
-    """`workers * TILES` CTAs. Neighbors read the same pages at the same time for different row tiles: memory is read once."""
-    ROWS: gl.constexpr = config.ROWS
-    row_tile = gl.program_id(0) % config.TILES
-    worker = gl.program_id(0) // config.TILES
+def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride, lengths_ptr,
+                  bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q, num_tokens,
+                  window, workers, scale, softcap, OPTIONS: gl.constexpr):  # fmt: skip
+    """`workers * row_tiles` CTAs. Neighbors read the same pages at the same time for different row tiles: memory is read once."""
+    ROWS: gl.constexpr = OPTIONS.rows
+    row_tile = gl.program_id(0) % OPTIONS.row_tiles
+    worker = gl.program_id(0) // OPTIONS.row_tiles
     batch = Batch(
-        lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, config.GROUP, config.RAGGED,
-        config.WINDOW, config.LEFTPAD, config.MIN_PAGES, config.WHOLE_PAGES,
+        lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, OPTIONS.group, OPTIONS.ragged,
+        OPTIONS.window, OPTIONS.leftpad, OPTIONS.min_pages, OPTIONS.whole_pages,
     )  # fmt: skip
     # Every row tile has its own parts, as its own ranges.
     first = row_tile * (2 * workers) * ROWS
-    sums_ptr = part_ptr + plane * config.WIDTH
-    parts = Parts(part_ptr + first * config.WIDTH, sums_ptr + 2 * first, sums_ptr + 2 * plane + first, state_ptr + row_tile * workers)
-    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, config.D)
+    sums_ptr = part_ptr + plane * OPTIONS.width
+    parts = Parts(part_ptr + first * OPTIONS.width, sums_ptr + 2 * first, sums_ptr + 2 * plane + first, state_ptr + row_tile * workers)
+    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
     queries = Queries(q_ptr, q_stride_t, q_stride_h, k_mean_ptr, scale)
     output = Output(out_ptr, lse_ptr, v_mean_ptr, sinks_ptr)
     # Before the warps are specialized, only what the first page has to wait for; and the first queries, which would otherwise wait behind
     # the pages that the SM has requested.
-    count = batch.counts(0, config.BLOCK)
-    pipe = make_pipe(k_desc, config.WIDTH, config.STAGES)
+    count = batch.counts(0, OPTIONS.block)
+    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
     pipe.open(0, 1)
-    work = assign(batch, count, worker, workers, config.BLOCK)
-    first_q, first_k_mean = queries.load(batch, batch.sequence(work.seq), work.head, config)
+    work = assign(batch, count, worker, workers, OPTIONS.block)
+    first_q, first_k_mean = queries.load(batch, batch.sequence(work.seq), work.head, OPTIONS)
     requested = request_first(pipe, batch, work, source)
-    pipe.open(1, config.STAGES)
+    pipe.open(1, OPTIONS.stages)
     gl.warp_specialize([
-        (consume, (pipe, batch, work, parts, first_q, first_k_mean, queries, output, softcap, config)),
+        (consume, (pipe, batch, work, parts, first_q, first_k_mean, queries, output, softcap, OPTIONS)),
         (produce, (pipe, batch, work, requested, source)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
-    if config.RAGGED:
-        clear_rest(batch, num_tokens, output, config)
+    if OPTIONS.ragged:
+        clear_rest(batch, num_tokens, output, OPTIONS)

@@ -1,5 +1,7 @@
 """The producer: one warp that asks TMA for the pages of its worker's range, and the stages of shared memory that they arrive in."""
 
+from __future__ import annotations
+
 from ..gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, tensor_descriptor
 from ..pages import PAGE, allocate_k, fetch_k, fetch_v, page_bytes, v_layout
 

@@ -1,9 +1,11 @@
 """The queries: loaded, rotated, and rounded to the 16-bit operand that K is multiplied with."""
 
+from __future__ import annotations
+
 from ..gluon import aggregate, gl, gluon, sync
 from ..rotation import block_size, negative
+from .options import LOG2E
 
-LOG2E = gl.constexpr(1.4426950408889634)
 MAX_INTEGER = gl.constexpr(127 * 256.0)  # of a query as an integer of two bytes, each of them in [-128, 127]
 
 
@@ -26,30 +28,30 @@ def load_mean(mean_ptr, head, d, D: gl.constexpr):
 class Queries:
     """Where the queries are, and what the scores need besides."""
 
-    q: gl.tensor  # pointer to [tokens, heads, D]
+    q: gl.tensor  # pointer to [tokens, heads, head_dim]
     stride_t: gl.tensor | gl.constexpr  # constexpr if it is 1
     stride_h: gl.tensor | gl.constexpr
-    k_mean: gl.tensor | gl.constexpr  # pointer to [KV heads, D], or None
+    k_mean: gl.tensor | gl.constexpr  # pointer to [KV heads, head_dim], or None
     scale: gl.tensor  # of the softmax
 
     @gluon.jit
-    def load(self, batch, seq, head, config: gl.constexpr):
+    def load(self, batch, seq, head, options: gl.constexpr):
         """Q^T `[warps, channels, rows]` of a row tile, the same in every warp; and K's mean of the head, by channel."""
         WARPS: gl.constexpr = gl.num_warps()
         OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(WARPS), 4)
         warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, OPERAND)))[:, None, None]
-        d = gl.arange(0, config.WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
-        row = batch.row0 + gl.arange(0, config.ROWS, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))[None, None, :]
+        d = gl.arange(0, options.width, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
+        row = batch.row0 + gl.arange(0, options.rows, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))[None, None, :]
         token = seq.query + row // batch.GROUP
         q_head = head * batch.GROUP + row % batch.GROUP
-        inside = (row < seq.num_q * batch.GROUP) & (d < config.D) & (warp >= 0)
-        mean = load_mean(self.k_mean, head, d, config.D)
+        inside = (row < seq.num_q * batch.GROUP) & (d < options.head_dim) & (warp >= 0)
+        mean = load_mean(self.k_mean, head, d, options.head_dim)
         if self.k_mean is not None:
             sync()  # ptxas: D128 rows1. Without it, the mean is loaded after the wait for the queries.
         return gl.load(self.q + token * self.stride_t + q_head * self.stride_h + d + warp * 0, mask=inside, other=0.0), mean
 
     @gluon.jit
-    def operand(self, q, k_mean, VECTOR: gl.constexpr, INT8: gl.constexpr, config: gl.constexpr):
+    def operand(self, q, k_mean, VECTOR: gl.constexpr, INT8: gl.constexpr, options: gl.constexpr):
         """What `load` returned as the operand that `scores` takes; by row, the factor that turns the products into exponents of two; and
         by row, the score of K's mean, as an exponent of two.
 
@@ -57,8 +59,8 @@ class Queries:
         is applied. A row of tiny values alone is scaled as if its largest were 2^-60: no factor may underflow.
         """
         q = q.to(gl.float32)
-        if config.ROTATE:
-            q = _rotate(q, config.D)
+        if options.rotate:
+            q = _rotate(q, options.head_dim)
         offset = gl.zeros([q.shape[0], q.shape[2]], gl.float32, gl.SliceLayout(1, q.type.layout))
         if self.k_mean is not None:
             offset = gl.sum(q * k_mean, 1) * (self.scale * LOG2E)

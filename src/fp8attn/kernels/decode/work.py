@@ -3,6 +3,8 @@
 Every CTA finds its own range from the lengths of the sequences. No host reads them, and no launch comes before.
 """
 
+from __future__ import annotations
+
 from ..gluon import aggregate, gl, gluon
 from ..pages import PAGE
 

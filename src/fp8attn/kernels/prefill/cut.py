@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..combine import MAX_SPLITS
+from ..devices import Chip
 from .options import ROWS, TILE
 
 
@@ -20,9 +21,6 @@ class Shape:
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     registers: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
     producer_registers: int
-    # What a CTA takes, in microseconds: a tile, and an item besides (16-bit queries).
-    tile: float
-    item: float
 
     @property
     def rows(self) -> int:
@@ -30,20 +28,17 @@ class Shape:
         return self.warpgroups * ROWS.value
 
 
-# A third warpgroup saves a tenth of a tile's time for its rows, but items begin and end more slowly, and there are fewer to go around.
 SHAPES = {
-    64: (Shape(3, 1, 3, 0, 160, 24, tile=1.3, item=5.0),),
-    128: (Shape(2, 1, 3, 1, 240, 24, tile=1.1, item=4.0), Shape(3, 2, 3, 0, 160, 24, tile=1.52, item=5.9)),
-    256: (Shape(2, 4, 2, 0, 240, 24, tile=2.2, item=6.0),),
+    64: (Shape(3, 1, 3, 0, 160, 24),),
+    128: (Shape(2, 1, 3, 1, 240, 24), Shape(3, 2, 3, 0, 160, 24)),
+    256: (Shape(2, 4, 2, 0, 240, 24),),
 }
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
-COMBINE = 6.0, 0.9e-6  # microseconds of a combination, and for a byte of the parts of the output that it puts together
 PART, LONG_PART = 8, 128  # tiles of a part, at least: of items that leave SMs idle, and of others
 # Heads of Q whose items are in one order (a wave): as many as L2 holds K and V of, up to MAX_HEADS. (Of groups, which share theirs, no
 # more.) Causal items differ in length and go longest first, which balances SMs if each has CLAIMS of them, or the order MIN_HEADS heads.
 # Measured.
 MAX_HEADS, MIN_HEADS, CLAIMS = 32, 8, 10
-SHARED = 32 << 20  # bytes of K and V that L2 holds beside all else
 
 
 class Problem(NamedTuple):
@@ -58,9 +53,9 @@ class Problem(NamedTuple):
     causal: bool  # and the first query of a sequence sees fewer
 
 
-def best_cut(width: int, sms: int, problem: Problem) -> tuple[Shape, int]:
+def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape, int]:
     """The shape, and the parts of the keys, that take the least time."""
-    return min(cuts(width, sms, problem), key=lambda cut: microseconds(*cut, sms, problem))
+    return min(cuts(width, sms, problem), key=lambda cut: microseconds(*cut, sms, problem, chip))
 
 
 def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
@@ -79,19 +74,20 @@ def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
             yield shape, splits
 
 
-def microseconds(shape: Shape, splits: int, sms: int, problem: Problem) -> float:
+def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Chip) -> float:
     """What a launch takes, about."""
     num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, tiles, causal = problem
+    tile, item = chip.prefill[PADDED[head_dim], shape.warpgroups]
     most = -(-max_seqlen_q // shape.rows)  # blocks of a sequence
     blocks = tokens / shape.rows + num_seqs / 2 if tokens else num_seqs * most
     items = num_q_heads * blocks * splits
     fewest = max(1, tiles - (most - 1) * shape.rows // TILE.value) if causal else tiles
-    longest = shape.item + shape.tile * tiles / splits
-    shortest = shape.item + shape.tile * fewest / splits
+    longest = item + tile * tiles / splits
+    shortest = item + tile * fewest / splits
     # Long items go first, so those that wait for the last of them have just done a short one.
     time = max(longest, (items * (longest + shortest) / 2 + -items % sms * shortest) / sms)
     if splits > 1:
-        once, byte = COMBINE
+        once, byte = chip.combine
         time += once + byte * 4 * head_dim * num_q_heads * (tokens or num_seqs * max_seqlen_q) * splits
     return time
 
@@ -101,7 +97,7 @@ def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:
     return PART if items < sms else max(PART, tiles // splits // 2)
 
 
-def heads_per_wave(rows: int, sms: int, max_seqlen_q: int, head_dim: int, tiles: int, causal: bool) -> int:
+def heads_per_wave(rows: int, sms: int, max_seqlen_q: int, head_dim: int, tiles: int, causal: bool, chip: Chip) -> int:
     """Heads of Q whose items are in one order; `rows` are those of an item."""
     heads = min(MIN_HEADS, -(-CLAIMS * sms * rows // max(1, max_seqlen_q))) if causal else 1
-    return min(max(heads, SHARED // (2 * head_dim * TILE.value * tiles)), MAX_HEADS)
+    return min(max(heads, chip.l2 // (2 * head_dim * TILE.value * tiles)), MAX_HEADS)

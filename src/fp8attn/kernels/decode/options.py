@@ -1,0 +1,35 @@
+"""What the kernel is compiled for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..gluon import gl
+
+LOG2E = gl.constexpr(math.log2(math.e))
+LN2 = gl.constexpr(math.log(2))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The one constexpr parameter of the kernel. The host makes it (`plan`), and device code reads it."""
+
+    head_dim: int
+    width: int  # head_dim, padded to a power of two: TMA fills up with zeros
+    group: int  # query heads of a KV head
+    rows: int  # query rows of a tile
+    used_rows: int  # of them, those that exist, padded to a power of two
+    row_tiles: int  # of a KV head
+    stages: int  # of shared memory: pages
+    block: int  # sequences whose lengths a CTA loads at once
+    causal: bool
+    ragged: bool  # the queries' bounds are given
+    window: bool
+    softcap: bool
+    sinks: bool
+    leftpad: bool
+    rotate: bool  # keys are rotated (`rotation`), so queries have to be
+    min_pages: int  # `devices.Chip.decode_min_pages`
+    whole_pages: int  # `devices.Chip.decode_whole_pages`
+    early_v: bool  # V goes to registers before the scores are computed, if there are registers enough

@@ -1,0 +1,96 @@
+"""How a launch is laid out, from what the host knows of a problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..devices import DEFAULT, Chip, chip
+from ..launch import Constants, Counters, constants, num_sms
+from .options import Options
+
+WARPS = 4  # that consume. The producer's warp counts as four more, since warps are given registers by fours.
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernel is laid out for one shape of problem: everything that is compiled in, and the number of CTAs."""
+
+    head_dim: int
+    group: int
+    max_rows: int  # query tokens x group of the longest sequence
+    num_seqs: int
+    causal: bool = False  # among the query tokens
+    ragged: bool = False
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    leftpad: bool = False
+    rotate: bool = False  # the queries, as the keys are
+    chip: Chip = DEFAULT
+
+    @property
+    def width(self) -> int:
+        return 1 << (self.head_dim - 1).bit_length()
+
+    @property
+    def rows(self) -> int:
+        return 8 if self.max_rows <= 8 else 16
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.max_rows // self.rows)
+
+    @property
+    def stages(self) -> int:
+        most = 2 if self.width == 256 and self.rows > 8 else 4  # that there is shared memory for
+        return min(self.chip.decode_stages[self.width], most)
+
+    def workers(self, num_sms: int, heads: int) -> int:
+        """Ranges that the work of one row tile is cut into.
+
+        One on each SM; or as many as there is room for, if there are heads enough that none is shared between ranges. (Of shared heads,
+        more ranges leave more parts to combine.) Or a few less, if sequences of one length are then cut alike.
+        """
+        for ctas in range(self.chip.decode_ctas[self.width], 0, -1):
+            most = max(1, ctas * num_sms // self.tiles)
+            even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
+            workers = max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
+            if workers <= heads:
+                break
+        return workers
+
+    def constants(self) -> dict[str, Any]:
+        """Under warp specialization all registers are given out, so `maxnreg` is a multiprocessor's 65,536 over all of its threads."""
+        options = Options(
+            head_dim=self.head_dim, width=self.width, group=self.group, rows=self.rows,
+            used_rows=min(self.rows, 1 << (self.max_rows - 1).bit_length()), row_tiles=self.tiles, stages=self.stages,
+            block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window, softcap=self.softcap,
+            sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, min_pages=self.chip.decode_min_pages,
+            whole_pages=self.chip.decode_whole_pages, early_v=self.width * self.rows <= 2048,
+        )  # fmt: skip
+        threads = self.chip.decode_ctas[self.width] * 2 * WARPS * 32
+        return {"OPTIONS": options, "num_warps": WARPS, "maxnreg": min(65536 // threads, 248)}
+
+
+class Plan(NamedTuple):
+    """What the host computes from a problem's shape, once."""
+
+    workers: int  # ranges of a row tile
+    grid: tuple[int]
+    counters: Counters  # one for each range of each row tile
+    plane: int  # rows of partial results: a range has two parts at most, of a head that began before it and of one that ends after it
+    width: int  # head_dim, padded
+    constants: Constants
+
+
+@lru_cache(maxsize=4096)
+def make_plan(device: torch.device, heads: int, *shape) -> Plan:
+    """The plan for `Launch(*shape)` and `heads` heads of all sequences together."""
+    how = Launch(*shape, chip=chip(device))
+    workers = how.workers(num_sms(device), heads)
+    given = constants("decode", device, **how.constants())
+    return Plan(workers, (workers * how.tiles,), Counters(workers * how.tiles), 2 * workers * how.tiles * how.rows, how.width, given)
