@@ -13,7 +13,7 @@ from .options import LOG2E
 from .queries import load_mean, mma_layout
 
 MASKED = gl.constexpr(-1e30)  # a score that is masked; finite, so that no inf - inf can arise
-WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times the softmax's, out of FP16's subnormals
+WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times the softmax's: small ones are then no subnormals of FP16
 
 
 @aggregate
@@ -32,6 +32,7 @@ class Mask:
 
     @gluon.jit
     def sees(self, key):
+        """Which rows see which keys."""
         return (key < self.end) & (key >= self.first)
 
 
@@ -56,7 +57,7 @@ def _weights_operand(p, OPERAND: gl.constexpr):
     """Weights `[warps, tokens, rows]`, in the layout of the scores, as the B operand of V P^T, with tokens in V's order.
 
     After `transpose_8x8`, element (8i + a, 8j + b) belongs to token 8i + b of row 8j + a. Position p of 16 in a V page holds token
-    p1 p3 p2 p0 (in bits, highest first). Data moves there alone: the last conversion is asserted to be trivial.
+    p1 p3 p2 p0 (in bits, highest first). Data moves in `transpose_8x8` alone: the last conversion is asserted to be trivial.
     """
     WARPS: gl.constexpr = p.shape[0]
     TOKENS: gl.constexpr = p.shape[1]
@@ -99,7 +100,10 @@ def _load_v(pipe, stage, phase, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _attend(pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, last_v_scale, options: gl.constexpr):
-    """Adds one page, the `tile`-th of the range, to the online softmax of a head. `acc` is in units of the page's scale of V."""
+    """Adds one page, number `tile` of the range, to the online softmax of a head.
+
+    Returns the accumulator, in units of the page's scale of V, the rows' maxima and sums, and that scale.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = acc.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
