@@ -256,7 +256,7 @@ def planned() -> dict:
 
     rows = {}
     for name in cases:
-        for kept in (prefill.plan, combine._plan):
+        for kept in (prefill.plan.make_plan, combine._plan):
             kept.cache_clear()
         rows[name] = {"alone": launched(name)}
     for name in 2 * [*cases]:
