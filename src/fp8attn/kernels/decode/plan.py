@@ -46,8 +46,8 @@ class Launch:
 
     @property
     def stages(self) -> int:
-        most = 2 if self.width == 256 and self.rows > 8 else 4  # that there is shared memory for
-        return min(self.chip.decode_stages[self.width], most)
+        stages = self.chip.decode_stages[self.width]
+        return min(stages, 2) if self.width == 256 and self.rows > 8 else stages  # shared memory has no place for a third
 
     def workers(self, num_sms: int, heads: int) -> int:
         """Ranges that the work of one row tile is cut into.
