@@ -54,7 +54,7 @@ class Chip:
 
 
 # The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which `test_prefill_cut.py` has, and
-# `combine` to others. The bandwidth is the best copy's of results/h100/append.json. The other numbers are the fastest of those that were tried.
+# `combine` to others. The bandwidth is the best copy's of results/h100/append.json. The others are the fastest of those tried.
 H100 = Chip(
     name="NVIDIA H100 80GB HBM3",
     bandwidth=3000,
