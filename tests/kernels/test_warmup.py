@@ -11,6 +11,11 @@ import fp8attn
 from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from fp8attn.cli.app import app
 
 warmup = importlib.import_module("fp8attn.warmup")
 SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -27,16 +32,24 @@ def test_no_call_launches_a_kernel_that_is_not_listed(target):
 def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
     """The whole way, for few calls of the portable kernels."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    few_calls = "import fp8attn, sys; w = sys.modules['fp8attn.warmup']; w.STEPS, w.PROMPTS = (1, 2), (); w.serve()"
+    few_calls = (
+        "import fp8attn, sys; w = sys.modules['fp8attn.warmup']; w.STEPS, w.PROMPTS, w.BATCHES, w.HELD = (1,), (), (1,), (0,); w.serve()"
+    )
     monkeypatch.setattr(warmup, "SERVE", few_calls)
-    told = []
-    first = fp8attn.warmup(**SHAPE, target="sm_80", progress=lambda done, total: told.append((done, total)))
+    reported = []
+    first = fp8attn.warmup(**SHAPE, target="sm_80", progress=lambda done, total: reported.append((done, total)))
     assert {kernel.name for kernel in first} == {"_attention_kernel", "_step_kernel", "_page_kernel", "_combine_kernel"}
-    assert told == [(done, len(first)) for done in range(len(first) + 1)]
+    assert reported == [(done, len(first)) for done in range(len(first) + 1)]
     assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
-    again = fp8attn.warmup(**SHAPE, target="sm_80")
-    assert sorted(kernel.name for kernel in again) == sorted(kernel.name for kernel in first)
+    again = json.loads(CliRunner().invoke(app, ["warmup", "--shape", "32,8,128", "--target", "sm_80", "--json"]).stdout)
+    assert sorted(kernel["name"] for kernel in again["kernels"]) == sorted(kernel.name for kernel in first)
     assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
+
+
+@pytest.mark.parametrize("shape", ["32,8", "32,8,128,1", "32,x,128"])
+def test_a_shape_is_three_numbers(shape):
+    with pytest.raises(ValueError, match="--shape must be"):
+        CliRunner().invoke(app, ["warmup", "--shape", shape, "--target", "sm_80"], catch_exceptions=False)
 
 
 def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):

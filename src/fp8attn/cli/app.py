@@ -355,19 +355,18 @@ def warmup(
         raise ValueError("give a --model or a --shape, such as --shape 32,8,128 (query heads, KV heads, head_dim)")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    given: dict = {}
-    if shape is not None:
-        given = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=False))
-        if shape.count(",") != 2:
-            raise ValueError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
-    else:
+    if model is not None:
         from ..evaluation.models import load_config
 
-        given = {"config": load_config(model)}
+        layer = {"config": load_config(model)}
+    else:
+        if shape.count(",") != 2:
+            raise ValueError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
+        layer = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=True))
     begun = time.monotonic()
     with progress("kernels") as tick:
         kernels = run(
-            **given, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
+            **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
             static_scales=static_scales, window=window, softcap=softcap, sinks=sinks, target=target, processes=processes, progress=tick,
         )  # fmt: skip
     seconds = time.monotonic() - begun
