@@ -31,7 +31,7 @@ def benchmarks() -> dict[str, str]:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text())
         if any(isinstance(node, ast.FunctionDef) and node.name == "measure" for node in tree.body):
-            found[path.stem] = re.match(r".*?[.?:](?=\s|$)", " ".join(ast.get_docstring(tree).split()))[0]
+            found[path.stem] = re.match(r".*?[.?](?=\s|$)", " ".join(ast.get_docstring(tree).split()))[0]
     return found
 
 

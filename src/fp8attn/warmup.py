@@ -130,8 +130,9 @@ def warmup(
 
     These are the kernels of: prompts of 1 to 32,768 tokens, the first ones and chunks over a past; decode and verification steps of 1 to 16
     tokens; batches of up to 64 sequences, of one length, with padding on the left, and ragged (`cu_seqlens_q`); appends of all of these as
-    `FP8Cache` makes them; and dense calls (`scaled_dot_product_attention`, `fp8_attention`). Not those of calls that ask for the LSE, pass
-    tables for RoPE, or are not causal and have few queries. A call that is not among them works, and compiles its kernel.
+    `FP8Cache` makes them; and, without a softcap, sinks and calibrated scales, dense calls (`scaled_dot_product_attention`,
+    `fp8_attention`). Not those of calls that return the LSE, pass tables for RoPE, or are not causal and have few queries. A call that is
+    not among them works, and compiles its kernel.
 
     No memory of the GPU is used, and nothing runs on it. Kernels that the cache holds already take milliseconds. A process that has
     launched none of them yet finds them there, this one too.
@@ -143,7 +144,7 @@ def warmup(
         dtype: of the model: bfloat16 or float16.
         backend: `"auto"`, `"hopper"` or `"triton"`, as calls name it.
         key_dtype, rotate_keys: as the cache has them (`PagedKVCache`).
-        means: static means too, of K, of V and of both (`FP8Cache.for_model`).
+        means: static means too, of K, of V and of both (`FP8Cache.for_model`): four times as many kernels.
         static_scales: calibrated scales and their means instead of the pages' own (`scales=` of a cache).
         window: a window too. (Sliding layers of an `FP8Cache` stay in 16 bits, and need none.)
         softcap, sinks: attention has them.
