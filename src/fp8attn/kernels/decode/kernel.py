@@ -14,10 +14,13 @@ from .work import Batch, assign
 def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride, lengths_ptr,
                   bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q, num_tokens,
                   window, workers, scale, softcap, OPTIONS: gl.constexpr):  # fmt: skip
-    """`workers * row_tiles` CTAs. Neighbors read the same pages at the same time for different row tiles: memory is read once."""
+    """A CTA for each worker and row tile. Neighbors read the same pages at the same time for different row tiles: memory is read once."""
     ROWS: gl.constexpr = OPTIONS.rows
-    row_tile = gl.program_id(0) % OPTIONS.row_tiles
-    worker = gl.program_id(0) // OPTIONS.row_tiles
+    row_tiles = 1
+    if not OPTIONS.one_row_tile:
+        row_tiles = (max_q * OPTIONS.group + ROWS - 1) // ROWS
+    row_tile = gl.program_id(0) % row_tiles
+    worker = gl.program_id(0) // row_tiles
     batch = Batch(
         lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, OPTIONS.group, OPTIONS.ragged,
         OPTIONS.window, OPTIONS.leftpad, OPTIONS.min_pages, OPTIONS.whole_pages,

@@ -20,7 +20,7 @@ class Options:
     group: int  # query heads of a KV head
     rows: int  # query rows of a tile
     used_rows: int  # of them, those that exist, padded to a power of two
-    row_tiles: int  # of a KV head
+    one_row_tile: bool  # of a KV head; else as many as the rows of `max_q` take, in one kernel for any number
     stages: int  # of shared memory: pages
     block: int  # sequences whose lengths a CTA loads at once
     causal: bool

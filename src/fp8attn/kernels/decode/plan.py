@@ -67,7 +67,7 @@ class Launch:
         """Under warp specialization all registers are given out, so `maxnreg` is a multiprocessor's 65,536 over all of its threads."""
         options = Options(
             head_dim=self.head_dim, width=self.width, group=self.group, rows=self.rows,
-            used_rows=min(self.rows, 1 << (self.max_rows - 1).bit_length()), row_tiles=self.tiles, stages=self.stages,
+            used_rows=min(self.rows, 1 << (self.max_rows - 1).bit_length()), one_row_tile=self.tiles == 1, stages=self.stages,
             block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window, softcap=self.softcap,
             sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, min_pages=self.chip.decode_min_pages,
             whole_pages=self.chip.decode_whole_pages, early_v=self.width * self.rows <= 2048,
