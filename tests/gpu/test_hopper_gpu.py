@@ -11,6 +11,7 @@ from fp8attn.kernels import counters, decode, prefill
 from fp8attn.layout import FP8, HEAD_DIMS, KEY_TYPES
 from fp8attn.numerics import relative_error
 from fp8attn.rope import apply_rope
+from fp8attn.rotation import rotate_back
 from tests.support.kernel_cases import LSE_ERROR, cumulative, empty_cache, fill
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -26,9 +27,11 @@ STEP = 5e-4  # decoding with FP16 queries, and LSE_ERROR
 
 
 def held(lengths: list[int], head_dim: int = 128, keys: str = "int8", rotate: bool = True, *, heads: int = 2, mean: float = 0.0) -> KVPages:
-    """Sequences of normal K, and V of mean 1, in shuffled pages between poison. `mean`: the size of static means."""
+    """Sequences of normal K, and V of mean 1, in shuffled pages between poison. `mean`: the size of static means, which K and V have too."""
     pages = empty_cache(lengths, heads, head_dim, CUDA, mean, key_dtype=KEY_TYPES[keys], rotate=rotate)
     k, v = torch.randn(2, sum(lengths), heads, head_dim, device=CUDA)
+    if mean:
+        k, v = k + (rotate_back(pages.k_mean) if rotate else pages.k_mean), v + pages.v_mean
     fill(pages, k, v + 1, lengths)
     return pages
 
