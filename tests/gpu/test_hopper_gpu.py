@@ -27,7 +27,7 @@ STEP = 5e-4  # decoding with FP16 queries, and LSE_ERROR
 
 
 def held(lengths: list[int], head_dim: int = 128, keys: str = "int8", rotate: bool = True, *, heads: int = 2, mean: float = 0.0) -> KVPages:
-    """Sequences of normal K, and V of mean 1, in shuffled pages between poison. `mean`: the size of static means, which K and V have too."""
+    """Sequences of normal K, and V of mean 1, in shuffled pages between poison. `mean`: of static means, which K and V have."""
     pages = empty_cache(lengths, heads, head_dim, CUDA, mean, key_dtype=KEY_TYPES[keys], rotate=rotate)
     k, v = torch.randn(2, sum(lengths), heads, head_dim, device=CUDA)
     if mean:
