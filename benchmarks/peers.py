@@ -119,7 +119,7 @@ def _forward(build: str, shape: Shape | None, q: torch.Tensor, k: torch.Tensor, 
     if q.dtype == FP8:
         kv_heads, num_seqs = k.shape[-2], len(given["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in given else len(q)
         given |= {f"{name}_descale": _ones(num_seqs, kv_heads) for name in "qkv"}
-    given |= {"q": q, "k": k, "v": v, "softmax_scale": q.shape[-1] ** -0.5}
+    given |= {"q": q, "k": k, "v": v, "softmax_scale": shape.softmax_scale if shape else q.shape[-1] ** -0.5}
     given["num_splits"] = 0 if shape is None or max(shape.queries) <= 16 else 1
     for name, x in given.items():
         args[found.positions[name]] = x

@@ -20,7 +20,6 @@ from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
     ATTENTION_FACTORS,
-    KERNEL_ERROR,
     case_id,
     check_append,
     check_attention,
@@ -209,7 +208,9 @@ def test_pages_beyond_two_gigabytes_are_reached():
     q = torch.randn(1, 8, 128, device=CUDA).half().repeat(2, 1, 1)
     out = fp8attn.attention(q, pages, backend="triton")
     assert torch.equal(out[0], out[1])
-    assert relative_error(out[:1], reference_of(q[:1], pages)) < 2 * KERNEL_ERROR
+    assert (
+        relative_error(out[:1], reference_of(q[:1], pages)) < 0.01
+    )  # a wrong page is all wrong; large scores round rotated queries' 2^-12
 
 
 def reference_of(q: torch.Tensor, pages: KVPages) -> torch.Tensor:

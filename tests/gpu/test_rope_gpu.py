@@ -96,11 +96,11 @@ def test_whole_calls(lengths, head_dim, half, interleaved, causal):
             enable_gqa=True, **options,
         )  # fmt: skip
         turned = ops.rotate(query, **q_rope, **options)
-        expected = _attend(turned, key, value, None, tuple(k_rope.values()), interleaved, causal, None, "auto")
+        expected = _attend(turned, key, value, None, tuple(k_rope.values()), interleaved, causal, None, "int8", True, "auto")
         assert torch.equal(out, expected)
 
 
 def test_fp8_queries_are_refused():
     table = {"rope_cos": torch.zeros(300, 64, device=CUDA), "rope_sin": torch.zeros(300, 64, device=CUDA)}
-    with pytest.raises(ValueError, match="rotate them before they are quantised"):
+    with pytest.raises(ValueError, match="rotate them before they are quantized"):
         check(tokens(300, 4, 128).to(FP8), held([300], 128), table, longest=300)

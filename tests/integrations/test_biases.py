@@ -8,8 +8,9 @@ transformers = pytest.importorskip("transformers")
 from fp8attn import calibrate  # noqa: E402
 from fp8attn.doctor import examine  # noqa: E402
 from fp8attn.evaluation.caches import cache_factory  # noqa: E402
+from fp8attn.evaluation.stress import STRENGTHS, plant  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
-from fp8attn.integrations.transformers.biases import layer_biases  # noqa: E402
+from fp8attn.integrations.transformers.biases import layer_biases, spread_layers  # noqa: E402
 from fp8attn.numerics import relative_error  # noqa: E402
 from tests.support.transformers_models import VOCABULARY, make, one_thread  # noqa: E402, F401
 
@@ -150,3 +151,21 @@ def test_models_without_large_biases_get_no_means(family):
 def test_a_config_is_refused():
     with pytest.raises(TypeError, match=r"for_model takes a transformers model; got Qwen2Config. A config goes to FP8Cache\(config\)"):
         FP8Cache.for_model(make("qwen2").config)
+
+
+def test_e4m3_keys_are_not_rotated_where_outliers_of_k_meet_small_channels_of_q():
+    """Planted factors of K, and their inverses of Q: 4 double the error at most, 16 and 64 do not. INT8 keys are rotated all the same."""
+    for strength, rotated in ((0, True), (1, True), (2, False), (3, False)):
+        model = make("llama")
+        if strength:
+            plant(model, STRENGTHS[strength])
+        assert FP8Cache.for_model(model, key_dtype="e4m3").layers[0].rotate_keys is rotated
+        assert FP8Cache.for_model(model).layers[0].rotate_keys is True
+
+
+def test_a_norm_behind_the_projections_says_how_large_channels_are():
+    model = make("qwen3")
+    assert spread_layers(model) == set()
+    attention = model.model.layers[1].self_attn
+    attention.k_norm.weight.data[:4], attention.q_norm.weight.data[:4] = 64.0, 1 / 64
+    assert spread_layers(model) == {1}

@@ -19,6 +19,7 @@ from torch import nn
 from ...scales import SEVERAL
 
 POSITIONS = 4096  # of the context, at which RoPE is looked at
+MAX_SPREAD = 4.0  # of the variance of a score's error: twice the error
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,44 @@ def layer_biases(model: nn.Module, context: int | None = None) -> dict[int, Laye
     return found
 
 
+@torch.no_grad()
+def spread_layers(model: nn.Module) -> set[int]:
+    """The layers, by index, whose E4M3 keys rotation would make worse: large channels of K meet small channels of Q.
+
+    E4M3's error is relative. Let q_c^2 and k_c^2 be the mean squares of channel c, as the weights give them. A score's error has a variance
+    proportional to `sum_c q_c^2 k_c^2`, and of rotated keys to `sum_c q_c^2 * sum_c k_c^2 / head_dim`. A layer is named where a head's
+    second number is more than `MAX_SPREAD` times the first. Layers whose projections are of an unknown form are not named.
+    """
+    found = set()
+    for index, attention, norm in _attentions(model):
+        q, k = (_mean_squares(attention, which, norm) for which in "qk")
+        if q is not None and k is not None and len(q) % len(k) == 0:
+            q = q.unflatten(0, (len(k), -1)).mean(1)  # of the query heads of a KV head
+            if (q.mean(1) * k.sum(1) > MAX_SPREAD * (q * k).sum(1)).any():
+                found.add(index)
+    return found
+
+
+def _mean_squares(attention: nn.Module, which: str, norm: nn.Module | None) -> torch.Tensor | None:
+    """Of Q's or K's channels, `[heads, head_dim]` float32, but for a factor; None: there are no weights to see."""
+    projection, head_dim = getattr(attention, f"{which}_proj", None), getattr(attention, "head_dim", None)
+    if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point() or head_dim is None:
+        return None
+    last = getattr(attention, f"{which}_norm", None)
+    if last is not None:  # a norm behind the projection: its weight says how large channels are
+        gain = getattr(last, "weight", None)
+        return None if gain is None or gain.shape != (head_dim,) else _gain(last).square().expand(len(projection.weight) // head_dim, -1)
+    weight = projection.weight.float()
+    gain = None if norm is None else getattr(norm, "weight", None)
+    weight = weight * _gain(norm) if gain is not None and gain.shape == weight.shape[1:] else weight
+    return weight.square().sum(1).unflatten(0, (-1, head_dim))
+
+
+def _gain(norm: nn.Module) -> torch.Tensor:
+    """What a norm multiplies channels by."""
+    return norm.weight.float() + ("Gemma" in type(norm).__name__)  # Gemma's norms multiply by 1 + weight
+
+
 def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module, nn.Module | None]]:
     """The decoder's attention modules with their layer's number and the norm in front of them, where it is known."""
     for name, module in model.named_modules():
@@ -79,7 +118,7 @@ def _offset(attention: nn.Module, which: str, norm: nn.Module | None) -> tuple[t
     weight, bias = projection.weight.float(), projection.bias
     gain = None if norm is None else getattr(norm, "weight", None)
     if gain is not None and gain.shape == weight.shape[1:]:
-        gain = gain.float() + ("Gemma" in type(norm).__name__)  # Gemma's norms multiply by 1 + weight
+        gain = _gain(norm)
         shift = getattr(norm, "bias", None)
         added = 0.0 if shift is None else weight @ shift.float()
         weight = weight * gain

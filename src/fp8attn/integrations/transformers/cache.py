@@ -22,7 +22,7 @@ from ...cache import PagedKVCache
 from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type
 from ...scales import KVScales, LayerScales
 from ...sdpa import autocast
-from .biases import layer_biases
+from .biases import layer_biases, spread_layers
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantize
 
 # Kinds that stay transformers' own: windows, which do not grow, in 16 bits, and layers that read an earlier layer's K and V.
@@ -387,9 +387,9 @@ class FP8Cache(Cache):
     ) -> FP8Cache:
         """The cache of `model.config`, with static means where the model's biases are several deviations of K or V (`biases`).
 
-        The model's attention implementation is set to `fp8_kv`, which reads pages as they are. No data are needed. Where K keeps an offset
-        that no constant removes, because RoPE turns it, INT8 keys are rotated as ever, and E4M3 keys are not: rotation would spread the
-        offset over all channels, and with it E4M3's error, which is relative.
+        The model's attention implementation is set to `fp8_kv`, which reads pages as they are. No data are needed. INT8 keys are rotated in
+        every layer. E4M3's error is relative, so E4M3 keys are not rotated where that would spread a large error over all channels: where
+        K keeps an offset that no constant removes, because RoPE turns it, and where large channels of K meet small ones of Q.
 
         Args:
             model: a transformers model.
@@ -402,12 +402,13 @@ class FP8Cache(Cache):
         cache = cls(model.config, max_cache_len=max_cache_len, **options)
         _check_calls_the_interface(model.config.get_text_config(decoder=True))
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
-        biases = layer_biases(model, max_cache_len)
+        biases, spread = layer_biases(model, max_cache_len), spread_layers(model) if key_dtype == "e4m3" else ()
         for index in cache.fp8_layers:
-            if index in biases:
-                layer, found = cache.layers[index], biases[index]
+            layer, found = cache.layers[index], biases.get(index)
+            if found is not None:
                 layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
-                layer.rotate_keys = rotate_keys and not (key_dtype == "e4m3" and found.stands_out)
+            if key_dtype == "e4m3" and (index in spread or (found is not None and found.stands_out)):
+                layer.rotate_keys = False
         return cache
 
     @property
