@@ -25,7 +25,7 @@ from fp8attn.evaluation.plots import needle_maps, thousands
 from fp8attn.evaluation.stress import STRENGTHS
 
 from .problem import KEYS
-from .readme import PREFILL, Rows, over_bf16, rows_of
+from .readme import PREFILL, STORED, TEXTS, Rows, over_bf16, rows_of
 from .results import RESULTS
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
@@ -108,6 +108,21 @@ def plot_decode() -> None:
     bars(axes, "decode", "gbps", DECODE, (*KEYS, "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"))
     axes.set_ylabel("GB/s of live K and V")
     finish("decode", figure, axes, f"Decode on an {device()} (32 query heads, 8 KV heads of 128): the cache read once")
+
+
+def plot_real_model() -> None:
+    """What is read through prefill; transformers' cache, which attends to a prompt before it rounds, through decode."""
+    rows, cases = read("real_model"), ("smollm2-S2048", "smollm2-S8192", "smollm2-prose-S8192")
+    figure, axes = plt.subplots(figsize=(11, 4.2))
+    for i, (name, stored) in enumerate(STORED.items()):
+        impl = f"{name}-{'decode' if name == 'transformers-fp8' else 'prefill'}"
+        found = [rows[case, impl] for case in cases]
+        at = [x + 0.16 * (i - (len(STORED) - 1) / 2) for x in range(len(cases))]
+        axes.bar(at, [row["d_ppl_pct"] for row in found], 0.15, yerr=[row["d_ppl_se"] for row in found], label=stored, capsize=2)
+    axes.set_xticks(range(len(cases)), [TEXTS[case] for case in cases])
+    axes.set_ylabel("perplexity over BF16's, %")
+    axes.grid(alpha=0.25, axis="y")
+    finish("real_model", figure, axes, f"SmolLM2-135M-Instruct on an {device()}: what storing keys and values in 8 bits costs")
 
 
 def plot_prefill() -> None:
@@ -302,6 +317,7 @@ def percent(difference: float) -> float:
 PLOTS = {
     "decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode,
     "llama_prefill": plot_llama_prefill, "sdpa": plot_sdpa, "wan": plot_wan, "needle": plot_needle, "drift": plot_drift,
+    "real_model": plot_real_model,
 }  # fmt: skip
 NEEDS = {"drift": ("drift", "perplexity")}  # results of other names
 

@@ -279,6 +279,59 @@ def real_model() -> str:
     return table(["stored", f"read ({title})", *(TEXTS[case] for case in cases)], body)
 
 
+def agreement() -> str:
+    """How far the log-probabilities of the same tokens are apart when they are prefilled and when they are decoded."""
+    (title, found), named = latest("agreement"), {"bf16": "BF16 (FlashAttention-3)"} | STORED
+    head = [title, "stored", "mean difference of log p", "largest", "KL, 1e-3 nats", "same likeliest token"]
+    body = [
+        [TEXTS[case], named[impl], f"{row['dlogp_mean']:.3f}", f"{row['dlogp_max']:.2f}", f"{1e3 * row['kl']:.2f}", f"{row['top1']:.1%}"]
+        for (case, impl), row in found.items()
+    ]
+    return table(head, body)
+
+
+def speculative() -> str:
+    """Prompts whose tokens equal plain greedy decoding's."""
+    (title, found), impls = latest("speculative"), ("bf16", *KEYS)
+    cell = lambda row: "" if row is None else f"{row['equal']} of {row['prompts']}"  # noqa: E731
+    cases = dict.fromkeys(case for case, _ in found)
+    return table([title, *impls], [[case.replace("-", ", ", 1), *(cell(found.get((case, impl))) for impl in impls)] for case in cases])
+
+
+def smollm2_loss() -> str:
+    """What INT8 keys cost the public model through prefill, at 8,192 tokens."""
+    title, found = latest("real_model")
+    code, prose = (found[case, "fp8attn-int8-keys-prefill"]["d_ppl_pct"] for case in ("smollm2-S8192", "smollm2-prose-S8192"))
+    return f"{code:+.1f}% on code and {prose:+.1f}% on English prose ({title})"
+
+
+def headline() -> str:
+    """Six results: ours, and what it is beside."""
+    title, model = latest("real_model")
+    code = {impl: model["smollm2-S8192", impl] for impl in ("fp8attn-int8-keys-prefill", "scale-1-prefill", "transformers-fp8-decode")}
+    ours, plain, theirs = (f"{row['d_ppl_pct']:+.1f}%" for row in code.values())
+    needle = latest("needle")[1]
+    stressed = "niah_multikey_2-stress3-S131072"
+    step, prompt = latest("decode")[1], latest("prefill")[1]
+    share = lambda case, impl: f"{100 * needle[case, impl]['accuracy']:.4g}%"  # noqa: E731
+    steps = [ratio(step[case, "fp8attn"], step.get((case, "vllm-fa3-fp8-paged"))) for case in ("B1-S131072", "B8-S32768", "B64-S8192")]
+    prompts = ("D128-causal-S16384", "D128-causal-S65536", "gqa-causal-S131072")
+    single, double = ([over(prompt, case, "fp8attn", *impls) for case in prompts] for impls in (SINGLE_LEVEL, ("vllm-fa3-fp8",)))
+    body = [
+        ["bytes of a token", memory().replace("**", ""), "one page of 128 tokens is the smallest unit"],
+        ["perplexity of SmolLM2, 8k tokens of code", f"{ours} over BF16", f"a plain cast {plain}; transformers' FP8 cache {theirs}"],
+        [
+            "RULER's needles at 128k tokens",
+            " and BF16 ".join(share("niah_multikey_2-S131072", impl) for impl in ("fp8attn", "bf16")) + " right",
+            f"with planted outliers {share(stressed, 'fp8attn')}, FlashAttention-3's FP8 {share(stressed, 'fa3-fp8:calibrated')}",
+        ],
+        ["decode, 8k to 128k tokens", f"{span(steps)} times vLLM's paged FP8", "in 16-bit arithmetic"],
+        ["prefill, 16k to 128k", f"{span(single)} times the best single-level FP8", f"{span(double)} times vLLM's two-level FP8"],
+        ["error of prefill, V of mean 1", prefill_error().rpartition(", ")[2], prefill_error().rpartition(", ")[0]],
+    ]
+    return table(["", f"fp8attn ({title})", ""], body)
+
+
 def perplexity(*impls: str) -> str:
     def line(of: str, impl: str, change: float, deviation: float, kl: float, same: float) -> list[str]:
         return [of, impl, f"{100 * change:+.2f} ± {100 * deviation:.2f}%", f"{kl:.4f}", f"{same:.1%}"]
@@ -329,13 +382,13 @@ def bits() -> str:
 # Retrieval
 
 SYSTEMS = {
-    "bf16": "bf16", "fp8attn": "fp8attn", "fp8attn-static": "fp8attn-static", "fp8attn-int8-keys": "fp8attn, INT8 keys",
-    "fp8attn-e4m3-keys": "fp8attn, E4M3 keys",
+    "bf16": "bf16", "fp8attn": "fp8attn", "fp8attn-e4m3-keys": "fp8attn, E4M3 keys",
     "fa3-fp8": "FA3 FP8, scales of one", "fa3-fp8:calibrated": "FA3 FP8, calibrated", "fa3-fp8:means": "FA3 FP8, scales of one, means off",
     "fa3-fp8:calibrated+means": "FA3 FP8, calibrated, means off", "vllm-fa3-fp8": "vLLM's FA3, scales of one",
     "vllm-fa3-fp8:calibrated": "vLLM's FA3, calibrated",
 }  # fmt: skip
 PAIR = {name: name for name in ("bf16", "fp8attn")}
+NOT_ASKED = "Not asked since keys are rotated."
 STRESS = {"as trained": "niah_multikey_2-S131072"} | {f"stress {n}": f"niah_multikey_2-stress{n}-S131072" for n in (1, 2, 3)}
 
 
@@ -347,6 +400,8 @@ def right(cases: Mapping[str, str], impls: Mapping[str, str], head: str, *, pair
         paired: a line more says of how many samples one alone of BF16 and `fp8attn` is right, and McNemar's p.
     """
     found = latest("needle")[1]
+    if not cases:
+        return NOT_ASKED
     body = [[label, *(answers(found.get((case, impl))) for case in cases.values())] for impl, label in impls.items()]
     if paired:
         ours = [found[case, "fp8attn"] for case in cases.values()]
@@ -359,7 +414,9 @@ def answers(row: dict | None) -> str:
 
 
 def needle_lengths(task: str) -> dict[str, str]:
-    return {f"{n:,}": case for n, case in lengths(latest("needle")[1], rf"{task}-S(\d+)").items()}
+    """The cases of a task that `fp8attn` has answered, by length."""
+    found = latest("needle")[1]
+    return {f"{n:,}": case for n, case in lengths(found, rf"{task}-S(\d+)").items() if (case, "fp8attn") in found}
 
 
 def other_tasks() -> str:
@@ -368,7 +425,7 @@ def other_tasks() -> str:
         [f"`{task}`, {n}", *(answers(found.get((case, impl))) for impl in PAIR)]
         for task in ("niah_single_1", "niah_multikey_3") for n, case in needle_lengths(task).items()
     ]  # fmt: skip
-    return table(["% right (samples)", *PAIR], body)
+    return table(["% right (samples)", *PAIR], body) if body else NOT_ASKED
 
 
 # Models and the host
@@ -430,9 +487,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **{
         made.__name__.replace("_", "-"): made
         for made in (
-            accumulation, append, bits, decode, decode_error, demo_equal, doctor, drift_operations, fits, llama_decode,
+            accumulation, agreement, append, bits, decode, decode_error, demo_equal, doctor, drift_operations, fits, headline, llama_decode,
             llama_prefill, memory, other_tasks, overhead, portable, prefill, prefill_256, prefill_error, prefill_rounding,
-            real_model, sanitizer, sdpa, wan,
+            real_model, sanitizer, sdpa, smollm2_loss, speculative, wan,
         )
     },
     "perplexity": lambda: perplexity("fp8attn"),
