@@ -229,7 +229,7 @@ def plot_wan() -> None:
 
 
 def plot_needle() -> None:
-    """Right answers by what is planted, where most systems were asked, and heat maps by length and depth of those asked at all lengths."""
+    """Right answers by what is planted, where most systems were asked; heat maps of those asked at all lengths that `fp8attn` was."""
     task, rows = "niah_multikey_2", read("needle")
     asked = Counter(int(match[1]) for case, _ in rows if (match := re.fullmatch(rf"{task}-S(\d+)", case)))
     length = max(asked, key=lambda n: (asked[n], n))
@@ -258,8 +258,10 @@ def plot_needle() -> None:
         axes.spines["bottom"].set_visible(False)
     figure.suptitle(f"RULER {task} at {thousands(length)}: right answers, 95% intervals, (samples)", fontsize=11)
     finish("retrieval", figure)
-    impls = [impl for impl in dict.fromkeys(impl for _, impl in rows) if all((f"{task}-S{n}", impl) in rows for n in asked)]
-    outcomes = [outcome for outcome in load_outcomes(FOLDER / "needle.jsonl.xz") if outcome.task == task and outcome.cache in impls]
+    ours = {n for n in asked if (f"{task}-S{n}", "fp8attn") in rows}
+    impls = [impl for impl in dict.fromkeys(impl for _, impl in rows) if all((f"{task}-S{n}", impl) in rows for n in ours)]
+    outcomes = load_outcomes(FOLDER / "needle.jsonl.xz")
+    outcomes = [outcome for outcome in outcomes if outcome.task == task and outcome.cache in impls and outcome.length in ours]
     outcomes.sort(key=lambda outcome: impls.index(outcome.cache))
     finish("retrieval_maps", needle_maps(outcomes, heading=f"RULER {task}: right answers by length and depth"))
 
