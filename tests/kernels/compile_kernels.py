@@ -41,7 +41,7 @@ TARGETS = {
     "sm_100": Target(GPUTarget("cuda", 100, 32), 232448, True),
     "sm_120": Target(GPUTarget("cuda", 120, 32), 101376, True),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536, False),
-    "gfx950": Target(GPUTarget("hip", "gfx950", 64), 65536, False),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), 163840, False),
 }
 
 
@@ -152,7 +152,9 @@ def launches(target: str, name: str) -> list[Launch]:
         patch.setattr(append, "num_sms", lambda device: 132)
         patch.setattr(portable, "_device", lambda device: (132, shared_memory))
         patch.setattr(portable, "num_splits", lambda *_: splits)
+        append._page_constants.cache_clear()  # it keeps what another target's were
         function(*arguments, **options)
+        append._page_constants.cache_clear()
     return found
 
 

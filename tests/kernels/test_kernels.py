@@ -328,6 +328,9 @@ def test_a_window_may_be_wider_than_32_bits():
 def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     """Only the first dimension of a CUDA grid goes beyond 65,535."""
     monkeypatch.setattr(portable, "_device", lambda device: (132, 232448))
+    for module in ("append", "combine", "portable", "quantize_rows"):
+        monkeypatch.setattr(f"fp8attn.kernels.{module}.is_native", lambda device: True)
+    monkeypatch.setattr("fp8attn.kernels.append.num_sms", lambda device: 132)
     batch, half = 70_000, {"dtype": torch.float16, "device": "meta"}
     x = torch.empty(batch, 2, 16, 64, **half)
     angle = torch.empty(batch, 16, 32, device="meta")
