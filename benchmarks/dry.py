@@ -88,7 +88,9 @@ def fingerprints(name: str, rows: list[tuple[str, str | None]], target: Any) -> 
 
 
 def _compile(number: int) -> str:
-    from .offline import compiled, normalized
+    from fp8attn.kernels.compile import compiled
+
+    from .offline import normalized
 
     made, target = _todo[number]
     return digest(normalized(compiled(made.kernel, made.args, made.given, target).asm["ptx"]))

@@ -12,10 +12,6 @@ import itertools
 import re
 from collections import defaultdict
 
-from fp8attn.kernels.compile import HOPPER, compiled
-
-__all__ = ["HOPPER", "compiled", "normalized"]
-
 
 def normalized(ptx: str) -> str:
     """PTX without its locations, names and versions: if this text of two kernels is equal, their machine code is, too.

@@ -39,7 +39,8 @@ def fingerprint(name: str) -> str:
     from triton import knobs
 
     from benchmarks.fingerprint import digest, of_launches
-    from benchmarks.offline import compiled, normalized
+    from benchmarks.offline import normalized
+    from fp8attn.kernels.compile import compiled
     from tests.kernels import compile_kernels, compile_prefill, run_decode
 
     kind, case = name.split(": ")

@@ -18,7 +18,8 @@ from triton import JITFunction, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.offline import compiled, normalized
+from benchmarks.offline import normalized
+from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Tiles, View
 
 FOLDER = Path(sys.argv[1])

@@ -286,7 +286,8 @@ COMPILE = """
 import sys
 from benchmarks import dry
 dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
-from benchmarks import offline, problem, stream
+from benchmarks import problem, stream
+from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import recording
 for dim in (64, 128, 256):
     shape = problem.steps(1000, 3, kv_heads=1, dim=dim)
@@ -295,7 +296,7 @@ for dim in (64, 128, 256):
         launches.clear()
         call()
     [made] = launches
-    print(offline.compiled(made.kernel, made.args, made.given).metadata.shared)
+    print(compiled(made.kernel, made.args, made.given).metadata.shared)
 """
 
 

@@ -35,7 +35,7 @@ def test_locations_and_names_are_no_part_of_a_fingerprint(printed):
 
 def test_a_kernel_of_the_interpreter_is_refused():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    from benchmarks.offline import compiled
+    from fp8attn.kernels.compile import compiled
 
     if torch.cuda.is_available():
         pytest.skip("with a GPU, kernels are compiled")

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.offline import compiled
 from fp8attn import KVPages
 from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
+from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
 from fp8attn.layout import FP8, HEAD_DIMS
 from tests.support.machine_code import build, dry

@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from benchmarks.offline import HOPPER, compiled
+from fp8attn.kernels.compile import HOPPER, compiled
 from fp8attn.kernels.launch import Launch, recording
 
 UNUSED_DAYS = 14
