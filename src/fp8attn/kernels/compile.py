@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from .keys import compute_key
 from .launch import Counters, Launch, Tiles
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -79,6 +80,7 @@ def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any],
     """
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{kernel!r} cannot be compiled. Unset TRITON_INTERPRET before Triton is imported.")
+    compute_key(kernel)
     with _active(_Driver(target)):
         return kernel.warmup(*map(_argument, args), grid=(1,), **given)
 

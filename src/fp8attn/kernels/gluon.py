@@ -6,6 +6,8 @@ Written for Triton 3.6 (the one in PyTorch 2.11); what differs in a newer releas
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, get_type_hints
 
@@ -25,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descript
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate, base_value
 from triton.language.extra.cuda import gdc_wait
+from triton.runtime.jit import ConstexprFunction
 
 from ..layout import FP8
 
@@ -76,19 +79,31 @@ def aggregate(cls: type) -> type:
     Triton 3.9 makes such a constructor; 3.6 does not, and takes no annotations that are strings.
     """
     cls.__annotations__ = get_type_hints(cls)
-    fields = gl.constexpr(tuple(cls.__annotations__))  # constexpr: it is then part of the key under which Triton caches kernels
+    fields = tuple(cls.__annotations__)
 
-    @gluon.constexpr_function
     def __init__(self, *args, **named):
-        given = dict(zip(fields.value, args, strict=False)) | named
-        if len(given) < len(args) + len(named) or given.keys() != set(fields.value):
-            raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields.value)}: pass each of them once")
+        given = dict(zip(fields, args, strict=False)) | named
+        if len(given) < len(args) + len(named) or given.keys() != set(fields):
+            raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields)}: pass each of them once")
         for name, value in given.items():
             setattr(self, name, value if isinstance(value, base_value) else gl.constexpr(value))
 
     if "__init__" not in vars(cls):
-        cls.__init__ = __init__
+        cls.__init__ = _Constructor(__init__, fields)
     return _aggregate(cls)
+
+
+class _Constructor(ConstexprFunction):
+    """A constructor whose key in Triton's cache covers the names of the fields. Its source, which all aggregates share, does not."""
+
+    def __init__(self, function: Callable, fields: tuple[str, ...]) -> None:
+        super().__init__(function)
+        self.fields = fields
+        self.used_global_vals = {}
+
+    @property
+    def cache_key(self) -> str:
+        return hashlib.sha256(f"{self.src} {self.fields}".encode()).hexdigest()
 
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv, torch.int8: gl.int8}

@@ -21,6 +21,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from .counters import counters
+from .keys import compute_key
 from .machine import machine
 
 
@@ -213,6 +214,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
         for i, x in enumerate(values):
             if isinstance(x, Counters):
                 values[i] = counters(device, stream, x.count)
+        compute_key(kernel)
         program = kernel[grid](*values, **given)
         if isinstance(kernel, triton.JITFunction) and len(given.compiled) < VARIANTS and _as_before(kernel):
             compiled = _learn(kernel, program, args, given)
