@@ -42,29 +42,33 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ
 CHILD = [sys.executable, str(SANITIZED)]
 
 
-def dispatchers() -> dict[str, list[range]]:
-    """By file name, the lines of functions that call `warp_specialize`."""
-    found: dict[str, list[range]] = {}
+def dispatchers() -> dict[str, tuple[str, range]]:
+    """By name, the kernels that call `warp_specialize`: their file's name and their lines there."""
+    found: dict[str, tuple[str, range]] = {}
     for path in (*(ROOT / "src/fp8attn/kernels").rglob("*.py"), SANITIZED):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any(
                 isinstance(call, ast.Attribute) and call.attr == "warp_specialize" for call in ast.walk(node)
             ):
                 first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
-                found.setdefault(path.name, []).append(range(first, node.end_lineno + 1))
+                found[node.name] = path.name, range(first, node.end_lineno + 1)
     return found
 
 
-def parse(output: str, dispatch: dict[str, list[range]]) -> dict[str, int]:
+def parse(output: str, dispatch: dict[str, tuple[str, range]]) -> dict[str, int]:
     """What a tool counted: errors, for racecheck also warnings and how many errors are `dispatch`; nothing if it got to no summary."""
     if found := re.search(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output):
         races = re.findall(r"Error: Race reported between .*(?:\n=+ +and .*)*", output)
-        places = [re.findall(r" in (\S+):(\d+)", race) for race in races]
-        theirs = [all(any(int(line) in lines for lines in dispatch.get(file, [])) for file, line in race) for race in places]
+        places = [re.findall(r" at (\w+)\+\w+ in (\S+):(\d+)", race) for race in races]
+        theirs = [bool(race) and all(_inside(dispatch.get(kernel), file, int(line)) for kernel, file, line in race) for race in places]
         return {"errors": int(found[1]), "warnings": int(found[2]), "dispatch": sum(theirs)}
     if found := re.search(r"ERROR SUMMARY: (\d+) errors?", output):
         return {"errors": int(found[1])}
     return {}
+
+
+def _inside(function: tuple[str, range] | None, file: str, line: int) -> bool:
+    return function is not None and file == function[0] and line in function[1]
 
 
 def sanitizer() -> str:

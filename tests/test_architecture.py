@@ -66,3 +66,42 @@ def test_nothing_imports_integrations_but_the_tools_above():
 def test_importing_the_package_imports_no_optional_library():
     code = "import sys, fp8attn; print([m for m in ('triton', 'transformers', 'diffusers', 'vllm', 'typer') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+MAX_PARAMETERS = 20
+# What is called with a flat list of arguments, and could not take fewer:
+# - the entry functions of kernels. Triton takes tuples as arguments, but not these: it specializes on the numbers in a tuple even if
+#   `do_not_specialize` names the tuple, so that new lengths would compile new kernels; Triton 3.6 cannot launch a kernel with a tensor
+#   descriptor in a tuple; and to flatten and rebuild tuples in `launch` costs more than a microsecond a launch.
+# - the implementation of a torch op, whose arguments are those of its schema.
+FLAT = {
+    "_attention_kernel": "kernels/portable.py", "page_kernel": "kernels/append/page.py", "step_kernel": "kernels/append/step.py",
+    "decode_kernel": "kernels/decode/kernel.py", "prefill_kernel": "kernels/prefill/kernel.py", "_attention": "ops.py",
+}  # fmt: skip
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    args = function.args
+    return [x for x in (*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg) if x is not None]
+
+
+def test_functions_have_few_parameters():
+    over = {}
+    for path in SOURCE.rglob("*.py"):
+        for function in functions(path):
+            if len(parameters(function)) > MAX_PARAMETERS and FLAT.get(function.name) != str(path.relative_to(SOURCE)):
+                over[f"{path.relative_to(SOURCE)}: {function.name}"] = len(parameters(function))
+    assert not over, f"more than {MAX_PARAMETERS} parameters: {over}; pass an aggregate (kernels), a dataclass or a NamedTuple"
+
+
+def test_what_kernels_of_many_arguments_are_compiled_for_is_in_objects():
+    """Their entry functions have no list of constexpr parameters beside the run-time arguments."""
+    for name, file in FLAT.items():
+        if file.startswith("kernels/"):
+            [entry] = [function for function in functions(SOURCE / file) if function.name == name]
+            constants = {x.arg for x in parameters(entry) if x.annotation is not None and "constexpr" in ast.unparse(x.annotation)}
+            assert "OPTIONS" in constants and constants <= {"OPTIONS", "QUERIES"}, file

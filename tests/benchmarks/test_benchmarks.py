@@ -244,14 +244,16 @@ decode D64 1
     ],
 )
 def test_sanitizer_summaries(output, expected):
-    assert sanitize.parse(output, {"decode.py": [range(568, 600)]}) == expected
+    assert sanitize.parse(output, {"decode": ("decode.py", range(568, 600))}) == expected
 
 
 def test_dispatchers_are_the_kernels_that_specialise_their_warps():
     found = sanitize.dispatchers()
-    assert found.keys() == {"kernel.py", "sanitized.py"} and len(found["kernel.py"]) == 2  # of prefill and of decode
+    assert {name: file for name, (file, _) in found.items()} == {
+        "prefill_kernel": "kernel.py", "decode_kernel": "kernel.py", "_race": "sanitized.py", "_ordered": "sanitized.py",
+    }  # fmt: skip
     source = sanitize.SANITIZED.read_text().splitlines()
-    assert [source[lines[0]] for lines in found["sanitized.py"]] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # after the decorator
+    assert [source[found[name][1][0]] for name in ("_race", "_ordered")] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # 1-based
 
 
 def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():

@@ -152,9 +152,7 @@ def launches(target: str, name: str) -> list[Launch]:
         patch.setattr(append, "num_sms", lambda device: 132)
         patch.setattr(portable, "_device", lambda device: (132, shared_memory))
         patch.setattr(portable, "num_splits", lambda *_: splits)
-        append._page_constants.cache_clear()  # it keeps what another target's were
         function(*arguments, **options)
-        append._page_constants.cache_clear()
     return found
 
 

@@ -1,7 +1,7 @@
 """Attention over all keys from attention over parts of them, which programs side by side have computed (Flash-Decoding).
 
-`num_splits` says into how many parts, from what the host knows (`prefill`, whose CTAs take one item after another, has an estimate of its
-own); `combine` adds them up in a launch of its own. What the parts are in memory is `combine`'s to say.
+`num_splits` is the number of parts, from what the host knows. (`prefill`, whose CTAs compute several items, has its own estimate.)
+`combine` adds the parts in a separate launch, and documents their layout.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | 
         parts: `[splits, T * num_q_heads, head_dim]` float32; unspecified in rows that see no key of a part.
         parts_lse: `[2, splits, T * num_q_heads]` float32, to base 2: the LSE without `k_mean` (-inf in such rows), and the score of
             `k_mean`, the same in every part.
-        sinks: `[num_q_heads]`; the parts know nothing of them.
+        sinks: `[num_q_heads]`; the parts do not include them.
         out, lse: `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32, written; or a batch of both, out of any strides.
     """
     grid, numbers, given = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())

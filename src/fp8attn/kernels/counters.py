@@ -3,7 +3,7 @@
 Launches may share counters only if they never run at the same time. So:
 
 - Launches on one stream follow one another and share that stream's counters, whichever thread makes them.
-- A captured launch has counters of its own for good: its CUDA graph may run beside anything, other graphs of the same stream too.
+- A captured launch keeps its own counters: its CUDA graph may run at the same time as anything else, other graphs of its stream included.
 
 Both come from a pool that is made before a graph needs it, since nothing that a graph allocates may outlive the graph. A capture that finds
 the pool empty allocates its zeros in the graph, which then clears them at each replay: one more node, the same result.
@@ -26,7 +26,7 @@ ALIGNED = 4  # counters: 16 bytes, the alignment that kernels are compiled for
 
 _streams: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and count
 _pools: dict[int, torch.Tensor] = {}  # by device, what is left
-_low: set[int] = set()  # devices whose pool wants replacing
+_low: set[int] = set()  # devices whose pool is to be replaced
 _lock = Lock()
 
 
@@ -59,8 +59,8 @@ def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
 def kept(make: Callable[[torch.device], T], device: torch.device) -> T:
     """What `make(device)` allocates and fills on the GPU, ready for every stream; not while a stream is capturing.
 
-    In a thread of its own: this one may be warming up for a CUDA graph (`torch.compile(mode="reduce-overhead")`), whose pool its memory
-    would come from, and which tolerates nothing that lives on.
+    It runs in another thread. The calling thread may be warming up for a CUDA graph (`torch.compile(mode="reduce-overhead")`): memory
+    would then be allocated from the graph's pool, and a graph allows no tensor of its pool to outlive it.
     """
 
     def work() -> T:

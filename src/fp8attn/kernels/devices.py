@@ -1,9 +1,9 @@
-"""What the plans of launches know of a GPU: how fast it is, in a few measured numbers.
+"""What plans of launches use of a GPU: its speed, in a few measured numbers.
 
 `python -m benchmarks.fit` measures the GPU that it runs on and prints its entry for this file. The numbers decide how a problem is cut: how
 long that takes, and in which order sums are added.
 
-The number of multiprocessors is not here: every GPU says its own (`launch.num_sms`).
+The number of multiprocessors is not here: the driver reports it (`launch.num_sms`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Chip:
     """The numbers of one GPU.
 
     Attributes:
-        name: what `torch.cuda.get_device_name` says.
+        name: `torch.cuda.get_device_name`.
         bandwidth: of a copy in device memory, reads and writes together, in GB/s.
         l2: bytes of K and V that the L2 cache holds beside all else that a launch of `prefill` touches.
         prefill: by padded head_dim and warpgroups, with 16-bit queries.

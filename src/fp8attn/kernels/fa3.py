@@ -2,9 +2,9 @@
 
     out = softmax(softmax_scale * q_scale k_scale * q_fp8 k_fp8^T) v_fp8 * v_scale
 
-Whoever has it has it as one of several builds of one kernel (arXiv:2407.08608), each of which registers a torch op of its own with a schema
-of its own. The op is found by its namespace and called by the names in its schema; nothing is registered or activated here. How a build
-sums is not in its version: `accumulation.py` measures it.
+There are several builds of this kernel (arXiv:2407.08608). Each registers its own torch op with its own schema. The op is found by its
+namespace and called by the names in its schema; nothing is registered or activated here. A build's version does not tell how it sums:
+`accumulation.py` measures that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUILDS = {
 }
 
 GIVEN = ("q", "k", "v", "softmax_scale", "is_causal")
-# What asks for nothing, of the arguments for which a schema has no default.
+# Values that switch a feature off, where a schema has no default.
 NEUTRAL = {
     "window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0, "is_rotary_interleaved": False, "num_splits": 0,
     "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
@@ -43,8 +43,8 @@ class Build:
     Attributes:
         name: what users import.
         op: its torch op.
-        neutral: the op's arguments in order, all of them asking for nothing.
-        positions: where each argument stands, by name.
+        neutral: the op's arguments in order, with every feature off.
+        positions: each argument's index, by name.
     """
 
     name: str
@@ -76,7 +76,7 @@ def find(name: str) -> Build:
         if library is None:
             raise LookupError("not installed")
         try:
-            torch.ops.load_library(library)  # the library alone: importing vllm, say, sets more than that
+            torch.ops.load_library(library)  # the library alone: an import of vllm, for example, changes more settings
         except OSError as problem:
             raise LookupError(f"{library} does not load with torch {torch.__version__}: {problem}") from problem
         if not hasattr(ops, "fwd"):
@@ -144,7 +144,7 @@ def attention(
         q: `[B, S_q, num_q_heads, head_dim]` float8_e4m3fn.
         k, v: `[B, S_kv, num_kv_heads, head_dim]` float8_e4m3fn.
         q_scale, k_scale, v_scale: `[B, num_kv_heads]` float32: a group's query heads share one. None: ones.
-        causal: the last query stands at the last key.
+        causal: the last query is at the position of the last key.
         out: as q, bfloat16, any strides but for the last dimension; zeros where a query sees no key.
         build: which one; default: `default()`.
     Raises:
@@ -163,5 +163,5 @@ def attention(
     }
     q, k, v, flat = (x.flatten(0, 1) for x in (q, k, v, out))
     build(q=q, k=k, v=v, out=flat, **bounds, max_seqlen_q=q_len, max_seqlen_k=kv_len, **given)
-    if flat.data_ptr() != out.data_ptr():  # a copy, because sequences do not lie one after another
+    if flat.data_ptr() != out.data_ptr():  # a copy, because sequences are not contiguous
         out.copy_(flat.unflatten(0, (batch, q_len)))

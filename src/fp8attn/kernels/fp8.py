@@ -1,6 +1,6 @@
 """E4M3, INT8 and BF16 conversions and page scales inside Triton kernels, with the rounding of `numerics`.
 
-`NATIVE` says that the target converts E4M3 by itself (NVIDIA from compute capability 8.9). Everywhere else, Triton's interpreter
+`NATIVE`: the target converts E4M3 by itself (NVIDIA from compute capability 8.9). Everywhere else, Triton's interpreter
 included (whose own conversions truncate), integer arithmetic does it, to the same bits.
 """
 

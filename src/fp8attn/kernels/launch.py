@@ -31,8 +31,8 @@ class View:
 
     Attributes:
         shape, strides: in elements.
-        block: what one copy brings.
-        swizzled: it lies in shared memory in the default layout; or else as it comes, one row behind the other.
+        block: the shape of one copy.
+        swizzled: shared memory has Triton's default (swizzled) layout; otherwise rows are contiguous.
         dtype: what the tensor's bytes are taken as; None: the tensor's own dtype.
         offset: bytes before the first element; a multiple of 16.
     """
@@ -46,7 +46,7 @@ class View:
 
 
 class Tiles(NamedTuple):
-    """A kernel argument: blocks of a tensor, whose first element lies at a multiple of 16 bytes, that TMA copies to shared memory."""
+    """A kernel argument: a tensor that TMA copies to shared memory in blocks. Its first element is at a multiple of 16 bytes."""
 
     x: torch.Tensor
     view: View
@@ -87,7 +87,7 @@ class Constants(dict):
 
 @lru_cache(maxsize=4096)
 def constants(kernel: str, device: torch.device, **values: Any) -> Constants:
-    """The same `Constants` for the same values; `kernel` tells apart kernels that have equal ones.
+    """The same `Constants` for the same values. `kernel` is a name, which separates kernels whose values are equal.
 
     Plans of several batch sizes share them, so a new batch size compiles nothing.
     """
@@ -225,7 +225,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
 
 
 def _as_before(kernel: triton.JITFunction) -> bool:
-    """Whether a launch now compiles as one before did: nothing asks Triton to see the arguments first, or to compile another way."""
+    """Whether a launch may use a kernel that was compiled before: no hook sees the arguments first, and no setting changes the code."""
     runtime, stages = knobs.runtime, getattr(knobs.runtime, "add_stages_inspection_hook", None)
     return not (kernel.pre_run_hooks or runtime.debug or knobs.compilation.instrumentation_mode or stages)
 

@@ -36,7 +36,7 @@ def plan_for(planned: Machine) -> None:
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
-    """The machine that `device` is; of "meta" what `plan_for` says."""
+    """The machine of `device`; for "meta", the one given to `plan_for`."""
     if device.type == "meta":
         if _planned is None:
             raise ValueError('launches of tensors on the device "meta" can be planned once fp8attn.kernels.machine.plan_for(...) is called')

@@ -1,4 +1,4 @@
-"""Pages in shared memory: how TMA brings them, and what the tensor cores take them for."""
+"""Pages in shared memory: how TMA copies them, and their layouts for the tensor cores."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ the loop then has no exchange between warps, and they meet once, at the end.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,6 +43,25 @@ _Q_BITS = tl.constexpr(8)  # a row of Q is held with its largest value in [2^8, 
 _NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: finite, so that -inf scores need no care
 
 
+@dataclass(frozen=True)
+class Options:
+    """What the kernel is compiled for. The host makes it, and device code reads it."""
+
+    int8: bool  # keys; or else E4M3
+    rotate: bool  # queries, as the keys are
+    head_dim: int
+    width: int  # head_dim, padded to a power of two
+    group: int  # query heads of a KV head
+    rows: int  # of a program
+    tile: int  # keys of a tile
+    warps: int  # that split a tile's keys; 1: none does
+    causal: bool
+    window: bool
+    softcap: bool
+    split: bool  # the keys are divided among programs
+    native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
+
+
 @triton.jit
 def _page(pool_ptr, page, num_kv_heads, kv_head, D: tl.constexpr):
     """Where the bytes of one head's page begin: K `[128, D]`, V `[8, D, 16]`, and the header with their scales."""
@@ -58,19 +78,25 @@ def _scales(page_ptr, mask, D: tl.constexpr):
 @triton.jit
 def _tiles(
     acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first, last,
-    INT8: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, MASK_START: tl.constexpr,
-    MASK_END: tl.constexpr, SOFTCAP: tl.constexpr, NATIVE: tl.constexpr,
+    MASK_START: tl.constexpr, MASK_END: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, denom, m` of a block of rows.
 
-    With WARPS > 1 everything has one more axis in front: the tile's keys in WARPS parts, each with a state of its own.
+    With several warps that split keys everything has one more axis in front: the tile's keys in as many parts, each with its own state.
     """
+    INT8: tl.constexpr = OPTIONS.int8
+    D: tl.constexpr = OPTIONS.head_dim
+    DP: tl.constexpr = OPTIONS.width
+    TILE: tl.constexpr = OPTIONS.tile
+    WARPS: tl.constexpr = OPTIONS.warps
+    SOFTCAP: tl.constexpr = OPTIONS.softcap
+    NATIVE: tl.constexpr = OPTIONS.native
     TILES: tl.constexpr = _PAGE // TILE
     AXIS: tl.constexpr = 2 if WARPS > 1 else 1  # of keys
     d = tl.arange(0, DP)
     # Columns are V's positions, so K's tokens are read in V's order: inside 16, [0, 1, 8, 9, 2, 3, 10, 11, ...].
     position = tl.arange(0, TILE)
-    if WARPS > 1:  # (a reshape would hide from the compiler that positions lie side by side)
+    if WARPS > 1:  # a reshape would hide from the compiler that positions are contiguous
         position = tl.arange(0, WARPS)[:, None] * (TILE // WARPS) + tl.arange(0, TILE // WARPS)[None, :]
     token = (position & ~15) | (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
     if WARPS > 1:
@@ -81,7 +107,7 @@ def _tiles(
         k_offsets = token[:, None] * D + d[None, :]
         k_mask = (d < D)[None, :]
         key = token[None, :]
-    in_group = tl.arange(0, DP * _GROUP)[None, :]  # [channel, token] of a group of V, as it lies
+    in_group = tl.arange(0, DP * _GROUP)[None, :]  # [channel, token] of a group of V, in the order of memory
     v_offsets = tl.arange(0, TILE // _GROUP)[:, None] * (D * _GROUP) + in_group
     v_mask = in_group < D * _GROUP
 
@@ -126,8 +152,8 @@ def _tiles(
         v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0), NATIVE)
         v = tl.permute(tl.reshape(v, (TILE // _GROUP, DP, _GROUP)), (0, 2, 1))
         v = tl.reshape(v, (WARPS, TILE // WARPS, DP) if WARPS > 1 else (TILE, DP))
-        # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (Written as a product and a sum,
-        # the compiler would hand it back to the tensor core.)
+        # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (The compiler would turn a product
+        # and a sum into an accumulation of the tensor core.)
         acc = tl.fma(acc, rescale, tl.dot(p, v))
         m = new_m
         ratio = v_scale / next_v_scale
@@ -137,12 +163,14 @@ def _tiles(
 
 
 @triton.jit
-def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr):
+def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs, OPTIONS: tl.constexpr):
     """Zeros for the rows from `first` on, which belong to no sequence; of parts, none that saw a key."""
+    D: tl.constexpr = OPTIONS.head_dim
+    DP: tl.constexpr = OPTIONS.width
     d = tl.arange(0, DP)
     for start in range(first + program, num_rows, programs):
         row = (start + tl.arange(0, 1)).to(tl.int64)
-        if SPLIT:
+        if OPTIONS.split:
             for split in range(num_splits):
                 tl.store(lse_ptr + row + num_rows.to(tl.int64) * split, tl.full((1,), float("-inf"), tl.float32))
         else:
@@ -156,9 +184,19 @@ def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs
 def _attention_kernel(
     q_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr, out_ptr, lse_ptr, q_stride_t,
     q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows, softmax_scale, softcap, window,
-    INT8: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    WARPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, NATIVE: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):  # fmt: skip
+    """Some rows of one KV head of a sequence in each program, over its part of the keys; behind these, programs that clear the rest."""
+    D: tl.constexpr = OPTIONS.head_dim
+    DP: tl.constexpr = OPTIONS.width
+    G: tl.constexpr = OPTIONS.group
+    ROWS: tl.constexpr = OPTIONS.rows
+    TILE: tl.constexpr = OPTIONS.tile
+    WARPS: tl.constexpr = OPTIONS.warps
+    CAUSAL: tl.constexpr = OPTIONS.causal
+    WINDOW: tl.constexpr = OPTIONS.window
+    SOFTCAP: tl.constexpr = OPTIONS.softcap
+    SPLIT: tl.constexpr = OPTIONS.split
     # The last queries see the most keys and start first.
     split = tl.program_id(0) % num_splits
     item = tl.program_id(0) // num_splits
@@ -168,7 +206,7 @@ def _attention_kernel(
     if cu_seqlens_ptr is not None and seq >= num_seqs:
         programs = num_seqs * num_kv_heads * num_blocks * num_splits
         first = tl.load(cu_seqlens_ptr + num_seqs) * (num_kv_heads * G)
-        _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, tl.program_id(0) - programs, tl.num_programs(0) - programs, D, DP, SPLIT)
+        _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, tl.program_id(0) - programs, tl.num_programs(0) - programs, OPTIONS)
         return
     if cu_seqlens_ptr is None:
         start = seq * max_seqlen_q
@@ -218,7 +256,7 @@ def _attention_kernel(
     q_offsets = (start + query).to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
     q_mask = real[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    if ROTATE:
+    if OPTIONS.rotate:
         q = hadamard(q, D)
     # factor * q16 = |softmax_scale| * log2(e) * q: what is left of q after a power of two that brings its largest value to 2^8.
     exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
@@ -270,7 +308,7 @@ def _attention_kernel(
         # One loop: a mask over a few rows costs less than filling the pipeline twice.
         acc, denom, m, unit = _tiles(
             acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first_tile,
-            last_tile, INT8, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, NATIVE,
+            last_tile, HAS_START, True, OPTIONS,
         )  # fmt: skip
     else:
         all_last = tl.minimum(tl.maximum(all_end // TILE, first_tile), last_tile)
@@ -280,15 +318,15 @@ def _attention_kernel(
             all_last = tl.maximum(all_last, all_first)
             acc, denom, m, unit = _tiles(
                 acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first_tile,
-                all_first, INT8, D, DP, TILE, WARPS, True, True, SOFTCAP, NATIVE,
+                all_first, True, True, OPTIONS,
             )  # fmt: skip
         acc, denom, m, unit = _tiles(
             acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, all_first,
-            all_last, INT8, D, DP, TILE, WARPS, False, False, SOFTCAP, NATIVE,
+            all_last, False, False, OPTIONS,
         )  # fmt: skip
         acc, denom, m, unit = _tiles(
             acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, all_last,
-            last_tile, INT8, D, DP, TILE, WARPS, HAS_START, True, SOFTCAP, NATIVE,
+            last_tile, HAS_START, True, OPTIONS,
         )  # fmt: skip
     if WARPS > 1:
         top = tl.max(m, 0)
@@ -311,7 +349,7 @@ def _attention_kernel(
         tl.store(lse_ptr + offset + num_splits.to(tl.int64) * num_rows, mean_score, mask=real)
     else:
         share, lse = finish(lse, mean_score, sinks_ptr, head)
-        out = round_to(out * share[:, None], out_ptr.dtype.element_ty, NATIVE)
+        out = round_to(out * share[:, None], out_ptr.dtype.element_ty, OPTIONS.native)
         tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask)
         tl.store(lse_ptr + offset, lse, mask=real)
 
@@ -330,8 +368,8 @@ class Config(NamedTuple):
 def config(head_dim: int, rows: int, shared_memory: int) -> Config:
     """The launch for `rows` packed rows a KV head (queries times group), where a program may have `shared_memory` bytes.
 
-    Chosen so that nothing spills where it matters (`test_compile.py` looks). Much shared memory also means instructions that take
-    operands from there (Hopper's and Blackwell's); without them tiles are smaller, because operands cost registers.
+    Chosen so that the frequent cases do not spill (`test_compile.py` checks it). GPUs with much shared memory (Hopper, Blackwell) also have
+    instructions that read operands from it. On the others tiles are smaller, because operands take registers.
     """
     wide = head_dim > 128
     if shared_memory >= 200_000:
@@ -388,17 +426,16 @@ def attention(
         target_lse = torch.empty((2, splits, num_rows), dtype=torch.float32, device=device)
     else:
         target, target_lse = out, lse
-    native = is_native(device)
     args = (
         q, pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q, None if splits > 1 else sinks,
         leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads,
         pages.num_seqs, blocks, splits, num_rows, float(softmax_scale), float(softcap), window,
     )  # fmt: skip
-    given = constants(
-        "attend", device, INT8=pages.key_dtype == torch.int8, ROTATE=pages.rotate_keys, D=head_dim, DP=padded, G=group, ROWS=rows,
-        TILE=tile, WARPS=key_warps, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0, SPLIT=splits > 1, NATIVE=native,
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+    options = Options(
+        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, width=padded, group=group, rows=rows, tile=tile,
+        warps=key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip
+    given = constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     programs = pages.num_seqs * pages.num_kv_heads * blocks * splits
     launch(_attention_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, given)
     if splits > 1:

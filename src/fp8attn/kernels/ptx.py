@@ -1,4 +1,4 @@
-"""Instructions of Hopper that Triton has no name for, or takes more instructions to say: inline PTX."""
+"""Inline PTX: Hopper's instructions that Triton does not offer, or only as longer sequences."""
 
 from __future__ import annotations
 

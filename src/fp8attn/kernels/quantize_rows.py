@@ -1,11 +1,13 @@
-"""Dense tensors in 8 bits as they lie, one scale a sequence and group of heads: for kernels that know no pages (`fa3.py`).
+"""Dense tensors in 8 bits and their own layout, with one scale for a sequence and group of heads: for kernels without pages (`fa3.py`).
 
-A scale needs the largest value of whole sequences, and that needs their mean: three launches. The first reads everything and leaves, of
-each part of a sequence, every channel's sum, largest and smallest value; the second makes means and scales of them, for the largest
-magnitude after a constant is taken off is that of the largest or the smallest value; the third reads everything again and writes.
+A scale needs the largest magnitude of a whole sequence without its mean, so there are three launches. The first reads everything. It writes
+each channel's sum, largest and smallest value for every part of a sequence. The second makes means and scales from these: once a constant
+is subtracted, the largest magnitude is that of the largest or of the smallest value. The third reads everything again and writes codes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,7 +16,7 @@ import triton.language as tl
 from .fp8 import finite, inverse, is_native, needed_scale, to_codes
 from .launch import constants, launch
 from .rotation import hadamard
-from .rows import load_rotated, load_rows, row_of, store_rows
+from .rows import Row, load_rotated, load_rows, row_of, store_rows
 
 ELEMENTS = 2048  # that a program holds of a tensor at a time
 PARTS = 64  # of a sequence, at most
@@ -23,9 +25,29 @@ _PARTS = tl.constexpr(PARTS)
 _INF = tl.constexpr(float("inf"))
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """How the kernels read the tensor."""
+
+    row: Row
+    rotate: bool  # by `rotation.hadamard`
+    count: int  # that a program holds at a time
+
+
+@dataclass(frozen=True)
+class Options:
+    """How codes are made."""
+
+    tokens: Tokens
+    means: bool  # are subtracted
+    int8: bool  # or else E4M3
+    native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
+
+
 @triton.jit
-def _load_tokens(x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, ROW: tl.constexpr, ROTATE: tl.constexpr):
-    """Tokens of a head with RoPE, rotated, past the last one that again: `[T, C]`."""
+def _load_tokens(x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS: tl.constexpr):
+    """Tokens of a head with RoPE, rotated, `[T, C]`. Past the last token, the last token again."""
+    ROW: tl.constexpr = TOKENS.row
     token = tl.minimum(token, last).to(tl.int64)[:, None]
     if ROW.rope_pairs > 0:
         cos = cos_ptr + token * cos_stride
@@ -34,16 +56,17 @@ def _load_tokens(x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin
         cos = token
         sin = token
     x = load_rotated(x_ptr + token * stride_t, cos, sin, ROW)
-    return hadamard(x, ROW.head_dim) if ROTATE else x
+    return hadamard(x, ROW.head_dim) if TOKENS.rotate else x
 
 
 @triton.jit(do_not_specialize=["heads", "length", "size", "parts"])
 def _statistics_kernel(
     x_ptr, part_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, cos_stride_b, cos_stride, sin_stride_b, sin_stride,
-    heads, length, size, parts,
-    ROW: tl.constexpr, ROTATE: tl.constexpr, T: tl.constexpr,
+    heads, length, size, parts, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """`part [B * H, parts, 3, C]`: each channel's sum, largest and smallest value."""
+    ROW: tl.constexpr = TOKENS.row
+    T: tl.constexpr = TOKENS.count
     C: tl.constexpr = ROW.width
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -58,7 +81,7 @@ def _statistics_kernel(
     end = tl.minimum(first + size, length)
     for t in range(first, end, T):
         token = t + tl.arange(0, T)
-        x = _load_tokens(x_ptr, token, end - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, ROW, ROTATE)
+        x = _load_tokens(x_ptr, token, end - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS)
         total += tl.where((token < end)[:, None], x, 0.0)
         counts = tl.abs(x) < _INF
         largest = tl.maximum(largest, tl.where(counts, x, -_INF))
@@ -94,9 +117,12 @@ def _scales_kernel(
 @triton.jit(do_not_specialize=["heads", "length", "heads_per_scale"])
 def _rows_kernel(
     x_ptr, out_ptr, mean_ptr, scale_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, out_stride_b, out_stride_h, out_stride_t,
-    cos_stride_b, cos_stride, sin_stride_b, sin_stride, heads, length, heads_per_scale,
-    ROW: tl.constexpr, ROTATE: tl.constexpr, MEANS: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, T: tl.constexpr,
+    cos_stride_b, cos_stride, sin_stride_b, sin_stride, heads, length, heads_per_scale, OPTIONS: tl.constexpr,
 ):  # fmt: skip
+    """Codes of some tokens of a head in each program."""
+    TOKENS: tl.constexpr = OPTIONS.tokens
+    ROW: tl.constexpr = TOKENS.row
+    T: tl.constexpr = TOKENS.count
     blocks = tl.cdiv(length, T)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch = row // heads
@@ -105,15 +131,13 @@ def _rows_kernel(
         cos_ptr += batch * cos_stride_b
         sin_ptr += batch * sin_stride_b
     token = tl.program_id(0) % blocks * T + tl.arange(0, T)
-    x = _load_tokens(
-        x_ptr + batch * stride_b + head * stride_h, token, length - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride,
-        ROW, ROTATE,
-    )  # fmt: skip
-    if MEANS:
+    x_ptr += batch * stride_b + head * stride_h
+    x = _load_tokens(x_ptr, token, length - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS)
+    if OPTIONS.means:
         x -= load_rows(mean_ptr + row * ROW.head_dim + tl.zeros((1, 1), tl.int32), ROW)
-    factor = inverse(tl.load(scale_ptr + row // heads_per_scale), INT8)
+    factor = inverse(tl.load(scale_ptr + row // heads_per_scale), OPTIONS.int8)
     rows = out_ptr + (batch * out_stride_b + head * out_stride_h + token.to(tl.int64) * out_stride_t)[:, None]
-    store_rows(rows, to_codes(x * factor, INT8, NATIVE), (token < length)[:, None], ROW)
+    store_rows(rows, to_codes(x * factor, OPTIONS.int8, OPTIONS.native), (token < length)[:, None], ROW)
 
 
 def quantize_rows(
@@ -133,14 +157,14 @@ def quantize_rows(
     mean = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=device) if means else None
     out = torch.empty_like(x, dtype=torch.uint8)
     strides, angle_strides = x.stride()[:3], (*cos_strides, *sin_strides)
-    each = {"ROW": row, "ROTATE": rotate_keys, "T": tokens, "num_warps": 4, "enable_fp_fusion": False}
-    target = {"MEANS": means, "INT8": dtype == torch.int8}
+    each, options = Tokens(row, rotate_keys, tokens), {"num_warps": 4, "enable_fp_fusion": False}
+    int8 = dtype == torch.int8
 
     args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
-    launch(_statistics_kernel, (parts * batch * heads,), args, constants("statistics", device, **each))
+    launch(_statistics_kernel, (parts * batch * heads,), args, constants("statistics", device, TOKENS=each, **options))
     args = part, mean, scale, parts, length, heads_per_scale
-    launch(_scales_kernel, (scale.numel(),), args, constants("scales", device, D=head_dim, C=width, **target, num_warps=4))
+    launch(_scales_kernel, (scale.numel(),), args, constants("scales", device, D=head_dim, C=width, MEANS=means, INT8=int8, num_warps=4))
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
-    given = constants("rows", device, **each, **target, NATIVE=is_native(device))
+    given = constants("rows", device, OPTIONS=Options(each, means, int8, is_native(device)), **options)
     launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, given)
     return out.view(dtype), scale, mean

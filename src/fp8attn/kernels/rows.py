@@ -60,14 +60,14 @@ def store_rows(rows, x, valid, ROW: tl.constexpr):
 
 @triton.jit
 def _together(c, HALF: tl.constexpr):
-    """Says of channels `c` that eight stay together where HALF is a multiple of eight: accesses are then 16 bytes wide."""
+    """Channels `c`, marked as contiguous in groups of eight where HALF is a multiple of eight: accesses are then 16 bytes wide."""
     N: tl.constexpr = 8 if HALF % 8 == 0 else 1
     return tl.max_contiguous(tl.multiple_of(c, N), N)
 
 
 @triton.jit
 def _rotate(a, b, cos, sin):
-    """`rope.apply_rope` on pairs; every product and sum rounds by itself, as torch's do (the launches turn FMA contraction off)."""
+    """`rope.apply_rope` on pairs; every product and sum rounds by itself, as torch's do (launches disable FMA contraction)."""
     return a * cos - b * sin, b * cos + a * sin
 
 
@@ -135,7 +135,7 @@ def load_rotated(rows, cos, sin, ROW: tl.constexpr):
 def row_of(
     head_dim: int, cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
 ) -> tuple[Row, tuple[torch.Tensor | None, torch.Tensor | None], tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What kernels need to know of a row and its RoPE: the row, the tables, and the tables' strides but for their last."""
+    """A kernel's arguments about a row and its RoPE: the row, the tables, and the tables' strides except the last."""
     half, step, strides = 0, 1, ((0, 0), (0, 0))
     if cos is not None:
         if cos.stride(-1) != sin.stride(-1):

@@ -75,7 +75,7 @@ def append(
     strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
     ahead = _columns_ahead(device, heads, row.width)
     args = k, v, *held, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads, ahead
-    given = _page_constants(device, *stored, dense=False)
+    given = _page_constants(device, torch.version.hip is not None, *stored, dense=False)
     if cu_seqlens is None:
         _launch_sequences(page_kernel, (2 * heads, columns), num_seqs, args, given)
     else:
@@ -103,7 +103,7 @@ def quantize(
         k_b = v_b = 0
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
-        # Where E4M3 is not native, no target knows its type, and bytes are bytes.
+        # Targets without native E4M3 have no type for it; its bytes are copied as they are.
         given = constants("e4m3", device, ROW=_without_rope(row), num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
@@ -112,7 +112,8 @@ def quantize(
             k, v, pool, k_mean, v_mean, table, lengths, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch, length, heads,
             _columns_ahead(device, heads, row.width),
         )  # fmt: skip
-        given = _page_constants(device, row, is_native(device), key_dtype == torch.int8, rotate_keys, False, dense=True)
+        stored = row, is_native(device), key_dtype == torch.int8, rotate_keys, False
+        given = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
         _launch_sequences(page_kernel, (2 * heads, columns), batch, args, given)
     return KVPages.trusted(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)
 
@@ -161,9 +162,10 @@ def _step_plan(
 
 
 @lru_cache(maxsize=4096)
-def _page_constants(device: torch.device, row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, dense: bool) -> Constants:
-    options = _options(row, native, int8, rotate_keys, static, dense)
-    limit = {} if torch.version.hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
+def _page_constants(device: torch.device, hip: bool, row: Row, *stored: bool, dense: bool) -> Constants:
+    """Constants of `page_kernel`; `row` and `stored` are `_options`'."""
+    options = _options(row, *stored, dense)
+    limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
     return constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
 
 

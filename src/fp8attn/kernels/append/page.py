@@ -22,7 +22,7 @@ _MAX_GRID = tl.constexpr(MAX_GRID)
 
 @triton.jit
 def _prefetch(x_ptr, stride_t, ROW: tl.constexpr):
-    """Ask the L2 cache for a page's rows, the first of which is at `x_ptr`: one line of 128 bytes a thread in 16 bits."""
+    """Prefetch a page's rows to the L2 cache, the first of them at `x_ptr`: one line of 128 bytes a thread in 16 bits."""
     SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = ROW.width * SIZE // 128
     i = tl.arange(0, PAGE * LINES)
@@ -149,7 +149,7 @@ def page_kernel(
     D: tl.constexpr = K.row.head_dim
     HALF: tl.constexpr = K.row.rope_pairs
     DENSE: tl.constexpr = K.dense
-    # Heads follow each other, so that programs that run together read memory that lies together.
+    # Heads follow each other, so that programs that run at the same time read neighboring memory.
     is_v = tl.program_id(0) % 2
     head = tl.program_id(0) // 2
     if cu_seqlens_ptr is None:
@@ -167,7 +167,7 @@ def page_kernel(
         start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
         column = place - start // PAGE - 2 * seq
     wide = seq.to(tl.int64)
-    if DENSE:  # sequences of strides of their own begin here, in pages in order; the first program says so in the table
+    if DENSE:  # sequences have their own strides and consecutive pages, which the first program writes to the table
         start = 0
         length = 0
         page = seq * tl.num_programs(1) + column

@@ -189,7 +189,7 @@ def settle(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
             x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, True)
         else:
             x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False)
-    if INT8:  # its codes cannot say NaN
+    if INT8:  # it has no code for NaN
         tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
     elif not CODES.static:
         tl.store(scale_ptr, scale)

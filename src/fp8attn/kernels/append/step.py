@@ -25,8 +25,8 @@ _NONE = tl.constexpr(1 << 62)  # where all tokens fit (`_first_over`)
 def _take_turn(length_ptr, new, programs):
     """The length of a sequence before this launch, and `new` more for what reads it after.
 
-    Each of its programs takes one turn, and counts it in the upper bits of what it reads. The one that takes the last turn knows that all
-    have the length, and writes the new one.
+    Each of the sequence's programs reads the length once, and counts that in the upper bits. When the count is complete, all programs have
+    the length, and the last one writes the new length.
     """
     found = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
     length = found % _TURN
@@ -101,7 +101,7 @@ def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr
 
 @triton.jit
 def _store_scale(scale_ptr, scale, broken, held, CODES: tl.constexpr):
-    """Write the scales of some heads' slots. INT8 codes cannot say NaN: the scale of a page that is `broken` does."""
+    """Write the scales of some heads' slots. INT8 has no code for NaN: the scale of a `broken` page is NaN."""
     if CODES.int8:
         tl.store(scale_ptr, tl.where(broken, float("nan"), scale), mask=held & (broken | (not CODES.static)))
     elif not CODES.static:

@@ -83,7 +83,7 @@ def _scores(k, q, ROWS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _tanh(x):
-    """tanh to 2e-7. `tanh.approx` errs by 5e-4, which a cap of 50 turns into 2.5e-2."""
+    """tanh to 2e-7. `tanh.approx` errs by 5e-4, and a cap of 50 multiplies that to 2.5e-2."""
     return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2 * LOG2E)))
 
 

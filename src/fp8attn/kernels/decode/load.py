@@ -1,4 +1,4 @@
-"""The producer: one warp that asks TMA for the pages of its worker's range, and the stages of shared memory that they arrive in."""
+"""The producer: one warp that copies the pages of its worker's range by TMA, and the stages of shared memory that receive them."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class Launch:
     def workers(self, num_sms: int, heads: int) -> int:
         """Ranges that the work of one row tile is cut into.
 
-        One on each SM; or as many as there is room for, if there are heads enough that none is shared between ranges. (Of shared heads,
-        more ranges leave more parts to combine.) Or a few less, if sequences of one length are then cut alike.
+        One on each SM; or as many as fit on an SM, if there are so many heads that ranges share none. (If ranges share heads, more ranges
+        leave more parts to combine.) A few less, if sequences of one length are then divided equally.
         """
         for ctas in range(self.chip.decode_ctas[self.width], 0, -1):
             most = max(1, ctas * num_sms // self.tiles)

@@ -52,7 +52,7 @@ class Queries:
 
     @gluon.jit
     def operand(self, q, k_mean, VECTOR: gl.constexpr, INT8: gl.constexpr, options: gl.constexpr):
-        """What `load` returned as the operand that `scores` takes; by row, the factor that turns the products into exponents of two; and
+        """What `load` returned as the operand that `scores` takes; by row, the factor that makes the products exponents of two; and
         by row, the score of K's mean, as an exponent of two.
 
         The sign of the softmax scale goes into the operand. So the factor is positive, and the largest score can be found before the factor

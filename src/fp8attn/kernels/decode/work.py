@@ -1,6 +1,6 @@
 """What there is to read, and which worker reads it: the pages of all heads of all sequences, cut into ranges of one length.
 
-Every CTA finds its own range from the lengths of the sequences. No host reads them, and no launch comes before.
+Every CTA computes its own range from the lengths of the sequences. The host does not read them, and there is no launch before this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Sequence:
     length: gl.tensor  # keys
     query: gl.tensor  # index of the first query token
     num_q: gl.tensor  # query tokens
-    pad: gl.tensor  # padding tokens, which come first
+    pad: gl.tensor  # padding tokens, before the others
     first_page: gl.tensor  # that some row sees
     num_pages: gl.tensor  # from that one on
 

@@ -72,7 +72,7 @@ def attention(
     return_lse |= PADDED[head_dim] == 256 and (q.dtype == FP8 or cu_seqlens_q is not None)
     out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
     lse = torch.empty(*rows, dtype=torch.float32, device=device) if return_lse else None
-    # Queries whose strides overlap, or say nothing (those of dimensions of one element), may have no layout to copy.
+    # The layout of queries cannot be copied where strides overlap, or are arbitrary because a dimension has one element.
     if out.stride(-1) != 1:
         out = torch.empty(shape, dtype=dtype, device=device)
     if not q.numel():

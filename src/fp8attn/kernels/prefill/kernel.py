@@ -1,8 +1,8 @@
 """The kernel: its arguments, its shared memory, and what its warps do.
 
 A CTA is `Options.warpgroups` warpgroups that multiply 64 query rows each (`multiply`), and one warp that claims work, reads the page table
-and feeds them by TMA (`producer`). Registers are scarce, shared memory is not: comments that
-begin with `ptxas` say where an expression has its form because of that, and the case of `tests/compile_prefill.py` that shows it.
+and loads their operands by TMA (`producer`). Registers are scarce, and shared memory is not. A comment that begins with `ptxas` explains an
+expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py` that spills without it.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def quantize_rows(codes, blocks):
         largest = gl.maximum(largest_magnitude(blocks), TINY)
         up = 127.0 / largest
         factor = largest * (1 / 127)
-        broken = blocks[0] * 0.0  # NaN has no code: the row's factor says it
+        broken = blocks[0] * 0.0  # NaN has no code: the row's factor becomes NaN
         for j in gl.static_range(1, len(blocks)):
             broken += blocks[j] * 0.0
         factor += gl.sum(broken, 1)

@@ -43,7 +43,7 @@ class Sequence:
 
 @gluon.jit
 def claim_next(counter_ptr):
-    """The next number of the launch's counter: one lane asks."""
+    """The next number of the launch's counter, taken by one lane."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     ticket = gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, lane.type.layout), mask=lane == 0, sem="relaxed")
     return gl.sum(gl.where(lane == 0, ticket, 0), 0)
