@@ -69,11 +69,11 @@ def test_importing_the_package_imports_no_optional_library():
 
 
 MAX_PARAMETERS = 20
-# What is called with a flat list of arguments, and could not take fewer:
-# - the entry functions of kernels. Triton takes tuples as arguments, but not these: it specializes on the numbers in a tuple even if
-#   `do_not_specialize` names the tuple, so that new lengths would compile new kernels; Triton 3.6 cannot launch a kernel with a tensor
-#   descriptor in a tuple; and to flatten and rebuild tuples in `launch` costs more than a microsecond a launch.
-# - the implementation of a torch op, whose arguments are those of its schema.
+# Functions whose caller needs a flat list of arguments:
+# - The entry functions of kernels. Triton takes tuples as arguments, but specializes on every number in a tuple, even if
+#   `do_not_specialize` names the tuple: new lengths would compile new kernels. And Triton 3.6 launches no kernel that has a tensor
+#   descriptor in a tuple. (docs/lab/2026-11-launching.md)
+# - The implementation of a torch op, whose arguments are those of its schema.
 FLAT = {
     "_attention_kernel": "kernels/portable.py", "page_kernel": "kernels/append/page.py", "step_kernel": "kernels/append/step.py",
     "decode_kernel": "kernels/decode/kernel.py", "prefill_kernel": "kernels/prefill/kernel.py", "_attention": "ops.py",
