@@ -15,17 +15,17 @@ test: check .venv/.dev
 	$(PYTEST) --ignore tests/kernels -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=90
 	$(PYTEST) tests/kernels -n 2 --dist worksteal
 	PYTHONPATH=$(COMPAT) $(PYTEST) tests/integrations/test_transformers.py tests/integrations/test_transformers_edges.py -n 2
-	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/benchmarks/test_offline.py -m triton36 -n 2 --dist worksteal
-	@PYTHONPATH=src $(BIN)/python -m benchmarks.check --count
+	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/evidence/test_ptx.py -m triton36 -n 2 --dist worksteal
+	@$(BIN)/python -m evidence.check --count
 
 check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PYTHONPATH=src $(BIN)/python -m benchmarks.readme --check
+	$(BIN)/python -m evidence.tables --check
 
 # Lists the rows of results whose code has changed since they were measured; needs no GPU, but minutes where kernels have changed.
 check-results: .venv/.dev
-	PYTHONPATH=src $(BIN)/python -m benchmarks.check
+	$(BIN)/python -m evidence.check
 
 # Other systems' kernels for the benchmarks, into .peers: what cannot be had is named and left out.
 peers:
@@ -37,7 +37,7 @@ gpu:
 		real_model agreement speculative sanitize; do \
 		$(PYTHON) -m benchmarks.run $$name --save || exit; \
 	done
-	PYTHONPATH=src $(PYTHON) -m benchmarks.plot
+	$(PYTHON) -m evidence.pictures
 
 .venv/.python:
 	$(PYTHON) -m venv .venv

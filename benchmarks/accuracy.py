@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from evidence.fingerprint import of_call
 from fp8attn.kernels import decode, prefill
 
 from . import peers
-from .fingerprint import of_call
 from .measure import error, exact, outputs, poisoned, relative
 from .problem import DEVICE, KEYS, K, Run, Shape, own
 

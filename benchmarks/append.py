@@ -22,13 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
+from evidence.fingerprint import of_call
 from fp8attn import KVPages, ops, reference
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
 from fp8attn.layout import FP8, PAGE_SIZE, key_type
 from fp8attn.numerics import relative_error
 
-from .fingerprint import of_call
 from .measure import between_reads, graph_of, interleaved
 from .problem import DEVICE, KEYS
 from .sdpa import tables

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from evidence.dry import compile_ahead
+from evidence.fingerprint import ROOT
+
 from .beside import Beside
-from .dry import compile_ahead
-from .fingerprint import ROOT
 
 TURNS, TURN_MS, MOST_SAMPLES = 24, 20, 20
 SECONDS = 900  # that a case may take to be prepared

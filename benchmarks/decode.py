@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from evidence.fingerprint import of_call
 from fp8attn.kernels import decode
 from fp8attn.layout import FP8, PAGE_SIZE
 
 from . import peers
-from .fingerprint import of_call
 from .measure import error, graph_of, interleaved, outputs
 from .problem import DEVICE, KEYS, K, Run, Shape, hold, own, steps
 

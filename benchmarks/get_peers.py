@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from .fingerprint import ROOT
+from evidence.fingerprint import ROOT
 
 FOLDER = ROOT / ".peers"
 # A release, and the extension module in its wheel, kept as FOLDER/NAME.so.xz; None: the wheel is kept.

@@ -31,12 +31,13 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from evidence import results
+from evidence.fingerprint import ROOT, of_row
 from fp8attn.evaluation import models, needle, ruler
 from fp8attn.evaluation.needle import Outcome
 from fp8attn.evaluation.paired import compare, wilson
 
-from . import peers, results
-from .fingerprint import ROOT, of_row
+from . import peers
 from .needle_systems import IMPLS, NEEDS, OURS, Work
 
 SAMPLES = ROOT / ".needle"

@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
+from evidence.fingerprint import of_call
 from fp8attn.kernels import prefill
 
 from . import peers
-from .fingerprint import of_call
 from .measure import error, interleaved, outputs
 from .problem import KEYS, K, Shape, own, square
 

@@ -21,8 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from . import results
-from .dry import compile_ahead
+from evidence import results
+from evidence.dry import compile_ahead
 
 
 def benchmarks() -> dict[str, str]:

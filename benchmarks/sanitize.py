@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .fingerprint import ROOT
+from evidence.fingerprint import ROOT
 
 CASES = {  # the tools, with their options
     "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far

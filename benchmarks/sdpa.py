@@ -17,11 +17,11 @@ from functools import partial
 import torch
 
 import fp8attn
+from evidence.fingerprint import of_call
 from fp8attn import ops
 from fp8attn.numerics import sqnr_db
 
 from . import peers
-from .fingerprint import of_call
 from .measure import exact, graph_of, interleaved, left_out, outputs, sampled_queries
 from .problem import DEVICE, KEYS, K, Run, Shape, square
 

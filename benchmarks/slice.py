@@ -12,9 +12,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from evidence.fingerprint import of_call
 from fp8attn.kernels import portable
 
-from .fingerprint import of_call
 from .measure import error, graph_of, interleaved, outputs
 from .problem import K, Run, Shape, own, square, steps
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from evidence.results import ROOT
 from fp8attn import KVScales, calibrate
 from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import MakeCache, cache_factory
 from fp8attn.evaluation.public import PUBLIC, find
 
 from .problem import KEYS
-from .results import ROOT
 
 CACHES = {impl: f"fp8-{key_dtype}-keys" for impl, key_dtype in KEYS.items()} | {"bf16": "bf16", "fp8attn-static": "fp8-static"}
 CALIBRATION = (8192, 4)  # tokens of a window, windows

@@ -2,8 +2,8 @@
 
     python tests/same_ptx.py [case substring ...] [--base REV]
 
-A case is the same if its launches have the same PTX (`offline.normalized`: without locations, names and versions), grids and numbers that
-the host chose. Every case is compiled with the Triton that is imported, as far as PTX: some two seconds each, in a process a core. The
+A case is the same if its launches have the same PTX (`evidence.ptx.normalized`: without locations, names and versions), grids and numbers
+that the host chose. Every case is compiled with the Triton that is imported, as far as PTX: some two seconds each, in a process a core. The
 digests of a commit are kept in `.cache/ptx/`, so that only the first comparison with it compiles it. It lists what differs and exits with
 1; cases that only one side has are listed and fail nothing.
 """
@@ -38,8 +38,8 @@ def fingerprint(name: str) -> str:
     """The fingerprint of what a case launches."""
     from triton import knobs
 
-    from benchmarks.fingerprint import digest, of_launches
-    from benchmarks.offline import normalized
+    from evidence.fingerprint import digest, of_launches
+    from evidence.ptx import normalized
     from fp8attn.kernels.compile import compiled
     from tests.kernels import compile_kernels, compile_prefill, run_decode
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(ROOT))
 
-from benchmarks import results
+from evidence import results
 
 WINDOW, STRIDE = 4096, 2048
 

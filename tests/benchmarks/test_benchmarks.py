@@ -286,7 +286,7 @@ def test_a_call_that_hangs_or_fails_is_left_behind():
 
 COMPILE = """
 import sys
-from benchmarks import dry
+from evidence import dry
 dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
 from benchmarks import problem, stream
 from fp8attn.kernels.compile import compiled
@@ -305,29 +305,6 @@ for dim in (64, 128, 256):
 @pytest.mark.parametrize("keys", ["int8", "e4m3"])
 def test_the_streaming_ceiling_follows_the_decode_kernel(keys):
     assert len(compiling.run("-c", COMPILE, keys).split()) == 3
-
-
-DRY = """
-import sys
-from importlib import import_module
-from benchmarks import dry
-dry.pretend({"capability": [9, 0], "sms": 132, "shared": 232448})
-for name in sys.argv[1:]:
-    for (case, impl), launches in dry.launches_of(name, [(case, None) for case in import_module(f"benchmarks.{name}").CASES]).items():
-        print(name, case, (impl or "inputs").replace(" ", "_"), *dict.fromkeys(made.kernel.fn.__name__ for made in launches))
-"""
-
-
-def test_every_case_can_be_run_dry():
-    """And takes the kernels of a Hopper GPU."""
-    names = "prefill", "decode", "sdpa", "append", "slice", "accumulation", "accuracy"
-    rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
-    assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, impl, *kernels in rows if impl != "inputs")
-    kernels = {tuple(row[:3]): row[3:] for row in rows}
-    assert all(kernels["prefill", "chunked-2k-on-128k", impl] == ["prefill_kernel", "_combine_kernel"] for impl in prefill.OURS)
-    assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["page_kernel", "prefill_kernel"]
-    assert kernels["append", "step-B64", "fp8attn"] == ["step_kernel"]
-    assert kernels["slice", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
 
 
 # Two revisions

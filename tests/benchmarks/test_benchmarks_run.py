@@ -8,7 +8,8 @@ import zipfile
 
 import pytest
 
-from benchmarks import dry, get_peers, results, run
+from benchmarks import get_peers, run
+from evidence import results
 
 
 @pytest.fixture
@@ -76,17 +77,6 @@ def test_every_benchmark_is_listed(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="there is no benchmark nothing"):
         run.main()
     assert "Prefill attention beside its peers." in capsys.readouterr().out
-
-
-def test_kernels_are_compiled_ahead_where_there_is_a_gpu(monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(dry, "answer", lambda name, request: asked.append((name, request["rows"])))
-    monkeypatch.setattr(dry, "import_module", lambda name: types.SimpleNamespace(calls=None))
-    monkeypatch.setattr(dry, "meta", lambda: {"device": "cpu"})
-    dry.compile_ahead("made", ["a"])
-    monkeypatch.setattr(dry, "meta", lambda: {"device": "H", "capability": [9, 0]})
-    dry.compile_ahead("made", ["a", "b"])
-    assert asked == [("made", [("a", None), ("b", None)])]
 
 
 def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):

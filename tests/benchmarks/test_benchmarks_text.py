@@ -9,13 +9,12 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks import agreement, demo, drift, needle, perplexity, plot, real_model, speculative, texts
-from benchmarks.needle_systems import stressed
+from benchmarks import agreement, demo, drift, perplexity, real_model, speculative, texts
+from evidence import pictures
 from fp8attn import calibrate
 from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import BF16Cache, E4M3Cache
 from fp8attn.evaluation.caches import forward as through
-from fp8attn.evaluation.needle import Outcome, save_outcomes
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +38,10 @@ def test_losses_by_position_and_drift(given, tmp_path, monkeypatch):
         monkeypatch.setattr(drift, name, value)
     long = [row for impl in drift.IMPLS for row in drift.rows(impl, model, models.windows(text, 100 + 40 + 1, 2), scales)]
     assert [row["case"] for row in long if row["impl"] == "fp8attn"] == [f"decode-S{start}" for start in range(100, 140, 8)]
-    monkeypatch.setattr(plot, "FOLDER", tmp_path)
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     for name, rows in (("perplexity", found), ("drift", long)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    plot.plot_drift()
+    pictures.plot_drift()
     assert (tmp_path / "drift.png").stat().st_size > 10_000
 
 
@@ -146,18 +145,3 @@ def test_what_the_demo_finds_has_its_cases(monkeypatch):
         ("demo-bytes_per_token", "bf16", 1), ("demo-ppl", "fp8-static", 2), ("demo-public_kl", "transformers-fp8", 3),
         ("demo-needle", "fp8", 4), ("demo-needle_cells_equal", "fp8", 5), ("demo-greedy_tokens", "fp8", 6),
     ]  # fmt: skip
-
-
-def test_retrieval_is_drawn(tmp_path, monkeypatch):
-    outcomes = [
-        Outcome(impl, f"niah_multikey_2{stressed(strength)}", length, n, n / 4, ("1",), "1", float(n > strength))
-        for impl in ("bf16", "fp8attn", "fa3-fp8:calibrated")
-        for length, strengths in ((4096, (0,)), (8192, (0, 2)))
-        for strength in strengths
-        for n in range(4)
-    ]
-    monkeypatch.setattr(plot, "FOLDER", tmp_path)
-    save_outcomes(tmp_path / "needle.jsonl.xz", outcomes)
-    (tmp_path / "needle.json").write_text(json.dumps({"rows": needle.rows(outcomes)}))
-    plot.plot_needle()
-    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("retrieval", "retrieval_maps"))

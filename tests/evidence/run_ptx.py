@@ -1,8 +1,8 @@
-"""Compiles variants of a small kernel with `benchmarks.offline`; prints JSON.
+"""Compiles variants of a small kernel with `evidence.ptx`; prints JSON.
 
-A process of its own (`test_offline.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
+A process of its own (`test_ptx.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
 
-    python -m tests.benchmarks.run_offline FOLDER
+    python -m tests.evidence.run_ptx FOLDER
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton import JITFunction, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.offline import normalized
+from evidence.ptx import normalized
 from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Tiles, View
 

@@ -1,10 +1,4 @@
-"""What is compiled without a GPU (`fp8attn.kernels.compile`), as a text that is equal where machine code is.
-
-with launch.recording(dry=True) as launches:
-    ops.attention(q, pages, backend="hopper")
-for made in launches:
-    print(normalized(compiled(made.kernel, made.args, made.given).asm["ptx"]))
-"""
+"""PTX as a text that is equal where machine code is equal."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.triton36
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory) -> dict:
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    return json.loads(compiling.run("-m", "tests.benchmarks.run_offline", tmp_path_factory.mktemp("kernels")))
+    return json.loads(compiling.run("-m", "tests.evidence.run_ptx", tmp_path_factory.mktemp("kernels")))
 
 
 def test_specialized_as_at_a_launch(printed):

@@ -1,6 +1,6 @@
 """Which rows of results are stale: what they measured is no longer what would run.
 
-    python -m benchmarks.check [--count] [substring of a file, a case or an implementation ...]
+    python -m evidence.check [--count] [substring of a file, a case or an implementation ...]
 
 A row is fresh while the syntax tree of all that it could depend on is what it was. Where that has changed, `tree` rows are compared with
 the tree of what they do depend on, and `launches` rows with a dry run (`dry`): the case is planned again, and its kernels are compiled for
@@ -25,7 +25,7 @@ from .fingerprint import ROOT, digest, of_row, tree
 from .results import RESULTS, code, key
 
 CACHE = ROOT / ".cache/fingerprints.json"
-MACHINERY = ("benchmarks/dry.py", "benchmarks/offline.py", "benchmarks/fingerprint.py")
+MACHINERY = ("evidence/dry.py", "evidence/ptx.py", "evidence/fingerprint.py")
 
 
 @dataclass(frozen=True)

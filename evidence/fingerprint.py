@@ -1,13 +1,6 @@
-"""What a row of results depends on, as a short hash: what a call launched, or the syntax tree of the code that ran.
+"""What a row of results depends on, as a short hash: what a call launched, the syntax trees of code, or the version of a library.
 
-| fingerprint | is of |
-|---|---|
-| `launches:...` | the launches of one call: their PTX without locations, their grids, and the numbers that the host chose |
-| `tree:...` | the syntax trees, without docstrings, of a benchmark and of all that it imports from this repository |
-| `peer:...` | the version of another library, which no code of ours changes |
-
-Comments, docstrings, formatting and refactoring that gives the same machine code change no fingerprint of the first kind; comments,
-docstrings and formatting change none of the second.
+The package's docstring says what the three kinds are.
 """
 
 from __future__ import annotations
@@ -23,7 +16,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"fp8attn": "src/fp8attn", "benchmarks": "benchmarks"}  # what absolute imports name
 FOLDERS = ("src", "benchmarks")
-UNMEASURED = tuple(f"benchmarks/{name}.py" for name in ("results", "fingerprint", "run", "dry"))  # these keep rows and change none
 MODEL = "models/stdlib-llama/model.safetensors"
 # What a results file depends on, where that is more than the benchmark of its name.
 SOURCES = {
@@ -75,14 +67,12 @@ def files(*paths: str, folders: Iterable[str] = FOLDERS) -> list[Path]:
             found.add(path)
             if path.suffix == ".py":
                 todo += [other for other in imported(path) if any(other.is_relative_to(folder) for folder in inside)]
-    return sorted(found - {ROOT / name for name in UNMEASURED})
+    return sorted(found)
 
 
 @lru_cache
 def imported(path: Path) -> set[Path]:
     """The files of this repository that a Python file imports, wherever in it, relatively or by name."""
-    if str(path.relative_to(ROOT)) in UNMEASURED:
-        return set()
     found: set[Path] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -145,7 +135,7 @@ def peer(name: str) -> str:
     """The fingerprint of an implementation of `peers`: of its binary, or the release that it comes with."""
     import torch
 
-    from .peers import UNPACKED
+    from benchmarks.peers import UNPACKED
 
     torch_release = f"torch {torch.__version__}"
     if name == "torchao":
@@ -171,7 +161,7 @@ def launched(call: Callable[[], Any]) -> str:
     """The fingerprint of what `call()` launches on this GPU."""
     from fp8attn.kernels.launch import recording
 
-    from .offline import normalized
+    from .ptx import normalized
 
     with recording() as launches:
         call()

@@ -1,6 +1,6 @@
 """The pictures of the results, beside the numbers.
 
-python -m benchmarks.plot [NAME ...]    # of PLOTS, for each device; default: all that have results
+python -m evidence.pictures [NAME ...]    # of PLOTS, for each device; default: all that have results
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.problem import KEYS
 from fp8attn.evaluation.needle import load_outcomes
 from fp8attn.evaluation.plots import needle_maps, thousands
 from fp8attn.evaluation.stress import STRENGTHS
 
-from .problem import KEYS
-from .readme import PREFILL, STORED, TEXTS, Rows, over_bf16, rows_of
 from .results import RESULTS
+from .rows import Rows, over_bf16, rows_of
+from .tables.kernels import PREFILL
+from .tables.texts import STORED, TEXTS
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
 

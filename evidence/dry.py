@@ -1,9 +1,9 @@
 """Runs cases of a benchmark without a GPU: gives the fingerprints of what they would launch on one, or compiles that ahead.
 
-    python -m benchmarks.dry NAME < {"machine": {...}, "rows": [[case, impl], ...]}
+    python -m evidence.dry NAME < {"machine": {...}, "rows": [[case, impl], ...]}
 
 Tensors are on the device "meta": they have shapes and no memory. What the host asks of a GPU is answered from the `meta` of a results
-file (`pretend`). Launches are noted, not made, and compiled by `offline` for that GPU, in a process a core. The Triton that is imported is
+file (`pretend`). Launches are noted, not made, and compiled for that GPU, in a process a core. The Triton that is imported is
 the one that compiles. It prints a fingerprint for each row, null where the benchmark has no such case and implementation. Rows
 `[case, null]` are of all implementations: all that their cases launch is compiled, and stays in Triton's cache.
 """
@@ -31,10 +31,9 @@ def pretend(machine: dict) -> None:
     import torch
 
     import fp8attn
+    from benchmarks import problem
     from fp8attn import backends
     from fp8attn.kernels import devices, fp8, launch, portable
-
-    from . import problem
 
     problem.DEVICE = "meta"  # before a benchmark is imported
     capability = tuple(machine["capability"])
@@ -90,7 +89,7 @@ def fingerprints(name: str, rows: list[tuple[str, str | None]], target: Any) -> 
 def _compile(number: int) -> str:
     from fp8attn.kernels.compile import compiled
 
-    from .offline import normalized
+    from .ptx import normalized
 
     made, target = _todo[number]
     return digest(normalized(compiled(made.kernel, made.args, made.given, target).asm["ptx"]))
@@ -102,7 +101,7 @@ def answer(name: str, request: dict, **environment: str) -> list[str | None]:
     Raises:
         RuntimeError: the dry run failed.
     """
-    command = [sys.executable, "-m", "benchmarks.dry", name]
+    command = [sys.executable, "-m", "evidence.dry", name]
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, cwd=ROOT, env=inherited | environment)
     if run.returncode:

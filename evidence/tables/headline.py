@@ -1,0 +1,46 @@
+"""README's six results."""
+
+from __future__ import annotations
+
+from ..rows import latest, over, ratio
+from .accuracy import errors, ours_off, single_level_off
+from .kernels import SINGLE_LEVEL
+from .texts import memory
+from .writing import block, span, table
+
+
+@block
+def headline() -> str:
+    """Six results: ours, and what it is beside."""
+    title, model = latest("real_model")
+    code = {impl: model["smollm2-S8192", impl] for impl in ("fp8attn-int8-keys-prefill", "scale-1-prefill", "transformers-fp8-decode")}
+    ours, plain, theirs = (f"{row['d_ppl_pct']:+.1f}%" for row in code.values())
+    needle = latest("needle")[1]
+    stressed = "niah_multikey_2-stress3-S131072"
+    step, prompt = latest("decode")[1], latest("prefill")[1]
+    off = errors(prompt.values(), "rel_err_mean1")
+    share = lambda case, impl: f"{100 * needle[case, impl]['accuracy']:.4g}%"  # noqa: E731
+    steps = [ratio(step[case, "fp8attn"], step.get((case, "vllm-fa3-fp8-paged"))) for case in ("B1-S131072", "B8-S32768", "B64-S8192")]
+    prompts = ("D128-causal-S16384", "D128-causal-S65536", "gqa-causal-S131072")
+    single, double = ([over(prompt, case, "fp8attn", *impls) for case in prompts] for impls in (SINGLE_LEVEL, ("vllm-fa3-fp8",)))
+    body = [
+        ["bytes of a token", memory().replace("**", ""), "one page of 128 tokens is the smallest unit"],
+        ["perplexity of SmolLM2, 8k tokens of code", f"{ours} over BF16", f"a plain cast {plain}; transformers' FP8 cache {theirs}"],
+        [
+            "RULER's needles at 128k tokens",
+            " and BF16 ".join(share("niah_multikey_2-S131072", impl) for impl in ("fp8attn", "bf16")) + " right",
+            f"with the strongest planted outliers {share(stressed, 'fp8attn')}, FA3's FP8 {share(stressed, 'fa3-fp8:calibrated')}",
+        ],
+        ["decode, 8k to 128k tokens", f"{span(steps)} times vLLM's paged FP8", "in 16-bit arithmetic"],
+        [
+            "causal prefill, 16k to 128k tokens, head_dim 128",
+            f"{span(single)} times the best single-level FP8",
+            f"{span(double)} times vLLM's two-level FP8",
+        ],
+        [
+            "error of prefill, V of mean 1",
+            f"at most {ours_off(off)}, 1k to 128k tokens",
+            f"single-level FP8 {single_level_off(off, 131072)} at 128k",
+        ],
+    ]
+    return table(["", f"fp8attn ({title})", ""], body)

@@ -1,0 +1,95 @@
+"""Times of kernels: prefill, decode, append, scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from benchmarks.problem import KEYS
+
+from ..rows import devices, every, lengths, over, over_bf16
+from .writing import Cell, beside, block, number, span, table, tokens, value
+
+PREFILL = {
+    "D128-full-S16384": "16k full", "D128-causal-S16384": "16k causal", "D128-causal-S1024": "16 x 1k causal",
+    "D128-causal-S4096": "4 x 4k causal", "D128-causal-S8192": "2 x 8k causal", "D128-causal-S65536": "64k causal",
+    "gqa-causal-S16384": "16k causal, 32/8 heads", "gqa-causal-S131072": "128k causal, 32/8 heads",
+    "chunked-2k-on-128k": "2k on 128k, 32/8 heads", "varlen-mix": "ragged, 32/8 heads", "D64-full-S16384": "16k full, head_dim 64",
+    "D64-causal-S16384": "16k causal, head_dim 64", "D256-full-S16384": "16k full, head_dim 256",
+    "D256-causal-S16384": "16k causal, head_dim 256",
+}  # fmt: skip
+SINGLE_LEVEL = ("fa3-fp8", "cudnn-fp8")
+PREFILL_IMPLS = (*KEYS, "fp8attn-q8")  # queries in 16 bits, and in FP8
+
+
+@block
+def decode() -> str:
+    cases = {case: case.replace("-", ", ") for here in devices("decode").values() for case, _ in here}
+    return beside("decode", "batch x context", cases, {
+        "GB/s": lambda here, case: value(here, case, "fp8attn", "gbps", ".0f"),
+        "over vLLM FP8, paged": lambda here, case: number(over(here, case, "fp8attn", "vllm-fa3-fp8-paged")),
+        "of the ceiling": lambda here, case: number(over(here, case, "fp8attn", "stream-ceiling"), ".0%"),
+    })  # fmt: skip
+
+
+@block
+def decode_error() -> str:
+    ours = max(row["rel_err"] for row in every("decode") if row["impl"] in KEYS)
+    theirs = [row["rel_err"] for row in every("decode") if row["impl"].startswith("vllm-fa3-fp8")]
+    return f"at most {ours:.1e} off; vLLM's FP8, which rounds Q and the weights, {span(theirs, '.1e')}"
+
+
+@block
+def prefill() -> str:
+    def tflops(impl: str) -> Cell:
+        return lambda here, case: value(here, case, impl, "tflops", ".0f")
+
+    return beside("prefill", "tokens", PREFILL, {
+        "TFLOPS": tflops("fp8attn-q8"),
+        "over the best single-level FP8": lambda here, case: number(over(here, case, "fp8attn-q8", *SINGLE_LEVEL)),
+        "over vLLM FP8": lambda here, case: number(over(here, case, "fp8attn-q8", "vllm-fa3-fp8")),
+        **{"16-bit queries" + (f", {keys.upper()} keys" if impl != "fp8attn" else ""): tflops(impl) for impl, keys in KEYS.items()},
+    })  # fmt: skip
+
+
+@block
+def prefill_256() -> str:
+    made = [
+        f"{number(over(here, case, 'fp8attn-q8', 'fa3-fp8'))} ({mask}, {title})"
+        for title, here in devices("prefill").items() for mask in ("full", "causal")
+        for case in [f"D256-{mask}-S16384"] if (case, "fp8attn-q8") in here
+    ]  # fmt: skip
+    return ", ".join(made)
+
+
+@block
+def sdpa() -> str:
+    """One table for all devices: kinds of calls by lengths."""
+    kinds = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
+    at = sorted({n for here in devices("sdpa").values() for n in lengths(here, r"(?:gqa-)?(?:full|causal)-S(\d+)")})
+    body = [
+        [f"{title}, {what}", *(number(over_bf16(here, f"{kind}-S{n}", "fp8attn")) for n in at)]
+        for title, here in devices("sdpa").items() for kind, what in kinds.items()
+    ]  # fmt: skip
+    return table(["over BF16, tokens", *map(tokens, at)], body)
+
+
+@block
+def append() -> str:
+    words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "`quantize`"}
+    found, lines = {key for here in devices("append").values() for key in here}, {}
+    for case in dict.fromkeys(case for here in devices("append").values() for case, _ in here):
+        for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS)):
+            if (case, impl) in found:
+                kind, *details = sorted(case.split("-"), key=lambda part: part not in words)
+                details += impl.replace("fp8attn", "").replace("-e4m3-keys", "-E4M3 keys").split("-")[1:]
+                lines[case, impl] = f"{words[kind]}: {', '.join(details)}"
+    return beside("append", "", lines, {
+        "us": lambda here, line: value(here, *line, "ms", ".1f", 1e3),
+        "GB/s": lambda here, line: value(here, *line, "gbps", ".0f"),
+        "of the ceiling": lambda here, line: number(over(here, *line, "ceiling"), ".0%"),
+    })  # fmt: skip
+
+
+@block
+def portable() -> str:
+    found = [row for row in every("slice") if row["impl"] == "fp8attn-triton"]
+    gbps, tflops = ([row[unit] for row in found if unit in row] for unit in ("gbps", "tflops"))
+    return f"Decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS"
