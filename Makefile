@@ -33,10 +33,12 @@ peers:
 
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there. Without git, FP8ATTN_COMMIT says what is measured.
 gpu:
-	for name in tests accumulation accuracy prefill decode sdpa append slice overhead llama_decode llama_prefill wan perplexity drift \
-		real_model agreement speculative sanitize; do \
+	$(PYTHON) -m tests.gpu --save
+	for name in accumulation accuracy prefill decode sdpa append slice overhead llama_decode llama_prefill wan perplexity drift \
+		real_model agreement speculative; do \
 		$(PYTHON) -m benchmarks.run $$name --save || exit; \
 	done
+	$(PYTHON) -m tests.gpu.sanitizer --save
 	$(PYTHON) -m evidence.pictures
 
 .venv/.python:

@@ -9,22 +9,20 @@ through FlashAttention-3 where it is installed, else through torch's attention.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import BF16Cache, MakeCache, forward, prefill
 
 from . import needle_systems, peers, texts
-from .real_model import CASES as REAL
 from .real_model import our_cache
 
 IMPLS = ("bf16", "fp8attn-int8-keys", "fp8attn-e4m3-keys")
-CASES = {name: REAL[name] for name in ("smollm2-S2048", "stdlib-S4096")}
 WINDOWS = 8  # side by side, as the sequences of a batch
+CASES = {name: replace(texts.TEXTS[name], count=WINDOWS) for name in ("smollm2-S2048", "stdlib-S4096")}
 DECODED = 512  # tokens of each window
 
 
@@ -59,19 +57,15 @@ def compare(prefilled: torch.Tensor, decoded: torch.Tensor, targets: torch.Tenso
     `dlogp_mean`, `dlogp_max`: the absolute difference of the true token's log-probability, in nats. `kl`: the mean divergence of prefill's
     prediction from decode's, in nats. `top1`: the share of tokens where both think the same one likeliest.
     """
-    differences, kl, same = [], [], []
+    found = []
     for ours, theirs, target in zip(prefilled, decoded, targets, strict=True):  # a window at a time bounds the memory
         ours, theirs = (x.float().log_softmax(-1) for x in (ours, theirs))
-        differences.append((ours - theirs).gather(-1, target[:, None])[:, 0].abs())
-        kl.append((ours.exp() * (ours - theirs)).sum(-1))
-        same.append((ours.argmax(-1) == theirs.argmax(-1)).float())
-    differences, kl, same = (torch.cat(x) for x in (differences, kl, same))
-    return {
-        "dlogp_mean": differences.mean().item(),
-        "dlogp_max": differences.max().item(),
-        "kl": kl.mean().item(),
-        "top1": same.mean().item(),
-    }
+        difference = (ours - theirs).gather(-1, target[:, None])[:, 0].abs()
+        same = (ours.argmax(-1) == theirs.argmax(-1)).float()
+        found.append(torch.stack([difference, (ours.exp() * (ours - theirs)).sum(-1), same]))
+    difference, kl, same = torch.cat(found, 1)
+    mean, kl, top1 = (x.mean().item() for x in (difference, kl, same))
+    return {"dlogp_mean": mean, "dlogp_max": difference.max().item(), "kl": kl, "top1": top1}
 
 
 def rows(
@@ -85,13 +79,9 @@ def rows(
         yield {"case": case, "impl": impl, "attention": attention, "windows": len(windows), "decoded": decode, **found}
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--windows", type=int, default=WINDOWS, help="of each case, side by side")
-
-
 @torch.no_grad()
-def measure(case: str, windows: int) -> Iterator[dict]:
-    given = CASES[case]
-    if (loaded := texts.load(given.model)) is not None:
+def measure(case: str) -> Iterator[dict]:
+    text = CASES[case]
+    if (loaded := texts.load(text.model)) is not None:
         model, tokenizer = loaded
-        yield from rows(case, model, models.windows(texts.tokens(tokenizer, given.text), given.context + 1, windows))
+        yield from rows(case, model, text.windows(tokenizer))

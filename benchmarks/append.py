@@ -30,7 +30,7 @@ from fp8attn.layout import FP8, PAGE_SIZE, key_type
 from fp8attn.numerics import relative_error
 
 from .measure import between_reads, graph_of, interleaved
-from .problem import DEVICE, KEYS
+from .problem import DEVICE, KEYS, randn
 from .sdpa import tables
 
 HEADS, DIM, GROUP = 8, 128, 4
@@ -40,13 +40,16 @@ FP8_ERROR = 0.03  # 2.6% is E4M3's, and INT8's is less
 ROUNDS = 21
 
 
-class Call(NamedTuple):
-    """Ours, by implementation, on tensors of their own."""
+class Prepared(NamedTuple):
+    """A case on tensors of its own: ours by implementation, and the bytes that each call moves.
+
+    `check` raises if a call writes anything wrong. `restart` empties what steps have filled.
+    """
 
     calls: dict[str, Callable]
     bytes: int
-    check: Callable[[], None]  # raises if they write anything wrong; to be called first
-    restart: Callable[[], None] = lambda: None  # makes the state what it was
+    check: Callable[[], None]
+    restart: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Append:
     held: int = 0  # tokens that are there
     rope: bool = True
 
-    def prepare(self) -> Call:
+    def prepare(self) -> Prepared:
         step, count = self.new == 1, self.batch * self.new
         columns = -(-(self.held + (STEPS if step else self.new)) // PAGE_SIZE)
         num_pages = self.batch * columns
@@ -92,10 +95,15 @@ class Append:
         def restart() -> None:
             lengths.fill_(self.held)
 
-        restart()
         nbytes = count * (2 * HEADS * DIM * 3 + (DIM * 2 if self.rope else 0))
-        calls = {impl: lambda pages=pages: append.append(pages, k, v, **options) for impl, pages in caches.items()}
-        return Call(calls, nbytes, check, restart)
+
+        def write(pages: KVPages) -> None:
+            if not step:  # a step has pages for every repetition
+                restart()
+            append.append(pages, k, v, **options)
+
+        calls = {impl: partial(write, pages) for impl, pages in caches.items()}
+        return Prepared(calls, nbytes, check, restart)
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Quantize:
     heads: int = 32
     transposed: bool = False
 
-    def prepare(self) -> Call:
+    def prepare(self) -> Prepared:
         k, v = (randn(1, self.length, self.heads, DIM).transpose(1, 2) for _ in "kv")
         if not self.transposed:
             k, v = k.contiguous(), v.contiguous()
@@ -123,7 +131,7 @@ class Quantize:
                 for x, y in zip(call().read(0, self.length), (rotated if impl.endswith("-rope") else k, v), strict=True):
                     assert (error := relative_error(x, y[0].transpose(0, 1))) < FP8_ERROR, f"{self}: {error:.1%} off"
 
-        return Call(calls, 3 * (k.numel() + v.numel()), check)
+        return Prepared(calls, 3 * (k.numel() + v.numel()), check)
 
 
 CASES: dict[str, Append | Quantize] = {
@@ -133,10 +141,6 @@ CASES: dict[str, Append | Quantize] = {
     **{f"quantize-S{length}": Quantize(length) for length in (4096, 16384, 65536, 131072)},
     "quantize-S16384-transposed": Quantize(16384, transposed=True), "gqa-quantize-S16384": Quantize(16384, 8),
 }  # fmt: skip
-
-
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
 
 @triton.jit
@@ -154,15 +158,8 @@ def ceiling(nbytes: int) -> Callable[[], None]:
     return lambda: launch(_cast, (-(-len(source) // BLOCK),), (source, target, len(source)), given)
 
 
-def restarted(case: str, made: Call) -> dict[str, Callable]:
-    """What can be called again and again. A step has pages for every repetition; a prompt sets the lengths back."""
-    if case.startswith("step"):
-        return made.calls
-    return {impl: lambda call=call: (call(), made.restart())[0] for impl, call in made.calls.items()}
-
-
 def calls(case: str) -> dict[str, Callable]:
-    return restarted(case, CASES[case].prepare())
+    return CASES[case].prepare().calls
 
 
 def ceilings(case: str) -> dict[str, Callable]:
@@ -175,10 +172,10 @@ def measure(case: str) -> Iterator[dict]:
     made, step = CASES[case].prepare(), case.startswith("step")
     made.check()
     made.restart()
-    found = restarted(case, made)
+    found = made.calls
     if not step:  # the ceiling too pays for the small launch that sets the lengths back
         read_and_write = ceiling(made.bytes)
-        found["ceiling"] = lambda: (read_and_write(), made.restart())
+        found["ceiling"] = lambda: (made.restart(), read_and_write())
     rows = {impl: {"case": case, "impl": impl, "fingerprint": of_call(impl, call)} for impl, call in found.items()}
     made.restart()
     replays = {impl: graph_of(call)[0] for impl, call in found.items()}
@@ -188,4 +185,3 @@ def measure(case: str) -> Iterator[dict]:
             yield rows[impl] | {"ms": round(added, 5), "ms_flushed": round(ms, 5)}
         else:
             yield rows[impl] | {"ms": round(ms, 5), "gbps": round(made.bytes / ms * 1e-6, 1)}
-    torch.cuda.empty_cache()

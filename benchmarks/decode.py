@@ -1,6 +1,6 @@
 """A decode step's attention beside vLLM's and beside a kernel that only reads.
 
-Each implementation (`peers.py` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is measured; the L2 cache is
+Each implementation (`peers` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is measured; the L2 cache is
 flushed before every run. `gbps` counts the live bytes of K and V. `stream-ceiling` is the same producer with a consumer that only releases
 what it gets: what is possible at all. `rel_err` is against float64 on the bytes that each implementation was given, on the first and the
 last sequence; ours have page scales that differ, rotated queries, and FP16 queries and outputs (BF16's rounding alone is 1.6e-3). `fp8attn`
@@ -19,7 +19,8 @@ from fp8attn.kernels import decode
 from fp8attn.layout import FP8, PAGE_SIZE
 
 from . import peers
-from .measure import error, graph_of, interleaved, outputs
+from .measure import checked, graph_of, timed
+from .peers import fa3
 from .problem import DEVICE, KEYS, K, Run, Shape, hold, own, steps
 
 PAGED_BY = 64  # tokens in a page of vLLM's
@@ -75,33 +76,22 @@ def runs_of_peers(shape: Shape) -> Iterator[tuple[str, Run]]:
     q = shape.inputs()[0]
     k8, v8 = (torch.randn(size, device=DEVICE, dtype=torch.float16).to(FP8) for _ in "kv")
     held = lambda seq: (k8[seq], v8[seq])  # noqa: E731
-    yield "vllm-fa3-fp8", Run(peers.vllm_fa3(shape, q.to(FP8), k8, v8), q.to(FP8), held)
+    yield "vllm-fa3-fp8", Run(fa3.vllm_attention(shape, q.to(FP8), k8, v8), q.to(FP8), held)
     count = size[0] * size[1] // PAGED_BY
     order = torch.randperm(count, device=DEVICE)
-    table = torch.empty_like(order).int()
-    table[order] = torch.arange(count, device=DEVICE, dtype=torch.int32)  # page i of the batch is table[i]
+    table = order.argsort().int()  # page i of the batch is table[i]
     shuffled = [x.view(torch.uint8).view(count, PAGED_BY, *size[2:])[order].view(FP8) for x in (k8, v8)]
-    yield "vllm-fa3-fp8-paged", Run(peers.vllm_fa3(shape, q.to(FP8), *shuffled, table=table.view(size[0], -1)), q.to(FP8), held)
+    yield "vllm-fa3-fp8-paged", Run(fa3.vllm_attention(shape, q.to(FP8), *shuffled, table=table.view(size[0], -1)), q.to(FP8), held)
     k, v = k8.bfloat16(), v8.bfloat16()
-    yield "vllm-fa3-bf16", Run(peers.vllm_fa3(shape, q, k, v), q, lambda seq: (k[seq], v[seq]))
+    yield "vllm-fa3-bf16", Run(fa3.vllm_attention(shape, q, k, v), q, lambda seq: (k[seq], v[seq]))
 
 
 def measure(case: str) -> Iterator[dict]:
-    shape, rows, replays = CASES[case], {}, {}
+    shape = CASES[case]
     runs = runs_of_ours(case) | dict(runs_of_peers(shape))  # a graph does not hold what it reads: the runs do
-    for impl, run, out in outputs(case, runs):
-        rows[impl] = {"case": case, "impl": impl, "fingerprint": of_call(impl, run.call)}
-        replays[impl], result = graph_of(run.call)
-        replays[impl]()
-        torch.cuda.synchronize()
-        rows[impl]["rel_err"] = round(error(shape, result, run), 7)
-        if impl in KEYS and not (torch.equal(result, out) and rows[impl]["rel_err"] <= MOST_ERROR):
-            raise AssertionError(f"{case} {impl} is wrong: {rows[impl]['rel_err']}")
-    for impl, call in (streams := ceilings(case)).items():
+    rows, replays = checked(case, shape, runs, MOST_ERROR, graphs=True)
+    streams = ceilings(case)
+    for impl, call in streams.items():
         rows[impl] = {"case": case, "impl": impl, "fingerprint": of_call(impl, call)}
         replays[impl], _ = graph_of(call)
-    for impl, ms in interleaved(replays, rounds=40, flush=True).items():
-        elements = shape.kv_elements * (2 if impl.endswith("bf16") else 1)
-        yield rows[impl] | {"ms": round(ms, 5), "gbps": round(elements / ms * 1e-6, 1)}
-    del runs, streams, replays
-    torch.cuda.empty_cache()
+    yield from timed(shape, rows, replays, 40, flush=True)

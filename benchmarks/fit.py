@@ -30,9 +30,6 @@ COPIED = 1 << 30  # bytes
 IN_A_GRAPH, ROUNDS = 4, 15  # launches of a CUDA graph, which is replayed so many times
 
 
-# The fit
-
-
 def least_squares(terms: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
     """The factors of the terms for which the sums are nearest to the times, in squares of relative errors."""
     x, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)
@@ -58,9 +55,6 @@ def _digits(x: float, digits: int) -> float:
 def entry(chip: Chip) -> str:
     """The Python expression that makes `chip`."""
     return "\n".join(["Chip(", *(f"    {field.name}={getattr(chip, field.name)!r}," for field in fields(chip)), ")"])
-
-
-# What is measured
 
 
 def microseconds(calls: dict) -> dict:
@@ -91,10 +85,10 @@ def only(shape: prefill.cut.Shape) -> Iterator[None]:
 
 def prefill_calls(width: int, queries: int) -> Iterator[tuple[tuple[int, int], Callable]]:
     for tiles in TILES:
-        k, v = torch.randn(2, tiles * 128, 1, width, device=problem.DEVICE, dtype=torch.bfloat16)
+        k, v = problem.randn(2, tiles * 128, 1, width)
         for heads in HEADS:
             shape = problem.Shape((tiles * 128,), (queries,), heads, 1, width, causal=False)
-            q = torch.randn(queries, heads, width, device=problem.DEVICE, dtype=torch.bfloat16)
+            q = problem.randn(queries, heads, width)
             yield (heads, tiles), problem.ours(prefill.attention, shape, q, problem.hold(shape, k, v))
 
 

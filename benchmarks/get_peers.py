@@ -6,6 +6,7 @@ What cannot be had is named with the reason, and the rest goes on. A file that i
 from __future__ import annotations
 
 import lzma
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,44 +32,43 @@ PLATFORMS = (
 )
 
 
-def kept(release: str) -> Path | None:
-    """Where the peer of a release is, if it is there."""
-    module = RELEASES[release]
+def collect(release: str) -> Path:
+    """The file of a release: its library or its wheel.
+
+    Raises:
+        LookupError: it is not there and cannot be downloaded, with the reason.
+    """
     name, version = release.split("==")
-    pattern = f"{module[0]}.so.xz" if module else f"{name.replace('-', '_')}-{version}-*.whl"
-    return next(iter(FOLDER.glob(pattern)), None)
-
-
-def collect(release: str) -> str | None:
-    """Download a release without what it depends on, and keep what is needed of it; the reason if that fails."""
+    library = RELEASES[release]
+    pattern = f"{library[0]}.so.xz" if library else f"{name.replace('-', '_')}-{version}-*.whl"
+    if found := list(FOLDER.glob(pattern)):
+        return found[0]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", *PYTHON, *PLATFORMS, "-d", folder]
         ended = subprocess.run([*command, release], capture_output=True, text=True)
         if ended.returncode:
-            return next((line for line in reversed(ended.stderr.splitlines()) if line.startswith("ERROR")), ended.stderr.strip())
+            errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
+            raise LookupError(errors[-1] if errors else ended.stderr.strip())
         [wheel] = Path(folder).glob("*.whl")
-        if RELEASES[release] is None:
-            (FOLDER / wheel.name).write_bytes(wheel.read_bytes())
-            return None
-        name, module = RELEASES[release]
-        try:
-            with zipfile.ZipFile(wheel) as unpacked:
-                library = unpacked.read(module)
-        except KeyError:
-            return f"{wheel.name} holds no {module}"
-        unfinished = FOLDER / f"{name}.unfinished"
-        unfinished.write_bytes(lzma.compress(library, preset=0))
-        unfinished.rename(FOLDER / f"{name}.so.xz")
-        return None
+        if library is None:
+            return Path(shutil.copy(wheel, FOLDER))
+        with zipfile.ZipFile(wheel) as held:
+            if library[1] not in held.namelist():
+                raise LookupError(f"{wheel.name} holds no {library[1]}")
+            unfinished = FOLDER / f"{library[0]}.unfinished"
+            unfinished.write_bytes(lzma.compress(held.read(library[1]), preset=0))
+        return unfinished.rename(FOLDER / pattern)
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     missing = 0
     for release in RELEASES:
-        problem = None if kept(release) else collect(release)
-        missing += problem is not None
-        print(f"{release}: {problem or kept(release).relative_to(ROOT)}", flush=True)
+        try:
+            print(f"{release}: {collect(release).relative_to(ROOT)}", flush=True)
+        except LookupError as problem:
+            missing += 1
+            print(f"{release}: {problem}", flush=True)
     sys.exit(f"{missing} peers are missing: benchmarks leave them out" if missing else None)
 
 

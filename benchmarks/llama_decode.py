@@ -10,18 +10,16 @@ costs a step nothing. In the case `agree-*` every system prefills and decodes th
 | `bf16-fa3` | `StaticCache` | FlashAttention-3's KV-cache path, over the same tensors |
 | `vllm-fp8` | FP8 with scale one, written by torch | vLLM's FlashAttention-3 over pages of 64, queries rounded to FP8 |
 
-Rows `step-*` are milliseconds a step; `line-*` the line through a batch's steps (milliseconds per 1000 tokens of context, and at none), for
-`fp8attn` also its slope over that of the better BF16 system and the context from which on it is faster; `fits-*` how many sequences of 8192
-tokens fit on the GPU beside the weights: computed from bytes, then allocated and stepped.
+Rows `step-*` are milliseconds a step (`evidence/lines.py` has what follows from them); `fits-*` how many sequences of 8192 tokens fit on
+the GPU beside the weights: computed from bytes, then allocated and stepped.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import linear_regression
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, StaticCache
@@ -33,7 +31,8 @@ from fp8attn.plan import plan, shape_of
 
 from . import models, peers
 from .measure import graph_of, interleaved, left_out
-from .problem import DEVICE
+from .peers import fa3
+from .problem import DEVICE, Shape
 
 BATCHES = (1, 8, 32)
 LENGTHS = (1024, 2048, 8192, 32768, 131072)
@@ -43,7 +42,7 @@ CHECKED = 512
 FITTED = 8192  # tokens of the sequences that are counted by how many fit
 CASES = (f"agree-S{CHECKED}", *STEPS, f"fits-S{FITTED}")
 ROUNDS = 15
-SPARE = 64  # tokens behind the context, which the steps fill
+SPARE = 128  # tokens behind the context, a page, which the steps fill
 MARGIN = 1 << 30  # bytes left to activations, a step's workspaces and the allocator when that is computed
 PAGED_BY = 64  # tokens in a page of vLLM's
 
@@ -57,14 +56,17 @@ def lengths_mask(batch_size: int, q_length: int, q_offset: int | torch.Tensor, d
 
 
 def fa3_attention(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
-    return peers.fa3_cache(*(x.transpose(1, 2) for x in (query, key, value)), attention_mask[0, 0, 0].int()), None
+    return fa3.cached(*(x.transpose(1, 2) for x in (query, key, value)), attention_mask[0, 0, 0].int()), None
 
 
 def vllm_attention(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
     """`key`, `value`: `[B, max_cache_len, num_kv_heads, head_dim]` FP8, from `VLLMLayer`."""
-    pages = [x.view(-1, PAGED_BY, *x.shape[2:]) for x in (key, value)]
-    table = identity_table(len(key), key.shape[1] // PAGED_BY)
-    return peers.vllm_cache(query.transpose(1, 2).to(FP8), *pages, table, attention_mask[0, 0, 0].int()), None
+    (batch, q_heads, length, dim), (capacity, kv_heads) = query.shape, key.shape[1:3]
+    shape = Shape((capacity,) * batch, (length,) * batch, q_heads, kv_heads, dim, True)
+    pages = [x.view(-1, PAGED_BY, kv_heads, dim) for x in (key, value)]
+    table, used = identity_table(batch, capacity // PAGED_BY), attention_mask[0, 0, 0].int()
+    out = fa3.vllm_attention(shape, query.transpose(1, 2).flatten(0, 1).to(FP8), *pages, table, used)()
+    return out.unflatten(0, (batch, length)), None
 
 
 @lru_cache
@@ -134,8 +136,8 @@ def noise(dtype: torch.dtype) -> torch.Tensor:
     return x.to(FP8).view(torch.uint8) if dtype == torch.uint8 else x.to(dtype)
 
 
-def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int, data: bool = True) -> None:
-    """Allocate the cache for `batch` sequences, and make them `length` tokens long; of random values, if `data`."""
+def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int) -> None:
+    """Allocate the cache for `batch` sequences, and make them `length` tokens long, of random values."""
     cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, torch.bfloat16, DEVICE)
     for layer in cache.layers:
         if isinstance(layer, StaticLayer):
@@ -145,7 +147,7 @@ def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int, data: 
             layer.known_empty = False
             pools, layer_length = (pages.pool,), pages.cache_seqlens
         layer_length.fill_(length)
-        for pool in pools if data else ():
+        for pool in pools:
             values = noise(pool.dtype)
             for part in pool.view(-1).split(len(values)):
                 part.copy_(values[: len(part)])
@@ -170,7 +172,7 @@ def agree(model, systems: dict[str, System]) -> Iterator[dict]:
     ids = torch.randint(0, model.config.vocab_size, (2, CHECKED), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     found = {}
     for name, system in systems.items():
-        cache = system.cache(model.config, whole_pages(CHECKED + SPARE))
+        cache = system.cache(model.config, CHECKED + SPARE)
         step_of(model, system, cache, ids)()
         replay, logits = graph_of(step_of(model, system, cache, ids[:, :1]))
         replay()
@@ -189,7 +191,7 @@ def steps(model, systems: dict[str, System], case: str) -> Iterator[dict]:
             left_out(f"{case} {name}", "it does not fit beside the others")
             continue
         if system.cache not in caches:
-            caches[system.cache] = system.cache(model.config, whole_pages(length + SPARE))
+            caches[system.cache] = system.cache(model.config, length + SPARE)
             fill(caches[system.cache], model.config, batch, length)
         try:
             replays[name], logits = graph_of(step_of(model, system, caches[system.cache], token))
@@ -213,7 +215,7 @@ def fits(model, systems: dict[str, System]) -> Iterator[dict]:
         fit = computed[kind]
         torch.cuda.reset_peak_memory_stats()
         cache = systems[name].cache(model.config, FITTED)
-        fill(cache, model.config, fit.largest_batch, FITTED - 1, data=False)
+        fill(cache, model.config, fit.largest_batch, FITTED - 1)
         token = torch.zeros(fit.largest_batch, 1, dtype=torch.long, device=DEVICE)
         assert step_of(model, systems[name], cache, token)().isfinite().all(), f"{name}: logits are not finite"
         row = {
@@ -223,62 +225,14 @@ def fits(model, systems: dict[str, System]) -> Iterator[dict]:
         yield row if bf16 is None else row | {"over_bf16": round(row["tokens"] / bf16, 4)}
         bf16 = row["tokens"]
         del cache
-        release()
-
-
-def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def whole_pages(tokens: int) -> int:
-    return -(-tokens // 128) * 128
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
 def measure(case: str) -> Iterator[dict]:
     model, systems = models.llama(), available()
-    release()
+    gc.collect()
+    torch.cuda.empty_cache()
     kind = case.partition("-")[0]
     yield from steps(model, systems, case) if kind == "step" else {"agree": agree, "fits": fits}[kind](model, systems)
-
-
-# What follows from it
-
-
-def break_even(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
-    """The context from which on ours is the faster, interpolated between measured ones.
-
-    The shortest measured context if ours is faster already there; None if it is not at the longest.
-    """
-    lengths = sorted(ours.keys() & theirs.keys())
-    ahead = [theirs[n] - ours[n] for n in lengths]
-    if ahead[-1] <= 0:
-        return None
-    behind = [i for i, x in enumerate(ahead) if x <= 0]
-    if not behind:
-        return float(lengths[0])
-    last = behind[-1]
-    return lengths[last] + (lengths[last + 1] - lengths[last]) * ahead[last] / (ahead[last] - ahead[last + 1])
-
-
-def derive(rows: Iterable[dict]) -> Iterator[dict]:
-    """The line of every batch and system, and ours beside the better BF16 system (at the longest context that both did)."""
-    points: dict[tuple[int, str], dict[int, float]] = {}
-    for row in rows:
-        if row["case"] in STEPS:
-            batch, length = STEPS[row["case"]]
-            points.setdefault((batch, row["impl"]), {})[length] = row["ms"]
-    for (batch, name), mine in points.items():
-        if len(mine) < 2:
-            continue
-        slope, intercept = linear_regression(list(mine), list(mine.values()))
-        row = {"case": f"line-B{batch}", "impl": name, "slope": round(1000 * slope, 5), "intercept": round(intercept, 4)}
-        others = {other: by for (size, other), by in points.items() if size == batch and other.startswith("bf16") and len(by) > 1}
-        if name == "fp8attn" and others:
-            best = min(others, key=lambda other: others[other][max(others[other])])
-            theirs = others[best]
-            ratio = slope / linear_regression(list(theirs), list(theirs.values())).slope
-            crossing = break_even(mine, theirs)
-            row |= {"beside": best, "slope_ratio": round(ratio, 4), "break_even": crossing and round(crossing)}
-        yield row

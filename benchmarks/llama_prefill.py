@@ -11,7 +11,7 @@ their time is measured, and none is extrapolated. Before it is timed, each syste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,8 +27,7 @@ from .problem import DEVICE
 CASES = {f"S{1 << n}": 1 << n for n in range(10, 18)}  # 1,024 to 131,072 tokens
 GRAPHED = 8192
 LAYER_TOKENS = 32 * 8192  # the most layers times tokens that one call runs
-ROUNDS = {1024: 15, 2048: 11, 4096: 7, 8192: 5}
-FEW_ROUNDS = 3
+ROUNDS = {1024: 15, 2048: 11, 4096: 7, 8192: 5}  # and 3 beyond
 CHECKED = 1024  # of the last tokens, whose hidden states are compared
 POLICIES = {"fp8attn": AttentionPolicy(min_length=1), "fp8attn-default": AttentionPolicy()}
 
@@ -57,14 +56,13 @@ def prepared() -> torch.nn.Module:
 def forwards(model: torch.nn.Module, length: int) -> dict[str, Callable[[], torch.Tensor]]:
     """Each system's forward to the hidden states `[1, S, hidden]`."""
     ids = torch.randint(0, model.config.vocab_size, (1, length), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(length))
-    ours = {name: models.ours(policy) for name, policy in POLICIES.items() if name == "fp8attn" or length < policy.min_length}
+    ours = {name: partial(models.ours, policy) for name, policy in POLICIES.items() if name == "fp8attn" or length < policy.min_length}
     contexts = models.bf16_systems() | ours
     return {name: models.within(context, lambda: model.model(ids, use_cache=False).last_hidden_state) for name, context in contexts.items()}
 
 
 @torch.inference_mode()
 def measure(case: str) -> Iterator[dict]:
-    torch.cuda.empty_cache()
     model, length = prepared(), CASES[case]
     most = len(model.model.layers)
     model.config.num_hidden_layers = layers = min(most, max(1, LAYER_TOKENS // length))
@@ -77,7 +75,6 @@ def measure(case: str) -> Iterator[dict]:
                 left_out(f"{case} {name}", problem)
                 del calls[name]
         errors = models.errors(outputs, 0.05, 0.1)
-        rows = models.timed(case, calls, ROUNDS.get(length, FEW_ROUNDS), graphs=length <= GRAPHED, layers=layers)
+        yield from models.timed(case, calls, ROUNDS.get(length, 3), errors, graphs=length <= GRAPHED, layers=layers)
     finally:
         model.config.num_hidden_layers = most
-    yield from (row | {"rel_err": round(errors[row["impl"]], 5)} for row in rows)

@@ -10,10 +10,13 @@ from unittest import mock
 
 import torch
 
+from evidence.fingerprint import of_call
+
 from .problem import DEVICE, Run, Shape
 
 L2_FLUSH = 256 << 20  # bytes written or read between runs: five times an H100's L2
 MOST_REPEATS = 50
+MOST_DECODED = 16  # queries of a sequence in a decode step
 
 
 # Time
@@ -88,6 +91,16 @@ def graph_of(call: Callable) -> tuple[Callable, object]:
     return captured.replay, result
 
 
+def timed(shape: Shape, rows: Mapping[str, dict], calls: Mapping[str, Callable], rounds: int, **options) -> Iterator[dict]:
+    """Each implementation's row with `ms` and, of a decode step, `gbps` of the live K and V, of a prompt `tflops`."""
+    for impl, ms in interleaved(calls, rounds, **options).items():
+        if max(shape.queries) <= MOST_DECODED:
+            speed = {"gbps": round(shape.kv_elements * (2 if impl.endswith("bf16") else 1) / ms * 1e-6, 1)}
+        else:
+            speed = {"tflops": round(shape.flops / ms * 1e-9, 1)}
+        yield rows[impl] | {"ms": round(ms, 5)} | speed
+
+
 # What is right
 
 
@@ -110,11 +123,7 @@ def left_out(name: str, why: str | Exception) -> None:
 
 
 def outputs(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run, torch.Tensor]]:
-    """Each implementation with what it gives. A peer that cannot do the case is left out.
-
-    Raises:
-        Exception: of one of ours.
-    """
+    """Each implementation with what it gives. A peer that cannot do the case is left out; an error of ours is raised."""
     for impl, run in runs.items():
         try:
             out = run.call()
@@ -171,3 +180,22 @@ def error(shape: Shape, out: torch.Tensor, run: Run, seqs: Sequence[int] | None 
         rows = index + shape.rows(seq).start
         pairs.append((out[rows], exact(run.q[rows], *run.held(seq), shape.softmax_scale, shape.last_key(seq, index))))
     return relative(pairs)
+
+
+def checked(case: str, shape: Shape, runs: Mapping[str, Run], most: float, *, graphs: bool) -> tuple[dict[str, dict], dict[str, Callable]]:
+    """The rows of implementations, with `rel_err`, and what is timed of them: CUDA graphs, or the calls.
+
+    Raises:
+        AssertionError: one of ours is farther from float64 than `most`, or its graph gives other bits than its call.
+    """
+    rows, calls = {}, {}
+    for impl, run, out in outputs(case, runs):
+        calls[impl], result = graph_of(run.call) if graphs else (run.call, out)
+        if graphs:
+            calls[impl]()
+            torch.cuda.synchronize()
+        off = round(error(shape, result, run), 7)
+        rows[impl] = {"case": case, "impl": impl, "fingerprint": of_call(impl, run.call), "rel_err": off}
+        if impl.startswith("fp8attn") and not (off <= most and torch.equal(result, out)):
+            raise AssertionError(f"{case}: {impl} is wrong, {off:.1e}")
+    return rows, calls

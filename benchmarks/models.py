@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
@@ -24,6 +24,7 @@ from fp8attn.numerics import relative_error
 
 from . import peers
 from .measure import graph_of, interleaved
+from .peers import fa3
 from .problem import DEVICE, Shape
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -74,7 +75,7 @@ def fa3_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, 
     kv_heads, kv_len = key.shape[1:3]
     shape = Shape((kv_len,) * batch, (q_len,) * batch, q_heads, kv_heads, dim, is_causal)
     assert attn_mask is None and not dropout_p and scale in (None, shape.softmax_scale) and not (is_causal and q_len != kv_len)
-    out = peers.fa3(shape, *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))()
+    out = fa3.attention(shape, *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))()
     return out.unflatten(0, (batch, q_len)).transpose(1, 2)
 
 
@@ -84,15 +85,11 @@ def bf16_systems() -> dict[str, Context]:
     return systems | ({"fa3-bf16": ThroughFA3} if "fa3" in peers.available() else {})
 
 
-def ours(policy: AttentionPolicy) -> Context:
+@contextmanager
+def ours(policy: AttentionPolicy) -> Iterator[None]:
     """`fp8_attention` with the last of the BF16 systems around it."""
-
-    @contextmanager
-    def context():
-        with list(bf16_systems().values())[-1](), fp8_attention(policy):
-            yield
-
-    return context
+    with list(bf16_systems().values())[-1](), fp8_attention(policy):
+        yield
 
 
 def within(context: Context, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -120,13 +117,16 @@ def errors(outputs: dict[str, torch.Tensor], most: float, most_fp8: float) -> di
     return found
 
 
-def timed(case: str, calls: dict[str, Callable], rounds: int, *, graphs: bool = False, **about) -> list[dict]:
+def timed(
+    case: str, calls: dict[str, Callable], rounds: int, errors: dict[str, float] | None = None, *, graphs: bool = False, **about
+) -> list[dict]:
     """A row with `about` for each call, as CUDA graphs if `graphs`. Ours get the best BF16 system, and its time over their own."""
     runs = {name: graph_of(call)[0] for name, call in calls.items()} if graphs else calls
-    times = interleaved(runs, rounds)
-    rows = [{"case": case, "impl": name, "ms": round(ms, 4), **about} for name, ms in times.items()]
+    rows = [{"case": case, "impl": name, "ms": round(ms, 4), **about} for name, ms in interleaved(runs, rounds).items()]
     best = min((row for row in rows if "bf16" in row["impl"]), key=lambda row: row["ms"], default=None)
     for row in rows:
         if best and "bf16" not in row["impl"]:
             row |= {"beside": best["impl"], "speedup": round(best["ms"] / row["ms"], 4)}
+        if errors:
+            row["rel_err"] = round(errors[row["impl"]], 5)
     return rows

@@ -31,10 +31,11 @@ from fp8attn.evaluation.stress import STRENGTHS, plant
 from fp8attn.numerics import E4M3, quantize
 
 from . import peers, texts
+from .peers import fa3
 from .problem import KEYS, Shape
 
 OURS = (*KEYS, "fp8attn-static")
-KERNELS = {"bf16": peers.fa3, "fa3-fp8": peers.fa3, "vllm-fa3-fp8": peers.vllm_fa3}
+KERNELS = {"bf16": fa3.attention, "fa3-fp8": fa3.attention, "vllm-fa3-fp8": fa3.vllm_attention}
 NEEDS = {"bf16": "fa3", "fa3-fp8": "fa3", "vllm-fa3-fp8": "vllm-fa3"}
 OPTIONS = ("", ":calibrated", ":means", ":calibrated+means")
 IMPLS = ("bf16", *OURS, *(f"{kernel}{options}" for kernel in KERNELS if kernel != "bf16" for options in OPTIONS))
@@ -42,17 +43,6 @@ CHUNK = 1 << 20  # tokens of a prefill's forward: the whole prompt
 BATCH_TOKENS = 1 << 20  # 8 prompts of 131,072: 6.5 GB of K and V in BF16, and twice that for one layer's activations
 ATTENTION = "kernel_over_rows"  # what transformers calls the kernels that are not ours
 Scales = tuple[float, float, float]  # of Q, K and V
-
-
-@dataclass(frozen=True)
-class ScaledShape(Shape):
-    """A shape whose softmax scale holds the scales of Q and K."""
-
-    scales: float = 1.0
-
-    @property
-    def softmax_scale(self) -> float:
-        return super().softmax_scale * self.scales
 
 
 class Padding:
@@ -63,12 +53,11 @@ class Padding:
         there, here: their places in the cache and among the new ones, rows one after another.
     """
 
-    def __init__(self, mask: torch.Tensor | None, length: int) -> None:
+    def __init__(self, mask: torch.Tensor, length: int) -> None:
         self.mask = mask
-        if mask is not None:
-            self.keys = tuple(mask.sum(1).tolist())
-            self.queries = tuple(min(length, n) for n in self.keys)
-            self.there, self.here = (x.flatten().nonzero()[:, 0] for x in (mask, mask[:, -length:]))
+        self.keys = tuple(mask.sum(1).tolist())
+        self.queries = tuple(min(length, n) for n in self.keys)
+        self.there, self.here = (x.flatten().nonzero()[:, 0] for x in (mask, mask[:, -length:]))
 
 
 class Rows:
@@ -81,7 +70,7 @@ class Rows:
     def __init__(self, kernel: Callable) -> None:
         self.kernel = kernel
         self.mask: torch.Tensor | None = None  # of the forward that runs
-        self.padding = Padding(None, 0)
+        self.padding: Padding | None = None
 
     def note(self, *_, attention_mask: torch.Tensor | None = None, **__) -> torch.Tensor | None:
         """The mask function of transformers, called once a forward, before its layers: the mask `[B, T]` as it is."""
@@ -91,26 +80,24 @@ class Rows:
     def __call__(self, module, query, key, value, attention_mask, scaling, **_) -> tuple[torch.Tensor, None]:
         """`query [B, num_q_heads, S, D]`; `key`, `value [B, num_kv_heads, T, D]`; `attention_mask [B, T]`, False for padding, or None."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        batch, length, heads, dim = query.shape
-        total, kv_heads = key.shape[1:3]
-        if attention_mask is None:
-            shape = self.shape((total,) * batch, (length,) * batch, heads, kv_heads, dim, scaling)
-            found = self.attend(module.layer_idx, shape, *(x.flatten(0, 1) for x in (query, key, value)))
-            return found.unflatten(0, (batch, length)), None
-        if self.padding.mask is not attention_mask:  # layers share it
+        (batch, length, heads, dim), (total, kv_heads) = query.shape, key.shape[1:3]
+        padded = attention_mask is not None
+        if padded and (self.padding is None or self.padding.mask is not attention_mask):  # layers share it
             self.padding = Padding(attention_mask, length)
         real = self.padding
-        shape = self.shape(real.keys, real.queries, heads, kv_heads, dim, scaling)
-        given = ((query, real.here), (key, real.there), (value, real.there))
-        found = self.attend(module.layer_idx, shape, *(_take(x, at) for x, at in given))
-        out = found.new_zeros(batch * length, heads, dim)
-        out[real.here] = found
-        return out.unflatten(0, (batch, length)), None
+        keys, queries = (real.keys, real.queries) if padded else ((total,) * batch, (length,) * batch)
+        shape = Shape(keys, queries, heads, kv_heads, dim, True, scaling * dim**0.5)
+        if padded:
+            given = _take(query, real.here), _take(key, real.there), _take(value, real.there)
+        else:
+            given = [x.flatten(0, 1) for x in (query, key, value)]
+        found = self.attend(module.layer_idx, shape, *given)
+        if padded:
+            rows, found = found, found.new_zeros(batch * length, heads, dim)
+            found[real.here] = rows
+        return found.unflatten(0, (batch, length)), None
 
-    def shape(self, keys: tuple[int, ...], queries: tuple[int, ...], heads: int, kv_heads: int, dim: int, scaling: float) -> ScaledShape:
-        return ScaledShape(keys, queries, heads, kv_heads, dim, True, scaling * dim**0.5)
-
-    def attend(self, layer: int, shape: ScaledShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention over rows `[tokens, heads, D]`."""
         return self.kernel(shape, q, k, v)()
 
@@ -133,7 +120,7 @@ class RowsFP8(Rows):
         self.scales, self.means = scales, means
         self.layers: list[FP8Rows] = []
 
-    def attend(self, layer: int, shape: ScaledShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         held = self.layers[layer]
         q_scale, k_scale, v_scale = held.scales
         shape = replace(shape, scales=shape.scales * q_scale * k_scale)
@@ -167,7 +154,8 @@ class FP8Rows(DynamicLayer):
             self.k_mean, self.v_mean = map(self.mean, new)
         low = [quantize(x - mean, s) for x, mean, s in zip(new, (self.k_mean, self.v_mean), self.scales[1:], strict=True)]
         if self.keys.numel():
-            low = [_join(old.transpose(1, 2), x) for old, x in zip((self.keys, self.values), low, strict=True)]
+            held = [x.transpose(1, 2) for x in (self.keys, self.values)]
+            low = [torch.cat([_bytes(old), _bytes(x)], 1).view(x.dtype) for old, x in zip(held, low, strict=True)]
         self.keys, self.values = (x.contiguous().transpose(1, 2) for x in low)
         return self.keys, self.values
 
@@ -179,14 +167,14 @@ class FP8Rows(DynamicLayer):
         return torch.einsum("bshd,bs->bhd", x.float(), real / real.sum(1, keepdim=True))[:, None]
 
 
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 as integers, which a CPU can gather and join; other types as they are."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
+
+
 def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of `x [B, T, heads, D]`, `[rows, heads, D]`; FP8 goes by its bytes, which a CPU has a gather for."""
-    bits = x.view(torch.uint8) if x.itemsize == 1 else x
-    return bits.flatten(0, 1)[rows].view(x.dtype)
-
-
-def _join(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return torch.cat([old.view(torch.uint8), new.view(torch.uint8)], 1).view(old.dtype)
+    """Some rows of `x [B, T, heads, D]`, `[rows, heads, D]`."""
+    return _bytes(x).flatten(0, 1)[rows].view(x.dtype)
 
 
 class _Largest(Rows):
@@ -196,7 +184,7 @@ class _Largest(Rows):
         super().__init__(kernel)
         self.found: dict[int, torch.Tensor] = {}
 
-    def attend(self, layer: int, shape: ScaledShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         now = torch.stack([x.float().abs().max() for x in (q, k, v)])
         self.found[layer] = torch.maximum(self.found.get(layer, now), now)
         return super().attend(layer, shape, q, k, v)

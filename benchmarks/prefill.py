@@ -1,7 +1,7 @@
 """Prefill attention beside its peers.
 
 `fp8attn` has BF16 queries and keys of the default format, rotated; `fp8attn-e4m3-keys` (or `-int8-keys`) has keys of the other format.
-`fp8attn-q8` has FP8 queries over E4M3 keys that are not rotated, as the peers have (`peers.py`). All read pages as `append` writes them:
+`fp8attn-q8` has FP8 queries over E4M3 keys that are not rotated, as the peers have (`peers`). All read pages as `append` writes them:
 shuffled, each with its scales. They give no LSE, as `ops.attention` by default, and cuDNN for inference; FA3 always writes one. Times are
 medians of samples of several launches; TFLOPS count 4 Hq D per query and visible key. `rel_err` is over sampled rows, each implementation
 against float64 on the bytes that it was given; `rel_err_mean1` the same with V of mean 1.
@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from evidence.fingerprint import of_call
 from fp8attn.kernels import prefill
 
 from . import peers
-from .measure import error, interleaved, outputs
+from .measure import error, outputs, timed
 from .problem import KEYS, K, Shape, own, square
 
 OURS = (*KEYS, "fp8attn-q8")  # queries in BF16, and in FP8
@@ -54,6 +52,4 @@ def measure(case: str) -> Iterator[dict]:
             row = rows.setdefault(impl, {"case": case, "impl": impl, "fingerprint": of_call(impl, run.call)})
             row[name], found[impl] = round(error(shape, out, run), 6), run.call
         del inputs, runs
-    for impl, ms in interleaved(found, rounds=9, sample_ms=20).items():
-        yield rows[impl] | {"ms": round(ms, 5), "tflops": round(shape.flops / ms * 1e-9, 1)}
-    torch.cuda.empty_cache()
+    yield from timed(shape, rows, found, 9, sample_ms=20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -19,7 +20,10 @@ K = 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of the sequences, heads, head_dim. Causal is aligned to the end: the last query sees the last key."""
+    """Lengths of the sequences, heads, head_dim. Causal is aligned to the end: the last query sees the last key.
+
+    The softmax scale holds `scales`, of Q and K.
+    """
 
     keys: tuple[int, ...]
     queries: tuple[int, ...]
@@ -27,6 +31,7 @@ class Shape:
     kv_heads: int
     dim: int
     causal: bool
+    scales: float = 1.0
 
     @property
     def uniform(self) -> bool:
@@ -34,7 +39,7 @@ class Shape:
 
     @property
     def softmax_scale(self) -> float:
-        return self.dim**-0.5
+        return self.dim**-0.5 * self.scales
 
     @property
     def flops(self) -> float:
@@ -72,24 +77,23 @@ def steps(*lengths: int, kv_heads: int = 8, group: int = 4, dim: int = 128, quer
     return Shape(lengths, (queries,) * len(lengths), kv_heads * group, kv_heads, dim, True)
 
 
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+@lru_cache
 def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    """`[len(lengths) + 1]` int32: where each sequence begins."""
+    """`[len(lengths) + 1]` int32: where each sequence begins. Kept: a CUDA graph cannot copy it from the host."""
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
 @dataclass(frozen=True)
 class Run:
-    """An implementation of a problem: its call, and what it is given.
+    """An implementation of a problem: its call, and what it is given."""
 
-    Attributes:
-        call: gives `[T, num_q_heads, head_dim]`.
-        q: `[T, num_q_heads, head_dim]`.
-        held: the K and V of a sequence, `[keys, num_kv_heads, head_dim]`.
-    """
-
-    call: Callable[[], torch.Tensor]
-    q: torch.Tensor
-    held: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    call: Callable[[], torch.Tensor]  # gives `[T, num_q_heads, head_dim]`
+    q: torch.Tensor  # `[T, num_q_heads, head_dim]`
+    held: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # K and V of a sequence, `[keys, num_kv_heads, head_dim]`
 
 
 def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KEY_DTYPE, rotate_keys=True, spare=3) -> KVPages:

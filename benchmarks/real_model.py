@@ -2,7 +2,7 @@
 
 On identical tokens: perplexity beside the model in BF16, and divergence from the model in FP32 with exact attention.
 
-`smollm2` is SmolLM2-135M-Instruct (`fp8attn[public]`), `stdlib` the committed model. An implementation is a cache and a way to read it:
+`smollm2` is SmolLM2-135M-Instruct, `stdlib` the committed model. An implementation is a cache and a way to read it:
 `-prefill` puts all tokens through the kernel of many queries (on a CPU: through the reference, whose arithmetic is exact), and `-decode`
 reads the same bytes with 16-bit arithmetic, as a decode step does.
 
@@ -16,25 +16,21 @@ reads the same bytes with 16-bit arithmetic, as a decode step does.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
 from fp8attn.evaluation.perplexity import by_token
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache, fp8_kv_attention, fp8_kv_mask
 from fp8attn.numerics import quantize
 
 from . import texts
-from .texts import CODE, PROSE
 
 OURS: dict[str, dict[str, Any]] = {
     "fp8attn-int8-keys": {"key_dtype": "int8"},
@@ -44,25 +40,7 @@ OURS: dict[str, dict[str, Any]] = {
 IMPLS = ("bf16", *(f"{name}-{how}" for name in (*OURS, "scale-1", "transformers-fp8") for how in ("prefill", "decode")))
 E4M3_QUERIES = "fp8_kv_e4m3_queries"  # what transformers calls attention with queries cast to E4M3
 CHUNK = 8192  # tokens of a forward
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model (None: the committed one), a text (a path, or CODE), tokens of a window and how many windows."""
-
-    model: str | None
-    text: Path | None
-    context: int
-    windows: int
-
-
-CASES = {
-    "smollm2-S2048": Case("smollm2", CODE, 2048, 16),
-    "smollm2-S8192": Case("smollm2", CODE, 8192, 8),
-    "smollm2-prose-S8192": Case("smollm2", PROSE, 8192, 8),
-    "stdlib-S4096": Case(None, CODE, 4096, 32),
-    "stdlib-S131072": Case(None, CODE, 131072, 1),
-}
+CASES = texts.TEXTS
 
 
 class Through:
@@ -74,14 +52,12 @@ class Through:
         context: makes a context to call it in.
     """
 
-    def __init__(self, model: Any, attention: str = ATTN_IMPLEMENTATION, context: Callable | None = None) -> None:
+    def __init__(self, model: Any, attention: str = ATTN_IMPLEMENTATION, context: Callable = nullcontext) -> None:
         self.model, self.attention, self.context = model, attention, context
         self.device = model.device
 
     def __call__(self, **given: Any) -> Any:
         self.model.set_attn_implementation(self.attention)
-        if self.context is None:
-            return self.model(**given)
         with self.context():
             return self.model(**given)
 
@@ -116,7 +92,7 @@ def run_of(impl: str, model: Any) -> tuple[Through, MakeCache]:
 
 def exact_run(model: Any) -> tuple[Through, MakeCache]:
     """A model in FP32 with exact attention: on a GPU, torch's own steps, because its fused kernels multiply FP32 in parts."""
-    context = (lambda: sdpa_kernel(SDPBackend.MATH)) if model.device.type == "cuda" else None
+    context = (lambda: sdpa_kernel(SDPBackend.MATH)) if model.device.type == "cuda" else nullcontext
     return Through(model, context=context), lambda: DynamicCache(config=model.config)
 
 
@@ -147,16 +123,10 @@ def rows(case: str, model: Any, exact: Any, windows: torch.Tensor, impls: tuple[
         yield {"case": case, "impl": impl, "windows": len(windows), "tokens": len(change), **numbers}
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--windows", type=int, help="at most so many of each case")
-
-
 @torch.no_grad()
-def measure(case: str, windows: int | None) -> Iterator[dict]:
-    given = CASES[case]
-    if (loaded := texts.load(given.model)) is None:
-        return
-    model, tokenizer = loaded
-    exact = model if model.dtype == torch.float32 else texts.load(given.model, torch.float32)[0]
-    count = min(given.windows, windows or given.windows)
-    yield from rows(case, model, exact, models.windows(texts.tokens(tokenizer, given.text), given.context + 1, count))
+def measure(case: str) -> Iterator[dict]:
+    text = CASES[case]
+    if (loaded := texts.load(text.model)) is not None:
+        model, tokenizer = loaded
+        exact = model if model.dtype == torch.float32 else texts.load(text.model, torch.float32)[0]
+        yield from rows(case, model, exact, text.windows(tokenizer))

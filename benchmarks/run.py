@@ -16,10 +16,8 @@ import ast
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from evidence import results
 from evidence.dry import compile_ahead
@@ -33,23 +31,6 @@ def benchmarks() -> dict[str, str]:
         if any(isinstance(node, ast.FunctionDef) and node.name == "measure" for node in tree.body):
             found[path.stem] = re.match(r".*?[.?](?=\s|$)", " ".join(ast.get_docstring(tree).split()))[0]
     return found
-
-
-def chosen(names: Iterable[str], words: Iterable[str]) -> list[str]:
-    """The names that have one of the words in them; all without words."""
-    words = list(words)
-    return [name for name in names if not words or any(word in name for word in words)]
-
-
-def rows(benchmark: ModuleType, cases: list[str], **options) -> Iterator[dict]:
-    """What a benchmark measures, and what it derives from all of that."""
-    found = []
-    for case in cases:
-        for row in benchmark.measure(case, **options):
-            found.append(row)
-            yield row
-    if hasattr(benchmark, "derive"):
-        yield from benchmark.derive(found)
 
 
 class Table:
@@ -71,19 +52,6 @@ class Table:
         print("  " + "  ".join(cells), flush=True)
 
 
-def parser(name: str, benchmark: ModuleType) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.run {name}", description=benchmark.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("cases", nargs="*", metavar="CASE", help="a part of cases' names; default: all cases")
-    made.add_argument("--list", action="store_true", help="list the cases")
-    made.add_argument("--base", metavar="REV", help="time ours beside another's: a git revision, or a folder that holds its src")
-    results.add_save(made)
-    if hasattr(benchmark, "configure"):
-        benchmark.configure(made)
-    return made
-
-
 def main() -> None:
     names = benchmarks()
     name = sys.argv[1] if len(sys.argv) > 1 else None
@@ -92,30 +60,41 @@ def main() -> None:
         print(*(f"{each:16s} {sentence}" for each, sentence in names.items()), sep="\n")
         sys.exit(None if name in (None, "-h", "--help") else f"\nthere is no benchmark {name}")
     benchmark = import_module(f"benchmarks.{name}")
-    options = vars(results.parse(parser(name, benchmark), sys.argv[2:]))
-    words, listed, save, base = (options.pop(each) for each in ("cases", "list", "save", "base"))
-    if not (cases := chosen(benchmark.CASES, words)):
-        sys.exit(f"{name} has no case with {' or '.join(words)} in its name: --list lists them")
-    if listed:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.run {name}", description=benchmark.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="a part of cases' names; default: all cases")
+    parser.add_argument("--list", action="store_true", help="list the cases")
+    parser.add_argument("--base", metavar="REV", help="time ours beside another's: a git revision, or a folder that holds its src")
+    results.add_save(parser)
+    args = results.parse(parser, sys.argv[2:])
+    cases = [case for case in benchmark.CASES if not args.cases or any(word in case for word in args.cases)]
+    if not cases:
+        sys.exit(f"{name} has no case with {' or '.join(args.cases)} in its name: --list lists them")
+    if args.list:
         print(*cases, sep="\n")
         return
-    if base is not None:
-        if save:
+    if args.base is not None:
+        if args.save:
             sys.exit("--base compares revisions and keeps nothing: leave out --save")
         if not hasattr(benchmark, "calls"):
             sys.exit(f"--base compares calls of kernels, and {name} has none (no calls(case))")
-        from .base import compare
+        from evidence.revisions import compare
 
-        compare(name, cases, base)
+        compare(name, cases, args.base)
         return
+    import torch  # here, because listing does not need it
+
     start, table, kept = time.time(), Table(), []
     compile_ahead(name, cases)
     try:
-        for row in rows(benchmark, cases, **options):
-            table.add(row)
-            kept.append(row)
+        for case in cases:
+            for row in benchmark.measure(case):
+                table.add(row)
+                kept.append(row)
+            torch.cuda.empty_cache()
     finally:  # what is measured is kept, whatever happens to the rest
-        if save and kept:
+        if args.save and kept:
             results.save(name, kept)
     print(f"\n{time.time() - start:.0f} s")
 

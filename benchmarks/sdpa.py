@@ -22,7 +22,7 @@ from fp8attn import ops
 from fp8attn.numerics import sqnr_db
 
 from . import peers
-from .measure import exact, graph_of, interleaved, left_out, outputs, sampled_queries
+from .measure import exact, graph_of, left_out, outputs, sampled_queries, timed
 from .problem import DEVICE, KEYS, K, Run, Shape, square
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -104,7 +104,7 @@ def measure(case: str) -> Iterator[dict]:
     }
     if here.length >= LONG:
         del runs["fp8attn-graph"]
-    rows, timed = {}, {"graph": {}, "called": {}}
+    rows, groups = {}, {"graph": {}, "called": {}}
     for impl, run, out in outputs(case, runs):
         given = rotated if impl == "fp8attn-rope" else (q, k)
         how = "called" if impl == "fp8attn" or here.length >= LONG else "graph"
@@ -112,11 +112,9 @@ def measure(case: str) -> Iterator[dict]:
         rows[impl]["fingerprint"] = of_call(impl, run.call)
         if not rows[impl]["sqnr_db"] > LEAST_DB:
             raise AssertionError(f"{case}: {impl} is wrong, {rows[impl]['sqnr_db']} dB")
-        timed[how][impl] = run.call if how == "called" else captured(impl, run.call)
+        groups[how][impl] = run.call if how == "called" else captured(impl, run.call)
     del rotated
     # Apart: graphs would fill the queue, and what is called from Python behind them would not wait for the host.
     rounds = 21 if here.length < 8 * K else 7 if here.length < LONG else 3
-    for found in timed.values():
-        for impl, ms in interleaved(found, rounds, sample_ms=8 if here.length < LONG else 0).items():
-            yield rows[impl] | {"ms": round(ms, 5), "tflops": round(here.shape.flops / ms * 1e-9, 1)}
-    torch.cuda.empty_cache()
+    for found in groups.values():
+        yield from timed(here.shape, rows, found, rounds, sample_ms=8 if here.length < LONG else 0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evidence.results import ROOT
+from evidence.fingerprint import ROOT
 from fp8attn import KVScales, calibrate
 from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import MakeCache, cache_factory
@@ -19,6 +20,29 @@ from .problem import KEYS
 CACHES = {impl: f"fp8-{key_dtype}-keys" for impl, key_dtype in KEYS.items()} | {"bf16": "bf16", "fp8attn-static": "fp8-static"}
 CALIBRATION = (8192, 4)  # tokens of a window, windows
 CODE, PROSE = None, ROOT / "models/prose/sherlock.txt.xz"  # None: the held-out modules of the committed model
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows of a text, and the model that reads them."""
+
+    model: str | None  # `smollm2` (SmolLM2-135M-Instruct, `fp8attn[public]`); None: the committed one
+    path: Path | None
+    context: int  # tokens of a window
+    count: int
+
+    def windows(self, tokenizer: Any) -> torch.Tensor:
+        """`[count, context + 1]` ids."""
+        return models.windows(tokens(tokenizer, self.path), self.context + 1, self.count)
+
+
+TEXTS = {
+    "smollm2-S2048": Text("smollm2", CODE, 2048, 16),
+    "smollm2-S8192": Text("smollm2", CODE, 8192, 8),
+    "smollm2-prose-S8192": Text("smollm2", PROSE, 8192, 8),
+    "stdlib-S4096": Text(None, CODE, 4096, 32),
+    "stdlib-S131072": Text(None, CODE, 131072, 1),
+}
 
 
 @cache

@@ -126,19 +126,18 @@ def built(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.bfloat16) -> Block:
 
 @torch.inference_mode()
 def measure(case: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.bfloat16) -> Iterator[dict]:
-    torch.cuda.empty_cache()
     shape, block, systems = CASES[case], built(sizes, dtype), models.bf16_systems()
     lengths = (prod(shape.grid), sizes.text, 6)
     x, text, time = (torch.randn(1, n, sizes.hidden, dtype=dtype, device=DEVICE) for n in lengths)
     given = (x, text, time / sizes.hidden**0.5, rope_tables(shape.grid, sizes.head_dim, dtype))
-    fp8 = {"fp8attn": models.ours(AttentionPolicy(min_length=sizes.text + 1))}  # text goes to the context around
+    fp8 = {"fp8attn": partial(models.ours, AttentionPolicy(min_length=sizes.text + 1))}  # text goes to the context around
 
     # One attention first: it warms up what has to be compiled or planned, and must be right.
     attend = partial(block.attn1, x, None, given[3])
     errors = models.errors({name: models.within(context, attend)() for name, context in (systems | fp8).items()}, 0.02, 0.15)
     calls = {name: models.within(context, partial(block, *given)) for name, context in (systems | fp8).items()}
-    rows = models.timed(f"block-{case}", calls, shape.rounds, tokens=len(x[0]))
-    yield from (row | {"rel_err": round(errors[row["impl"]], 5)} for row in rows)
+    rows = models.timed(f"block-{case}", calls, shape.rounds, errors, tokens=len(x[0]))
+    yield from rows
 
     best = rows[-1]["beside"]
     stack, in_bf16 = Stack(block, shape.layers), shape.skip_first + shape.skip_last

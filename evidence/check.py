@@ -25,6 +25,11 @@ from .fingerprint import ROOT, digest, of_row, tree
 from .results import RESULTS, code, key
 
 CACHE = ROOT / ".cache/fingerprints.json"
+COMMANDS = {  # of rows that are not of a benchmark
+    "model": "python training/report.py --save",
+    "tests": "python -m tests.gpu --save",
+    "sanitize": "python -m tests.gpu.sanitizer --save",
+}
 MACHINERY = ("evidence/dry.py", "evidence/ptx.py", "evidence/fingerprint.py")
 
 
@@ -121,8 +126,8 @@ def triton_paths(version: str) -> list[Path]:
 
 def command(name: str, old: list[Row]) -> str:
     """What measures stale rows of a benchmark again."""
-    if name == "model":
-        return "python training/report.py --save"
+    if name in COMMANDS:
+        return COMMANDS[name]
     if name == "needle":
         return f"python -m benchmarks.needle run --impl {','.join(dict.fromkeys(row.row['impl'] for row in old))} --save"
     # The others measure all their cases together, or have none.

@@ -20,7 +20,7 @@ MODEL = "models/stdlib-llama/model.safetensors"
 # What a results file depends on, where that is more than the benchmark of its name.
 SOURCES = {
     "tests": ("tests/gpu",),
-    "sanitize": ("benchmarks/sanitize.py", "tests/gpu/sanitized.py"),
+    "sanitize": ("tests/gpu/sanitizer.py", "tests/gpu/sanitized.py"),
     "model": ("training/report.py", "training/data.py", "training/config.json", MODEL),
     "needle": ("benchmarks/needle_systems.py", MODEL),  # needle.py keeps answers and counts them, and decides none
     **{name: (f"benchmarks/{name}.py", MODEL) for name in ("agreement", "demo", "drift", "perplexity")},
@@ -135,7 +135,7 @@ def peer(name: str) -> str:
     """The fingerprint of an implementation of `peers`: of its binary, or the release that it comes with."""
     import torch
 
-    from benchmarks.peers import UNPACKED
+    from benchmarks.peers.binaries import UNPACKED
 
     torch_release = f"torch {torch.__version__}"
     if name == "torchao":

@@ -25,6 +25,7 @@ from fp8attn.evaluation.needle import load_outcomes
 from fp8attn.evaluation.plots import needle_maps, thousands
 from fp8attn.evaluation.stress import STRENGTHS
 
+from .lines import batches, line
 from .results import RESULTS
 from .rows import Rows, over_bf16, rows_of
 from .tables.kernels import PREFILL
@@ -77,7 +78,7 @@ def series(rows: Rows, case: str, impl: str, value: Callable[[dict], float]) -> 
     return dict(sorted(found.items()))
 
 
-def line(axes: Axes, impl: str, points: dict[int, float], style: str = "o-", **look) -> None:
+def draw(axes: Axes, impl: str, points: dict[int, float], style: str = "o-", **look) -> None:
     axes.plot(points.keys(), points.values(), style, **{"ms": 3.5, "lw": 1.6, "label": impl, "color": COLOURS[impl]} | look)
 
 
@@ -149,7 +150,7 @@ def plot_accuracy() -> None:
         for impl in (*KEYS, *(["fp8attn-q8"] if phase != "decode" else []), *THEIRS):
             points = series(rows, rf"{phase}-mean{mean}-D128-S(\d+)", impl, lambda row: row.get("last", row["rel_err"]))
             style = "o:" if impl.endswith("-keys") else "o--" if impl == "vllm-fa3-fp8" else "o-"
-            line(axes, impl, {n: error for n, error in points.items() if error > 0}, style, ms=3, lw=1.4)  # of one key nothing is wrong
+            draw(axes, impl, {n: error for n, error in points.items() if error > 0}, style, ms=3, lw=1.4)  # of one key nothing is wrong
         axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
         axes.set(xscale="log", yscale="log")
         axes.grid(alpha=0.25)
@@ -163,17 +164,17 @@ def plot_accuracy() -> None:
 def plot_llama_decode() -> None:
     """Milliseconds a step by context: a panel a batch."""
     rows = read("llama_decode")
-    batches = sorted({int(found[1]) for case, _ in rows if (found := re.fullmatch(r"step-B(\d+)-S\d+", case))})
-    figure, panels = plt.subplots(1, len(batches), figsize=(12, 4.2), squeeze=False)
-    for axes, batch in zip(panels[0], batches, strict=True):
+    found = batches(rows)
+    figure, panels = plt.subplots(1, len(found), figsize=(12, 4.2), squeeze=False)
+    for axes, batch in zip(panels[0], found, strict=True):
         highest = 0.0
         for impl in ("bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"):
             points = series(rows, rf"step-B{batch}-S(\d+)", impl, lambda row: row["ms"])
-            line(axes, impl, {n / 1024: ms for n, ms in points.items()})
+            draw(axes, impl, {n / 1024: ms for n, ms in points.items()})
             if impl != "bf16-sdpa":  # which leaves the picture
                 highest = max([highest, *points.values()])
-        ours = rows.get((f"line-B{batch}", "fp8attn"), {})
-        note = f": slope {ours['slope_ratio']:.0%} of {ours['beside']}'s" if "slope_ratio" in ours else ""
+        ours = line(rows, batch)
+        note = f": slope {ours.slope_ratio:.0%} of {ours.beside}'s" if ours else ""
         axes.set_title(f"batch {batch}{note}", loc="left", fontsize=10)
         axes.set(xlabel="context, multiples of 1,024 tokens", xlim=(0, None), ylim=(0, 1.1 * highest))
     panels[0, 0].set_ylabel("ms a decode step")
@@ -190,7 +191,7 @@ def plot_sdpa() -> None:
     for axes, (kind, title) in zip(panels, titles.items(), strict=True):
         by_length(axes, {n: thousands(n) for n in lengths}, "kernel")
         for impl in (*KEYS, "fp8attn-rope", "torchao"):
-            line(axes, impl, {n: ratio for n in lengths if (ratio := over_bf16(rows, f"{kind}-S{n}", impl)) is not None})
+            draw(axes, impl, {n: ratio for n in lengths if (ratio := over_bf16(rows, f"{kind}-S{n}", impl)) is not None})
         axes.set_title(title, loc="left", fontsize=10)
     panels[0].set_ylabel("speed over the best BF16 kernel")
     graphs = "CUDA graphs; from 64k tokens on, calls"
@@ -205,7 +206,7 @@ def plot_llama_prefill() -> None:
     by_length(axes, {n: f"{thousands(n)}\n{count} layers" for n, count in layers.items()}, "attention")
     for impl, style in (("fp8attn-default", "o--"), ("fp8attn", "o-")):
         points = series(rows, r"S(\d+)", impl, lambda row: row["speedup"])
-        line(axes, impl, points, style, ms=4)
+        draw(axes, impl, points, style, ms=4)
     for n, speedup in points.items():
         axes.annotate(f"{speedup:.2f}", (n, speedup), (-4, 5), textcoords="offset points", ha="right", fontsize=8, color=COLOURS["fp8attn"])
     axes.margins(x=0.08, y=0.12)

@@ -90,6 +90,6 @@ def append() -> str:
 
 @block
 def portable() -> str:
-    found = [row for row in every("slice") if row["impl"] == "fp8attn-triton"]
+    found = [row for row in every("portable") if row["impl"] == "fp8attn-triton"]
     gbps, tflops = ([row[unit] for row in found if unit in row] for unit in ("gbps", "tflops"))
     return f"Decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..lines import batches, line
 from ..rows import devices, latest, lengths
 from .writing import block, number, table, tokens, value
 
@@ -11,9 +12,9 @@ def llama_decode() -> str:
     body = []
     for title, here in devices("llama_decode").items():
         for batch, length in ((1, 2048), (1, 131072), (8, 8192), (32, 2048)):
-            line = here[f"line-B{batch}", "fp8attn"]
-            times = [value(here, f"step-B{batch}-S{length}", impl, "ms", ".1f") for impl in (line["beside"], "vllm-fp8", "fp8attn")]
-            body.append([title, str(batch), f"{length:,}", *times, number(line["slope_ratio"], ".0%")])
+            ours = line(here, batch)
+            times = [value(here, f"step-B{batch}-S{length}", impl, "ms", ".1f") for impl in (ours.beside, "vllm-fp8", "fp8attn")]
+            body.append([title, str(batch), f"{length:,}", *times, number(ours.slope_ratio, ".0%")])
     head = ["", "batch", "context", "BF16, ms", "vLLM FP8, ms", "fp8attn, ms", "growth with the context, of BF16's"]
     return table(head, body)
 
@@ -22,8 +23,9 @@ def llama_decode() -> str:
 def fits() -> str:
     made = []
     for title, here in devices("llama_decode").items():
-        begin = max(row["break_even"] for row in here.values() if row.get("break_even"))
-        made.append(f"from {begin:,} tokens on, and {value(here, 'fits-S8192', 'fp8attn', 'over_bf16')} times the tokens fit ({title})")
+        lines = [line(here, batch) for batch in batches(here)]
+        begin = max(ours.break_even for ours in lines if ours and ours.break_even)
+        made.append(f"from {begin:,.0f} tokens on, and {value(here, 'fits-S8192', 'fp8attn', 'over_bf16')} times the tokens fit ({title})")
     return ", ".join(made)
 
 

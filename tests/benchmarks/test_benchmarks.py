@@ -1,7 +1,6 @@
 """What the benchmarks count, fit, sample and call right, where no GPU is needed for it."""
 
 import math
-import subprocess
 from contextlib import nullcontext
 
 import pytest
@@ -14,21 +13,18 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from benchmarks import (
     accuracy,
     append,
-    base,
     decode,
     llama_decode,
     llama_prefill,
     measure,
     models,
     peers,
+    portable,
     prefill,
     problem,
-    sanitize,
     sdpa,
     wan,
 )
-from benchmarks import slice as portable
-from benchmarks.beside import Beside
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import AttentionPolicy, fp8_attention, reference
 
@@ -97,7 +93,7 @@ def test_decibels_of_a_layer_are_those_of_its_rows():
 
 
 def test_cases_of_the_kernels():
-    assert len(accuracy.CASES) == 3 * (3 * 15 + 2) + 16 + 21 + 2 + 9  # means, head_dims, adversarial data, a million equal terms, grids
+    assert len(accuracy.CASES) == 3 * (3 * 15 + 2) + 16 + 21 + 2  # means, head_dims, adversarial data, a million equal terms
     assert accuracy.CASES["full-mean1-D128-S1048576"].shape == Shape((1 << 20,), (128,), 2, 2, 128, False)
     assert decode.CASES["B16-S8192-G16"] == Shape((8192,) * 16, (1,) * 16, 64, 4, 128, True)
     assert decode.CASES["B64-S8192-ragged"].keys[::63] == (8192, 1) and decode.CASES["B1-S8192"].kv_elements == 2 * 8192 * 8 * 128
@@ -175,38 +171,7 @@ def test_data_is_what_it_says(data):
     assert float(v.float().mean()) == pytest.approx({"mean5": 5, "page-gains": 1, "flat-mean1": 1, "constant": 1}.get(data, 0), abs=0.2)
 
 
-# Fits
-
-
-@pytest.mark.parametrize(
-    ("ours", "expected"),
-    [
-        ({1: 5.0, 2: 5.0, 4: 5.0}, 2.5),  # theirs pass 5 between 2 (4) and 4 (8)
-        ({1: 1.0, 2: 1.0, 4: 1.0}, 1),
-        ({1: 3.0, 2: 3.0, 4: 9.0}, None),
-        ({1: 1.0, 2: 5.0, 4: 6.0}, 2 + 2 / 3),  # ahead, behind at 2, ahead for good
-    ],
-)
-def test_break_even(ours, expected):
-    found = llama_decode.break_even(ours, {1: 2.0, 2: 4.0, 4: 8.0})
-    assert found == (None if expected is None else pytest.approx(expected))
-
-
-def test_lines_stand_beside_the_better_bf16_system():
-    times = {"bf16-sdpa": (8.0, 0.7), "bf16-fa3": (9.0, 0.05), "fp8attn": (9.1, 0.02)}
-    rows = [
-        {"case": f"step-B1-S{n}", "impl": impl, "ms": intercept + slope * n / 1000}
-        for impl, (intercept, slope) in times.items()
-        for n in llama_decode.LENGTHS
-    ]
-    found = {row["impl"]: row for row in llama_decode.derive(rows)}
-    assert set(found) == set(times) and {row["case"] for row in found.values()} == {"line-B1"}
-    assert all((row["intercept"], row["slope"]) == times[impl] for impl, row in found.items())
-    assert found["fp8attn"]["beside"] == "bf16-fa3" and found["fp8attn"]["slope_ratio"] == pytest.approx(0.4)
-    assert found["fp8attn"]["break_even"] == pytest.approx(0.1 / 0.03 * 1000, abs=1)
-
-
-# Peers, and what looks for faults
+# Peers
 
 
 def test_peers_that_are_not_there_are_left_out(monkeypatch, capsys):
@@ -216,70 +181,6 @@ def test_peers_that_are_not_there_are_left_out(monkeypatch, capsys):
     assert not peers.runs(Shape((4,), (2,), 2, 2, 64, True), q[:2], q, q)
     assert not peers.runs(Shape((3, 1), (3, 1), 2, 2, 64, True), q, q, q)
     assert "aligned to the start" in (said := capsys.readouterr().out) and "no ragged batches" in said
-
-
-RACES = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Read access at decode+0x100 in decode.py:569
-=========     and Write access at decode+0x17d0 in decode.py:569 [211 hazards]
-=========     and Write access at decode+0x8c40 in decode.py:590 [264 hazards]
-========= 
-decode D64 1
-========= Error: Race reported between Read access at decode+0x100 in decode.py:569
-=========     and Write access at decode+0x17d0 in decode.py:123 [211 hazards]
-========= 
-========= Error: Race reported between Read access at _prefill+0x100 in prefill.py:569
-=========     and Write access at _prefill+0x17d0 in prefill.py:570 [1 hazard]
-========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
-"""
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        ("========= ERROR SUMMARY: 0 errors\n", {"errors": 0}),
-        ("x\n========= ERROR SUMMARY: 1 error\n", {"errors": 1}),
-        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", {"errors": 2, "warnings": 1, "dispatch": 0}),
-        (RACES, {"errors": 3, "warnings": 0, "dispatch": 1}),
-        ("========= Target application returned an error\n", {}),
-    ],
-)
-def test_sanitizer_summaries(output, expected):
-    assert sanitize.parse(output, {"decode": ("decode.py", range(568, 600))}) == expected
-
-
-def test_dispatchers_are_the_kernels_that_specialise_their_warps():
-    found = sanitize.dispatchers()
-    assert {name: file for name, (file, _) in found.items()} == {
-        "prefill_kernel": "kernel.py", "decode_kernel": "kernel.py", "_race": "sanitized.py", "_ordered": "sanitized.py",
-    }  # fmt: skip
-    source = sanitize.SANITIZED.read_text().splitlines()
-    assert [source[found[name][1][0]] for name in ("_race", "_ordered")] == ["def _race(out_ptr):", "def _ordered(out_ptr):"]  # 1-based
-
-
-def test_a_sanitizer_must_find_what_is_planted_and_nothing_else():
-    clean = {"case": "memcheck-append", "finished": True, "errors": 0}
-    assert sanitize.as_it_should(clean) and not sanitize.as_it_should(clean | {"errors": 2})
-    assert sanitize.as_it_should(clean | {"errors": 2, "dispatch": 2}) and not sanitize.as_it_should(clean | {"warnings": 1})
-    assert not sanitize.as_it_should(clean | {"finished": False})
-    planted = {"case": "memcheck-planted", "finished": False}
-    assert sanitize.as_it_should(planted | {"errors": 2}) and not sanitize.as_it_should(planted | {"errors": 0})
-    assert not sanitize.as_it_should(planted)
-    races = [row | {"case": f"racecheck-{name}", "errors": 3} for row in [clean] for name in ("ordered", "prefill", "append")]
-    assert [row["case"] for row in sanitize.faults(races)] == ["racecheck-append"]  # no mbarriers there: a race is a race
-    races[0]["errors"] = 0  # the tool follows mbarriers
-    assert [row["case"] for row in sanitize.faults(races)] == ["racecheck-prefill", "racecheck-append"]
-    assert sanitize.faults([clean | {"case": "memcheck-prefill", "errors": 1}])
-
-
-def test_a_call_that_hangs_or_fails_is_left_behind():
-    ask = Beside(subprocess.call, 60)
-    assert ask(["true"]) == 0
-    ask.seconds = 0.2
-    assert ask(["sleep", "1"]) is None
-    ask.seconds = 60
-    assert ask(["false"]) == 1
-    assert ask(["/no/such/program"]) is None
-    ask.end()
 
 
 # Kernels and models of the benchmarks' own
@@ -307,51 +208,6 @@ def test_the_streaming_ceiling_follows_the_decode_kernel(keys):
     assert len(compiling.run("-c", COMPILE, keys).split()) == 3
 
 
-# Two revisions
-
-
-def test_a_ratio_and_its_interval():
-    assert base.median_and_interval([float(n) for n in range(24)]) == (11.5, 6.0, 17.0)
-    assert base.median_and_interval([2.0, 1.0]) == (1.5, 1.0, 2.0)
-
-
-def test_outputs_of_two_revisions_are_compared():
-    assert base.sampled(None) is None and base.sampled(torch.tensor([[1.0, torch.nan]])) == [1.0, 0.0]
-    assert len(base.sampled(torch.zeros(base.SAMPLED * 2 + 3))) == base.SAMPLED + 2
-    assert base.difference([1.0, 2.0], [1.0, 2.0]) == "  equal outputs" and base.difference(None, [1.0]) == ""
-    assert base.difference([3.0, 4.5], [3.0, 4.0]) == "  outputs differ by 1.0e-01"
-
-
-def test_the_base_is_a_folder_or_a_revision(tmp_path):
-    (tmp_path / "old/src/fp8attn").mkdir(parents=True)
-    assert base.source(str(tmp_path / "old"), "") == tmp_path / "old/src"
-    with pytest.raises(SystemExit, match="--base takes a git revision, or a folder that holds src/fp8attn, and not 'nonsense'"):
-        base.source("nonsense", str(tmp_path))
-
-
-def test_a_base_that_does_not_fit_is_refused():
-    sides = {"now": lambda *case: {"fp8attn": None}, "base": lambda *case: "ImportError: no name attention"}
-    with pytest.raises(SystemExit, match="B1: HEAD~900 does not fit the benchmark decode as it is now: ImportError: no name attention"):
-        base.compare_case("decode", "B1", sides, "HEAD~900")
-
-
-def test_a_base_has_its_own_src(tmp_path, monkeypatch):
-    (tmp_path / "fp8attn").mkdir()
-    (tmp_path / "fp8attn/__init__.py").write_text("")
-    monkeypatch.setenv("FP8ATTN_SRC", str(tmp_path))
-    side = Beside(base.serve, 120)
-    assert side() == "ready"
-    assert side("decode", "B1-S8192") == "ModuleNotFoundError: No module named 'fp8attn.kernels'"
-    side.end()
-
-
-def test_two_revisions_take_turns(capsys):
-    ms = {"now": 2.0, "base": 3.0}
-    sides = {side: lambda *case, side=side: {"fp8attn": [1.0] if case else ms[side]} for side in ms}
-    base.compare_case("decode", "B1", sides, "HEAD~1")
-    assert "now 2.00000 ms  base 3.00000 ms  base/now 1.5000 [1.5000, 1.5000]  equal outputs" in capsys.readouterr().out
-
-
 def test_llama_systems_agree(monkeypatch):
     """All four on a tiny model, the peers' kernels replaced by float64."""
 
@@ -359,13 +215,13 @@ def test_llama_systems_agree(monkeypatch):
         last_key = [int(n) - q.shape[1] + torch.arange(q.shape[1], device=DEVICE) for n in used]
         return torch.stack([measure.exact(*x, q.shape[-1] ** -0.5, last) for *x, last in zip(q, k, v, last_key, strict=True)]).bfloat16()
 
-    def paged_cache(q, k, v, table, used):
+    def paged_cache(shape, q, k, v, table, used):
         k, v = (x.view(torch.uint8)[table.long()].flatten(1, 2).view(x.dtype) for x in (k, v))
-        return exact_cache(q, k, v, used)
+        return lambda: exact_cache(q.unflatten(0, (len(used), -1)), k, v, used).flatten(0, 1)
 
     monkeypatch.setattr(peers, "available", lambda: {"fa3", "vllm-fa3"})
-    monkeypatch.setattr(peers, "fa3_cache", exact_cache)
-    monkeypatch.setattr(peers, "vllm_cache", paged_cache)
+    monkeypatch.setattr(peers.fa3, "cached", exact_cache)
+    monkeypatch.setattr(peers.fa3, "vllm_attention", paged_cache)
     monkeypatch.setattr(llama_decode, "CHECKED", 50)
     monkeypatch.setattr(llama_decode, "graph_of", lambda step: (lambda: None, step()))
     model = small_llama(2)
@@ -395,7 +251,7 @@ def float64_fa3(monkeypatch):
         return {name: float(call() is not None) for name, call in calls.items()}
 
     monkeypatch.setattr(peers, "available", lambda: {"fa3"})
-    monkeypatch.setattr(peers, "fa3", fa3)
+    monkeypatch.setattr(peers.fa3, "attention", fa3)
     monkeypatch.setattr(models, "sdpa_kernel", lambda backend: nullcontext())
     monkeypatch.setattr(models, "interleaved", timed)
     monkeypatch.setattr(models, "graph_of", lambda call: (call, call()))
@@ -470,7 +326,7 @@ def on_a_cpu(monkeypatch):
     """Without peers and timers: our kernels are the reference, a graph is its call, and every call takes a millisecond."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(peers, "available", frozenset)
-    for module in (accuracy, append, decode, portable, prefill, sdpa):
+    for module in (measure, accuracy, append, decode, prefill, sdpa):
         for name, stand_in in {
             "graph_of": lambda call: (call, call()),
             "interleaved": lambda calls, rounds, **options: dict.fromkeys(calls, 1.0),
@@ -500,11 +356,6 @@ STEP = problem.steps(130, 7, kv_heads=1, dim=64)
             dict.fromkeys((*problem.KEYS, "fp8attn-graph", "fp8attn-rope"), "True"),
         ),
         (accuracy, lambda: accuracy.one("decode", "mean1", 40)[1], dict.fromkeys(problem.KEYS, "True")),
-        (
-            accuracy,
-            lambda: accuracy.Case(reference.attention, "page-gains", {"a": STEP, "b": RAGGED}),
-            dict.fromkeys(problem.KEYS, "True"),
-        ),
         (portable, lambda: problem.steps(130, 130, kv_heads=1, dim=64), {"fp8attn-triton": "True"}),
         (append, lambda: append.Append(2, 1, 130), dict.fromkeys(problem.KEYS, "False")),
         (append, lambda: append.Append(1, 130), dict.fromkeys(problem.KEYS, "False") | {"ceiling": "True"}),
@@ -524,4 +375,3 @@ def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, module, case, expec
     assert {impl: row["fingerprint"] for impl, row in rows.items()} == {impl: f"launches:{given}" for impl, given in expected.items()}
     assert all(row.get("ms", 1.0) == 1.0 and row["case"] == name for row in rows.values())
     assert all(row["timed"] == ("called" if impl == "fp8attn" else "graph") for impl, row in rows.items() if "timed" in row)
-    assert all(row.get("equal_bits", True) and row.get("finite", True) for row in rows.values())

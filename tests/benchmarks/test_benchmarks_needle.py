@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from benchmarks import needle as bench
 from benchmarks import needle_systems
 from benchmarks.needle_systems import IMPLS, KERNELS, Systems, Work
+from evidence import answers
 from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import cache_factory, forward, prefill
 from fp8attn.evaluation.recall import recall_samples
@@ -44,8 +45,9 @@ def cpu_kernels(monkeypatch):
 @pytest.fixture
 def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
     """Samples whose prompts are of unlike lengths, and a place for what comes out."""
-    for name, path in {"SAMPLES": ".", "OUTCOMES": "outcomes", "RESULTS": "."}.items():
-        monkeypatch.setattr(bench, name, tmp_path / path)
+    monkeypatch.setattr(bench, "SAMPLES", tmp_path)
+    monkeypatch.setattr(answers, "OUTCOMES", tmp_path / "outcomes")
+    monkeypatch.setattr(answers.results, "RESULTS", tmp_path)
     monkeypatch.setattr(needle_systems.texts, "CALIBRATION", (256, 2))
     made = recall_samples(tokenizer, models.read_text(model=tiny_model), lengths=(600, 591), depths=(0.5,), samples=2)
     samples = [replace(sample, index=n, length=600) for n, sample in enumerate(made)]
@@ -60,18 +62,13 @@ MACHINE = {"device": "H"}
 def codes(monkeypatch):
     """The fingerprints of implementations' code, by their names: set one to make it another."""
     codes = {}
-    monkeypatch.setattr(bench, "of_row", lambda name, impl: codes.get(impl, "tree:1"))
+    for module in (answers, bench):
+        monkeypatch.setattr(module, "of_row", lambda name, impl: codes.get(impl, "tree:1"))
     return codes
 
 
-def about(names, command="run", **changed):
-    """Provenances of some implementations' answers."""
-    one = {"torch": "2", "triton": "3", "date": "2026-01-01", "commit": "c", "command": command, "code": "tree:0"}
-    return {name: one | {"fingerprint": bench.of_row("needle", name)} | changed for name in names}
-
-
 def work(folder, tiny_model, names, **options):
-    into = bench.begin(MACHINE, {})
+    into = answers.begin(MACHINE, {})
     return Work(into, str(tiny_model), (folder / "recall-600.zip",), names, (0, 2), None, **options)
 
 
@@ -79,21 +76,21 @@ def test_every_implementation_answers_every_sample_once(folder, tiny_model):
     first = work(folder, tiny_model, IMPLS)
     for number in range(2):
         first.run(number, 2)
-    outcomes = bench.read(first.folder).outcomes
-    assert len(outcomes) == len(IMPLS) * 2 * 4 == len({bench.key(o) for o in outcomes})
-    rows = bench.rows(outcomes)
+    outcomes = answers.read(first.folder).outcomes
+    assert len(outcomes) == len(IMPLS) * 2 * 4 == len({answers.key(o) for o in outcomes})
+    rows = answers.rows(outcomes)
     cases = ["recall-S600", "recall-stress2-S600"]
     assert [(row["case"], row["impl"], row["samples"]) for row in rows] == [(case, name, 4) for case in cases for name in IMPLS]
     assert all(row["paired"] == 4 and row["p"] == 1 for row in rows if row["impl"] != "bf16")
-    again = work(folder, tiny_model, IMPLS, done=frozenset(map(bench.key, outcomes)))
+    again = work(folder, tiny_model, IMPLS, done=frozenset(map(answers.key, outcomes)))
     again.run(0, 2)
-    assert bench.read(again.folder).outcomes == []
+    assert answers.read(again.folder).outcomes == []
 
 
 def test_time_is_kept(folder, tiny_model):
     late = work(folder, tiny_model, ("bf16",), deadline=0.0)
     late.run()
-    assert bench.read(late.folder).outcomes == []
+    assert answers.read(late.folder).outcomes == []
 
 
 def test_scales_do_not_depend_on_who_was_asked_before(tiny_model):
@@ -105,50 +102,6 @@ def test_scales_do_not_depend_on_who_was_asked_before(tiny_model):
     after.enter("fp8attn-static")
     for layer, scales in want.static.layers.items():
         torch.testing.assert_close(after.static.layers[layer].k_scale, scales.k_scale, rtol=0, atol=0)
-
-
-class TestWhichAnswersAreKept:
-    """Of an earlier run and of one that was killed, two answers each."""
-
-    @pytest.fixture
-    def kept(self, folder, codes):
-        """Whose answers are kept, for a machine and what is asked now."""
-        names = ("bf16", "fp8attn")
-
-        def outcomes(index):
-            return [needle.Outcome(name, "recall", 600, index, 0.5, ("7",), "7", 1.0) for name in names]
-
-        now = about(names)
-        bench.keep(folder / "h", [bench.Answers(folder, MACHINE, now, outcomes(0))])
-        needle.save_outcomes(bench.begin(MACHINE, now) / "needle-0.jsonl", outcomes(1))
-
-        def kept(names=names, machine=MACHINE, **changed):
-            return [run.names() for run in bench.load(machine, about(names, **changed))]
-
-        return kept
-
-    def test_all_of_them(self, kept, capsys):
-        assert kept(date="2026-02-02", commit="d", code="tree:2") == [["bf16", "fp8attn"]] * 2 and not capsys.readouterr().out
-
-    def test_of_the_same_code(self, kept, codes, capsys):
-        codes["fp8attn"] = "tree:2"
-        assert kept() == [["bf16"]] * 2
-        assert capsys.readouterr().out.count("has answers of fp8attn of another fingerprint: they are not kept\n") == 2
-
-    @pytest.mark.parametrize("name", ["torch", "triton"])
-    def test_of_the_same_releases(self, kept, name, capsys):
-        assert kept(**{name: "another"}) == [[], []]
-        assert capsys.readouterr().out.count(f"has answers of bf16 of another {name}: they are not kept\n") == 2
-
-    def test_of_implementations_that_there_are(self, kept, monkeypatch, capsys):
-        monkeypatch.setattr(bench, "IMPLS", ("bf16",))
-        assert kept(("bf16",)) == [["bf16"]] * 2
-        what = "has answers of fp8attn of another benchmark (this one has no such implementation): they are not kept\n"
-        assert capsys.readouterr().out.count(what) == 2
-
-    def test_of_the_same_machine(self, kept, capsys):
-        assert kept(machine={"device": "H", "sms": 1}) == [[], []]
-        assert capsys.readouterr().out.count("has answers of bf16 of another machine: they are not kept\n") == 2
 
 
 def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatch):
@@ -163,17 +116,17 @@ def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatc
 
     def found():
         _, provenances, rows = json.loads((folder / "cpu/needle.json").read_text()).values()
-        assert not bench.OUTCOMES.exists() and all(row["fingerprint"] == bench.of_row("needle", row["impl"]) for row in rows)
+        assert not answers.OUTCOMES.exists() and all(row["fingerprint"] == answers.of_row("needle", row["impl"]) for row in rows)
         commands = {name: one["command"].replace(str(tiny_model), "tiny") for name, one in provenances.items()}
         return {row["impl"]: (row["samples"], commands[row["impl"]]) for row in rows}
 
     first = "python needle run --task recall --lengths 600 --model tiny --save --impl fp8attn --samples 3"
     assert run("--impl", "fp8attn", "--samples", "3") == {"fp8attn": (3, first)}
-    answers = bench.read(folder / "cpu").outcomes
+    asked = answers.read(folder / "cpu").outcomes
 
     def interrupted(work):
-        assert work.done == set(map(bench.key, answers))
-        needle.save_outcomes(work.folder / "needle-0.jsonl", [replace(answers[0], cache="bf16")])
+        assert work.done == set(map(answers.key, asked))
+        needle.save_outcomes(work.folder / "needle-0.jsonl", [replace(asked[0], cache="bf16")])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -191,75 +144,6 @@ def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatc
     assert run("--impl", "bf16") == {"bf16": (4, second)}
     with pytest.raises(ValueError, match="no implementation is called 'fa4'; choose from bf16, fp8attn"):
         run("--impl", "fa4")
-
-
-class TestMerge:
-    """Of made-up runs: of each sample, who was asked, and whether they had it right."""
-
-    @pytest.fixture
-    def save(self, tmp_path, codes):
-        def save(name, answers, command="run", machine=MACHINE, **changed):
-            """A run's results: `answers` are of implementations, their answers to samples 0, 1, ..., True, False or None for not asked."""
-            folder = tmp_path / name
-            outcomes = [
-                needle.Outcome(impl, "recall", 600, index, 0.5, ("7",), "7" if right else "8", float(right))
-                for impl, given in answers.items() for index, right in enumerate(given) if right is not None
-            ]  # fmt: skip
-            provenances = about(answers, command, **{"date": f"2026-01-0{len(outcomes)}"} | changed)
-            bench.keep(folder, [bench.Answers(folder, machine, provenances, outcomes)])
-            return folder
-
-        return save
-
-    def test_numbers_are_those_of_all_answers(self, save, tmp_path, monkeypatch):
-        a = save("a", {"bf16": [True, True, None, None], "fp8attn": [True]}, "python a")
-        b = save("b", {"fp8attn": [True, False, True]}, "python b")
-        c = save("c", {"bf16": [None, True, False]}, "python c; python a")
-        out = tmp_path / "out"
-        monkeypatch.setattr(sys, "argv", ["needle", "merge", *map(str, (out, a, b, c))])
-        bench.main()
-        machine, provenances, (bf16, ours) = json.loads((out / "needle.json").read_text()).values()
-        assert machine == MACHINE
-        assert {name: (one["command"], one["date"]) for name, one in provenances.items()} == {
-            "bf16": ("python a; python c", "2026-01-03"), "fp8attn": ("python a; python b", "2026-01-03")
-        }  # fmt: skip
-        assert (bf16["case"], bf16["impl"], bf16["samples"], bf16["accuracy"]) == ("recall-S600", "bf16", 3, 2 / 3)
-        assert (ours["impl"], ours["samples"], ours["accuracy"]) == ("fp8attn", 3, 2 / 3)
-        assert (ours["provenance"], ours["fingerprint"]) == ("fp8attn", "tree:1")
-        assert (ours["paired"], ours["lost"], ours["won"], ours["discordant"]) == (3, 1, 1, [1, 2])
-        kept = needle.load_outcomes(out / "needle.jsonl.xz")
-        asked = [("bf16", 0), ("bf16", 1), ("fp8attn", 0), ("fp8attn", 1), ("fp8attn", 2), ("bf16", 2)]
-        assert [(o.cache, o.index) for o in kept] == asked
-
-    def test_who_shares_no_sample_with_bf16_is_not_compared(self, save):
-        rows = json.loads((save("a", {"bf16": [True], "fp8attn": [None, False]}) / "needle.json").read_text())["rows"]
-        assert [(row["samples"], row["accuracy"], "paired" in row) for row in rows] == [(1, 1.0, False), (1, 0.0, False)]
-
-    def test_runs_that_are_not_of_one_kind(self, save, tmp_path, codes):
-        a, out = save("a", {"bf16": [True, True]}), tmp_path / "out"
-        with pytest.raises(ValueError, match=r"bf16 on sample 1 of recall at 600 answers '8' in .*b and '7' in .*a: leave one of the runs"):
-            bench.merge(out, [a, save("b", {"bf16": [None, False]})])
-        for other, changed in {
-            "fingerprint": {"fingerprint": "tree:0"}, "triton": {"triton": "4"}, "machine": {"machine": {"device": "L"}}
-        }.items():  # fmt: skip
-            with pytest.raises(ValueError, match=f"b has answers of bf16 of another {other} than this checkout and .*a: leave it out"):
-                bench.merge(out, [a, save("b", {"bf16": [True]}, **changed)])
-        with pytest.raises(ValueError, match=r"nothing has no needle.json: name the folder of a run's results"):
-            bench.merge(out, [tmp_path / "nothing"])
-        (a / "needle.jsonl.xz").unlink()
-        with pytest.raises(ValueError, match=r"a has no needle.jsonl.xz: name the folder of a run's results"):
-            bench.merge(out, [a])
-        assert not out.exists()
-
-    def test_older_kernels_of_ours_do_not_matter_to_a_run_of_others(self, save, tmp_path, codes):
-        peers = save("peers", {"bf16": [True, True]})
-        codes["fp8attn"] = "tree:2"
-        bench.merge(tmp_path / "out", [peers, save("ours", {"fp8attn": [True, False]})])
-        machine, provenances, rows = json.loads((tmp_path / "out/needle.json").read_text()).values()
-        assert [(row["impl"], row["samples"], row["fingerprint"]) for row in rows] == [("bf16", 2, "tree:1"), ("fp8attn", 2, "tree:2")]
-        assert rows[1]["paired"] == 2
-        bench.merge(tmp_path / "out", [tmp_path / "out"])  # counts again
-        assert list(json.loads((tmp_path / "out/needle.json").read_text()).values()) == [machine, provenances, rows]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fa3-fp8", "fa3-fp8:calibrated", "fa3-fp8:calibrated+means"])

@@ -61,18 +61,10 @@ def test_what_is_measured_before_a_failure_is_kept(runner):
     assert [row["case"] for _, rows in runner.kept for row in rows] == ["a-1"]
 
 
-def test_a_benchmark_adds_arguments_and_derives_rows(runner):
-    runner.made.configure = lambda parser: parser.add_argument("--times", type=int, default=1)
-    runner.made.measure = lambda case, times: iter([{"case": case, "impl": "fp8attn", "ms": runner.made.CASES[case] * times}])
-    runner.made.derive = lambda rows: iter([{"case": "sum", "impl": "fp8attn", "ms": sum(row["ms"] for row in rows)}])
-    [(_, rows)] = runner("made", "--times", "10", "--save")
-    assert rows[-1] == {"case": "sum", "impl": "fp8attn", "ms": 60.0}
-
-
 def test_every_benchmark_is_listed(capsys, monkeypatch):
     found = run.benchmarks()
-    assert {"prefill", "decode", "append", "sdpa", "slice", "accuracy", "accumulation", "overhead", "sanitize", "tests"} <= found.keys()
-    assert {"run", "base", "measure", "problem", "peers"}.isdisjoint(found) and found["prefill"] == "Prefill attention beside its peers."
+    assert {"prefill", "decode", "append", "sdpa", "portable", "accuracy", "accumulation", "overhead", "wan"} <= found.keys()
+    assert {"run", "measure", "problem", "models"}.isdisjoint(found) and found["prefill"] == "Prefill attention beside its peers."
     monkeypatch.setattr(sys, "argv", ["run", "nothing"])
     with pytest.raises(SystemExit, match="there is no benchmark nothing"):
         run.main()

@@ -32,7 +32,7 @@ def test_imports_are_followed_however_they_are_written():
     assert {f"{kernels}/decode/kernel.py", f"{kernels}/append/page.py"} < paths("src/fp8attn/backends.py")  # inside functions
     assert not any(path.startswith("evidence/") for path in paths("benchmarks/decode.py"))
     ours, others = paths(*fingerprint.sources("needle")), paths(*fingerprint.NEEDLE, folders=("benchmarks",))
-    assert f"{kernels}/prefill/kernel.py" in ours - others and "benchmarks/peers.py" in ours & others
+    assert f"{kernels}/prefill/kernel.py" in ours - others and "benchmarks/peers/fa3.py" in ours & others
     assert fingerprint.of_row("needle", "bf16") == fingerprint.of_row("needle", "fa3-fp8:means") != fingerprint.of_row("needle", "fp8attn")
 
 

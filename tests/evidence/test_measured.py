@@ -47,13 +47,12 @@ def test_accuracy_does_not_depend_on_length(rows):
     }
     assert len(decode) >= 48 and max(decode) <= 5e-4
     assert len(prefill) > 60 and max(prefill.values()) <= 3e-3, prefill
-    assert all(row["finite"] and row["equal_bits"] for row in rows if row["case"].startswith("grid"))
 
 
 @pytest.mark.parametrize("rows", measured("sanitize"))
 def test_the_sanitizer_found_what_was_planted_and_nothing_else(rows):
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    from benchmarks.sanitize import faults
+    from tests.gpu.sanitizer import faults
 
     assert not faults(rows)
 

@@ -7,9 +7,8 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-from benchmarks import needle
 from benchmarks.needle_systems import stressed
-from evidence import pictures
+from evidence import answers, pictures
 from fp8attn.evaluation.needle import Outcome, save_outcomes
 
 
@@ -23,6 +22,6 @@ def test_retrieval_is_drawn(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     save_outcomes(tmp_path / "needle.jsonl.xz", outcomes)
-    (tmp_path / "needle.json").write_text(json.dumps({"rows": needle.rows(outcomes)}))
+    (tmp_path / "needle.json").write_text(json.dumps({"rows": answers.rows(outcomes)}))
     pictures.plot_needle()
     assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("retrieval", "retrieval_maps"))

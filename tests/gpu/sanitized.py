@@ -1,4 +1,4 @@
-"""What `benchmarks.sanitize` runs below NVIDIA's compute-sanitizer: reduced grids of the kernels, and controls with and without a fault.
+"""What `tests.gpu.sanitizer` runs below NVIDIA's compute-sanitizer: reduced grids of the kernels, and controls with and without a fault.
 
 python tests/gpu/sanitized.py TOOL GRID
 """

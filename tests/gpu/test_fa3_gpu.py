@@ -1,4 +1,4 @@
-"""FlashAttention-3 as a backend, and attention on FP8 operands, on a Hopper GPU; builds may also lie in `.peers` (benchmarks/peers.py)."""
+"""FlashAttention-3 as a backend, and attention on FP8 operands, on a Hopper GPU; builds may also lie in `.peers` (benchmarks/peers)."""
 
 import pytest
 import torch

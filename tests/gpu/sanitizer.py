@@ -1,6 +1,8 @@
 """NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of uninitialized memory.
 
-A case is a tool; its rows are of reduced grids, since every access is checked: ragged batches with empty sequences and lengths that are no
+    python -m tests.gpu.sanitizer [TOOL ...] [--save]
+
+The grids (`sanitized.py`) are small, since every access is checked: ragged batches with empty sequences and lengths that are no
 multiple of anything, every head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, padded,
 so that an access behind a tensor's end shows. What the grids compile is compiled before, outside the sanitizer.
 
@@ -13,6 +15,7 @@ shared memory between two barriers of the whole CTA.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import re
@@ -22,13 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from evidence import results
 from evidence.fingerprint import ROOT
 
-CASES = {  # the tools, with their options
+TOOLS = {  # with their options
     "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far
     # mbarriers order more than the threads that arrive: what those waited for before, too. And space to follow all of a CTA's.
     "racecheck": ["--racecheck-indirect-barrier-dependency", "--num-cuda-barriers", "64"],
@@ -79,7 +82,7 @@ def sanitizer() -> str:
 
 
 def run(tool: str, grid: str) -> dict:
-    command = [sanitizer(), "--tool", tool, *CASES[tool], "--report-api-errors", "no", "--print-limit", "0", *CHILD, tool, grid]
+    command = [sanitizer(), "--tool", tool, *TOOLS[tool], "--report-api-errors", "no", "--print-limit", "0", *CHILD, tool, grid]
     start = time.time()
     with tempfile.TemporaryFile("w+") as log:
         environment = ENVIRONMENT | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -115,11 +118,26 @@ def faults(rows: list[dict]) -> list[dict]:
     return [row for row in rows if not as_it_should(row) and not (row["case"] in unjudged and row["finished"])]
 
 
-def measure(case: str) -> Iterator[dict]:
-    grids = [*GRIDS, "planted", *(["ordered"] if case == "racecheck" else [])]
+def check(tool: str) -> list[dict]:
+    """A row for each grid and control."""
+    grids = [*GRIDS, "planted", *(["ordered"] if tool == "racecheck" else [])]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT), GRIDS))
-        rows = list(pool.map(lambda grid: run(case, grid), grids))
-    yield from rows
+        return list(pool.map(lambda grid: run(tool, grid), grids))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"some of {', '.join(TOOLS)}; default: all")
+    results.add_save(parser)
+    args = results.parse(parser)
+    rows = [row for tool in args.tools or TOOLS for row in check(tool)]
+    print(*rows, sep="\n")
+    if args.save:
+        results.save("sanitize", rows)
     if wrong := faults(rows):
         sys.exit(f"not as they should be: {', '.join(row['case'] for row in wrong)}")
+
+
+if __name__ == "__main__":
+    main()

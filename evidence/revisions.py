@@ -1,4 +1,4 @@
-"""Our implementations of a benchmark's cases beside those of another revision.
+"""Times of a benchmark's cases in two revisions (`python -m benchmarks.run NAME --base REV`). Nothing is kept.
 
 Each revision has a process of its own on the same GPU, with its own `src` and these benchmarks, on the same data. The processes take turns:
 in a turn every implementation runs several times, as a CUDA graph, the L2 cache flushed before each. A ratio is the median over the turns

@@ -1,0 +1,89 @@
+"""Loads what `get_peers` has left in `.peers/`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import lzma
+import os
+import sys
+import types
+import zipfile
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+
+from ..get_peers import FOLDER
+
+UNPACKED = Path("/tmp/fp8attn-peers")
+
+
+@lru_cache
+def available() -> frozenset[str]:
+    """Which of `fa3`, `vllm-fa3`, `cudnn` and `torchao` load here; why another does not is printed once."""
+    found = set()
+    for name, load in LOADERS.items():
+        try:
+            load()
+            found.add(name)
+        except Exception as problem:  # of any type: torchao's activation is of several libraries
+            print(f"without {name}, which `make peers` collects: {type(problem).__name__}: {problem}", flush=True)
+    return frozenset(found)
+
+
+def _library(name: str) -> None:
+    """Load a library of torch ops."""
+    packed = FOLDER / f"{name}.so.xz"
+    torch.ops.load_library(unpacked(f"{name}.so", lambda path: path.write_bytes(lzma.decompress(packed.read_bytes()))))
+
+
+def _wheel(module: str, name: str) -> None:
+    """Import a module, from its wheel if it is not installed."""
+    if wheels := sorted(FOLDER.glob(f"{name}-*.whl")):
+        sys.path.append(str(unpacked(wheels[-1].stem, lambda path: zipfile.ZipFile(wheels[-1]).extractall(path))))
+    importlib.import_module(module)
+
+
+def unpacked(name: str, unpack: Callable[[Path], object]) -> Path:
+    """A file or folder of `UNPACKED`, which `unpack` writes once: it is complete or not there, however many processes unpack it."""
+    UNPACKED.mkdir(exist_ok=True)
+    path = UNPACKED / name
+    if not path.exists():
+        unfinished = UNPACKED / f"{name}.{os.getpid()}"
+        unpack(unfinished)
+        with contextlib.suppress(OSError):  # another process was first
+            unfinished.rename(path)
+    return path
+
+
+_registered: list[torch.library.Library] = []
+
+
+def _torchao() -> None:
+    """Import torchao, and make FlashAttention-3 torch's flash backend, for the whole process, as torchao asks of its users.
+
+    torch looks for the package `flash_attn_interface` and calls `flash_attn_3::fwd`, which is `fa3_fwd::fwd` by another name.
+    """
+    _wheel("torchao", "torchao")
+    schema = str(torch.ops.fa3_fwd.fwd.default._schema).split("::", 1)[1]
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    library.define(schema)
+    library.define("bwd(Tensor x) -> Tensor")
+    library.impl("fwd", lambda *args, **kwargs: torch.ops.fa3_fwd.fwd(*args, **kwargs), "CUDA")
+    _registered.append(library)
+    stand_in = types.ModuleType("flash_attn_interface")
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("flash_attn_interface", None)
+    sys.modules["flash_attn_interface"] = stand_in
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    from torchao.prototype.attention.fp8_fa3.attention import fp8_fa3_sdpa  # noqa: F401
+
+
+LOADERS = {
+    "fa3": partial(_library, "fa3_fwd"),
+    "vllm-fa3": partial(_library, "vllm_fa3"),
+    "cudnn": partial(_wheel, "cudnn", "nvidia_cudnn_frontend"),
+    "torchao": _torchao,
+}

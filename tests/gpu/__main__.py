@@ -1,0 +1,43 @@
+"""Runs the GPU tests: `python -m tests.gpu [--save]`. With `--save`, the counts of each file become rows of results/<device>/tests.json."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+import benchmarks  # noqa: F401, which puts src on the path
+from evidence import results
+
+
+class Outcomes:
+    """Counts outcomes by file, as pytest reports them."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Counter] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.counts.setdefault(report.location[0], Counter())[report.outcome] += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    results.add_save(parser)
+    args = results.parse(parser)
+    outcomes, start = Outcomes(), time.time()
+    workers = str(max(1, (os.cpu_count() or 2) // 2))  # they compile most of the time
+    code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
+    rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
+    rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})
+    if args.save:
+        results.save("tests", rows)
+    sys.exit(int(code))
+
+
+if __name__ == "__main__":
+    main()
