@@ -42,7 +42,7 @@ CHECKED = 512
 FITTED = 8192  # tokens of the sequences that are counted by how many fit
 CASES = (f"agree-S{CHECKED}", *STEPS, f"fits-S{FITTED}")
 ROUNDS = 15
-SPARE = 128  # tokens behind the context, a page, which the steps fill
+SPARE = 128  # tokens behind the context, which the steps fill: with them, all lengths here are whole pages
 MARGIN = 1 << 30  # bytes left to activations, a step's workspaces and the allocator when that is computed
 PAGED_BY = 64  # tokens in a page of vLLM's
 

@@ -222,7 +222,7 @@ def test_llama_systems_agree(monkeypatch):
     monkeypatch.setattr(peers, "available", lambda: {"fa3", "vllm-fa3"})
     monkeypatch.setattr(peers.fa3, "cached", exact_cache)
     monkeypatch.setattr(peers.fa3, "vllm_attention", paged_cache)
-    monkeypatch.setattr(llama_decode, "CHECKED", 50)
+    monkeypatch.setattr(llama_decode, "CHECKED", 64)
     monkeypatch.setattr(llama_decode, "graph_of", lambda step: (lambda: None, step()))
     model = small_llama(2)
     with torch.inference_mode():
