@@ -5,7 +5,7 @@ PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
 TRITON36 := .venv/triton36
 
-.PHONY: demo test check check-results peers gpu clean
+.PHONY: demo test check docs check-results peers gpu clean
 
 demo: .venv/.cli .venv/.public
 	$(BIN)/fp8attn demo
@@ -18,10 +18,14 @@ test: check .venv/.dev
 	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/evidence/test_ptx.py -m triton36 -n 2 --dist worksteal
 	@$(BIN)/python -m evidence.check --count
 
-check: .venv/.dev
+check: .venv/.dev docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m evidence.tables --check
+
+# The documentation as a site, in site/. A broken link or an unknown name fails.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Lists the rows of results whose code has changed since they were measured; needs no GPU, but minutes where kernels have changed.
 check-results: .venv/.dev
@@ -61,5 +65,9 @@ gpu:
 	$(BIN)/pip install -q --no-deps --upgrade --target $(TRITON36) triton==3.6.0 'numpy<2.4'
 	touch $@
 
+.venv/.docs: .venv/.python pyproject.toml constraints.txt
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .cache out
+	rm -rf .venv .pytest_cache .cache out site

@@ -34,7 +34,7 @@ options = {"mode": "reduce-overhead"} if gpu else {"backend": "aot_eager"}
 step = torch.compile(model, fullgraph=True, **options)
 
 with torch.inference_mode():
-    logits = model(ids, past_key_values=cache).logits  # the prompt runs uncompiled: its length differs from call to call
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits  # the prompt runs uncompiled: its length differs from call to call
     position = torch.tensor([[ids.shape[1]]], device=device)
     tokens, times = [ids], []
     for _ in range(args.tokens):

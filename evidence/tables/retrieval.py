@@ -14,7 +14,7 @@ SYSTEMS = {
     "vllm-fa3-fp8:calibrated": "vLLM's FA3, calibrated",
 }  # fmt: skip
 PAIR = {name: name for name in ("bf16", "fp8attn")}
-NOT_ASKED = "Not asked since keys are rotated."
+NOT_ASKED = "Not measured with rotated keys."
 STRESS = {"as trained": "niah_multikey_2-S131072"} | {f"stress {n}": f"niah_multikey_2-stress{n}-S131072" for n in (1, 2, 3)}
 
 
