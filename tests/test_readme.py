@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/quickstart.md runs: a page's blocks in their order, in one namespace, as a reader would type them.
+"""Every Python block of README.md and docs/quickstart.md runs: a page's blocks in their order, in one namespace, as a reader types them.
 
 This machine has no GPU and no network, so `HERE` replaces the GPU and the model. `pipe` is a small pipeline, as README says that it is
 the reader's.
@@ -57,6 +57,12 @@ def pipeline():
 @pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/quickstart.md", 5)])
 def test_every_block_is_found(page, least):
     assert len(blocks(page)) == (ROOT / page).read_text().count("```python") >= least
+
+
+@pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))])
+def test_no_line_begins_with_a_generated_number(page):
+    """A comment at the beginning of a line begins a block of HTML, in which Markdown is not read."""
+    assert not re.findall(r"^ *<!-- results: [\w-]+ -->\S.*", (ROOT / page).read_text(), re.MULTILINE)
 
 
 def test_readme_runs(monkeypatch):
