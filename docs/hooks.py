@@ -19,6 +19,7 @@ PAGES = {  # by path in the repository, the page's path on the site
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples/index.md",
     "tests/emulator/README.md": "emulator.md",
     "training/README.md": "training.md",
     "models/stdlib-llama/README.md": "model.md",
