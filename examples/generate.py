@@ -1,7 +1,9 @@
 """Text generation with an 8-bit KV cache. The cache grows with the text.
 
-python examples/generate.py                                          # the small model of this repository, on a GPU or a CPU
-python examples/generate.py --model meta-llama/Llama-3.1-8B-Instruct --prompt "The KV cache of a language model"
+With the small model of this repository (on a GPU or a CPU), and with a model of yours:
+
+    python examples/generate.py
+    python examples/generate.py --model meta-llama/Llama-3.1-8B-Instruct --prompt "The KV cache of a language model"
 """
 
 import argparse

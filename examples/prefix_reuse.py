@@ -1,7 +1,9 @@
 """One long prompt, several continuations: the prompt is computed once, and its 8-bit pages are reused.
 
-python examples/prefix_reuse.py                                      # the small model of this repository, on a GPU or a CPU
-python examples/prefix_reuse.py --model meta-llama/Llama-3.1-8B-Instruct --prefix paper.txt "What is new?" "What is missing?"
+With the small model of this repository (on a GPU or a CPU), and with a model and a prompt of yours:
+
+    python examples/prefix_reuse.py
+    python examples/prefix_reuse.py --model meta-llama/Llama-3.1-8B-Instruct --prefix paper.txt "What is new?" "What is missing?"
 """
 
 import argparse

@@ -1,7 +1,9 @@
 """8-bit attention instead of PyTorch's `scaled_dot_product_attention`, in a call of your own and in a whole model.
 
-python examples/sdpa_dropin.py                     # small tensors, on a GPU or a CPU
-python examples/sdpa_dropin.py --tokens 32768      # on a GPU: long enough for 8 bits to be faster than BF16
+With small tensors (on a GPU or a CPU), and with so many tokens that 8 bits are faster than BF16 on a GPU:
+
+    python examples/sdpa_dropin.py
+    python examples/sdpa_dropin.py --tokens 32768
 """
 
 import argparse

@@ -1,9 +1,10 @@
 """Decoding with compiled steps. The cache has a fixed size, so that one graph serves every step.
 
-    python examples/static_compiled.py                                   # the small model of this repository, on a GPU or a CPU
-    python examples/static_compiled.py --model meta-llama/Llama-3.1-8B-Instruct --length 8192
+On a GPU `model.generate` compiles a step of such a cache by itself. This example shows what it does. With the small model of this
+repository (on a GPU or a CPU), and with a model of yours:
 
-On a GPU `model.generate` compiles a step of such a cache by itself. This example shows what it does.
+    python examples/static_compiled.py
+    python examples/static_compiled.py --model meta-llama/Llama-3.1-8B-Instruct --length 8192
 """
 
 import argparse

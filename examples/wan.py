@@ -1,7 +1,9 @@
 """8-bit attention in diffusers' Wan, a video model: all steps and blocks but the first and the last ones.
 
-python examples/wan.py                                                    # a tiny Wan with random weights, on a GPU or a CPU
-python examples/wan.py --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "A cat on a boat" --video cat.mp4
+With a tiny Wan of random weights (on a GPU or a CPU), and with a real one on a GPU:
+
+    python examples/wan.py
+    python examples/wan.py --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "A cat on a boat" --video cat.mp4
 """
 
 import argparse
