@@ -1,4 +1,4 @@
-"""8-bit attention in diffusers' Wan, a video model: all steps and blocks but the first and the last ones.
+"""8-bit attention in diffusers' Wan, a video model: in all but the first steps and the outer blocks.
 
 With a tiny Wan of random weights (on a GPU or a CPU), and with a real one on a GPU:
 
