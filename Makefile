@@ -25,7 +25,7 @@ check: .venv/.dev docs
 
 # The documentation as a site, in site/. A broken link or an unknown name fails.
 docs: .venv/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Lists the rows of results whose code has changed since they were measured; needs no GPU, but minutes where kernels have changed.
 check-results: .venv/.dev
