@@ -39,7 +39,7 @@ def public_names(package: str) -> str:
     """
     path = ROOT / "src" / package.replace(".", "/") / "__init__.py"
     names, modules = [], {}
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             modules |= {alias.name: f"{package}.{node.module}" for alias in node.names}
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
