@@ -17,6 +17,7 @@ from lm_eval.tasks.ruler import niah_utils
 from fp8attn.evaluation import models, needle, ruler
 from fp8attn.evaluation.caches import cache_factory
 from fp8attn.evaluation.harness import CachedLM
+from fp8attn.evaluation.names import RULER_TASKS
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def committed():
     return AutoTokenizer.from_pretrained(models.default_model())
 
 
-@pytest.mark.parametrize("task", ruler.NAMES)
+@pytest.mark.parametrize("task", RULER_TASKS)
 def test_samples(committed, task):
     random.seed(1)
     state = random.getstate()

@@ -18,7 +18,7 @@ import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from ..mode import AttentionPolicy, Report, fp8_attention
+from ..mode import AttentionPolicy, AttentionReport, fp8_attention
 
 BLOCKS = {  # where the blocks are, in the order in which they run
     WanTransformer3DModel: ("blocks",),
@@ -37,15 +37,15 @@ THROUGH_SDPA = {
 @contextmanager
 def fp8_transformer(
     transformer: torch.nn.Module, policy: AttentionPolicy | None = None, *, cross_attention: bool = False
-) -> Iterator[Report]:
-    """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline is concerned.
+) -> Iterator[AttentionReport]:
+    """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline changes.
 
     Args:
         transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second one takes another context.
         policy: `skip_first` and `skip_last` count blocks, Flux's double blocks before the single ones. Default: `AttentionPolicy()`.
         cross_attention: also the attention to the prompt, whose few keys rarely reach the policy's `min_length`.
     Yields:
-        The `Report`; its `step` is called by `on_step_end`.
+        The `AttentionReport`; its `step` is called by `on_step_end`.
     Raises:
         ValueError: another model; context parallelism, which exchanges keys between GPUs in 16 bits; an attention backend that does not
             call `scaled_dot_product_attention`.
@@ -73,8 +73,8 @@ def fp8_transformer(
         yield report
 
 
-def on_step_end(*reports: Report) -> Callable:
-    """A pipeline's `callback_on_step_end`: each report is told which step begins next; after the last it is 0, of the next video."""
+def on_step_end(*reports: AttentionReport) -> Callable:
+    """A pipeline's `callback_on_step_end`: it sets each report's next step; after the last step that is 0, for the next video."""
 
     def callback(pipeline, step: int, timestep, callback_kwargs: dict) -> dict:
         for report in reports:
