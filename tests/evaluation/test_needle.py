@@ -104,7 +104,7 @@ def test_prompts_have_a_seed(tokenizer, tiny_model):
 
 
 def test_prompts_that_cannot_be(haystack):
-    with pytest.raises(ValueError, match=r"a prompt with 4 pairs takes 547 to 16931 tokens; got 90"):
+    with pytest.raises(ValueError, match=r"the length of a prompt with 4 pairs must be 547 to 16931 tokens; got 90"):
         haystack.sample(90, 0.5)
     with pytest.raises(ValueError, match="got 20000"):
         haystack.sample(20000, 0.5)

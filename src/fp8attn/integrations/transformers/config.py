@@ -76,6 +76,7 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
             f"({', '.join(sorted(set(kinds)))}). {_USE_DYNAMIC}"
         )
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
+    configs = configs[: len(kinds)]  # transformers < 5.20: layers at the end that share K and V have no cache layer
     return [
         LayerSpec(kind, *heads_of(layer), given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given)
         for kind, given, layer in zip(kinds, options, configs, strict=True)
