@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8attn import accumulation
+from fp8attn.diagnostics import accumulation
 from fp8attn.diagnostics.accumulation import Accumulation, measure
 from fp8attn.kernels import fa3
 from fp8attn.layout import FP8
