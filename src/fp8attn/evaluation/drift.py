@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from ..errors import UsageError
 from ..integrations.transformers.cache import FP8Layer
+from ..integrations.transformers.config import decoder_config
 from ..layout import PAGE_SIZE, KVPages
 from .caches import CHUNK, MakeCache, forward, prefill
 
@@ -115,7 +116,7 @@ class _Decoder:
     def __init__(self, model: Any, cache: Cache, batch: int, longest: int) -> None:
         self.model, self.cache = model, cache
         self.tokens = torch.zeros(batch, longest, dtype=torch.int64, device=model.device)
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = decoder_config(model.config).vocab_size
         self.logits = torch.zeros(batch, longest, vocabulary, dtype=model.dtype, device=model.device)
         self.at = torch.zeros(1, dtype=torch.int64, device=model.device)  # the token to read
         self.growths = torch.zeros((), dtype=torch.int64, device=model.device)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
+from ..integrations.transformers.config import decoder_config
 
 EVERY = 16  # one in 16 channels (of K: pairs of channels) is an outlier
 
@@ -53,7 +54,7 @@ def plant(model: Any, strength: Strength, *, seed: int = 0) -> None:
     Raises:
         UsageError: a model that cannot be rewritten exactly.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = decoder_config(model.config)
     layers = [layer for layer in model.modules() if hasattr(layer, "self_attn") and hasattr(layer, "input_layernorm")]
     for layer in layers:
         wanted = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -18,6 +18,7 @@ import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
+from ..errors import UsageError
 from ..mode import AttentionPolicy, AttentionReport, fp8_attention
 
 BLOCKS = {  # where the blocks are, in the order in which they run
@@ -41,13 +42,13 @@ def fp8_transformer(
     """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline changes.
 
     Args:
-        transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second one takes another context.
+        transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second transformer needs its own context.
         policy: `skip_first` and `skip_last` count blocks, Flux's double blocks before the single ones. Default: `AttentionPolicy()`.
-        cross_attention: also the attention to the prompt, whose few keys rarely reach the policy's `min_length`.
+        cross_attention: also run the attention to the prompt in FP8. Its keys are few, rarely as many as the policy's `min_length`.
     Yields:
         The `AttentionReport`; its `step` is called by `on_step_end`.
     Raises:
-        ValueError: another model; context parallelism, which exchanges keys between GPUs in 16 bits; an attention backend that does not
+        UsageError: another model; context parallelism, which exchanges keys between GPUs in 16 bits; an attention backend that does not
             call `scaled_dot_product_attention`.
     """
     policy = AttentionPolicy() if policy is None else policy
@@ -55,14 +56,14 @@ def fp8_transformer(
     kind = next((kind for kind in BLOCKS if isinstance(inner, kind)), None)
     if kind is None:
         names = " or ".join(kind.__name__ for kind in BLOCKS)
-        raise ValueError(
+        raise UsageError(
             f"the transformer must be a {names}; for a {type(inner).__name__}, say which modules its layers are: "
             "fp8attn.fp8_attention(policy, transformer, layers=transformer.blocks)"
         )
     if getattr(inner._parallel_config, "context_parallel_config", None) is not None:
-        raise ValueError("FP8 attention does not run context-parallel: leave out enable_parallelism, or use data or tensor parallelism")
+        raise UsageError("FP8 attention does not run context-parallel: leave out enable_parallelism, or use data or tensor parallelism")
     if (backend := _foreign_backend(inner)) is not None:
-        raise ValueError(
+        raise UsageError(
             f"the attention backend {backend.value!r} does not call scaled_dot_product_attention: "
             "call transformer.set_attention_backend('native') first"
         )
