@@ -42,7 +42,8 @@ def fp8_transformer(
     """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline changes.
 
     Args:
-        transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second transformer needs its own context.
+        transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second transformer needs its own
+            context.
         policy: `skip_first` and `skip_last` count blocks, Flux's double blocks before the single ones. Default: `AttentionPolicy()`.
         cross_attention: also run the attention to the prompt in FP8. Its keys are few, rarely as many as the policy's `min_length`.
     Yields:
