@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from evidence.fingerprint import of_call
-from fp8attn.accumulation import HEAD_DIM, HEADS, LENGTHS, QUERIES, kernels
-from fp8attn.accumulation import measure as accumulation
+from fp8attn.diagnostics.accumulation import HEAD_DIM, HEADS, LENGTHS, QUERIES, kernels
+from fp8attn.diagnostics.accumulation import measure as accumulation
 from fp8attn.layout import FP8
 
 from . import peers

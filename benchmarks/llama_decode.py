@@ -26,8 +26,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from transformers.cache_utils import StaticLayer
 
 from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.integrations.transformers.config import shape_of
 from fp8attn.layout import FP8
-from fp8attn.plan import plan, shape_of
+from fp8attn.plan import plan
 
 from . import models, peers
 from .measure import graph_of, interleaved, left_out

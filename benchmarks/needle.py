@@ -28,7 +28,9 @@ from transformers import AutoTokenizer
 
 from evidence import answers, results
 from evidence.fingerprint import ROOT, of_row
-from fp8attn.evaluation import models, needle, ruler
+from fp8attn.evaluation import models, ruler
+from fp8attn.evaluation.names import RULER_TASKS
+from fp8attn.evaluation.outcomes import save_samples
 
 from . import peers
 from .needle_systems import IMPLS, NEEDS, OURS, Work
@@ -69,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     samples, run, merging = (verbs.add_parser(name) for name in ("samples", "run", "merge"))
     for verb in (samples, run):
         verb.add_argument("--model", help="a folder or Hugging Face id; default: the committed model")
-        verb.add_argument("--task", default="niah_multikey_2", help="some of " + ", ".join(ruler.NAMES))
+        verb.add_argument("--task", default="niah_multikey_2", help="some of " + ", ".join(RULER_TASKS))
         verb.add_argument("--lengths", type=numbers, default="4096,8192,16384,32768,65536,131072")
         verb.add_argument("--samples", type=int, help="of each task and length; default: 500, or all that were made")
     results.add_save(run)
@@ -84,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 def make_samples(args: argparse.Namespace, cases: dict[Path, tuple[str, int]]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model or models.default_model())
     for file, (task, length) in cases.items():
-        needle.save_samples(file, ruler.ruler_samples(tokenizer, task, lengths=(length,), samples=args.samples or 500))
+        save_samples(file, ruler.ruler_samples(tokenizer, task, lengths=(length,), samples=args.samples or 500))
         print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
 
 

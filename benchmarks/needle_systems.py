@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from fp8attn import KVScales, calibrate
 from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import BF16Cache, MakeCache, prefill
-from fp8attn.evaluation.needle import Outcome, Sample
+from fp8attn.evaluation.outcomes import Outcome, Sample, load_samples
 from fp8attn.evaluation.stress import STRENGTHS, plant
 from fp8attn.numerics import E4M3, quantize
 
@@ -260,7 +260,7 @@ class Work:
                 for path in self.files:
                     samples = [
                         replace(sample, task=sample.task + stressed(strength))
-                        for sample in needle.load_samples(path, slice(number, self.samples, processes))
+                        for sample in load_samples(path, slice(number, self.samples, processes))
                     ]
                     for name in self.names:
                         todo = [sample for sample in samples if (name, sample.task, sample.length, sample.index) not in self.done]

@@ -15,8 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.needle_systems import IMPLS
-from fp8attn.evaluation import needle
-from fp8attn.evaluation.needle import Outcome
+from fp8attn.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 from fp8attn.evaluation.paired import compare, wilson
 
 from . import results
@@ -66,7 +65,7 @@ def read(folder: Path) -> Answers:
     """The answers in a folder, of results or from `begin`."""
     there = json.loads((folder / NAME).read_text())
     files = sorted(folder.glob("needle*.jsonl*"))
-    return Answers(folder, there["meta"], there["provenance"], [outcome for file in files for outcome in needle.load_outcomes(file)])
+    return Answers(folder, there["meta"], there["provenance"], [outcome for file in files for outcome in load_outcomes(file)])
 
 
 def usable(found: Iterable[Answers], machine: dict, now: dict[str, dict]) -> tuple[list[Answers], list[str]]:
@@ -112,7 +111,7 @@ def keep(folder: Path, runs: Sequence[Answers]) -> None:
     made = [
         row | {"provenance": row["impl"], "fingerprint": provenances[row["impl"]]["fingerprint"]} for row in rows(list(outcomes.values()))
     ]
-    needle.save_outcomes(folder / KEPT, outcomes.values())
+    save_outcomes(folder / KEPT, outcomes.values())
     results.write(folder / NAME, runs[0].machine, provenances, made)
 
 

@@ -28,7 +28,7 @@ SOURCES = {
 }
 NEEDLE = (  # what answers of other systems depend on; of the layout and the numerics, what FP8 is and how it is rounded to
     *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py", MODEL),
-    *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "models", "needle", "ruler", "stress")),
+    *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "models", "needle", "outcomes", "ruler", "stress")),
 )
 
 

@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.problem import KEYS
-from fp8attn.evaluation.needle import load_outcomes
-from fp8attn.evaluation.plots import needle_maps, thousands
+from fp8attn.cli.plots import needle_maps, thousands
+from fp8attn.evaluation.outcomes import load_outcomes
 from fp8attn.evaluation.stress import STRENGTHS
 
 from .lines import batches, line

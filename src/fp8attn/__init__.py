@@ -1,25 +1,33 @@
 """fp8attn: an FP8 KV cache and FP8 attention for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from .cache import OutOfPagesError, PagedKVCache
-from .calibrate import calibrate
+from .errors import UsageError
 from .fake_quantize import fake_quantize
 from .layout import PAGE_SIZE, KVPages
-from .mode import AttentionPolicy, fp8_attention
+from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention, quantize
 from .scales import KVScales, LayerScales
 from .sdpa import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
 from .sdpa_quantized import scaled_dot_product_attention_quantized
 from .warmup import warmup
 
+if TYPE_CHECKING:
+    from .integrations.transformers.calibrate import calibrate
+
 __version__ = "0.1.0"
 __all__ = [
     "PAGE_SIZE",
+    "AttentionCall",
     "AttentionPolicy",
+    "AttentionReport",
     "KVPages",
     "KVScales",
     "LayerScales",
     "OutOfPagesError",
     "PagedKVCache",
+    "UsageError",
     "append",
     "attention",
     "calibrate",
@@ -32,3 +40,12 @@ __all__ = [
     "scaled_dot_product_attention_quantized",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`calibrate` is imported when it is first used, because it needs transformers."""
+    if name == "calibrate":
+        from .integrations.transformers.calibrate import calibrate
+
+        return calibrate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

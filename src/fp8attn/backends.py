@@ -11,6 +11,7 @@ from functools import cache, partial
 
 import torch
 
+from .errors import UsageError
 from .kernels.hopper import no_hopper_reason
 
 BACKENDS = ("hopper", "triton", "reference")  # the order in which `auto` asks
@@ -22,7 +23,7 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
     """Why `backend` cannot serve `dtype` inputs on `device`; None if it can.
 
     Raises:
-        ValueError: there is no such backend.
+        UsageError: there is no such backend.
     """
     device = torch.device(device)
     if backend == "reference":
@@ -45,7 +46,7 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"no Triton on {device.type} (TRITON_INTERPRET=1 interprets it there, slowly, for tests)"
         return None
-    raise ValueError(f"unknown backend {backend!r}; choose 'auto', {', '.join(map(repr, BACKENDS))}")
+    raise UsageError(f"unknown backend {backend!r}; choose 'auto', {', '.join(map(repr, BACKENDS))}")
 
 
 @cache
@@ -68,7 +69,7 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
     to `reference` in silence.
 
     Raises:
-        ValueError: the backend cannot serve this, with the reason.
+        UsageError: the backend cannot serve this, with the reason.
     """
     device = torch.device(device)
     name = backend
@@ -79,7 +80,7 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
     reason = unsupported_reason(name, device, dtype)
     if reason is not None:
         hint = "; backend='reference' runs anywhere, slowly" if name != "reference" else ""
-        raise ValueError(f"backend {name!r} cannot run here: {reason}{hint}")
+        raise UsageError(f"backend {name!r} cannot run here: {reason}{hint}")
     return name
 
 

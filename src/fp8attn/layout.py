@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .errors import UsageError
 from .rotation import rotate_back
 
 PAGE_SIZE = 128
@@ -59,10 +60,10 @@ def key_type(name: str) -> torch.dtype:
     """The dtype of keys that users call by name.
 
     Raises:
-        ValueError: neither "int8" nor "e4m3".
+        UsageError: neither "int8" nor "e4m3".
     """
     if name not in KEY_TYPES:
-        raise ValueError(f"key_dtype must be one of {', '.join(map(repr, KEY_TYPES))}; got {name!r}")
+        raise UsageError(f"key_dtype must be one of {', '.join(map(repr, KEY_TYPES))}; got {name!r}")
     return KEY_TYPES[name]
 
 

@@ -1,13 +1,12 @@
-"""What fits: bytes per token, the longest context and the largest batch, BF16 beside FP8."""
+"""How much fits into memory: bytes per token, the longest context and the largest batch, with a BF16 and with an FP8 cache."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from .errors import UsageError
 from .layout import HEAD_DIMS, PAGE_SIZE, page_bytes
 
 CACHES = ("bf16", "fp8")
@@ -16,13 +15,13 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model's KV cache consists of.
+    """The shape of a model's KV cache.
 
     Attributes:
         full_layers: layers that keep every token.
         num_kv_heads, head_dim: the shape of a layer's K, and of its V.
-        windows: the window of each sliding layer, in tokens. They stay in 16 bits under either cache.
-        other_layers: layers without K and V of their own (linear attention, layers that share another's cache): not counted.
+        windows: the window of each sliding layer, in tokens. These layers stay in 16 bits in either cache.
+        other_layers: layers without K and V of their own (linear attention, or K and V shared with another layer). They are not counted.
     """
 
     full_layers: int
@@ -33,26 +32,28 @@ class CacheShape:
 
     def __post_init__(self) -> None:
         if min(self.full_layers, self.num_kv_heads, self.head_dim, *self.windows) < 1:
-            raise ValueError(f"full_layers, num_kv_heads, head_dim and windows must be positive; got {self}")
+            raise UsageError(f"full_layers, num_kv_heads, head_dim and windows must be positive; got {self}")
         if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"no FP8 cache for head_dim {self.head_dim}; it must be one of {HEAD_DIMS}")
+            raise UsageError(f"no FP8 cache for head_dim {self.head_dim}; it must be one of {HEAD_DIMS}")
 
     @property
     def num_layers(self) -> int:
         return self.full_layers + len(self.windows) + self.other_layers
 
     def bytes_per_token(self, cache: str) -> float:
-        """Bytes that one more token costs once sliding windows are full: in FP8 its share of a page, `2 * H * D` and a little a layer."""
+        """Bytes of one more token once sliding windows are full.
+
+        In FP8 this is a token's share of a page: a little over `2 * H * D` a layer.
+        """
         if _check(cache) == "bf16":
             return 4.0 * self.full_layers * self.num_kv_heads * self.head_dim
         return self.full_layers * self._page_cost / PAGE_SIZE
 
     def nbytes(self, cache: str, context: int, batch: int = 1) -> int:
-        """Bytes of a cache of `batch` sequences of `context` tokens: every one that `PagedKVCache.nbytes` counts.
+        """Bytes of a cache of `batch` sequences of `context` tokens, as `PagedKVCache.nbytes` counts them.
 
-        FP8, with INT8 and with E4M3 keys: whole pages of 128 tokens, their entries in the page table, a length a sequence; means, which
-        are static, are not counted. BF16: the elements.
-        Sliding layers: `min(context, window)` tokens in 16 bits.
+        FP8, with INT8 or E4M3 keys: whole pages of 128 tokens, their entries in the page table, and one length per sequence. Static means
+        are not counted. BF16: the elements. Sliding layers: `min(context, window)` tokens in 16 bits.
         """
         per_head = 2 * self.num_kv_heads * self.head_dim
         sliding = batch * 2 * per_head * sum(min(context, window) for window in self.windows)
@@ -70,14 +71,14 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Fit:
-    """What one kind of cache makes of a memory.
+    """How much fits with one type of cache.
 
     Attributes:
         cache: `"bf16"` or `"fp8"`.
         bytes_per_token: of one sequence.
-        cache_bytes: what the asked context and batch take.
-        longest_context: tokens that fit at the asked batch.
-        largest_batch: sequences that fit at the asked context.
+        cache_bytes: bytes of a cache of the given context and batch.
+        longest_context: tokens that fit at the given batch.
+        largest_batch: sequences that fit at the given context.
     """
 
     cache: str
@@ -88,22 +89,26 @@ class Fit:
 
 
 def plan(shape: CacheShape, memory: int, *, weights: int = 0, context: int = 32768, batch: int = 1) -> tuple[Fit, ...]:
-    """What fits beside the weights, for each of `CACHES`. Activations and fragmentation are not counted: leave them room in `memory`.
+    """How much fits into memory beside the weights, with each of `CACHES`.
+
+    Activations and fragmentation are not counted: pass less `memory` than the device has.
 
     Args:
-        shape: the model's cache.
-        memory: bytes of the device, or the part of them that you give to the model.
+        shape: the model's cache (`integrations.transformers.shape_of(config)`).
+        memory: bytes of the device that the model may use.
         weights: bytes of the parameters.
         context: tokens of a sequence, for `largest_batch`.
         batch: sequences, for `longest_context`.
     Raises:
-        ValueError: the weights alone do not fit; a number that is not positive.
+        UsageError: the weights do not fit, or a number is not positive.
     """
     if min(memory, context, batch) < 1 or weights < 0:
-        raise ValueError(f"memory, context and batch must be positive; got {memory}, {context}, {batch} and weights {weights}")
+        raise UsageError(f"memory, context and batch must be positive; got {memory}, {context}, {batch} and weights {weights}")
     free = memory - weights
     if free <= 0:
-        raise ValueError(f"the weights ({human(weights)}) do not fit into {human(memory)}; give more --memory, or --weights per GPU")
+        raise UsageError(
+            f"the weights ({human(weights)}) do not fit into a memory of {human(memory)}; pass more memory, or the weights of one GPU"
+        )
     return tuple(
         Fit(
             cache,
@@ -116,81 +121,27 @@ def plan(shape: CacheShape, memory: int, *, weights: int = 0, context: int = 327
     )
 
 
-def shape_of(config: Any) -> CacheShape:
-    """The cache of a transformers config.
-
-    Raises:
-        ValueError: the model is an encoder-decoder, has no plain K and V to keep (multi-head latent attention), has no layer whose cache
-            grows (all are sliding, for example), or has layers of several shapes.
-    """
-    from transformers.cache_utils import get_layer_types_and_kwargs
-
-    if config.is_encoder_decoder:
-        raise ValueError(
-            f"{config.model_type!r} is an encoder-decoder, whose cross-attention cache FP8Cache does not hold; "
-            "use transformers' own cache (EncoderDecoderCache)"
-        )
-    config = config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(f"{config.model_type} caches a latent vector (multi-head latent attention), not K and V: fp8attn does not apply")
-    kinds, kwargs = get_layer_types_and_kwargs(config)
-    if isinstance(kwargs, dict):  # transformers < 5.20: one set of options for all layers
-        kwargs = [kwargs] * len(kinds)
-    layers = getattr(config, "per_layer_config", None) or [config] * len(kinds)
-    full = [layer for layer, kind in zip(layers, kinds, strict=True) if kind == "full_attention"]
-    if not full:
-        raise ValueError(
-            f"no layer would be in FP8: every layer of {config.model_type!r} is of a kind whose cache does not grow "
-            f"({', '.join(sorted(set(kinds)))}). Use transformers' own cache (DynamicCache(config=model.config))"
-        )
-    shapes = {_heads(layer) for layer in full}
-    if len(shapes) > 1:
-        raise ValueError(f"the layers of {config.model_type} differ in (num_kv_heads, head_dim): {sorted(shapes)}; plan them one by one")
-    windowed = ("sliding_attention", "chunked_attention")
-    windows = tuple(options["sliding_window"] for kind, options in zip(kinds, kwargs, strict=True) if kind in windowed)
-    return CacheShape(len(full), *shapes.pop(), windows, len(kinds) - len(full) - len(windows))
-
-
-def _heads(config: Any) -> tuple[int, int]:
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-
-
-def count_weights(model: str, config: Any) -> tuple[int, str]:
-    """Bytes of a model's parameters, and where the number is from: the files of a folder, or else the architecture in 16 bits."""
-    files = list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
-    if files:
-        return sum(file.stat().st_size for file in files), "size of the files"
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):  # shapes alone: no memory, no download
-        built = AutoModelForCausalLM.from_config(config)
-    return 2 * sum(p.numel() for p in built.parameters()), "counted from the architecture, 16 bits each"
-
-
 def parse_bytes(text: str) -> int:
     """`"80GB"`, `"24GiB"` or a plain number of bytes.
 
     Raises:
-        ValueError: none of these.
+        UsageError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]I?)?)B?\s*", text.upper())
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write it as 80GB, 24GiB or a number of bytes")
+        raise UsageError(f"{text!r} is not a size; write it as 80GB, 24GiB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def human(nbytes: float) -> str:
-    """Bytes for people, in binary units."""
+    """Bytes in binary units: `14.9 GiB`."""
     unit = min(4, max(0, int(nbytes).bit_length() - 1) // 10)
     return f"{nbytes / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def _check(cache: str) -> str:
     if cache not in CACHES:
-        raise ValueError(f"cache must be one of {CACHES}; got {cache!r}")
+        raise UsageError(f"cache must be one of {CACHES}; got {cache!r}")
     return cache
 
 

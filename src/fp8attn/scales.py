@@ -13,14 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from .errors import UsageError
 from .layout import DEFAULT_KEY_DTYPE, FP8, key_type
 from .numerics import E4M3, INT8_MAX, needed_scale
 
-FORMAT = "fp8attn.kv_scales.2"  # what the metadata of a file calls itself
-RECALIBRATE = "calibrate again (fp8attn calibrate --model MODEL --out FILE)"
+FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
+RECALIBRATE = "calibrate again (fp8attn.calibrate(model, batches).save(path))"
 TENSORS = ("k_scale", "v_scale", "k_mean", "v_mean")
-# A static mean is subtracted where it is at least so many deviations. Below, it saves little, and it costs where a token that takes most of
-# the attention has a V near zero, as sink tokens do: without the mean, that V is not near zero any more.
+# A static mean is subtracted if it is at least this many deviations. A smaller one saves little, and it costs accuracy if a token with most
+# of the attention has a V near zero, as sink tokens have: after subtracting the mean, that V is no longer near zero.
 SEVERAL = 4.0
 _NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS)})")
 
@@ -46,7 +47,7 @@ class LayerScales:
 
     @cached_property
     def page_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K's and V's scales as pages have them. Kept, because every cache asks."""
+        """K's and V's scales in the form that pages have. Cached, because every cache reads them."""
         return tuple(
             needed_scale(scale * (INT8_MAX if dtype == torch.int8 else E4M3.max), dtype)
             for scale, dtype in ((self.k_scale, key_type(self.key_dtype)), (self.v_scale, FP8))
@@ -55,21 +56,21 @@ class LayerScales:
 
 @dataclass(frozen=True, eq=False)
 class KVScales:
-    """Calibrated `LayerScales` of a model's layers, and where they come from.
+    """Calibrated `LayerScales` of a model's layers, and how they were found.
 
     Attributes:
-        layers: by layer index, all of one key_dtype and rotate_keys; layers whose cache stays in 16 bits (sliding windows) are absent.
-        num_layers: attention layers of the model, present here or not.
+        layers: by layer index, all with one key_dtype and rotate_keys. Layers whose cache is in 16 bits (sliding windows) are absent.
+        num_layers: number of attention layers of the model, also of those that are absent here.
         num_kv_heads, head_dim: the shape of every layer here.
-        model_id: the model's name or folder, as its config says it.
-        tokens: how many tokens were seen.
+        model_id: the model's name or folder, from its config.
+        tokens: number of tokens that were counted.
         method: how the scales were chosen, such as "absmax" or "percentile 99.99".
         sqnr_db: by layer index, (K, V) signal to quantization-noise ratio in dB on a sample of those tokens.
-        k_offsets: by layer index, the largest offset of a pair of K's channels that no static mean removes, in deviations; layers where it
-            is less than several are absent. RoPE turns such a pair faster than a constant could follow.
+        k_offsets: by layer index, the largest offset of a pair of K's channels that no static mean removes, in deviations, because RoPE
+            rotates the pair too far. Layers where it is less than several are absent.
     Raises:
-        ValueError: a scale that is not positive and finite, a mean that is not finite, a shape that does not fit, layers whose keys are
-            stored in different ways.
+        UsageError: a scale that is not positive and finite, a mean that is not finite, a wrong shape, or layers with different
+            key_dtype or rotate_keys.
     """
 
     layers: Mapping[int, LayerScales]
@@ -84,24 +85,24 @@ class KVScales:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ValueError(f"there are no layers in these scales; {RECALIBRATE}")
+            raise UsageError(f"there are no layers in these scales; {RECALIBRATE}")
         for index, layer in self.layers.items():
             if not 0 <= index < self.num_layers:
-                raise ValueError(f"scales for layer {index} of a model of {self.num_layers} layers; {RECALIBRATE}")
+                raise UsageError(f"scales for layer {index} of a model of {self.num_layers} layers; {RECALIBRATE}")
             for name in TENSORS:
                 tensor = getattr(layer, name)
                 shape = (self.num_kv_heads,) if name.endswith("scale") else (self.num_kv_heads, self.head_dim)
                 if tensor.shape != shape or tensor.dtype != torch.float32:
                     got = f"{list(tensor.shape)} {tensor.dtype}"
-                    raise ValueError(f"layer {index}: {name} must be {list(shape)} float32, not {got}; {RECALIBRATE}")
+                    raise UsageError(f"layer {index}: {name} must be {list(shape)} float32, not {got}; {RECALIBRATE}")
                 if not torch.isfinite(tensor).all() or (name.endswith("scale") and (tensor <= 0).any()):
                     wanted = "positive and finite" if name.endswith("scale") else "finite"
-                    raise ValueError(f"layer {index}: {name} must be {wanted}, and is not; {RECALIBRATE}")
+                    raise UsageError(f"layer {index}: {name} must be {wanted}, and is not; {RECALIBRATE}")
 
-            key_type(layer.key_dtype)  # raises ValueError
+            key_type(layer.key_dtype)  # raises UsageError
         ways = {(layer.key_dtype, layer.rotate_keys) for layer in self.layers.values()}
         if len(ways) > 1:
-            raise ValueError(f"the layers differ in (key_dtype, rotate_keys): {', '.join(map(str, sorted(ways)))}; {RECALIBRATE}")
+            raise UsageError(f"the layers differ in (key_dtype, rotate_keys): {', '.join(map(str, sorted(ways)))}; {RECALIBRATE}")
 
     @property
     def key_dtype(self) -> str:
@@ -121,10 +122,10 @@ class KVScales:
         """The scales of layer `index`.
 
         Raises:
-            ValueError: that layer was not calibrated.
+            UsageError: that layer was not calibrated.
         """
         if index not in self.layers:
-            raise ValueError(
+            raise UsageError(
                 f"layer {index} has no scales (these are for layers {ranges(self.layers)}); keep it in 16 bits, "
                 "or calibrate the model whose cache this is"
             )
@@ -140,15 +141,16 @@ class KVScales:
         key_dtype: str | None = None,
         rotate_keys: bool | None = None,
     ) -> None:
-        """Refuse scales that were calibrated on another model, or for keys that are stored in another way.
+        """Refuse scales that were calibrated on another model, or for other key_dtype or rotate_keys.
 
         Args:
             num_layers, num_kv_heads, head_dim: the model's shape; with tensor parallelism, of the whole model.
-            model_id: the model's name or folder. Compared by its last part alone, because a hub name and a local copy differ in the rest;
-                None or empty: not compared.
+            model_id: the model's name or folder. Only its last part is compared, because a hub name and a local copy differ in the rest.
+                None or
+                empty: not compared.
             key_dtype, rotate_keys: the cache's. None: not compared.
         Raises:
-            ValueError: they are another model's or another way's, with what differs.
+            UsageError: they do not match; the message says what differs.
         """
         differences = [
             f"{name} is {mine} in the scales and {yours} in the model"
@@ -162,19 +164,19 @@ class KVScales:
         if model_id and self.model_id and Path(model_id).name != Path(self.model_id).name:
             differences.append(f"the scales are for {self.model_id!r} and the model is {model_id!r}")
         if differences:
-            raise ValueError(f"these scales belong to another model: {'; '.join(differences)}; {RECALIBRATE}")
+            raise UsageError(f"these scales belong to another model: {'; '.join(differences)}; {RECALIBRATE}")
         wanted = {"key_dtype": key_dtype, "rotate_keys": rotate_keys}
         if any(wish is not None and wish != getattr(self, name) for name, wish in wanted.items()):
-            raise ValueError(
+            raise UsageError(
                 f"these scales are for key_dtype={self.key_dtype!r}, rotate_keys={self.rotate_keys}, and the cache has "
-                f"{', '.join(f'{name}={wish!r}' for name, wish in wanted.items() if wish is not None)}; make the cache with theirs, or "
-                "calibrate again for these (fp8attn calibrate --key-dtype)"
+                f"{', '.join(f'{name}={wish!r}' for name, wish in wanted.items() if wish is not None)}; make the cache with the scales' "
+                "options, or calibrate again with the cache's"
             )
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file and make the folders above it.
 
-        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`; its metadata strings say where they come from.
+        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`. Its metadata has the other attributes, as strings.
         """
         tensors = {
             f"model.layers.{index}.self_attn.{name}": getattr(layer, name).cpu().contiguous()
@@ -190,39 +192,39 @@ class KVScales:
 
     @classmethod
     def load(cls, path: str | Path) -> KVScales:
-        """Read what `save` wrote. Only tensors and strings are read: nothing in the file is executed.
+        """Read what `save` wrote. Only tensors and strings are read; nothing in the file is executed.
 
         Raises:
-            ValueError: there is no such file, it is damaged or not from `save`, or what is in it is not valid.
+            UsageError: there is no such file, it is damaged or not from `save`, or its contents are not valid.
         """
         if not Path(path).is_file():
-            raise ValueError(f"no such file: {path}; {RECALIBRATE}")
+            raise UsageError(f"no such file: {path}; {RECALIBRATE}")
         try:
             with safe_open(path, "pt") as file:
                 metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file, or it is cut short ({error}); {RECALIBRATE}") from error
+            raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {RECALIBRATE}") from error
         if metadata.get("format") != FORMAT:
-            found = f"its format is {metadata['format']!r}" if "format" in metadata else "it does not say what it is"
+            found = f"its format is {metadata['format']!r}" if "format" in metadata else "it has no format"
             if metadata.get("format") == "fp8attn.kv_scales.1":
-                found = "it was written for the pages of fp8attn before keys were rotated or in INT8, whose scales are of other values"
-            raise ValueError(f"{path} does not hold fp8attn scales ({FORMAT}): {found}; {RECALIBRATE}")
+                found = "it was written by an older fp8attn, whose scales mean other values"
+            raise UsageError(f"{path} does not hold fp8attn scales ({FORMAT}): {found}; {RECALIBRATE}")
         layers: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             match = _NAME.fullmatch(name)
             if match is None:
-                raise ValueError(f"{path} holds a tensor {name!r} that is none of fp8attn's; {RECALIBRATE}")
+                raise UsageError(f"{path} has a tensor {name!r} that fp8attn does not write; {RECALIBRATE}")
             layers.setdefault(int(match[1]), {})[match[2]] = tensor
         for index, found in layers.items():
             if len(found) < len(TENSORS):
-                raise ValueError(f"{path}: layer {index} has no {', '.join(sorted(set(TENSORS) - set(found)))}; {RECALIBRATE}")
+                raise UsageError(f"{path}: layer {index} has no {', '.join(sorted(set(TENSORS) - set(found)))}; {RECALIBRATE}")
         try:
             provenance = {name: kind(metadata[name]) for name, kind in _METADATA.items()}
             way = {"key_dtype": metadata["key_dtype"], "rotate_keys": {"true": True, "false": False}[metadata["rotate_keys"]]}
             sqnr_db = {int(index): (float(k), float(v)) for index, (k, v) in json.loads(metadata["sqnr_db"]).items()}
             offsets = {int(index): float(offset) for index, offset in json.loads(metadata["k_offsets"]).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}") from error
+            raise UsageError(f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}") from error
         found = {index: LayerScales(**layers[index], **way) for index in sorted(layers)}
         return cls(found, sqnr_db=sqnr_db, k_offsets=offsets, **provenance)
 
@@ -231,7 +233,7 @@ _METADATA = {"num_layers": int, "num_kv_heads": int, "head_dim": int, "model_id"
 
 
 def ranges(indices: Iterable[int]) -> str:
-    """Indices in runs: `0-3, 5`."""
+    """Indices as ranges: `0-3, 5`."""
     runs: list[list[int]] = []
     for index in sorted(indices):
         if runs and index == runs[-1][1] + 1:

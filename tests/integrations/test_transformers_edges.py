@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -246,7 +247,7 @@ def test_an_unknown_mask_function_is_compared_with_the_causal_one():
         (transformers.DeepseekV3Config(), "multi-head latent attention"),
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.Qwen3NextConfig(), "'linear_attention'"),
-        (transformers.MllamaConfig(), "'mllama_text_model' caches the image .* cross-attention layers .3, 8, 13"),
+        (transformers.MllamaConfig(), r"'mllama_text_model' has cross-attention layers \(3, 8, 13"),
     ],
     ids=["all-sliding", "mla", "encoder-decoder", "linear", "cross-attention"],
 )
@@ -347,16 +348,44 @@ def test_a_refused_mask_works_dequantized(llama):
             close(ours, llama(ids, attention_mask=mask).logits)
 
 
-@pytest.mark.parametrize(
-    "keyword", [{"dropout": 0.1}, {"sliding_window": 16}, {"position_bias": torch.zeros(1)}, {"cu_seq_lens_q": torch.zeros(2)}, {"x": 1}]
-)
-def test_keywords_that_are_refused(keyword):
+@pytest.fixture
+def attend():
+    """`fp8_kv_attention` on random Q, K and V, with these keywords."""
     cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
     cache.layers[0].config._attn_implementation = "fp8_kv"
     k, v = cache.update(torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64), 0)
+    q = torch.randn(1, 4, 9, 64)
+    return lambda **keywords: fp8_kv_attention(torch.nn.Module(), q, k, v, None, **keywords)[0]
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"dropout": 0.1},
+        {"sliding_window": 16},
+        {"position_bias": torch.zeros(1)},
+        {"cu_seq_lens_q": torch.zeros(2)},
+        {"output_attentions": True},
+        {"attention_temperature": 2.0},  # no transformers has it
+    ],
+)
+def test_keywords_that_change_attention_are_refused(attend, keyword):
     with pytest.raises(ValueError, match=next(iter(keyword))):
-        fp8_kv_attention(torch.nn.Module(), torch.randn(1, 4, 9, 64), k, v, None, **keyword)
-    fp8_kv_attention(torch.nn.Module(), torch.randn(1, 4, 9, 64), k, v, None, sliding_window=None, output_attentions=False)
+        attend(**keyword)
+
+
+def test_keywords_that_change_nothing_are_silent_and_unknown_ones_warn_once(attend, monkeypatch):
+    monkeypatch.setattr("fp8attn.integrations.transformers.attention._warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = attend(sliding_window=None, output_attentions=False, unknown=None, position_ids=torch.arange(9)[None], labels=None)
+    with pytest.warns(UserWarning, match=r"called with x, y, which fp8attn does not know.*set_attn_implementation\('sdpa' or 'eager'\)"):
+        assert torch.equal(attend(y=1, x=torch.ones(2)), expected)
+    with pytest.warns(UserWarning, match="called with z, which"):
+        attend(x=1, z=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(x=1, y=1, z=1)
 
 
 def test_packed_prefixes_and_bidirectional_models_are_refused_or_served(llama):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8attn import accumulation
-from fp8attn.accumulation import Accumulation, measure
+from fp8attn.diagnostics import accumulation
+from fp8attn.diagnostics.accumulation import Accumulation, measure
 from fp8attn.kernels import fa3
 from fp8attn.layout import FP8
 from fp8attn.numerics import relative_error

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import sys
 
+EXTRA = {"huggingface_hub", "matplotlib", "rich", "transformers", "typer"}  # packages of the extra `cli`
+
 
 def main() -> None:
-    """Run a command. What the user can correct ends in one line on stderr and exit code 2. Anything else is a bug and shows a traceback."""
+    """Run a command.
+
+    A `UsageError` ends in one line on stderr and exit code 2. Every other exception is a bug and shows its traceback.
+    """
     try:
         from .app import app
-
-        app(prog_name="fp8attn")
     except ModuleNotFoundError as error:
-        if (error.name or "fp8attn").startswith("fp8attn"):
+        if not is_optional(error):
             raise
-        sys.exit(_fail(f"{error.name} is not installed; pip install 'fp8attn[cli]'"))
-    except (ValueError, OSError) as error:  # OSError: files, and models that transformers does not find
-        sys.exit(_fail(str(error)))
+        fail(error)
+        sys.exit(2)
+    app(prog_name="fp8attn")
 
 
-def _fail(message: str) -> int:
+def is_optional(error: ModuleNotFoundError) -> bool:
+    """Whether the missing package is one that the extra `cli` installs."""
+    return (error.name or "").partition(".")[0] in EXTRA
+
+
+def fail(error: Exception) -> None:
+    """Show an error in one line on stderr."""
+    message = f"{error.name} is not installed; pip install 'fp8attn[cli]'" if isinstance(error, ModuleNotFoundError) else str(error)
     print("fp8attn:", " ".join(message.split()), file=sys.stderr)
-    return 2

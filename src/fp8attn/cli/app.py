@@ -1,42 +1,46 @@
-"""The commands. Each imports what it needs itself, so that `--help` and `plan` do not wait for transformers."""
+"""The commands. Each imports what it needs itself, so that `--help` and `plan` do not import transformers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from .. import __version__
+from ..errors import UsageError
 from ..layout import DEFAULT_KEY_DTYPE
-from .shared import ask_all, encode, load, makers, needle_samples, numbers, out, output, print_json, progress, read_windows
+from . import fail, is_optional
+from .evaluate import evaluate
+from .options import CacheChoice, Device, Json, KeyDtype, Model, RotateKeys, Scales, Text
+from .shared import about, choose, encode, load, makers, numbers, out, output, print_json, progress, read_text, windows
+
+
+class Commands(TyperGroup):
+    """Shows errors that the user can correct in one line, with exit code 2. `--debug` shows their traceback, too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (UsageError, ModuleNotFoundError) as error:
+            if ctx.params.get("debug") or (isinstance(error, ModuleNotFoundError) and not is_optional(error)):
+                raise
+            fail(error)
+            raise typer.Exit(2) from error
+
 
 app = typer.Typer(
+    cls=Commands,
     help="An FP8 KV cache and FP8 attention: half the memory, the same answers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-evaluate = typer.Typer(help="Compare caches on identical tokens: everything with --report, or one evaluation.", invoke_without_command=True)
 app.add_typer(evaluate, name="evaluate")
-
-Model = Annotated[
-    str | None, typer.Option(help="A model folder, smollm2, or a Hugging Face id. Default: the small model of this repository.")
-]
-Device = Annotated[str | None, typer.Option(help="Where to run. Default: the GPU where there is one.")]
-CACHES = "bf16, fp8, fp8-int8-keys, fp8-e4m3-keys, fp8-e4m3-plain, fp8-static, scale-1, transformers-fp8"
-CacheChoice = Annotated[str, typer.Option("--cache", help=f"both, or some of {CACHES}, joined by commas.")]
-Scales = Annotated[Path | None, typer.Option(help="Calibrated scales (fp8attn calibrate): fp8 means fp8-static, unless both are named.")]
-Text = Annotated[Path | None, typer.Option(help="A text file, plain or .xz. Default: the held-out text of the committed model.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
-Chunk = Annotated[int, typer.Option(help="Tokens of a prefill's forward.", min=1)]
-Stress = Annotated[
-    int, typer.Option(help="Plant offsets and outlier channels that cancel (evaluation/stress.py), this hard.", min=0, max=3)
-]
-TASKS = "recall, niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt"
-Tasks = Annotated[str, typer.Option("--task", help=f"Some of {TASKS}, joined by commas; all but the first need fp8attn[ruler].")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,30 +52,32 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
 ) -> None:
     """Options of `fp8attn` itself."""
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to continue.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     model: Model = None,
     cache: CacheChoice = "fp8",
     scales: Scales = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling; the same for every cache.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the sampling; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling, the same for every cache.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, through one cache or several."""
     import torch
 
-    from ..evaluation.report import title
+    from ..evaluation.names import title
 
+    chosen = choose(cache, scales)
     loaded, tokenizer = load(model, device)
-    caches = makers(cache, loaded, scales)
+    caches = makers(chosen, loaded)
     inputs = encode(tokenizer, prompt, chat).to(loaded.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     rows = []
@@ -93,170 +99,29 @@ def generate(
         out.rule("the same tokens" if same else "different tokens", align="left")
 
 
-@evaluate.callback()
-def evaluate_all(
-    context_: typer.Context,
-    report: Annotated[Path | None, typer.Option(help="Run everything and write a page, index.html, into this folder.")] = None,
-    model: Model = None,
-    cache: CacheChoice = "both",
-    scales: Scales = None,
-    text: Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window, for the perplexity.", min=1)] = 4096,
-    windows: Annotated[int, typer.Option(help="Windows, from the start of the text.", min=1)] = 2,
-    decode: Annotated[int, typer.Option(help="Tokens of the first window that are also decoded one at a time.", min=1)] = 128,
-    task: Tasks = "recall",
-    lengths: Annotated[str, typer.Option(help="Tokens of the questions' prompts.")] = "512,1024,2048,4096",
-    samples: Annotated[int, typer.Option(help="Questions of each length (recall: and of each of five depths).", min=1)] = 2,
-    chunk: Chunk = 512,
-    stress: Stress = 0,
-    device: Device = None,
-) -> None:
-    if context_.invoked_subcommand is not None:
-        return
-    if report is None:
-        raise ValueError("say --report FOLDER, or which evaluation: perplexity, needle, drift (fp8attn evaluate --help)")
-    from .report import run
-
-    sizes = numbers(lengths, int, "--lengths")
-    what = {"device": device, "stress": stress, "cache": cache, "scales": scales, "text": text, "tasks": task}
-    run(report, model, **what, context=context, windows=windows, decode=decode, lengths=sizes, samples=samples, chunk=chunk)
-
-
-@evaluate.command()
-def perplexity(
-    model: Model = None,
-    cache: CacheChoice = "both",
-    scales: Scales = None,
-    text: Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window.", min=1)] = 2048,
-    windows: Annotated[int, typer.Option(help="Windows, from the start of the text.", min=1)] = 8,
-    decode: Annotated[int, typer.Option(help="Predict only the last so many tokens, one at a time. 0: all, in chunks.", min=0)] = 0,
-    chunk: Chunk = 512,
-    stress: Stress = 0,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """Perplexity and bits per byte of the same tokens through each cache."""
-    from ..evaluation.perplexity import perplexity
-    from ..evaluation.report import meta, perplexity_table
-
-    loaded, tokenizer = load(model, device, stress)
-    caches = makers(cache, loaded, scales)
-    tokens = read_windows(tokenizer, model, text, context + 1, windows)
-    with progress("windows") as tick:
-        rows = perplexity(loaded, tokens, caches, chunk=chunk, decode_tokens=decode, tokenizer=tokenizer, progress=tick)
-    if as_json:
-        print_json({"meta": meta(loaded), "rows": rows})
-    else:
-        out.print(perplexity_table(rows))
-
-
-@evaluate.command()
-def needle(
-    model: Model = None,
-    cache: CacheChoice = "both",
-    scales: Scales = None,
-    task: Tasks = "recall",
-    text: Text = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096",
-    samples: Annotated[int, typer.Option(help="Prompts of each length (recall: and of each depth).", min=1)] = 2,
-    depths: Annotated[str, typer.Option(help="recall: where the needle stands: 0 the start, 1 the end.")] = "0,0.25,0.5,0.75,1",
-    distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0)] = 3,
-    seed: Annotated[int, typer.Option(help="Of keys, values, texts and places.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Write heat maps here (.png, .svg, .pdf).")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write every answer here, as JSON lines.")] = None,
-    chunk: Chunk = 512,
-    stress: Stress = 0,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """Retrieve what is hidden at each length and depth, through each cache, greedily; the same samples, compared in pairs."""
-    from ..evaluation.needle import cells, same_outcomes, save_outcomes, score
-    from ..evaluation.paired import compare
-    from ..evaluation.report import accuracy_tables, discordant, meta, needle_table, title
-
-    if plot:
-        from ..evaluation import plots
-
-        plots.check_format(plot)
-    write_plot, write_outcomes = output(plot), output(save)
-    grid = {"lengths": numbers(lengths, int, "--lengths"), "depths": numbers(depths, float, "--depths")}
-    loaded, tokenizer = load(model, device, stress)
-    caches = makers(cache, loaded, scales)
-    questions = needle_samples(task, tokenizer, model, text, **grid, samples=samples, distractors=distractors, seed=seed)
-    outcomes = ask_all("answers", loaded, tokenizer, questions, caches, chunk=chunk)
-    first, *others = caches
-    heading = f"Needle in a haystack: {Path(loaded.config._name_or_path).name}"
-    write_outcomes(lambda path: save_outcomes(path, outcomes))
-    write_plot(lambda path: plots.save(plots.needle_maps(outcomes, heading=heading), path))
-    if as_json:
-        scores = {name: score(outcomes, name) for name in caches}
-        equal = {name: same_outcomes(outcomes, first, name) for name in others}
-        pairs = [compare(outcomes, first, name) for name in others]
-        print_json({"meta": meta(loaded), "scores": scores, "equal_to_first": equal, "paired": pairs, "rows": cells(outcomes)})
-        return
-    out.print(needle_table(outcomes))
-    out.print(*accuracy_tables(outcomes))
-    for mine, theirs in discordant(outcomes):
-        where = f"{mine.task} {mine.length} #{mine.index}, {', '.join(mine.answers)}"
-        out.print(f"{where}: {title(first)} said {mine.text!r}, {title(theirs.cache)} {theirs.text!r}", markup=False, highlight=False)
-
-
-@evaluate.command()
-def drift(
-    model: Model = None,
-    cache: Annotated[str, typer.Option(help=f"The cache to judge beside bf16: one of {CACHES}.")] = "fp8",
-    scales: Scales = None,
-    text: Text = None,
-    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1)] = 1024,
-    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2)] = 512,
-    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2)] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences side by side.", min=1)] = 2,
-    chunk: Chunk = 512,
-    stress: Stress = 0,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """Decode at length while the cache is copied, reordered and truncated: does it drift away from BF16?"""
-    from ..evaluation.drift import drift
-    from ..evaluation.report import drift_table, meta
-
-    loaded, tokenizer = load(model, device, stress)
-    if "," in cache or cache == "both":
-        raise ValueError(f"drift judges one cache at a time; got {cache!r}")
-    ((_, make),) = makers(cache, loaded, scales, max_cache_len=prompt + decode).items()
-    baseline = makers("bf16", loaded, None)["bf16"]
-    tokens = read_windows(tokenizer, model, text, prompt + decode + 1, batch)
-    with progress("tokens") as tick:
-        rows = drift(loaded, tokens, make, baseline, prompt=prompt, segment=segment, chunk=chunk, progress=tick)
-    if as_json:
-        print_json({"meta": meta(loaded), "cache": cache, "rows": rows})
-    else:
-        out.print(drift_table(rows))
-
-
 @app.command()
 def calibrate(
     model: Model = None,
-    save: Annotated[Path, typer.Option("--out", help="Where to write the scales (safetensors).")] = Path("out/scales.safetensors"),
+    save: Annotated[Path, typer.Option("--out", help="The file to write (safetensors).")] = Path("out/scales.safetensors"),
     text: Text = None,
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=2)] = 1024,
-    windows: Annotated[int, typer.Option(help="Windows, from the end of the text (evaluations start at its start).", min=1)] = 16,
-    method: Annotated[str, typer.Option(help="absmax, or percentile (what is larger saturates).")] = "absmax",
-    percentile: Annotated[float, typer.Option(help="Of the magnitudes, with --method percentile.")] = 99.99,
-    key_dtype: Annotated[str, typer.Option(help="What the cache will store keys in: int8 or e4m3.")] = DEFAULT_KEY_DTYPE,
-    rotate_keys: Annotated[bool, typer.Option(help="Whether the cache will rotate keys.")] = True,
+    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the end of the text.", min=1)] = 16,
+    method: Annotated[str, typer.Option(help="absmax, or percentile (larger values saturate).")] = "absmax",
+    percentile: Annotated[float, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100].")] = 99.99,
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
+    rotate_keys: RotateKeys = True,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Find static scales and means, how much each layer loses to 8 bits, and the layers whose K has an offset that no mean removes."""
-    from .. import calibrate as run
-    from ..doctor import offset_checks
-    from ..evaluation.report import meta, sensitivity_table
-
+    """Find static scales and means, what each layer loses in 8 bits, and the layers whose K has an offset that no mean removes."""
     write_scales = output(save)
+    from .. import calibrate as run
+    from ..diagnostics import offset_checks
+    from .tables import sensitivity_table
+
+    passage = read_text(text, model)
     loaded, tokenizer = load(model, device)
-    batches = read_windows(tokenizer, model, text, context, windows, from_end=True)
+    batches = windows(tokenizer, passage, context, count, from_end=True)
     with progress("windows") as tick:
         options = {"method": method, "percentile": percentile, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
         found = run(loaded, batches.split(1), **options, progress=tick)
@@ -266,8 +131,8 @@ def calibrate(
             {"layer": index, "k_sqnr_db": k, "v_sqnr_db": v, "k_offset": found.k_offsets.get(index)}
             for index, (k, v) in found.sqnr_db.items()
         ]
-        about = {"scales": str(save), "tokens": found.tokens, "method": found.method, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
-        print_json({"meta": meta(loaded), **about, "rows": rows})
+        how = {"scales": str(save), "tokens": found.tokens, "method": found.method, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
+        print_json({"meta": about(loaded), **how, "rows": rows})
         return
     out.print(sensitivity_table(found))
     for check in offset_checks(found.k_offsets):
@@ -278,31 +143,35 @@ def calibrate(
 @app.command()
 def plan(
     model: Model = None,
-    layers: Annotated[int | None, typer.Option(help="Instead of a model: its attention layers.", min=1)] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="... and their KV heads.", min=1)] = None,
-    head_dim: Annotated[int | None, typer.Option(help="... and the size of a head.", min=1)] = None,
-    memory: Annotated[str, typer.Option(help="Of the device, such as 80GB or 24GiB.")] = "80GB",
-    weights: Annotated[str | None, typer.Option(help="Bytes of the parameters. Default: counted, where a model is named.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of a model: the number of its attention layers.", min=1)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="With --layers: KV heads of a layer.", min=1)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="With --layers: the size of a head.", min=1)] = None,
+    memory: Annotated[str, typer.Option(help="Memory of the device, such as 80GB or 24GiB.")] = "80GB",
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of the parameters, such as 16GB. Default: counted, if there is a model.")
+    ] = None,
     context: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 32768,
-    batch: Annotated[int, typer.Option(help="Sequences side by side.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
-    """What fits into a memory: the longest context and the largest batch, BF16 beside FP8."""
+    """How much fits into memory: the longest context and the largest batch, with a BF16 and with an FP8 cache."""
     from .. import plan as planning
 
     given = (layers, kv_heads, head_dim)
     if any(given) and (model or not all(given)):
-        raise ValueError("give a --model, or all of --layers, --kv-heads and --head-dim")
+        raise UsageError("give --model, or all of --layers, --kv-heads and --head-dim")
     if all(given):
         shape, counted, source = planning.CacheShape(*given), 0, "not counted; give --weights"
     else:
         from ..evaluation.models import default_model, load_config
+        from ..integrations.transformers.config import count_weights, shape_of
 
-        config = load_config(model)
-        shape = planning.shape_of(config)
-        counted, source = (0, "") if weights else planning.count_weights(str(model or default_model()), config)
+        name = model or default_model()
+        config = load_config(name)
+        shape = shape_of(config)
+        counted, source = (0, "") if weights else count_weights(name, config)
     if weights:
-        counted, source = planning.parse_bytes(weights), "as given"
+        counted, source = planning.parse_bytes(weights), "--weights"
     size = planning.parse_bytes(memory)
     fits = planning.plan(shape, size, weights=counted, context=context, batch=batch)
     if as_json:
@@ -329,39 +198,41 @@ def plan(
 
 @app.command()
 def warmup(
-    model: Annotated[str | None, typer.Option(help="A model folder, smollm2, or a Hugging Face id: its config is read.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model's folder, smollm2, or a Hugging Face id. Only its config is read.")] = None,
     shape: Annotated[str | None, typer.Option(help="Instead of a model: query heads, KV heads and head_dim, such as 32,8,128.")] = None,
     device: Annotated[str, typer.Option(help="The GPU to compile for.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="That the model runs in: bfloat16 or float16.")] = "bfloat16",
-    backend: Annotated[str, typer.Option(help="auto, hopper or triton.")] = "auto",
-    key_dtype: Annotated[str, typer.Option(help="What the cache stores keys in: int8 or e4m3.")] = DEFAULT_KEY_DTYPE,
-    rotate_keys: Annotated[bool, typer.Option(help="Whether the cache rotates keys.")] = True,
-    means: Annotated[bool, typer.Option(help="Static means too (FP8Cache.for_model).")] = False,
-    static_scales: Annotated[bool, typer.Option(help="Calibrated scales instead of the pages' own.")] = False,
-    window: Annotated[bool, typer.Option(help="Windows too.")] = False,
+    dtype: Annotated[str, typer.Option(help="The model's dtype: bfloat16 or float16.")] = "bfloat16",
+    backend: Annotated[str, typer.Option(help="The backend: auto, hopper or triton.")] = "auto",
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
+    rotate_keys: RotateKeys = True,
+    means: Annotated[bool, typer.Option(help="Also kernels with static means (FP8Cache.for_model).")] = False,
+    static_scales: Annotated[bool, typer.Option(help="Kernels for calibrated scales instead of the pages' own.")] = False,
+    window: Annotated[bool, typer.Option(help="Also kernels with windows.")] = False,
     softcap: Annotated[bool, typer.Option(help="Attention has a softcap (read from a model's config).")] = False,
     sinks: Annotated[bool, typer.Option(help="Attention has sinks (read from a model's config).")] = False,
     target: Annotated[str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")] = None,
-    processes: Annotated[int | None, typer.Option(help="That compile side by side. Default: one a core.", min=1)] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that compile at the same time. Default: one for each core.", min=1)
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile every kernel that a model can meet, side by side, so that nothing compiles while it serves."""
+    """Compile every kernel that a model can use, in parallel, so that none compiles while it serves."""
     import time
 
     from .. import warmup as run
     from ..warmup import DTYPES
 
     if (model is None) == (shape is None):
-        raise ValueError("give a --model or a --shape, such as --shape 32,8,128 (query heads, KV heads, head_dim)")
+        raise UsageError("give --model, or --shape such as --shape 32,8,128 (query heads, KV heads, head_dim)")
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     if model is not None:
         from ..evaluation.models import load_config
 
         layer = {"config": load_config(model)}
     else:
         if shape.count(",") != 2:
-            raise ValueError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
+            raise UsageError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
         layer = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=True))
     begun = time.monotonic()
     with progress("kernels") as tick:
@@ -378,12 +249,14 @@ def warmup(
 
 @app.command()
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Also what 8-bit keys mean for this model: a folder or Hugging Face id.")] = None,
-    measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the FP8 kernels that are here and say how exactly they sum.")] = True,
+    model: Annotated[
+        str | None, typer.Option(help="Also check 8-bit keys for this model: a folder, smollm2, or a Hugging Face id.")
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the installed FP8 kernels and report how exactly they sum.")] = True,
     as_json: Json = False,
 ) -> None:
-    """What this machine can run, why not the rest, and how exactly its FP8 kernels sum."""
-    from ..doctor import diagnose, examine
+    """Report what this machine can run, why it cannot run the rest, and how exactly its FP8 kernels sum."""
+    from ..diagnostics import diagnose, examine
 
     checks = diagnose(measure)
     if model is not None:
@@ -403,7 +276,7 @@ def demo(
     save: Annotated[Path, typer.Option("--out", help="Folder for demo.json, needle.png and scales.safetensors.")] = Path("out"),
     device: Device = None,
 ) -> None:
-    """Everything once on the committed model: calibrate, generate, perplexity, needles; BF16 beside FP8. Minutes on a laptop, no GPU."""
+    """Generate, perplexity, calibrate, needles, with a BF16 and with an FP8 cache. Takes minutes on a laptop without a GPU."""
     from .demo import run
 
     run(save, device)

@@ -1,4 +1,4 @@
-"""`fp8attn demo`: the claims of the README that a machine without a GPU can check."""
+"""`fp8attn demo`: the claims of the README that can be checked without a GPU."""
 
 from __future__ import annotations
 
@@ -13,35 +13,43 @@ from rich.table import Table
 from transformers import cache_utils
 
 from .. import calibrate
+from ..errors import UsageError
 from ..evaluation import models
 from ..evaluation.caches import MakeCache, cache_factory, decode_greedily, prefill
-from ..evaluation.needle import cells, same_outcomes, score
+from ..evaluation.names import title
+from ..evaluation.outcomes import cells, same_outcomes, score
 from ..evaluation.perplexity import Perplexity, perplexity
-from ..evaluation.plots import needle_maps, save
 from ..evaluation.recall import recall_samples
-from ..evaluation.report import meta, needle_table, perplexity_table, sensitivity_table, title, write_json
-from .shared import ask_all, encode, load, out, output, progress
+from ..evaluation.record import write_json
+from .plots import needle_maps, save
+from .shared import about, ask_all, encode, load, out, output, progress
+from .tables import needle_table, perplexity_table, sensitivity_table
 
 PUBLIC = "smollm2"
 QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is a hash table? Answer in one sentence.")
-PROMPT = "def read_header(self, name, default=None):\n"  # for a model that answers no questions
-ANSWER = 48  # tokens at most
+PROMPT = "def read_header(self, name, default=None):\n"  # for a model without a chat template
+ANSWER = 48  # tokens, at most
 CONTEXT, WINDOWS = 2048, 1  # of the first model's perplexity
-COMMITTED_CONTEXT, COMMITTED_WINDOWS = 4096, 1  # of the committed model's
-CALIBRATION = (8, 1024)  # windows, tokens of each: from the text's end, where the measurements do not come
-LENGTHS = (512, 1024, 2048, 4096)  # of the needles' prompts
+COMMITTED_CONTEXT, COMMITTED_WINDOWS = 4096, 1  # of the second model's
+CALIBRATION = (8, 1024)  # windows, tokens of each, from the end of the text, which is not evaluated
+LENGTHS = (512, 1024, 2048, 4096)  # tokens of the needles' prompts
 
 
 def run(folder: Path, device: str | None) -> dict[str, Any]:
-    """Answer, measure, calibrate, retrieve; print tables, write `demo.json`, `needle.png` and `scales.safetensors` into `folder`."""
+    """Answer, measure, calibrate and retrieve. Print tables, and write `demo.json`, `needle.png` and `scales.safetensors` into `folder`.
+
+    The first model is the public one, the second the committed one. Where one of them is missing, the other is used for both.
+    """
     began = time.monotonic()
     write_results, write_plot, write_scales = (output(folder / file) for file in ("demo.json", "needle.png", "scales.safetensors"))
     text = models.read_text()
-    committed = load(None, device)
+    committed = None if (path := models.committed_model()) is None else load(str(path), device)
     try:
         first = load(PUBLIC, device)
-    except ValueError as missing:
-        out.print(f"[yellow]{escape(str(missing))}. The committed model takes its place.")
+    except UsageError as missing:
+        if committed is None:
+            raise
+        out.print(f"[yellow]{escape(str(missing))}. The committed model is used instead.")
         first = committed
 
     name = Path(first[0].config.name_or_path).name
@@ -49,14 +57,14 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     answers = _answer(*first)
     matched, counted = _show(first[1], answers)
 
-    out.rule(f"2. {name}: perplexity of code it reads through each cache", align="left")
+    out.rule(f"2. {name}: perplexity of Python code through each cache", align="left")
     names = ("bf16", "fp8", "scale-1", *(["transformers-fp8"] if hasattr(cache_utils, "Fp8QuantizedLayer") else []))
     public = _perplexity(*first, text, CONTEXT, WINDOWS, {each: cache_factory(each, first[0].config) for each in names})
     if first is not committed:
         out.print(f"8,192 tokens take minutes without a GPU: fp8attn evaluate perplexity --model {PUBLIC} --context 8192 --windows 1")
 
-    model, tokenizer = committed
-    out.rule(f"3. {Path(model.config.name_or_path).name}: calibrated scales, which are optional", align="left")
+    model, tokenizer = committed or first
+    out.rule(f"3. {Path(model.config.name_or_path).name}: calibrated scales (optional)", align="left")
     count, length = CALIBRATION
     windows = models.windows(models.tokenize(tokenizer, text), length, count, from_end=True)
     with progress("calibrating") as tick:
@@ -67,7 +75,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
     static = {"fp8-static": cache_factory("fp8-static", model.config, scales=scales)}
     chunks = _perplexity(model, tokenizer, text, COMMITTED_CONTEXT, COMMITTED_WINDOWS, caches | static)
 
-    out.rule("4. The same model finds needles in haystacks of held-out code", align="left")
+    out.rule("4. The same model finds needles in a haystack of Python code", align="left")
     questions = list(recall_samples(tokenizer, text, lengths=LENGTHS, samples=1, seed=2026))
     outcomes = ask_all("asking", model, tokenizer, questions, caches)
     out.print(needle_table(outcomes))
@@ -92,7 +100,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
         "needle_cells_equal": same_outcomes(outcomes, "bf16", "fp8"),
         "seconds": time.monotonic() - began,
     }
-    everything = {**results, "meta": meta(first[0]), "perplexity": [*public, *chunks], "needle": cells(outcomes)}
+    everything = {**results, "meta": about(first[0]), "perplexity": [*public, *chunks], "needle": cells(outcomes)}
     write_results(lambda path: write_json(path, everything))
     out.print(_summary(results, public))
     out.print(f"{folder}/demo.json, {folder}/needle.png, {folder}/scales.safetensors; {results['seconds']:.0f} s")
@@ -100,7 +108,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
 
 
 def _answer(model: Any, tokenizer: Any) -> dict[str, list[tuple[str, list[int]]]]:
-    """What the model says through each cache: prompts, and the tokens that follow, to the end of the answer."""
+    """The answers through each cache: (prompt, tokens up to the end of the answer)."""
     chat = bool(tokenizer.chat_template)
     prompts, found = QUESTIONS if chat else (PROMPT,), {}
     end = tokenizer.eos_token_id
@@ -120,7 +128,7 @@ def _show(tokenizer: Any, answers: dict[str, list[tuple[str, list[int]]]]) -> tu
     """Print prompts with each cache's answer.
 
     Returns:
-        How many of BF16's tokens FP8 has, up to the first other one of each answer, and how many BF16 has.
+        The number of tokens before the first difference, summed over the answers, and the number of BF16's tokens.
     """
     matched = counted = 0
     for (prompt, ours), (_, theirs) in zip(answers["fp8"], answers["bf16"], strict=True):
@@ -133,7 +141,7 @@ def _show(tokenizer: Any, answers: dict[str, list[tuple[str, list[int]]]]) -> tu
 
 
 def _perplexity(model: Any, tokenizer: Any, text: str, context: int, count: int, caches: Mapping[str, MakeCache]) -> list[Perplexity]:
-    """Of the first `count` windows of `context` tokens, with its table."""
+    """Measure and print the perplexity of the first `count` windows of `context` tokens."""
     tokens = models.windows(models.tokenize(tokenizer, text), context + 1, count)
     with progress(f"{context} tokens through {len(caches)} caches") as tick:
         rows = perplexity(model, tokens, caches, tokenizer=tokenizer, progress=tick)
@@ -142,17 +150,17 @@ def _perplexity(model: Any, tokenizer: Any, text: str, context: int, count: int,
 
 
 def _summary(results: dict[str, Any], public: list[Perplexity]) -> Table:
-    table = Table(title="BF16 and FP8 cache side by side", title_justify="left")
+    table = Table(title="A BF16 and an FP8 cache", title_justify="left")
     for column, side in (("", "left"), ("BF16", "right"), ("FP8", "right"), ("", "right")):
         table.add_column(column, justify=side)
     bf16, fp8 = public[:2]
     same = "the same prompts" if results["needle_cells_equal"] else "different prompts"
     ratio = results["bytes_per_token_fp8"] / results["bytes_per_token_bf16"]
-    alike = f"{results['greedy_tokens_matched']} of {results['greedy_tokens']} alike"
-    table.add_row(f"{results['model']}: tokens of answers", "", "", alike)
+    equal = f"{results['greedy_tokens_matched']} of {results['greedy_tokens']} equal"
+    table.add_row(f"{results['model']}: tokens of answers", "", "", equal)
     table.add_row(f"{results['model']}: perplexity", f"{bf16.ppl:.4f}", f"{fp8.ppl:.4f}", f"{fp8.ppl / bf16.ppl - 1:+.3%}")
     change = results["ppl_fp8"] / results["ppl_bf16"] - 1
-    table.add_row("committed model: perplexity", *(f"{results[f'ppl_{c}']:.4f}" for c in ("bf16", "fp8")), f"{change:+.3%}")
+    table.add_row("second model: perplexity", *(f"{results[f'ppl_{c}']:.4f}" for c in ("bf16", "fp8")), f"{change:+.3%}")
     table.add_row("needles found", *(f"{results[f'needle_{c}']:.1%}" for c in ("bf16", "fp8")), same)
     table.add_row("cache bytes per token", *(f"{results[f'bytes_per_token_{c}']:.0f}" for c in ("bf16", "fp8")), f"{ratio:.1%}")
     return table

@@ -5,60 +5,78 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..evaluation.outcomes import Outcome, Sample
+    from ..scales import KVScales
+
 out = Console()
+SECONDS = 10.0  # between two lines of progress, if stderr is no terminal
+Tick = Callable[[int, int], None]
 
 
 def output(path: Path | None) -> Callable[[Callable[[Path], object]], None]:
-    """Open a file that a command writes at its end, before its long run begins, so that no result is lost to a wrong path.
+    """Open a file that a command writes at its end. Called before a long run begins, so that a wrong path loses no results.
 
     Args:
-        path: the file; the folders above it are made. None: the command was given none, and nothing is written.
+        path: the file; the folders above it are made. None: the command has no such file, and nothing is written.
     Returns:
-        A function `write(save)`. `save` gets a path of the same ending beside `path`, and the complete file takes the place of `path`.
-        A run that fails creates no file and changes none.
+        A function `write(save)`. It calls `save` with a temporary path of the same suffix, and then moves the complete file to `path`. A
+        run that fails creates no file and changes none.
     Raises:
-        ValueError: the file cannot be written.
+        UsageError: the file cannot be written.
     """
     if path is None:
         return lambda save: None
     target = path.resolve()
     draft = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
-    try:
+    with _writing(path):
         if target.exists():
-            if not (target.is_file() or target.is_dir()):  # /dev/null, a pipe: nothing may take its place
+            if not (target.is_file() or target.is_dir()):  # /dev/null or a pipe must not be replaced by a file
                 return lambda save: save(path)
             target.open("ab").close()
         target.parent.mkdir(parents=True, exist_ok=True)
         draft.open("wb").close()
         draft.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {path} ({error.strerror}: {error.filename}); name a file in a folder that you can write to"
-        ) from error
 
     def write(save: Callable[[Path], object]) -> None:
         try:
-            save(draft)
-            if target.exists():
-                shutil.copymode(target, draft)
-            draft.replace(target)
+            with _writing(path):
+                save(draft)
+                if target.exists():
+                    shutil.copymode(target, draft)
+                draft.replace(target)
         finally:
             draft.unlink(missing_ok=True)
 
     return write
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path} ({error.strerror}: {error.filename}); name a file in a folder that you can write to"
+        ) from error
+
+
 def load(model: str | None, device: str | None, stress: int = 0) -> tuple[Any, Any]:
+    """A model and its tokenizer, with K and V made harder to quantize if `stress` is not 0."""
     from ..evaluation.models import load
     from ..evaluation.stress import STRENGTHS, plant
 
@@ -68,76 +86,104 @@ def load(model: str | None, device: str | None, stress: int = 0) -> tuple[Any, A
     return loaded, tokenizer
 
 
-def makers(choice: str, model: Any, scales: Path | None, max_cache_len: int | None = None) -> dict[str, Callable]:
-    from ..evaluation.caches import cache_factory, cache_names
+def choose(choice: str, scales: Path | None) -> dict[str, KVScales | None]:
+    """The names of the caches in `choice`, each with its scales or None. Needs no model, so a wrong name or file fails at once."""
+    from ..evaluation.caches import cache_names
     from ..scales import KVScales
 
     loaded = KVScales.load(scales) if scales else None
-    given = {name: loaded if name == "fp8-static" else None for name in cache_names(choice, loaded)}
+    names = cache_names(choice, loaded)
+    if "fp8-static" in names and loaded is None:
+        raise UsageError("the cache 'fp8-static' needs --scales FILE (fp8attn calibrate writes it)")
+    return {name: loaded if name == "fp8-static" else None for name in names}
+
+
+def makers(chosen: Mapping[str, KVScales | None], model: Any, max_cache_len: int | None = None) -> dict[str, Callable]:
+    """By name, a function that makes an empty cache for the model."""
+    from ..evaluation.caches import cache_factory
+
     options = {"model": model, "max_cache_len": max_cache_len}
-    return {name: cache_factory(name, model.config, scales=scales, **options) for name, scales in given.items()}
+    return {name: cache_factory(name, model.config, scales=scales, **options) for name, scales in chosen.items()}
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
+    """The prompt's `input_ids [1, S]`, in the chat template if `chat`."""
     if chat:
         if not tokenizer.chat_template:
-            raise ValueError("this model's tokenizer has no chat template; leave out --chat")
+            raise UsageError("this model's tokenizer has no chat template; leave out --chat")
         messages = [{"role": "user", "content": prompt}]
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if not inputs["input_ids"].numel():
-        raise ValueError(f"the prompt {prompt!r} has no tokens; give some text to continue")
+        raise UsageError(f"the prompt {prompt!r} has no tokens; give some text to continue")
     return inputs
 
 
-def read_windows(tokenizer: Any, model: str | None, text: Path | None, length: int, count: int, *, from_end: bool = False) -> Any:
-    """`[count, length]` ids of the text to evaluate on, from its start or its end."""
-    from ..evaluation.models import read_text, tokenize, windows
+def read_text(path: Path | None, model: str | None) -> str:
+    """The text to evaluate on. Needs no model, so a wrong path fails at once."""
+    from ..evaluation import models
 
-    return windows(tokenize(tokenizer, read_text(text, model)), length, count, from_end=from_end)
+    return models.read_text(path, model)
+
+
+def windows(tokenizer: Any, text: str, length: int, count: int, *, from_end: bool = False) -> Any:
+    """`[count, length]` ids from the start or the end of the text."""
+    from ..evaluation import models
+
+    return models.windows(models.tokenize(tokenizer, text), length, count, from_end=from_end)
 
 
 def numbers(text: str, kind: type, option: str) -> list:
+    """The numbers in `text`, joined by commas."""
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"{option} must be numbers joined by commas; got {text!r}") from error
+        raise UsageError(f"{option} must be numbers joined by commas; got {text!r}") from error
+
+
+def task_names(choice: str) -> list[str]:
+    """The tasks in `choice`, joined by commas."""
+    from ..evaluation.names import TASKS
+
+    for task in (names := choice.split(",")):
+        if task not in TASKS:
+            raise UsageError(f"no task is called {task!r}; choose from {', '.join(TASKS)}")
+    return names
 
 
 def needle_samples(
-    tasks: str,
+    tasks: Sequence[str],
     tokenizer: Any,
-    model: str | None,
-    text: Path | None,
+    text: str,
     *,
     lengths: list[int],
     samples: int,
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     distractors: int = 3,
     seed: int = 0,
-) -> list:
-    """The samples of tasks joined by commas: `samples` of each length, and of `recall` also of each depth.
+) -> list[Sample]:
+    """The samples of all tasks: `samples` of each length; of `recall`, of each length and depth.
 
     All are made before the model runs, so that a length that does not fit or a missing package cannot end a long run.
     """
     from ..evaluation import recall, ruler
-    from ..evaluation.models import read_text
+    from ..evaluation.names import RECALL
 
     made = []
     with progress("prompts"):
-        for task in tasks.split(","):
-            if task == recall.NAME:
+        for task in tasks:
+            if task == RECALL:
                 grid = {"lengths": lengths, "depths": depths, "samples": samples, "distractors": distractors, "seed": seed}
-                made += recall.recall_samples(tokenizer, read_text(text, model), **grid)
-            elif task in ruler.NAMES:
-                made += ruler.ruler_samples(tokenizer, task, lengths=lengths, samples=samples, seed=seed)
+                made += recall.recall_samples(tokenizer, text, **grid)
             else:
-                raise ValueError(f"no task is called {task!r}; choose from {', '.join((recall.NAME, *ruler.NAMES))}")
+                made += ruler.ruler_samples(tokenizer, task, lengths=lengths, samples=samples, seed=seed)
     return made
 
 
-def ask_all(what: str, model: Any, tokenizer: Any, questions: Sequence, caches: Mapping[str, Callable], **options: Any) -> list:
-    """The outcomes of all questions through each cache, with a progress bar."""
+def ask_all(
+    what: str, model: Any, tokenizer: Any, questions: Sequence[Sample], caches: Mapping[str, Callable], **options: Any
+) -> list[Outcome]:
+    """The outcomes of all questions through each cache, with progress."""
     from ..evaluation.needle import ask
 
     answers = len(questions) * len(caches)
@@ -147,15 +193,40 @@ def ask_all(what: str, model: Any, tokenizer: Any, questions: Sequence, caches: 
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, driven by (done, total)."""
+def progress(what: str) -> Iterator[Tick]:
+    """Progress on stderr, driven by calls with (done, total): a bar in a terminal, elsewhere a line from time to time."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(what)
+        return
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
+def _lines(what: str) -> Tick:
+    begun = last = time.monotonic()
+
+    def tick(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SECONDS:
+            last = now
+            print(f"{what}: {done} of {total}, {now - begun:.0f} s", file=sys.stderr, flush=True)
+
+    return tick
+
+
+def about(model: Any) -> dict[str, Any]:
+    """Where a result comes from (`evaluation.record.meta`), and the command."""
+    from ..evaluation.record import meta
+
+    return {**meta(model), "command": " ".join(["fp8attn", *sys.argv[1:]])}
+
+
 def print_json(value: Any) -> None:
-    from ..evaluation.report import to_json
+    """Print `evaluation.record.to_json(value)`."""
+    from ..evaluation.record import to_json
 
     typer.echo(json.dumps(to_json(value), indent=2))

@@ -1,1 +1,16 @@
-"""Does the FP8 cache change what a model says? The same tokens through a BF16 cache and an FP8 cache."""
+"""Does an 8-bit cache change what a model says? The same tokens, through a BF16 cache and through others.
+
+| module | is |
+|---|---|
+| `models`, `public` | models and texts |
+| `caches` | the caches by name, and running a model with one |
+| `perplexity` | loss, KL divergence and agreement of predictions |
+| `needle`, `outcomes`, `recall`, `ruler` | retrieval: asking, counting, and two sources of questions |
+| `paired` | intervals and tests of paired outcomes |
+| `drift` | long decoding while pages are copied, reordered and truncated |
+| `stress` | models with worse keys and values, and the same answers |
+| `harness` | a model for lm-eval whose calls all go through a cache |
+| `record` | results as JSON, and where they come from |
+
+Functions return dataclasses. `fp8attn.cli` draws them. These modules need the extra `eval`; `ruler` and `harness` need the extra `ruler`.
+"""

@@ -1,4 +1,4 @@
-"""The caches that are compared, by name, and how a model is run through one."""
+"""The caches that are compared, by name, and running a model with one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import transformers
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
+from ..errors import UsageError
 from ..integrations.transformers import FP8Cache
 from ..numerics import E4M3, quantize
 from ..scales import KVScales
+from .names import CACHES
 
-FORMATS = {  # of keys, by the name of the cache that has it
+FORMATS = {  # by the name of a cache of fp8attn, the format of its keys
     "fp8": {},
     "fp8-int8-keys": {"key_dtype": "int8"},
     "fp8-e4m3-keys": {"key_dtype": "e4m3"},
     "fp8-e4m3-plain": {"key_dtype": "e4m3", "rotate_keys": False},
 }
-NAMES = ("bf16", *FORMATS, "fp8-static", "scale-1", "transformers-fp8")
 CHUNK = 512  # tokens of a prefill's forward: bounds the memory of logits and scores
 MakeCache = Callable[[], Cache]
+LOAD = "pass scales=KVScales.load(path)"
 
 
 def _stored(x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +32,7 @@ def _stored(x: torch.Tensor) -> torch.Tensor:
 
 
 class _StoresBF16:
-    """Makes a layer keep K and V in bfloat16 whatever the model computes in, and give them back in that dtype."""
+    """Makes a layer store K and V in bfloat16, whatever the model's dtype is, and return them in the model's dtype."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(_stored(key_states), _stored(value_states))
@@ -49,7 +51,7 @@ class BF16SlidingLayer(_StoresBF16, DynamicSlidingWindowLayer):
 
 
 class BF16Cache(DynamicCache):
-    """The 16-bit baseline: what a model in bfloat16 keeps, also where a CPU computes in float32."""
+    """The 16-bit baseline. It stores bfloat16 even if the model computes in float32, as on a CPU."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -63,12 +65,12 @@ class BF16Cache(DynamicCache):
 
 
 class E4M3Layer(DynamicLayer):
-    """K and V in E4M3 with one scale for all of K and one for all of V, as other libraries keep them; read in the model's dtype.
+    """K and V in E4M3, with one scale for all of K and one for all of V, as in other libraries. Returned in the model's dtype.
 
     Args:
-        scale: both scales; a value beyond 448 times that saturates. None: the largest magnitude of the first forward becomes 448, and a
-            later value that does not fit becomes what torch's cast gives, NaN or 448 (`Fp8QuantizedLayer` of transformers 5.23).
-        first_exact: the first forward gets K and V as they came, before they are rounded, as in transformers.
+        scale: both scales; a value beyond 448 times the scale saturates. None: the largest magnitude of the first forward becomes 448. A
+            later value that is larger becomes what torch's cast returns, NaN or 448 (`Fp8QuantizedLayer` of transformers 5.23).
+        first_exact: return K and V of the first forward before rounding, as transformers does.
     """
 
     def __init__(self, scale: float | None = 1.0, *, first_exact: bool = False) -> None:
@@ -76,13 +78,13 @@ class E4M3Layer(DynamicLayer):
         self.scale, self.first_exact = scale, first_exact
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put new K and V `[B, num_kv_heads, S, head_dim]` behind those held; all of them, dequantized."""
+        """Append K and V `[B, num_kv_heads, S, head_dim]`, and return all of them, dequantized."""
         new, first = (key_states, value_states), not self.is_initialized
         if first:
             self.lazy_initialization(*new)
             self.scales = [self._first_scale(x) for x in new]
         stored = [self._cast(x, scale).view(torch.uint8) for x, scale in zip(new, self.scales, strict=True)]
-        if not first:  # bytes, because a CPU does not join E4M3
+        if not first:  # bytes, because torch cannot concatenate E4M3 on a CPU
             stored = [torch.cat([old.view(torch.uint8), x], 2) for old, x in zip((self.keys, self.values), stored, strict=True)]
         self.keys, self.values = (x.view(E4M3.dtype) for x in stored)
         if first and self.first_exact:
@@ -114,31 +116,31 @@ class E4M3Cache(DynamicCache):
 def cache_factory(
     name: str, config: Any, *, model: Any = None, scales: KVScales | None = None, max_cache_len: int | None = None
 ) -> MakeCache:
-    """A function that makes an empty cache of the kind `name` for a model of that config.
+    """A function that makes an empty cache of this name, for a model with this config.
 
     Args:
-        name: `bf16`: the baseline. `fp8`: ours. `fp8-int8-keys`, `fp8-e4m3-keys`: ours, with keys in that format whatever the default is.
-            `fp8-e4m3-plain`: with E4M3 keys that are not rotated. `fp8-static`: with calibrated `scales`, and keys in the format that
-            these are for. `scale-1`: a plain cast of K and V to E4M3. `transformers-fp8`: the one in transformers (its first prefill
-            attends in 16 bits, and its one scale per tensor is that of the first tokens).
+        name: `bf16`: the baseline. `fp8`: fp8attn's default. `fp8-int8-keys`, `fp8-e4m3-keys`: fp8attn with keys in that format, whatever
+            the default is. `fp8-e4m3-plain`: with E4M3 keys that are not rotated. `fp8-static`: with calibrated `scales`, and keys in the
+            format of these scales. `scale-1`: a plain cast of K and V to E4M3. `transformers-fp8`: transformers' own FP8 cache (its first
+            prefill attends in 16 bits, and it has one scale per tensor, from the first tokens).
         config: the model's config.
-        model: the model, whose biases give our caches static means (`FP8Cache.for_model`). None: no means but those of `scales`.
+        model: the model; its biases give fp8attn's caches static means (`FP8Cache.for_model`). None: no means except those of `scales`.
         scales: for `fp8-static`.
-        max_cache_len: tokens that our caches allocate from the start. None: they grow.
+        max_cache_len: tokens that fp8attn's caches allocate from the start. None: they grow.
     Raises:
-        ValueError: no such name; scales missing, or given where they are not used.
+        UsageError: no cache has this name; `scales` are missing, or passed to a cache that does not use them.
     """
-    if name not in NAMES:
-        raise ValueError(f"no cache is called {name!r}; choose from {', '.join(NAMES)}")
+    if name not in CACHES:
+        raise UsageError(f"no cache is called {name!r}; choose from {', '.join(CACHES)}")
     if (scales is not None) != (name == "fp8-static"):
-        raise ValueError("the cache 'fp8-static' needs scales (--scales FILE)" if scales is None else f"the cache {name!r} takes no scales")
+        raise UsageError(f"the cache 'fp8-static' needs scales; {LOAD}" if scales is None else f"the cache {name!r} takes no scales")
     if name == "bf16":
         return lambda: BF16Cache(config)
     if name == "scale-1":
         return lambda: E4M3Cache(config)
     if name == "transformers-fp8":
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
-            raise ValueError(f"transformers {transformers.__version__} has no FP8 cache of its own; 5.23 has")
+            raise UsageError(f"the cache 'transformers-fp8' needs transformers 5.23 or newer; {transformers.__version__} is installed")
         return lambda: QuantizedCache("fp8", config)
     if scales is not None:
         return lambda: FP8Cache(
@@ -150,30 +152,31 @@ def cache_factory(
 
 
 def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
-    """The caches that `choice` names: names joined by commas, or `both` for BF16 and FP8.
+    """The names in `choice`: one name, several joined by commas, or `both` for BF16 and FP8.
 
-    With scales, `fp8` means `fp8-static`, unless `fp8-static` is named too: then `fp8` is the cache whose pages have their own scales.
+    With scales, `fp8` means `fp8-static`. If `choice` has `fp8-static`, too, `fp8` is the cache whose pages have their own scales.
 
     Raises:
-        ValueError: no such cache; scales that no cache takes.
+        UsageError: no cache has this name; no cache in `choice` uses the scales.
     """
     names = ("bf16", "fp8") if choice == "both" else tuple(choice.split(","))
     for name in names:
-        if name not in NAMES:
-            raise ValueError(f"no cache is called {name!r}; choose bf16, fp8, both, or from {', '.join(NAMES)} (several with commas)")
+        if name not in CACHES:
+            raise UsageError(f"no cache is called {name!r}; choose bf16, fp8, both, or from {', '.join(CACHES)} (several with commas)")
     if scales is None or "fp8-static" in names:
         return names
     if "fp8" not in names:
-        raise ValueError(f"scales are given, and no cache of {choice!r} takes them; add fp8-static, or leave the scales out")
+        raise UsageError(f"no cache of {choice!r} uses the scales; add fp8-static, or leave the scales out")
     return tuple("fp8-static" if name == "fp8" else name for name in names)
 
 
 @torch.no_grad()
 def forward(model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Run `tokens [B, S]` through the model onto the end of `cache`, and return the last `logits` positions' logits (0: all).
+    """Run `tokens [B, S]` through the model, append them to `cache`, and return logits.
 
     Args:
-        mask: `[B, T]`, 0 where one of the T tokens in the cache and the new S is padding (on the left); None: nowhere.
+        logits: the number of last positions whose logits are returned; 0: all.
+        mask: `[B, T]`, of the tokens in the cache and the new ones, 0 where a token is padding (on the left). None: no padding.
     Returns:
         `[B, logits or S, vocabulary]`.
     """
@@ -185,7 +188,7 @@ def forward(model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0, 
 
 
 def prefill(model: Any, tokens: torch.Tensor, cache: Cache, *, chunk: int = CHUNK, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Put `tokens [B, S]` into an empty `cache` (or onto a full one, without `mask`) in chunks; the last logits `[B, vocabulary]`."""
+    """Append `tokens [B, S]` to `cache` in chunks, and return the last logits `[B, vocabulary]`. With `mask` the cache must be empty."""
     end = 0
     for part in tokens.split(chunk, 1):
         end += part.shape[1]
@@ -201,15 +204,15 @@ def decode_greedily(
     mask: torch.Tensor | None = None,
     done: Callable[[torch.Tensor], bool] = lambda ids: False,
 ) -> tuple[torch.Tensor, int]:
-    """The likeliest continuation, token by token, each through the cache.
+    """Decode greedily, token by token, each through the cache.
 
     Args:
         last: the logits `[B, vocabulary]` of the last token in `cache`.
-        count: tokens to make, at most.
-        mask: of what is in the cache, as `forward` takes it.
-        done: is asked after every token, with all so far, whether that is enough.
+        count: the most tokens to decode.
+        mask: as `forward` takes it, of the tokens in the cache.
+        done: called after every token with all new ids `[B, n]`; True ends the decoding.
     Returns:
-        `[B, n]` ids, n <= count, and how many of each row were put into the cache.
+        `[B, n]` ids, n <= count, and how many of each row were appended to the cache.
     """
     out = [last.argmax(-1, keepdim=True)]
     while len(out) < count and not done(torch.cat(out, 1)):
@@ -220,5 +223,5 @@ def decode_greedily(
 
 
 def greedy(model: Any, tokens: torch.Tensor, cache: Cache, count: int, *, chunk: int = CHUNK) -> torch.Tensor:
-    """`[B, count]`: the likeliest continuation of `tokens [B, S]`."""
+    """The greedy continuation `[B, count]` of `tokens [B, S]`."""
     return decode_greedily(model, prefill(model, tokens, cache, chunk=chunk), cache, count)[0]

@@ -1,13 +1,14 @@
-"""Does an FP8 cache drift? Thousands of tokens decoded after a prompt, and meanwhile all that a serving engine does to a cache.
+"""Does an FP8 cache drift? Decodes thousands of tokens after a prompt, and does to the cache what a serving engine does.
 
-The tokens are given, so that the baseline sees the same ones and reads them in chunks. Before or after a segment the sequences of both are
+The tokens are given, so that the baseline sees the same tokens and can read them in chunks. Before or after a segment, the sequences of
+both caches are
 
-- `copied`: what the first of two has read becomes what the second has read, too: they share its pages, and each goes on with its own text;
-- `reordered`: they change places, and each goes on with the other's text;
-- `truncated`: the second half of the segment is cropped, in the middle of a page, and decoded again.
+- `copied`: the second of two sequences becomes a copy of the first. They share pages, and each continues with its own text;
+- `reordered`: the sequences are exchanged, and each continues with the other's text;
+- `truncated`: the second half of the segment is removed, in the middle of a page, and decoded again.
 
-Scales grow by themselves, whenever a token is larger than those before it on its page; that is counted. On a GPU a step through a static
-cache is one CUDA graph, so that a hundred thousand take a minute.
+A scale grows whenever a token is larger than the tokens before it on its page; the growths are counted. On a GPU, a step with a static
+cache is one CUDA graph, so 100,000 steps take a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from ..errors import UsageError
 from ..integrations.transformers.cache import FP8Layer
+from ..integrations.transformers.config import decoder_config
 from ..layout import PAGE_SIZE, KVPages
 from .caches import CHUNK, MakeCache, forward, prefill
 
@@ -28,15 +31,15 @@ OPERATIONS = ("left alone", "copied", "reordered", "truncated")
 
 @dataclass(frozen=True)
 class Segment:
-    """What decoding one stretch of the sequences showed.
+    """The results of one segment.
 
     Attributes:
-        start, stop: its tokens, counted from the prompt's first.
+        start, stop: its tokens, counted from the first of the prompt.
         operation: one of `OPERATIONS`.
-        nll: mean negative log-likelihood through the cache, in nats; `baseline_nll`: through the baseline.
+        nll: mean negative log-likelihood with the cache, in nats; `baseline_nll`: with the baseline.
         kl: mean KL divergence of the baseline's predictions from the cache's, in nats.
-        top1_agreement: the share of positions where both think the same token likeliest.
-        growths: how often the scale of a page in use (of K or V, of one head) grew.
+        top1_agreement: the share of positions where both predict the same token as the likeliest.
+        growths: how often the scale of a page in use grew, counted over K, V, layers and heads.
     """
 
     start: int
@@ -60,21 +63,23 @@ def drift(
     chunk: int = CHUNK,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Segment]:
-    """Decode `tokens` behind their first `prompt`, one at a time, and compare each prediction with the baseline's.
+    """Decode `tokens` after their first `prompt`, one at a time, and compare each prediction with the baseline's.
 
     Args:
         model: a transformers causal language model.
-        tokens: `[B, prompt + N + 1]` ids; N are decoded and as many predicted.
-        make_cache: makes the cache to judge; `make_baseline`: the one to compare with, which grows (`caches.cache_factory`).
+        tokens: `[B, prompt + N + 1]` ids; N tokens are decoded, and N predicted.
+        make_cache: makes the cache to measure; `make_baseline`: a growing one to compare with (`caches.cache_factory`).
         segment: tokens decoded between two operations.
         chunk: tokens of a prefill's forward.
-        progress: called with (tokens decoded, tokens in all).
+        progress: called with (tokens decoded, tokens to decode).
     Raises:
-        ValueError: too few tokens.
+        UsageError: too few tokens.
     """
     total = tokens.shape[1] - 1
     if not 0 < prompt < total or segment < 2:
-        raise ValueError(f"a prompt of at least 1 and a segment of at least 2 tokens fit into {total}; got {prompt} and {segment}")
+        raise UsageError(
+            f"prompt must be at least 1 and less than the {total} tokens of a window, and segment at least 2; got {prompt} and {segment}"
+        )
     tokens = tokens.to(model.device)
     cache, baseline = make_cache(), make_baseline()
     for each in (cache, baseline):
@@ -102,23 +107,23 @@ def drift(
 
 
 class _Decoder:
-    """Decodes given tokens one at a time onto a cache. A step's state lies on the device, so it can be captured.
+    """Decodes given tokens one at a time with a cache. The state of a step is on the device, so a CUDA graph can capture it.
 
     Attributes:
-        growths: how often a scale grew so far, `[]` int64.
+        growths: how often a scale has grown, `[]` int64.
     """
 
     def __init__(self, model: Any, cache: Cache, batch: int, longest: int) -> None:
         self.model, self.cache = model, cache
         self.tokens = torch.zeros(batch, longest, dtype=torch.int64, device=model.device)
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = decoder_config(model.config).vocab_size
         self.logits = torch.zeros(batch, longest, vocabulary, dtype=model.dtype, device=model.device)
         self.at = torch.zeros(1, dtype=torch.int64, device=model.device)  # the token to read
         self.growths = torch.zeros((), dtype=torch.int64, device=model.device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits `[B, n, vocabulary]` of `tokens [B, n]`, a forward each."""
+        """Logits `[B, n, vocabulary]` of `tokens [B, n]`, from one forward per token."""
         count = tokens.shape[1]
         self.tokens[:, :count] = tokens
         self.at.zero_()
@@ -132,7 +137,7 @@ class _Decoder:
         return self.logits[:, :count].clone()
 
     def _capture(self) -> None:
-        """One step, on a stream of its own as capturing wants it, and the graph of all further ones."""
+        """Run one step on a side stream, which CUDA graphs require, and capture the graph of all further steps."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -157,16 +162,18 @@ class _Decoder:
 
 
 def _scales(layers: list[KVPages], column: torch.Tensor) -> torch.Tensor:
-    """The scales of K and V on the page that each sequence has in `column [B, 1]` of its table, of all layers: `[B, n]`.
+    """The scales of K and V of all layers, `[B, n]`, on the page in `column [B, 1]` of each sequence's table.
 
-    Where a sequence has no page there yet, those of some other.
+    For a sequence without a page there, the scales of another page.
     """
     columns = (column.clamp_max(pages.page_table.shape[1] - 1) for pages in layers)
     ids = [pages.page_table.gather(1, at)[:, 0].long() for pages, at in zip(layers, columns, strict=True)]
     return torch.cat([scale[page] for pages, page in zip(layers, ids, strict=True) for scale in (pages.k_scale, pages.v_scale)], 1)
 
 
-def _compare(start, stop, operation, logits, baseline, targets, growths) -> Segment:
+def _compare(
+    start: int, stop: int, operation: str, logits: torch.Tensor, baseline: torch.Tensor, targets: torch.Tensor, growths: int
+) -> Segment:
     mine, theirs = logits.float().log_softmax(-1), baseline.float().log_softmax(-1)
     nll, baseline_nll = (-x.gather(2, targets[..., None]).mean().item() for x in (mine, theirs))
     kl = (theirs.exp() * (theirs - mine)).sum(-1).mean().item()

@@ -11,9 +11,9 @@ from .caches import CHUNK, MakeCache, forward
 
 
 class CachedLM(HFLM):
-    """lm-eval's model for transformers, all of whose K and V are read through a cache.
+    """lm-eval's model for transformers, with all K and V read through a cache.
 
-    lm-eval's own runs a plain forward for likelihoods, which no cache sees. Here every call starts from an empty cache and goes in by
+    lm-eval's own model computes likelihoods in one forward, without a cache. Here, every call starts from an empty cache and runs in
     chunks.
 
     Args:
@@ -21,7 +21,7 @@ class CachedLM(HFLM):
         tokenizer: its tokenizer.
         make_cache: makes an empty cache (`caches.cache_factory`).
         chunk: tokens of a prefill's forward.
-        batch_size: requests side by side.
+        batch_size: requests in one batch.
     """
 
     def __init__(self, model: Any, tokenizer: Any, make_cache: MakeCache, *, chunk: int = CHUNK, batch_size: int = 1, **options) -> None:
@@ -29,13 +29,13 @@ class CachedLM(HFLM):
         self.make_cache, self.chunk = make_cache, chunk
 
     def _model_call(self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits `[B, S, vocabulary]` of `inps [B, S]`, which lm-eval pads on the right, where a causal model does not look."""
+        """Logits `[B, S, vocabulary]` of `inps [B, S]`. lm-eval pads on the right, which a causal model does not see."""
         if attn_mask is not None or labels is not None:
-            raise ValueError("CachedLM is for causal models; an encoder-decoder has no cache that grows with its text")
+            raise ValueError("CachedLM takes causal models only, without attn_mask and labels; got an encoder-decoder's call")
         cache = self.make_cache()
         return torch.cat([forward(self.model, part, cache) for part in inps.split(self.chunk, 1)], 1)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs) -> torch.Tensor:
-        """The continuations of `context [B, S]`, as lm-eval asks for them."""
+        """The continuations of `context [B, S]`, with lm-eval's arguments."""
         cached = {"past_key_values": self.make_cache(), "prefill_chunk_size": self.chunk}
         return super()._model_generate(context, max_length, stop, **cached, **generation_kwargs)

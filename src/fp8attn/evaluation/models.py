@@ -1,4 +1,4 @@
-"""Models and text to evaluate on; by default the ones in this repository, so that nothing needs a network or a GPU."""
+"""Models and texts to evaluate on."""
 
 from __future__ import annotations
 
@@ -21,64 +21,73 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..errors import UsageError
 from ..integrations import transformers as _registers_fp8_kv  # noqa: F401
 from .public import PUBLIC, dequantized, find
 
-DEFAULT_MODEL = "models/stdlib-llama"
+COMMITTED = "models/stdlib-llama"  # in a checkout of the repository
+DEFAULT_PUBLIC = "smollm2"
 HELD_OUT = "heldout.txt.xz"
 
 
-def default_model() -> Path:
-    """The committed model's folder.
+def committed_model() -> Path | None:
+    """The folder of the model in the repository. None: this is not a checkout (an installed wheel has no model)."""
+    folders = (root / COMMITTED for root in (Path(__file__).resolve().parents[3], Path.cwd()))
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def default_model() -> str:
+    """The model that is used if none is named: in a checkout the committed one, elsewhere the public model `smollm2` if it is installed.
 
     Raises:
-        ValueError: this is not a checkout of the repository (an installed wheel has no model).
+        UsageError: there is neither.
     """
-    roots = (Path(__file__).resolve().parents[3], Path.cwd())
-    for root in roots:
-        if (root / DEFAULT_MODEL / "config.json").is_file():
-            return root / DEFAULT_MODEL
-    raise ValueError(
-        f"the default model, {DEFAULT_MODEL}, is part of a checkout of fp8attn, and there is none at {' or '.join(map(str, roots))}; "
-        "name a model folder or a Hugging Face id with --model, or run inside a clone"
-    )
+    if (folder := committed_model()) is not None:
+        return str(folder)
+    try:
+        find(DEFAULT_PUBLIC)
+    except UsageError as error:
+        raise UsageError(
+            "no model was named: pass a model's folder or a Hugging Face id such as org/name. "
+            f"Without a name, {DEFAULT_PUBLIC} is used if it is installed: {error}"
+        ) from error
+    return DEFAULT_PUBLIC
 
 
 def load_config(model: str | Path | None = None) -> Any:
     """The config of a causal language model. Code that comes with a model is never run.
 
     Args:
-        model: a folder, a name of `PUBLIC` or a Hugging Face id; None: the committed model.
+        model: a folder, a name in `PUBLIC` or a Hugging Face id; None: `default_model()`.
     Raises:
-        ValueError: no such folder; a public model that is not installed; a type of model that transformers does not know, or that is no
-            causal language model.
-        OSError: transformers finds no config.
+        UsageError: no such folder; a public model that is not installed; no readable config; a type of model that transformers does not
+            know, or that is no causal language model.
     """
-    if model in PUBLIC:
-        file = find(model)
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        config.name_or_path = PUBLIC[model].title
-        return config
     source = default_model() if model is None else model
+    if source in PUBLIC:
+        file = find(source)
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        config.name_or_path = PUBLIC[source].title
+        return config
     is_folder = Path(source).is_dir()
     if not is_folder:
         try:
             validate_repo_id(str(source))
         except HFValidationError as error:
-            raise ValueError(f"there is no folder {source}; name a model's folder, or a Hugging Face id such as org/name") from error
+            raise UsageError(f"there is no folder {source}; pass a model's folder, or a Hugging Face id such as org/name") from error
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except ValueError as error:
         first = str(error).partition("\n")[0]  # the lines after it are general advice
-        raise ValueError(f"transformers {transformers.__version__} cannot read the config of {source}: {first}") from error
+        raise UsageError(f"transformers {transformers.__version__} cannot read the config of {source}: {first}") from error
     except OSError as error:
-        if is_folder:
-            raise
-        raise OSError(f"there is no folder {source}, and loading it from the Hugging Face Hub failed: {error}") from error
+        raise UsageError(
+            str(error) if is_folder else f"there is no folder {source}, and loading it from the Hugging Face Hub failed: {error}"
+        ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
+        raise UsageError(
             f"{source} is a model of type {config.model_type!r}, which is no causal language model in transformers "
-            f"{transformers.__version__}; name a model that generates text and has no encoder"
+            f"{transformers.__version__}; pass a model that generates text and has no encoder"
         )
     return config
 
@@ -93,27 +102,27 @@ def load(
     """A model for evaluation, and its tokenizer.
 
     Args:
-        model: a folder, a name of `PUBLIC` or a Hugging Face id; None: the committed model.
+        model: a folder, a name in `PUBLIC` or a Hugging Face id; None: `default_model()`.
         device: default: the GPU if there is one.
-        dtype: default: the checkpoint's on a GPU (bfloat16 of a GGUF file) and float32 on a CPU (whose 16-bit products are slow).
-        attn_implementation: of transformers; `fp8_kv` reads both kinds of cache.
+        dtype: default: on a GPU the checkpoint's (bfloat16 for a GGUF file), on a CPU float32, because 16-bit products are slow there.
+        attn_implementation: transformers' option; `fp8_kv` reads FP8 and 16-bit caches.
     Raises:
-        ValueError: no model given outside a checkout; no such folder or device; a public model that is not installed; not a causal
-            language model; a damaged file.
-        OSError: transformers finds no such model.
+        UsageError: no model to load (`load_config`), no such device, a missing or damaged file.
     """
     source = default_model() if model is None else model
     device = _usable(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    config = load_config(source)  # its errors are shorter than those of the classes below
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16 if model in PUBLIC else "auto")
-    if model in PUBLIC:
-        loaded, tokenizer = _load_gguf(find(model), config, dtype=dtype, attn_implementation=attn_implementation)
+    config = load_config(source)  # its errors are shorter than those of the calls below
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16 if source in PUBLIC else "auto")
+    if source in PUBLIC:
+        loaded, tokenizer = _load_gguf(find(source), config, dtype=dtype, attn_implementation=attn_implementation)
         return loaded.to(device).eval(), tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False)
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"a file of {source} is damaged or cut short ({error}); download or copy the model again") from error
+        raise UsageError(f"a file of {source} is damaged or cut short ({error}); download or copy the model again") from error
+    except OSError as error:
+        raise UsageError(f"a file of {source} cannot be loaded: {error}") from error
     return loaded.to(device).eval(), tokenizer
 
 
@@ -126,17 +135,17 @@ def _load_gguf(file: Path, config: Any, **options) -> tuple[PreTrainedModel, Pre
 
 
 def _usable(device: torch.device | str) -> torch.device:
-    """The device, after a tensor was written to it and read back.
+    """The device, after a test that a tensor can be written to it and read back.
 
     Raises:
-        ValueError: torch knows no such device, or cannot use it on this machine.
+        UsageError: torch has no such device, or cannot use it on this machine.
     """
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
         reason = str(error).partition("\n")[0].partition(". ")[0]
         usable = "cuda or cpu" if torch.cuda.is_available() else "cpu"
-        raise ValueError(f"the device {str(device)!r} cannot be used here ({reason}); choose {usable}") from error
+        raise UsageError(f"the device {str(device)!r} cannot be used here ({reason}); choose {usable}") from error
     return torch.device(device)
 
 
@@ -144,17 +153,15 @@ def read_text(path: str | Path | None = None, model: str | Path | None = None) -
     """Text to evaluate on.
 
     Args:
-        path: a text file, plain or `.xz`. None: the held-out modules beside the model, or those of the committed model, or else (in no
-            checkout) the source of this Python's standard library.
-        model: a folder to look for held-out text in.
+        path: a text file in UTF-8, plain or `.xz`. None: the held-out text in the model's folder, or that of the committed model, or
+            (outside a checkout) the source of this Python's standard library.
+        model: a model's folder, which may have a held-out text.
     Raises:
-        ValueError: no such file.
+        UsageError: no such file, or it cannot be read.
     """
     if path is not None:
-        if not Path(path).is_file():
-            raise ValueError(f"no such text file: {path}")
         return _read(Path(path))
-    for folder in (model, Path(__file__).resolve().parents[3] / DEFAULT_MODEL, Path.cwd() / DEFAULT_MODEL):
+    for folder in (model, committed_model()):
         if folder is not None and (Path(folder) / HELD_OUT).is_file():
             return _read(Path(folder) / HELD_OUT)
     library = Path(sysconfig.get_path("stdlib"))
@@ -162,25 +169,30 @@ def read_text(path: str | Path | None = None, model: str | Path | None = None) -
 
 
 def _read(path: Path) -> str:
-    data = path.read_bytes()
-    return (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+    if not path.is_file():
+        raise UsageError(f"no such text file: {path}")
+    try:
+        data = path.read_bytes()
+        return (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as text in UTF-8, plain or .xz: {error}") from error
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
-    """`[N]` token ids of the text alone, without special tokens."""
-    # A long text is what is wanted here: windows are cut from it afterwards.
+    """`[N]` token ids of the text, without special tokens."""
+    # The text may be longer than the model's context, because windows are cut from it.
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def windows(tokens: torch.Tensor, length: int, count: int, *, from_end: bool = False) -> torch.Tensor:
-    """`[count, length]`: consecutive windows from the text's start or end. Calibration takes the end, evaluation the start.
+    """Consecutive windows `[count, length]` from the start or the end of a text. Calibration takes the end, evaluation the start.
 
     Raises:
-        ValueError: the text is too short.
+        UsageError: the text is too short.
     """
     if length < 2 or count < 1:
-        raise ValueError(f"windows need a length of at least 2 tokens and a count of at least 1; got {length} and {count}")
+        raise UsageError(f"windows need a length of at least 2 tokens and a count of at least 1; got {length} and {count}")
     if length * count > len(tokens):
-        raise ValueError(f"{count} windows of {length} tokens need {length * count}, and the text has {len(tokens)}")
+        raise UsageError(f"{count} windows of {length} tokens need {length * count}, and the text has {len(tokens)}")
     part = tokens[-length * count :] if from_end else tokens[: length * count]
     return part.view(count, length)

@@ -1,26 +1,27 @@
-"""Two caches on the same samples: how sure is a difference? Wilson's interval, Newcombe's for paired shares, McNemar's exact test."""
+"""Two caches on the same samples: is a difference significant? Wilson's interval, Newcombe's for paired shares, McNemar's exact test."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .needle import Outcome
+from ..errors import UsageError
+from .outcomes import Outcome
 
-Z95 = 1.959963984540054  # the normal distribution's 97.5% point: intervals are of 95%
+Z95 = 1.959963984540054  # the 97.5% point of the normal distribution, for 95% intervals
 
 
 @dataclass(frozen=True)
 class Paired:
-    """One cache beside another, on the samples that both answered.
+    """Two caches compared on the samples that both answered.
 
     Attributes:
         first, second: the caches' names.
-        both, only_first, only_second, neither: how many samples each had right (every answer given).
-        difference: the second's share of right samples less the first's; `interval`: its 95% interval (Newcombe 1998, method 10).
-        p: of McNemar's exact two-sided test, that the caches are right on equally many.
-        discordant: the outcomes (the first's, the second's) of the samples that one alone had right.
+        both, only_first, only_second, neither: the number of samples that these had right (every answer found).
+        difference: the second's share of right samples minus the first's; `interval`: its 95% interval (Newcombe 1998, method 10).
+        p: the p-value of McNemar's exact two-sided test of equal shares.
+        discordant: the outcomes (the first's, the second's) of the samples that only one had right.
     """
 
     first: str
@@ -36,16 +37,16 @@ class Paired:
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return self.both + self.only_first + self.only_second + self.neither
 
 
 def wilson(right: int, samples: int) -> tuple[float, float]:
     """The 95% interval of a share of `right` in `samples` (Wilson 1927)."""
     share, square = right / samples, Z95 * Z95
-    centre = (share + square / (2 * samples)) / (1 + square / samples)
+    center = (share + square / (2 * samples)) / (1 + square / samples)
     half = Z95 * math.sqrt(share * (1 - share) / samples + square / (4 * samples * samples)) / (1 + square / samples)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -56,7 +57,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def newcombe(both: int, only_first: int, only_second: int, neither: int) -> tuple[float, float]:
-    """The 95% interval of the first's share less the second's, of paired samples (Newcombe 1998, Stat. Med. 17:2635, method 10)."""
+    """The 95% interval of the first's share minus the second's, for paired samples (Newcombe 1998, Stat. Med. 17:2635, method 10)."""
     samples = both + only_first + only_second + neither
     first, second = both + only_first, both + only_second
     p1, p2 = first / samples, second / samples
@@ -75,24 +76,30 @@ def compare(outcomes: Iterable[Outcome], first: str, second: str) -> Paired:
     """Pair the outcomes of two caches by sample.
 
     Raises:
-        ValueError: they have no sample in common.
+        UsageError: they have no sample in common.
     """
     outcomes = list(outcomes)
     mine, theirs = ({o.sample: o for o in outcomes if o.cache == name} for name in (first, second))
     pairs = [(outcome, theirs[sample]) for sample, outcome in mine.items() if sample in theirs]
     if not pairs:
-        raise ValueError(f"the caches {first!r} and {second!r} have no sample in common")
+        raise UsageError(f"the caches {first!r} and {second!r} have no sample in common")
     counts = {(a, b): sum((x.right, y.right) == (a, b) for x, y in pairs) for a in (True, False) for b in (True, False)}
     both, only_first, only_second, neither = (counts[k] for k in ((True, True), (True, False), (False, True), (False, False)))
     return Paired(
-        first,
-        second,
-        both,
-        only_first,
-        only_second,
-        neither,
-        (only_second - only_first) / len(pairs),
-        newcombe(both, only_second, only_first, neither),
-        mcnemar(only_first, only_second),
-        tuple(pair for pair in pairs if pair[0].right != pair[1].right),
+        first=first,
+        second=second,
+        both=both,
+        only_first=only_first,
+        only_second=only_second,
+        neither=neither,
+        difference=(only_second - only_first) / len(pairs),
+        interval=newcombe(both, only_second, only_first, neither),
+        p=mcnemar(only_first, only_second),
+        discordant=tuple(pair for pair in pairs if pair[0].right != pair[1].right),
     )
+
+
+def discordant(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
+    """The samples that only one of the first cache and another had right, for each other: (the first's outcome, the other's)."""
+    first, *others = dict.fromkeys(outcome.cache for outcome in outcomes)
+    return [pair for other in others for pair in compare(outcomes, first, other).discordant]

@@ -1,4 +1,4 @@
-"""Perplexity of the same tokens through several caches: prefill in chunks, and token by token."""
+"""Perplexity of the same tokens through several caches: prefilled in chunks, or decoded token by token."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
+from ..errors import UsageError
 from .caches import CHUNK, MakeCache, forward, prefill
 
 
 @dataclass(frozen=True)
 class Positions:
-    """A stretch of a context: the tokens predicted from `start` to `stop` others before them (`stop` excluded), over all windows.
+    """Results at a range of positions: of tokens predicted from `start` up to `stop - 1` tokens before them, over all windows.
 
     Attributes:
-        tokens: how many; `nll`, `standard_error`, `kl`, `top1_agreement`: of these, as in `Perplexity`.
+        tokens: the number of predicted tokens.
+        nll, standard_error, kl, top1_agreement: as in `Perplexity`.
     """
 
     start: int
@@ -32,20 +34,20 @@ class Positions:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a model makes of a text through one cache.
+    """How well a model predicts a text through one cache.
 
     Attributes:
-        cache: its name.
+        cache: the cache's name.
         mode: `"chunks"` or `"decode"`.
-        context: tokens of a window, all of them held by the cache at its end.
-        tokens: tokens predicted.
+        context: tokens of a window; at its end the cache has all of them.
+        tokens: the number of predicted tokens.
         nll: mean negative log-likelihood, in nats per token.
-        bits_per_byte: the same per byte of the text, which models of different tokenizers share; NaN if the bytes are not known.
+        bits_per_byte: the same in bits per byte of the text, comparable between tokenizers; NaN if the bytes are not known.
         standard_error: of the difference between this `nll` and the first cache's, from its scatter over the tokens; 0 for the first.
-        kl: mean KL divergence of the first cache's predictions from this one's, in nats; 0 for the first itself.
-        top1_agreement: the share of positions where both think the same token likeliest.
-        bytes_per_token: bytes of the cache after a window, all of them, by token held; NaN if it does not say.
-        positions: the same by position, in stretches that double: what a long context is worth, and whether errors grow with it.
+        kl: mean KL divergence of the first cache's predictions from this one's, in nats; 0 for the first.
+        top1_agreement: the share of positions where both predict the same token as the likeliest.
+        bytes_per_token: all bytes of the cache after a window, per token; NaN if the cache does not report them.
+        positions: the same by position, in ranges that double. They show the benefit of a long context, and whether errors grow with it.
     """
 
     cache: str
@@ -76,26 +78,26 @@ def perplexity(
     tokenizer: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:
-    """Teacher-forced likelihood of each window, every one of its K and V read through the cache.
+    """Teacher-forced likelihood of each window, with all K and V read through the cache.
 
-    The caches advance side by side over identical tokens, so their predictions are compared position by position; no more logits are
-    held than two caches' of one chunk.
+    The caches advance together over the same tokens, so their predictions are compared at every position. At most two caches' logits of one
+    chunk are in memory.
 
     Args:
         model: a transformers causal language model.
-        windows: `[N, S + 1]` token ids; each window starts from an empty cache, S tokens go in and S are predicted.
-        caches: by name, what makes an empty one; the first is the baseline of `kl` and `top1_agreement`.
+        windows: `[N, S + 1]` token ids. Each window starts with an empty cache; S tokens are input, and S are predicted.
+        caches: by name, a function that makes an empty cache; the first is the baseline of `kl` and `top1_agreement`.
         chunk: tokens of a forward.
-        decode_tokens: predict only the last so many tokens of each window, one forward each, after the others were prefilled. 0: all
-            S of them, in chunks.
-        tokenizer: to count the bytes of what is predicted.
-        progress: called with (windows done, windows in all).
+        decode_tokens: predict only this many last tokens of each window, with one forward each, after a prefill of the others. 0: predict
+            all S, in chunks.
+        tokenizer: counts the bytes of the predicted tokens.
+        progress: called with (windows done, number of windows).
     Raises:
-        ValueError: more tokens to decode than a window has to predict.
+        UsageError: decode_tokens is negative, or larger than S.
     """
     context = windows.shape[1] - 1
     if not 0 <= decode_tokens <= context:
-        raise ValueError(f"a context of {context} tokens predicts as many; cannot decode {decode_tokens}")
+        raise UsageError(f"decode_tokens must be 0 to {context}, the tokens of a window; got {decode_tokens}")
     start = context - decode_tokens if decode_tokens else 0  # the first position that predicts
     runs = {name: (model, make) for name, make in caches.items()}
     found, held = by_token(runs, windows, start=start, step=1 if decode_tokens else chunk, chunk=chunk, progress=progress)
@@ -110,17 +112,17 @@ def perplexity(
         whole = _summary(mine, first, start, context, start)
         rows.append(
             Perplexity(
-                name,
-                "decode" if decode_tokens else "chunks",
-                context,
-                whole.tokens,
-                whole.nll,
-                whole.nll * whole.tokens / math.log(2) / nbytes,
-                whole.standard_error,
-                whole.kl,
-                whole.top1_agreement,
-                held[name],
-                positions,
+                cache=name,
+                mode="decode" if decode_tokens else "chunks",
+                context=context,
+                tokens=whole.tokens,
+                nll=whole.nll,
+                bits_per_byte=whole.nll * whole.tokens / math.log(2) / nbytes,
+                standard_error=whole.standard_error,
+                kl=whole.kl,
+                top1_agreement=whole.top1_agreement,
+                bytes_per_token=held[name],
+                positions=positions,
             )
         )
     return rows
@@ -135,18 +137,18 @@ def by_token(
     chunk: int = CHUNK,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What each run makes of every token, beside the first run.
+    """The results of each run at every token, compared with the first run.
 
     Args:
-        runs: by name, a model and a function that makes an empty cache for it; the models share one vocabulary and one device.
+        runs: by name, a model and a function that makes an empty cache for it; the models have one vocabulary and one device.
         windows: `[N, S + 1]` token ids.
-        start: tokens of a window that are prefilled before the first that predicts, in forwards of `chunk`.
-        step: tokens of a forward from there on.
-        progress: called with (windows done, windows in all).
+        start: tokens of a window that are prefilled without predicting, in forwards of `chunk`.
+        step: tokens of a forward after that.
+        progress: called with (windows done, number of windows).
     Returns:
-        By name, `[3, N, S - start]` in float64: the negative log-likelihood in nats, the KL divergence of the first run's prediction from
-        this one's in nats, and 1 where both think the same token likeliest, else 0. And by name, the bytes of the cache after a window by
-        token held; NaN if it does not say.
+        By name, `[3, N, S - start]` in float64: the negative log-likelihood in nats; the KL divergence of the first run's prediction from
+        this one's, in nats; and 1 where both predict the same token as the likeliest, else 0. And by name, the bytes of the cache per token
+        after a window; NaN if the cache does not report them.
     """
     first, _ = next(iter(runs.values()))
     count, context = windows.shape[0], windows.shape[1] - 1
@@ -174,13 +176,13 @@ def by_token(
 
 
 def _stretches(start: int, stop: int) -> list[tuple[int, int]]:
-    """`start` to `stop`, cut at the powers of two from 256 on."""
+    """The range `start` to `stop`, cut at the powers of two from 256 on."""
     cuts = [start, *(2**k for k in range(8, stop.bit_length()) if start < 2**k < stop), stop]
     return list(pairwise(cuts))
 
 
 def _summary(mine: torch.Tensor, first: torch.Tensor, begin: int, end: int, start: int) -> Positions:
-    """Means over positions `begin` to `end` of a run's `by_token`, `[3, N, context - start]`, beside the first run's."""
+    """Means over positions `begin` to `end` of a run's `by_token` results, `[3, N, context - start]`."""
     mine, first = (x[:, :, begin - start : end - start].flatten(1) for x in (mine, first))
     nll, kl, same = mine.mean(1).tolist()
     scatter = (mine[0] - first[0]).std(correction=0)

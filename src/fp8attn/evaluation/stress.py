@@ -1,16 +1,17 @@
-"""The same model with worse keys and values: offsets and outlier channels planted by reparametrisation, so that nothing else changes.
+"""Rewrites a model so that its keys and values are harder to quantize, and its answers in exact arithmetic are the same.
 
-Two exact rewritings of a Llama-like layer, whatever its input:
+Two rewritings of a Llama-like layer are exact for any input:
 
-- `V + c` for every token is undone behind the attention, whose weights sum to one: v_proj's bias gains `c`, o_proj's loses `W_o c`.
-- Channels times `s` are undone by `1 / s` where they are read: in W_q for K's (the two channels that rotary embedding turns into each
-  other share their `s`), in W_o for V's. `s` is a power of two, so this is exact in any floating-point format.
+- An offset `c` is added to V of every token. The weights of attention sum to one, so the offset is undone after attention: v_proj's bias
+  gains `c`, and o_proj's bias loses `W_o c`.
+- Channels are multiplied by `s`, and by `1 / s` where they are read: in W_q for channels of K (two channels that RoPE rotates into each
+  other have the same `s`), in W_o for channels of V. `s` is a power of two, so this is exact in every floating-point format.
 
-A constant on K is not among them. Added after the rotary embedding it would cancel in the softmax, but a bias of k_proj comes before it and
-is turned with every token. What is planted in K is outlier channels alone.
+K gets no offset. An offset after RoPE would cancel in the softmax, but a bias of k_proj is before RoPE, which rotates it with every token.
+So K gets outlier channels only.
 
-In exact arithmetic the outputs stay what they were. In 16 bits an offset of many deviations costs V's own rounding some of its bits, so the
-16-bit cache is measured on the planted model too.
+In 16 bits, an offset of many deviations costs V some bits when it is rounded. Therefore the 16-bit cache is measured on the rewritten
+model, too.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from typing import Any
 
 import torch
 
-EVERY = 16  # one channel (of K: one pair) in so many is an outlier
+from ..errors import UsageError
+from ..integrations.transformers.config import decoder_config
+
+EVERY = 16  # one in 16 channels (of K: pairs of channels) is an outlier
 
 
 @dataclass(frozen=True)
 class Strength:
-    """How much is planted.
+    """How much harder K and V become.
 
     Attributes:
         offset: of V, in standard deviations of each channel.
-        outlier: the factor, a power of two, of the outlier channels of K and V.
+        outlier: the factor of the outlier channels of K and V, a power of two.
     """
 
     offset: float
@@ -45,24 +49,24 @@ def plant(model: Any, strength: Strength, *, seed: int = 0) -> None:
 
     Args:
         model: a transformers causal language model whose layers have `input_layernorm` and `self_attn` with q_proj, k_proj, v_proj, o_proj.
-        strength: one of `STRENGTHS`, or another.
-        seed: of the offsets' signs and the channels chosen.
+        strength: one of `STRENGTHS`, or your own.
+        seed: of the offsets' signs and the choice of channels.
     Raises:
-        ValueError: a model for which this would not be exact.
+        UsageError: a model that cannot be rewritten exactly.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = decoder_config(model.config)
     layers = [layer for layer in model.modules() if hasattr(layer, "self_attn") and hasattr(layer, "input_layernorm")]
     for layer in layers:
         wanted = ("q_proj", "k_proj", "v_proj", "o_proj")
         if not all(isinstance(getattr(layer.self_attn, name, None), torch.nn.Linear) for name in wanted):
-            raise ValueError(f"{config.model_type!r} has no layers of {', '.join(wanted)}; a stress is planted in Llama-like models alone")
+            raise UsageError(f"a stress needs a Llama-like model, with {', '.join(wanted)}; {config.model_type!r} has none")
         if any(hasattr(layer.self_attn, name) for name in ("q_norm", "k_norm", "sinks")):
-            raise ValueError(
-                f"{config.model_type!r} norms its queries and keys or has sinks: planted factors would change what it computes"
+            raise UsageError(
+                f"a stress would change what {config.model_type!r} computes, because it has norms after its projections, or sinks"
             )
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
     if not layers or partial != 1:
-        raise ValueError(f"{config.model_type!r} has no layers of the Llama kind with a whole rotary embedding; nothing was planted")
+        raise UsageError(f"a stress needs a Llama-like model with RoPE in all channels; {config.model_type!r} is none")
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:
         _plant_layer(layer, config, strength, generator)
@@ -92,7 +96,7 @@ def _plant_layer(layer: Any, config: Any, strength: Strength, generator: torch.G
 
     if not strength.offset:
         return
-    # A norm's output, before its weight, has a mean square of one: V's deviation follows from the weights.
+    # The output of a norm, before its weight, has a mean square of one, so the weights determine V's deviation.
     gain = getattr(layer.input_layernorm, "weight", torch.ones_like(v.weight[0]))
     deviation = (v.weight.float() * gain.float()).norm(dim=1)
     signs = torch.randint(2, deviation.shape, generator=generator).to(device) * 2 - 1

@@ -1,1 +1,1 @@
-"""fp8attn inside other libraries. Each module imports its library; nothing else in fp8attn imports these."""
+"""fp8attn inside other libraries. Each module imports its library, so the core imports these only when they are used."""

@@ -18,7 +18,8 @@ import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from ..mode import AttentionPolicy, Report, fp8_attention
+from ..errors import UsageError
+from ..mode import AttentionPolicy, AttentionReport, fp8_attention
 
 BLOCKS = {  # where the blocks are, in the order in which they run
     WanTransformer3DModel: ("blocks",),
@@ -37,17 +38,18 @@ THROUGH_SDPA = {
 @contextmanager
 def fp8_transformer(
     transformer: torch.nn.Module, policy: AttentionPolicy | None = None, *, cross_attention: bool = False
-) -> Iterator[Report]:
-    """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline is concerned.
+) -> Iterator[AttentionReport]:
+    """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline changes.
 
     Args:
-        transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second one takes another context.
+        transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second transformer needs its own
+            context.
         policy: `skip_first` and `skip_last` count blocks, Flux's double blocks before the single ones. Default: `AttentionPolicy()`.
-        cross_attention: also the attention to the prompt, whose few keys rarely reach the policy's `min_length`.
+        cross_attention: also run the attention to the prompt in FP8. Its keys are few, rarely as many as the policy's `min_length`.
     Yields:
-        The `Report`; its `step` is called by `on_step_end`.
+        The `AttentionReport`; its `step` is called by `on_step_end`.
     Raises:
-        ValueError: another model; context parallelism, which exchanges keys between GPUs in 16 bits; an attention backend that does not
+        UsageError: another model; context parallelism, which exchanges keys between GPUs in 16 bits; an attention backend that does not
             call `scaled_dot_product_attention`.
     """
     policy = AttentionPolicy() if policy is None else policy
@@ -55,14 +57,14 @@ def fp8_transformer(
     kind = next((kind for kind in BLOCKS if isinstance(inner, kind)), None)
     if kind is None:
         names = " or ".join(kind.__name__ for kind in BLOCKS)
-        raise ValueError(
+        raise UsageError(
             f"the transformer must be a {names}; for a {type(inner).__name__}, say which modules its layers are: "
             "fp8attn.fp8_attention(policy, transformer, layers=transformer.blocks)"
         )
     if getattr(inner._parallel_config, "context_parallel_config", None) is not None:
-        raise ValueError("FP8 attention does not run context-parallel: leave out enable_parallelism, or use data or tensor parallelism")
+        raise UsageError("FP8 attention does not run context-parallel: leave out enable_parallelism, or use data or tensor parallelism")
     if (backend := _foreign_backend(inner)) is not None:
-        raise ValueError(
+        raise UsageError(
             f"the attention backend {backend.value!r} does not call scaled_dot_product_attention: "
             "call transformer.set_attention_backend('native') first"
         )
@@ -73,8 +75,8 @@ def fp8_transformer(
         yield report
 
 
-def on_step_end(*reports: Report) -> Callable:
-    """A pipeline's `callback_on_step_end`: each report is told which step begins next; after the last it is 0, of the next video."""
+def on_step_end(*reports: AttentionReport) -> Callable:
+    """A pipeline's `callback_on_step_end`: it sets each report's next step; after the last step that is 0, for the next video."""
 
     def callback(pipeline, step: int, timestep, callback_kwargs: dict) -> dict:
         for report in reports:

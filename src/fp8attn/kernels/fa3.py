@@ -4,7 +4,7 @@
 
 There are several builds of this kernel (arXiv:2407.08608). Each registers its own torch op with its own schema. The op is found by its
 namespace and called by the names in its schema; nothing is registered or activated here. A build's version does not tell how it sums:
-`accumulation.py` measures that.
+`diagnostics/accumulation.py` measures that.
 """
 
 from __future__ import annotations

@@ -1,15 +1,21 @@
-"""The attention and mask functions that transformers knows as `fp8_kv`.
+"""The attention and mask functions that are registered in transformers as `fp8_kv`.
 
-Masks. A model makes one mask for all its layers of a kind, before it knows which of them are in FP8, so the mask must serve both.
-Where the mask is causal with left padding at most, it is None (nothing to say), or *compact*: int32 `[1, 1, n, B]` holding for every
-row `end`, the number of tokens up to the last query, and if n is 2 before it `start`, the first token that is not padding. FP8 layers
-take `start` as their `leftpad_k`; 16-bit layers unfold blocks of it. Being four-dimensional and an integer it passes through transformers
-as it is, and is never mistaken for a mask of scores. Any other mask is what `sdpa` would get, and FP8 layers refuse it.
+A model makes one mask for all its layers of a type. Some of them are in FP8 and some in 16 bits, so the mask must serve both. A mask that
+is causal, with padding on the left at most, is one of two:
+
+- None: causal without padding.
+- compact: int32 `[1, 1, n, B]`. For each sequence its last row is `end`, the number of tokens up to the last query. If n is 2, the first
+  row is `start`, the first token that is not padding.
+
+FP8 layers take `start` as `leftpad_k`; 16-bit layers expand blocks of the mask. transformers passes a four-dimensional integer mask through
+unchanged. Any other mask is what `sdpa` would get, and FP8 layers refuse it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -19,13 +25,22 @@ from ... import ops
 from ...sdpa import autocast
 from .tensors import PagedKV, pages_of
 
-QUERY_BLOCK = 1024  # queries whose mask or scores are unfolded at a time
+QUERY_BLOCK = 1024  # queries whose mask or scores are expanded at a time
 
-# What transformers' models pass down that no attention function needs.
-_NEUTRAL = frozenset({
+# Keywords of transformers' models that do not change what attention computes.
+NEUTRAL = frozenset({
     "cache_position", "deterministic", "labels", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_embeddings", "position_ids", "return_dict", "token_type_ids", "use_cache",
 })  # fmt: skip
+# Keywords that change what attention computes or returns, and words in the names of such keywords.
+CHANGES_ATTENTION = frozenset({
+    "block_indices", "block_table", "cache", "indices", "output_attentions", "position_bias", "s_aux", "seq_idx", "sliding_window",
+})  # fmt: skip
+CHANGING_WORDS = (
+    "alibi", "bias", "cap", "chunk", "cu_seq", "dropout", "mask", "max_length", "max_seq", "prefix", "scale", "scaling", "score", "sink",
+    "slope", "sparse", "temperature", "window",
+)  # fmt: skip
+_warned: set[str] = set()  # unknown keywords
 
 
 def fp8_kv_mask(
@@ -40,11 +55,11 @@ def fp8_kv_mask(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> torch.Tensor | None:
-    """The mask of one kind of layers: None, compact, or what `sdpa` gets (see the module).
+    """The mask of one type of layers: None, compact, or what `sdpa` gets (see the module).
 
     Args:
-        batch_size, q_length, kv_length, q_offset, kv_offset: which part of the scores is asked for. A tensor `q_offset` (static caches)
-            is read back only to check an `attention_mask`, and not in compiled code.
+        batch_size, q_length, kv_length, q_offset, kv_offset: the part of the scores that the mask is for. A tensor `q_offset` (static
+            caches) is read back only to check an `attention_mask`, and not in compiled code.
         mask_function: which query sees which key.
         attention_mask: bool `[B, tokens]`, False where a token is padding.
         local_size: the window of sliding and chunked layers.
@@ -77,7 +92,7 @@ def fp8_kv_mask(
 
 
 def _is_causal(sdpa_arguments: dict) -> bool:
-    """Whether an unknown mask function turns out to be the causal one: text alone in a model of images, say."""
+    """Whether an unknown mask function has the values of the causal one, as in an image model that gets text only."""
     if torch.compiler.is_compiling() or sdpa_arguments["mask_function"] is bidirectional_mask_function:
         return False
     length = sdpa_arguments["q_length"]
@@ -107,24 +122,24 @@ def fp8_kv_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a transformers layer: over FP8 pages where `key` carries them, and as `sdpa` does elsewhere.
+    """Attention of a transformers layer: over FP8 pages if `key` carries them, else as `sdpa` computes it.
 
     Args:
         query: `[B, num_q_heads, S, head_dim]`.
         key, value: `[B, num_kv_heads, length, head_dim]`, `PagedKV` or plain.
         attention_mask: from `fp8_kv_mask`, or a caller's own four-dimensional one (16-bit layers only).
-        dropout: FP8 layers and layers with sinks or a softcap take none.
-        scaling, is_causal, softcap: as elsewhere in transformers; 16-bit layers honour the softcap too, which `sdpa` does not.
-        s_aux: `[num_q_heads]` attention sinks, likewise.
+        dropout: must be 0 in FP8 layers, and in layers with sinks or a softcap.
+        scaling, is_causal, softcap: as in transformers' attention functions. Unlike `sdpa`, 16-bit layers support a softcap, too.
+        s_aux: `[num_q_heads]` attention sinks; 16-bit layers support them, too.
     Returns:
         `[B, S, num_q_heads, head_dim]` and None (attention weights are never formed).
     Raises:
-        ValueError: something that would change the result and cannot be honoured, with what to do instead.
+        ValueError: an argument would change the result and is not supported; the message says what to do instead.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(key, PagedKV) and isinstance(value, PagedKV) and (key.which, value.which) == ("k", "v"):
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
-    # A model that changes K or V after the cache (DiffLlama) has dequantized what it changed; the other one follows.
+    # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized here.
     key, value = (x.dequantize() if isinstance(x, PagedKV) else x for x in (key, value))
     compact = attention_mask is not None and attention_mask.dtype == torch.int32
     exact = softcap is not None or s_aux is not None
@@ -146,24 +161,30 @@ def fp8_kv_attention(
     return torch.cat(outs, 1), None
 
 
-def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, sinks, keywords) -> torch.Tensor:
+def _attend_pages(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: PagedKV,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    keywords: Mapping[str, Any],
+) -> torch.Tensor:
     if dropout:
-        raise ValueError(f"{_in_fp8(module)}, which is for inference, and dropout is {dropout}; call model.eval()")
-    unknown = [name for name, value in keywords.items() if name not in _NEUTRAL and value is not None and value is not False]
-    if unknown:
-        raise ValueError(
-            f"{_in_fp8(module)} and is called with {', '.join(sorted(unknown))}, which fp8_kv cannot honour. Keep such layers in 16 bits "
-            "(FP8Cache(config, skip_layers=[...])), or read the same cache dequantized: model.set_attn_implementation('sdpa' or 'eager')"
-        )
+        raise ValueError(f"{_in_fp8(module)}, which supports no dropout, and dropout is {dropout}; call model.eval()")
+    _check_keywords(module, keywords)
     start = None
     if mask is not None:
         if mask.dtype != torch.int32:
             raise ValueError(
-                f"{_in_fp8(module)}, which sees causally and past padding on the left, and this call asks for another mask "
-                f"{tuple(mask.shape)}: a four-dimensional one; a two-dimensional one with holes (padding on the right that more tokens "
-                "follow is one) or shorter than the cache and the new tokens together; or one that the model makes for packed sequences, "
-                "image blocks or prefixes. Pad on the left (tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or "
-                "read the same cache dequantized, with any mask: model.set_attn_implementation('sdpa')"
+                f"{_in_fp8(module)}, which supports causal masks with padding on the left; this call has another mask {tuple(mask.shape)}. "
+                "It may be four-dimensional; two-dimensional with holes (tokens after padding on the right make one), or shorter than the "
+                "cache and the new tokens together; or made by the model for packed sequences, image blocks or prefixes. Pad on the left "
+                "(tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or read the same cache dequantized, with any "
+                "mask: model.set_attn_implementation('sdpa')"
             )
         causal, start = True, mask[0, 0, 0] if mask.shape[2] == 2 else None
     (query,) = autocast(query)
@@ -175,17 +196,43 @@ def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, s
     return out.view(batch, length, heads, head_dim)
 
 
-def _in_fp8(module) -> str:
+def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Refuse keywords that change attention; warn once about an unknown one. None and False mean that a keyword is not in use.
+
+    A newer transformers may pass a new keyword to every model, and most of those do not concern attention. So an unknown keyword is refused
+    only if its name has a word that says that it does.
+    """
+    given = [name for name, value in keywords.items() if name not in NEUTRAL and value is not None and value is not False]
+    if not given:
+        return
+    refused = sorted(name for name in given if name in CHANGES_ATTENTION or any(word in name for word in CHANGING_WORDS))
+    if refused:
+        raise ValueError(
+            f"{_in_fp8(module)} and is called with {', '.join(refused)}, which fp8_kv does not support. Keep such layers in 16 bits "
+            "(FP8Cache(config, skip_layers=[...])), or read the same cache dequantized: model.set_attn_implementation('sdpa' or 'eager')"
+        )
+    if not torch.compiler.is_compiling() and (new := sorted(set(given) - _warned)):
+        _warned.update(new)
+        warnings.warn(
+            f"{_in_fp8(module)} and is called with {', '.join(new)}, which fp8attn does not know. It is ignored. If it changes "
+            "what attention computes, read the same cache dequantized: model.set_attn_implementation('sdpa' or 'eager')",
+            stacklevel=2,
+        )
+
+
+def _in_fp8(module: torch.nn.Module) -> str:
     return f"layer {getattr(module, 'layer_idx', '?')} of {type(module).__name__} is in FP8"
 
 
-def _mask_block(mask, causal: bool, q_length: int, kv_length: int, begin: int, stop: int, device) -> torch.Tensor | None:
-    """Queries `begin` to `stop` of a mask, unfolded to `[B or 1, 1, stop - begin, kv_length]`; None where they see everything."""
+def _mask_block(
+    mask: torch.Tensor | None, causal: bool, q_length: int, kv_length: int, begin: int, stop: int, device: torch.device
+) -> torch.Tensor | None:
+    """Queries `begin` to `stop` of a mask, expanded to `[B or 1, 1, stop - begin, kv_length]`; None if they see every key."""
     if mask is not None and mask.dtype != torch.int32:
         return mask[:, :, begin:stop] if mask.shape[2] > 1 else mask
     queries, keys = torch.arange(begin, stop, device=device), torch.arange(kv_length, device=device)
     if mask is None:
-        # Keys behind the queries' own are room that a static cache has not filled yet.
+        # Keys after the queries' own are memory that a static cache has not filled yet.
         return (keys <= queries[:, None])[None, None] if causal and q_length > 1 else None
     queries = queries + mask[0, 0, -1][:, None] - q_length
     seen = keys <= queries[..., None]
@@ -194,8 +241,19 @@ def _mask_block(mask, causal: bool, q_length: int, kv_length: int, begin: int, s
     return seen[:, None]
 
 
-def _attend_exactly(query, key, value, mask, scaling, softcap, sinks) -> torch.Tensor:
-    """What `sdpa` cannot: a softcap, and sinks as one more column of the softmax with no value. FP32 softmax; `[B, S, heads, D]`."""
+def _attend_exactly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with a softcap, and with sinks as one more column of the softmax that has no value. The softmax is in FP32.
+
+    Returns `[B, S, heads, head_dim]`.
+    """
     group = query.shape[1] // key.shape[1]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query.unflatten(1, (-1, group)).flatten(2, 3) @ key.transpose(2, 3)

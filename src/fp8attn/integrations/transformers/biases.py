@@ -1,9 +1,12 @@
-"""Static means that a model's weights give without data: what the biases of its projections add to every K and V.
+"""Static means from a model's weights, without data: what the biases of its projections add to every K and V.
 
-V's mean is its bias. K's bias is turned by RoPE, `R(t) b` at position t, and the best constant to subtract is its mean over positions:
-nearly all of it where a pair of channels turns slowly, nothing where it turns fast. Means are used where they are several deviations.
-There are no data to take deviations from, so the weights give them: `sqrt(sum_i (W[c, i] g[i])^2)` for channel c of a projection W behind
-an RMSNorm or LayerNorm of weight g, whose output has a root mean square of g. For K it is the root mean square of the pair that RoPE turns.
+V's mean is its bias. RoPE rotates K's bias, to `R(t) b` at position t; the best constant to subtract is its mean over positions. That mean
+is nearly all of the bias in pairs of channels that rotate slowly, and nothing in pairs that rotate fast. A mean is used if it is several
+deviations. There are no data to take deviations from, so they are computed from the weights: `sqrt(sum_i (W[c, i] g[i])^2)` for channel c
+of a projection W after an RMSNorm or LayerNorm of weight g, whose output has a root mean square of g. K's deviation is the root mean square
+of the pair of channels that RoPE rotates together.
+
+Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused (`qkv_proj`: queries, keys, values). Other forms are skipped.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import torch
 from torch import nn
 
 from ...scales import SEVERAL
+from .config import decoder_config, heads_of
 
-POSITIONS = 4096  # of the context, at which RoPE is looked at
-MAX_SPREAD = 4.0  # of the variance of a score's error: twice the error
+POSITIONS = 4096  # positions of the context that RoPE is computed at
+MAX_SPREAD = 4.0  # how much larger the variance of a score's error may become: twice the error
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +31,9 @@ class LayerBiases:
     """What the biases of a layer do to its K and V.
 
     Attributes:
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, to be subtracted; None: nothing is worth it.
-        k_offset: root mean square over positions of what is left of K's bias after that, in deviations, of the pair where it is largest.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, to be subtracted; None: nothing is several deviations.
+        k_offset: what remains of K's bias after subtracting `k_mean`: the root mean square over positions, in deviations, of the pair where
+            it is largest.
     """
 
     k_mean: torch.Tensor | None = None
@@ -43,13 +48,13 @@ class LayerBiases:
 
 @torch.no_grad()
 def layer_biases(model: nn.Module, context: int | None = None) -> dict[int, LayerBiases]:
-    """By layer index, what biases do; layers without biases, or whose projections or RoPE are of an unknown form, are absent.
+    """The effect of biases, by layer index. Layers without biases, or with projections or RoPE of an unknown form, are absent.
 
     Args:
         model: a transformers model.
-        context: tokens over whose positions K's bias is averaged. None: the config's max_position_embeddings.
+        context: positions, from 0, over which K's bias is averaged. None: the config's max_position_embeddings.
     """
-    context = context or getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or POSITIONS
+    context = context or getattr(decoder_config(model.config), "max_position_embeddings", None) or POSITIONS
     rotary = next((m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))), None)
     found = {}
     for index, attention, norm in _attentions(model):
@@ -63,35 +68,84 @@ def layer_biases(model: nn.Module, context: int | None = None) -> dict[int, Laye
 
 @torch.no_grad()
 def spread_layers(model: nn.Module) -> set[int]:
-    """The layers, by index, whose E4M3 keys rotation would make worse: large channels of K meet small channels of Q.
+    """The indices of layers whose E4M3 keys the rotation would make worse, because large channels of K meet small channels of Q.
 
-    E4M3's error is relative. Let q_c^2 and k_c^2 be the mean squares of channel c, as the weights give them. A score's error has a variance
-    proportional to `sum_c q_c^2 k_c^2`, and of rotated keys to `sum_c q_c^2 * sum_c k_c^2 / head_dim`. A layer is named where a head's
-    second number is more than `MAX_SPREAD` times the first. Layers whose projections are of an unknown form are not named.
+    E4M3's error is relative. Let q_c^2 and k_c^2 be the mean squares of channel c, computed from the weights. The variance of a score's
+    error is proportional to `sum_c q_c^2 k_c^2`, and with rotated keys to `sum_c q_c^2 * sum_c k_c^2 / head_dim`. A layer is included if
+    for one of its heads the second is more than `MAX_SPREAD` times the first. Layers with projections of an unknown form are not included.
     """
     found = set()
     for index, attention, norm in _attentions(model):
         q, k = (_mean_squares(attention, which, norm) for which in "qk")
         if q is not None and k is not None and len(q) % len(k) == 0:
-            q = q.unflatten(0, (len(k), -1)).mean(1)  # of the query heads of a KV head
+            q = q.unflatten(0, (len(k), -1)).mean(1)  # over the query heads of a KV head
             if (q.mean(1) * k.sum(1) > MAX_SPREAD * (q * k).sum(1)).any():
                 found.add(index)
     return found
 
 
-def _mean_squares(attention: nn.Module, which: str, norm: nn.Module | None) -> torch.Tensor | None:
-    """Of Q's or K's channels, `[heads, head_dim]` float32, but for a factor; None: there are no weights to see."""
-    projection, head_dim = getattr(attention, f"{which}_proj", None), getattr(attention, "head_dim", None)
-    if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point() or head_dim is None:
+def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module, nn.Module | None]]:
+    """The decoder's attention modules, each with its layer's index and the norm before it, if that is known."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "layer_idx", None), int) and (hasattr(module, "k_proj") or hasattr(module, "qkv_proj")):
+            yield module.layer_idx, module, getattr(model.get_submodule(name.rpartition(".")[0]), "input_layernorm", None)
+
+
+def _projection(attention: nn.Module, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The projection of Q, K or V as a function of the norm's output before its weight and bias.
+
+    Args:
+        which: `"q"`, `"k"` or `"v"`.
+        norm: the norm before the projection; None: not known.
+    Returns:
+        The weight `[heads * head_dim, hidden]` and what is added `[heads * head_dim]`, float32, the latter None without any bias. None: the
+        form is unknown, or the weights cannot be read (quantized, adapted).
+    """
+    fused = not hasattr(attention, "k_proj")
+    linear = getattr(attention, "qkv_proj" if fused else f"{which}_proj", None)
+    if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point() or getattr(attention, "head_dim", None) is None:
         return None
-    last = getattr(attention, f"{which}_norm", None)
-    if last is not None:  # a norm behind the projection: its weight says how large channels are
-        gain = getattr(last, "weight", None)
-        return None if gain is None or gain.shape != (head_dim,) else _gain(last).square().expand(len(projection.weight) // head_dim, -1)
-    weight = projection.weight.float()
+    weight, added = linear.weight, linear.bias
+    if fused:
+        kv = heads_of(attention.config)[1] * attention.head_dim
+        queries = len(weight) - 2 * kv
+        rows = {"q": slice(queries), "k": slice(queries, queries + kv), "v": slice(queries + kv, None)}[which]
+        weight, added = weight[rows], None if added is None else added[rows]
+    weight, added = weight.float(), None if added is None else added.float()
     gain = None if norm is None else getattr(norm, "weight", None)
-    weight = weight * _gain(norm) if gain is not None and gain.shape == weight.shape[1:] else weight
+    if gain is not None and gain.shape == weight.shape[1:]:
+        shift = getattr(norm, "bias", None)
+        if shift is not None:
+            added = weight @ shift.float() + (0.0 if added is None else added)
+        weight = weight * _gain(norm)
+    return weight, added
+
+
+def _norm_after(attention: nn.Module, which: str) -> nn.Module | None:
+    """The norm between the projection of Q, K or V and RoPE, if there is one."""
+    return getattr(attention, f"{which}_norm", None) or getattr(attention, f"{which}_layernorm", None)
+
+
+def _mean_squares(attention: nn.Module, which: str, norm: nn.Module | None) -> torch.Tensor | None:
+    """The mean squares of the channels of Q or K up to a common factor, `[heads, head_dim]` float32; None: they cannot be read."""
+    projection = _projection(attention, which, norm)
+    if projection is None:
+        return None
+    weight, head_dim = projection[0], attention.head_dim
+    last = _norm_after(attention, which)
+    if last is not None:  # its weight determines how large channels are
+        gain = getattr(last, "weight", None)
+        return None if gain is None or gain.shape != (head_dim,) else _gain(last).square().expand(len(weight) // head_dim, -1)
     return weight.square().sum(1).unflatten(0, (-1, head_dim))
+
+
+def _offset(attention: nn.Module, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What is added to every K or V, and the deviation, `[num_kv_heads, head_dim]` float32 each; None: nothing, or it cannot be read."""
+    projection = _projection(attention, which, norm)
+    if projection is None or projection[1] is None or _norm_after(attention, which) is not None:  # a norm would change what a bias adds
+        return None
+    weight, added = projection
+    return added.unflatten(0, (-1, attention.head_dim)), weight.norm(dim=1).unflatten(0, (-1, attention.head_dim))
 
 
 def _gain(norm: nn.Module) -> torch.Tensor:
@@ -99,44 +153,8 @@ def _gain(norm: nn.Module) -> torch.Tensor:
     return norm.weight.float() + ("Gemma" in type(norm).__name__)  # Gemma's norms multiply by 1 + weight
 
 
-def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module, nn.Module | None]]:
-    """The decoder's attention modules with their layer's number and the norm in front of them, where it is known."""
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and (hasattr(module, "k_proj") or hasattr(module, "qkv_proj")):
-            yield module.layer_idx, module, getattr(model.get_submodule(name.rpartition(".")[0]), "input_layernorm", None)
-
-
-def _offset(attention: nn.Module, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What is added to every K or V, and the deviation, each `[num_kv_heads, head_dim]` float32; None: there is none to see."""
-    fused = not hasattr(attention, "k_proj")
-    projection = getattr(attention, "qkv_proj" if fused else f"{which}_proj", None)
-    head_dim = getattr(attention, "head_dim", None)
-    if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point() or head_dim is None:
-        return None  # a quantized or adapted projection, whose weights are not there to see
-    if hasattr(attention, f"{which}_norm") or hasattr(attention, f"{which}_layernorm"):
-        return None  # a norm behind the projection changes what the bias adds
-    weight, bias = projection.weight.float(), projection.bias
-    gain = None if norm is None else getattr(norm, "weight", None)
-    if gain is not None and gain.shape == weight.shape[1:]:
-        gain = _gain(norm)
-        shift = getattr(norm, "bias", None)
-        added = 0.0 if shift is None else weight @ shift.float()
-        weight = weight * gain
-    else:
-        added = 0.0
-    offset = added if bias is None else bias.float() + added
-    if not isinstance(offset, torch.Tensor):
-        return None
-    deviation = weight.norm(dim=1)
-    if fused:  # queries, keys, values
-        heads = attention.config.num_key_value_heads * head_dim
-        rows = slice(len(offset) - 2 * heads, len(offset) - heads) if which == "k" else slice(len(offset) - heads, None)
-        offset, deviation = offset[rows], deviation[rows]
-    return offset.unflatten(0, (-1, head_dim)), deviation.unflatten(0, (-1, head_dim))
-
-
 def _several(mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor | None:
-    """The mean where it is several deviations, zero elsewhere; None: nowhere."""
+    """The mean in channels where it is several deviations, else zero; None if it is zero in all."""
     mean = torch.where(mean.abs() >= SEVERAL * deviation, mean, 0.0)
     return mean if mean.any() else None
 
@@ -144,13 +162,13 @@ def _several(mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor | None
 def _rotated(
     offset: torch.Tensor, deviation: torch.Tensor, attention: nn.Module, rotary: nn.Module | None, context: int
 ) -> tuple[torch.Tensor | None, float]:
-    """K's mean behind RoPE, and what is left of the offset then, in deviations."""
+    """K's mean after RoPE, and the offset that remains without it, in deviations."""
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if (rotary is None and apply is None) or not getattr(attention, "use_rope", True):  # learned positions, or none
         return _several(offset, deviation), 0.0
     if rotary is None or apply is None or list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None, 0.0
-    # Random positions: at regular ones a pair that turns once from one to the next would seem to stand still.
+    # Random positions: at regular ones, a pair that makes a full rotation from one to the next would seem not to rotate.
     generator = torch.Generator().manual_seed(0)
     count = min(context, POSITIONS)
     positions = torch.randperm(context, generator=generator)[:count].sort().values.to(offset.device)
@@ -159,7 +177,7 @@ def _rotated(
     cos, sin = cos.float(), sin.float()
     x = offset[None, :, None].expand(1, -1, count, -1)  # [1, num_kv_heads, positions, head_dim]
     x = apply(x, x, cos, sin)[1][0]
-    # Which channels RoPE mixes with one another: those that it makes of each channel alone at one position.
+    # Which channels RoPE mixes: those that are not zero after it is applied to one channel at one position.
     each = torch.eye(offset.shape[1], device=offset.device)[None, :, None]
     mixed = (apply(each, each, cos[:, -1:], sin[:, -1:])[1][0, :, 0] != 0).float()
 
@@ -167,7 +185,7 @@ def _rotated(
         return (x.square() @ mixed).sqrt()
 
     mean = x.mean(1)
-    # A mean from which some position is farther than from zero would make the scale of that position's page larger.
+    # If some position is farther from the mean than from zero, the mean would make the scale of that position's page larger.
     harmless = length(x - mean[:, None]).amax(1) <= length(x).amax(1)
     deviation = length(deviation) / mixed.sum(0).sqrt()
     mean = torch.where(harmless & (length(mean) >= SEVERAL * deviation), mean, 0.0)

@@ -8,25 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
-from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    STATIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    get_layer_types_and_kwargs,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
 from ... import ops
 from ...cache import PagedKVCache
+from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type
 from ...scales import KVScales, LayerScales
 from ...sdpa import autocast
 from .biases import layer_biases, spread_layers
+from .config import FULL, UNQUANTIZED_LAYER_TYPES, check_attention_interface, decoder_config, layers_of
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantize
-
-# Kinds that stay transformers' own: windows, which do not grow, in 16 bits, and layers that read an earlier layer's K and V.
-THEIRS = ("sliding_attention", "chunked_attention", "dummy")
 
 
 class FP8Layer(CacheLayerMixin):
@@ -88,7 +81,7 @@ class FP8Layer(CacheLayerMixin):
             )
         head_dims = key_states.shape[-1], value_states.shape[-1]
         if head_dims[0] != head_dims[1] or head_dims[0] not in HEAD_DIMS:
-            raise ValueError(
+            raise UsageError(
                 f"layer {self.index} has a K of head_dim {head_dims[0]} and a V of {head_dims[1]}; FP8 pages hold one head_dim for both, "
                 f"of {HEAD_DIMS}. Keep such layers in 16 bits (FP8Cache(config, skip_layers=[{self.index}, ...])), or use transformers' "
                 "own cache"
@@ -306,7 +299,7 @@ class FP8Cache(Cache):
         backend: `"auto"`, `"triton"` or `"reference"`, for writing and for attention.
     Raises:
         TypeError: no config of a model.
-        ValueError: a model that it cannot serve, by name, with what to do instead; a `max_cache_len` that is no number of tokens; scales
+        UsageError: a model that it cannot serve, by name, with what to do instead; a `max_cache_len` that is no number of tokens; scales
             of another model, key_dtype or rotate_keys.
     """
 
@@ -324,19 +317,18 @@ class FP8Cache(Cache):
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"FP8Cache takes a model's config, as in FP8Cache(model.config); got {type(config).__name__}")
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
-            raise ValueError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
+            raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
         key_type(key_dtype)  # raises ValueError
-        config = _supported(config)
-        kinds, options = get_layer_types_and_kwargs(config)
-        if isinstance(options, dict):  # transformers < 5.20: one set of options for all layers
-            options = [options] * len(kinds)
+        specs, config = layers_of(config), decoder_config(config)
+        if config._attn_implementation == ATTN_IMPLEMENTATION:
+            check_attention_interface(config)
         skipped = _skipped(skip_layers, config.num_hidden_layers)
         if scales is not None:
-            heads = config.num_attention_heads
+            full = next(spec for spec in specs if spec.kind == FULL)
             scales.check(
                 num_layers=config.num_hidden_layers,
-                num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-                head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+                num_kv_heads=full.num_kv_heads,
+                head_dim=full.head_dim,
                 model_id=config.name_or_path,
                 key_dtype=key_dtype,
                 rotate_keys=rotate_keys,
@@ -344,13 +336,13 @@ class FP8Cache(Cache):
         plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
         length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
         layers = []
-        for index, (kind, option) in enumerate(zip(kinds, options, strict=True)):
-            if kind not in ("full_attention", *THEIRS):
-                raise ValueError(
-                    f"layer {index} of {config.model_type!r} is of kind {kind!r}; FP8Cache holds full, sliding and chunked attention. "
+        for index, spec in enumerate(specs):
+            if spec.kind not in (FULL, *UNQUANTIZED_LAYER_TYPES):
+                raise UsageError(
+                    f"layer {index} of {config.model_type!r} is of type {spec.kind!r}; FP8Cache holds full, sliding and chunked attention. "
                     "Use transformers' own cache for this model (DynamicCache(config=model.config))"
                 )
-            if kind == "full_attention" and not skipped(index):
+            if spec.kind == FULL and not skipped(index):
                 layers.append(
                     FP8Layer(
                         index,
@@ -364,14 +356,12 @@ class FP8Cache(Cache):
                     )
                 )
             else:
-                layers.append(plain[kind](**{**option, **length}))
+                layers.append(plain[spec.kind](**{**spec.options, **length}))
         if not any(isinstance(layer, FP8Layer) for layer in layers):
-            why = (
-                "skip_layers keeps every full-attention layer in 16 bits"
-                if "full_attention" in kinds
-                else (f"every layer of {config.model_type!r} is of a kind whose cache does not grow ({', '.join(sorted(set(kinds)))})")
+            raise UsageError(
+                "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits. Use transformers' own cache "
+                "(DynamicCache(config=model.config))"
             )
-            raise ValueError(f"no layer would be in FP8: {why}. Use transformers' own cache (DynamicCache(config=model.config))")
         super().__init__(layers=layers)
 
     @classmethod
@@ -400,7 +390,7 @@ class FP8Cache(Cache):
             raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
         options = {"skip_layers": skip_layers, "key_dtype": key_dtype, "rotate_keys": rotate_keys, "backend": backend}
         cache = cls(model.config, max_cache_len=max_cache_len, **options)
-        _check_calls_the_interface(model.config.get_text_config(decoder=True))
+        check_attention_interface(decoder_config(model.config))
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
         biases, spread = layer_biases(model, max_cache_len), spread_layers(model) if key_dtype == "e4m3" else ()
         for index in cache.fp8_layers:
@@ -448,43 +438,11 @@ class FP8Cache(Cache):
         self._all_layers("batch_select_indices", indices)
 
 
-def _supported(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The decoder's config; raises ValueError for models that are refused whatever their layers are."""
-    if config.is_encoder_decoder:
-        raise ValueError(
-            f"{config.model_type!r} is an encoder-decoder, whose cross-attention cache FP8Cache does not hold; "
-            "use transformers' own cache (EncoderDecoderCache)"
-        )
-    config = config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise ValueError(
-            f"{config.model_type!r} uses multi-head latent attention (kv_lora_rank={config.kv_lora_rank}), which expands its K and V "
-            "after the cache; FP8Cache does not hold latents. Use transformers' own cache (DynamicCache(config=model.config))"
-        )
-    if cross := getattr(config, "cross_attention_layers", None):
-        raise ValueError(
-            f"{config.model_type!r} caches the image that its cross-attention layers ({', '.join(map(str, cross))}) read, which FP8Cache "
-            "does not hold. Use transformers' own cache (DynamicCache(config=model.config))"
-        )
-    if config._attn_implementation == ATTN_IMPLEMENTATION:
-        _check_calls_the_interface(config)
-    return config
-
-
-def _check_calls_the_interface(config: PreTrainedConfig) -> None:
-    """Raises ValueError for a model that cannot have the attention implementation `fp8_kv`."""
-    if not getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)():
-        raise ValueError(
-            f"{config.model_type!r} computes its attention itself and never calls {ATTN_IMPLEMENTATION!r}, whose masks it would misread; "
-            "load it with attn_implementation='eager', under which FP8Cache(model.config) gives K and V dequantized"
-        )
-
-
 def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:
     if callable(skip_layers):
         return skip_layers
     numbers = list(skip_layers)
     wrong = [n for n in numbers if not -num_layers <= n < num_layers]
     if wrong:
-        raise ValueError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")
+        raise UsageError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")
     return {n % num_layers for n in numbers}.__contains__

@@ -1,50 +1,25 @@
-"""What the evaluations found: tables for the terminal, and JSON."""
+"""The results of evaluations as tables in the terminal."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import platform
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
-from pathlib import Path
-from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from .. import __version__
+from ..evaluation.drift import Segment
+from ..evaluation.names import title
+from ..evaluation.outcomes import Outcome, cells
+from ..evaluation.paired import compare, wilson
+from ..evaluation.perplexity import Perplexity
 from ..layout import FP8, key_type
 from ..numerics import E4M3, INT8_MAX
 from ..scales import KVScales
-from .drift import Segment
-from .needle import Outcome, cells
-from .paired import compare, wilson
-from .perplexity import Perplexity
-
-# What an evaluation's numbers depend on, besides the model: a change here makes them stale.
-SOURCES = (
-    *("numerics.py", "rotation.py", "layout.py", "cache.py", "ops.py", "reference.py"),
-    *("integrations/transformers/attention.py", "integrations/transformers/cache.py", "integrations/transformers/tensors.py"),
-    *("evaluation/caches.py", "evaluation/perplexity.py", "evaluation/needle.py", "evaluation/recall.py"),
-)
-TITLES = {
-    "bf16": "BF16", "fp8": "FP8", "fp8-int8-keys": "INT8 keys", "fp8-e4m3-keys": "E4M3 keys", "fp8-e4m3-plain": "E4M3 plain",
-    "fp8-static": "FP8 static", "scale-1": "plain cast", "transformers-fp8": "HF FP8",
-}  # fmt: skip
-
-
-def title(cache: str) -> str:
-    """A cache's name for people."""
-    return TITLES.get(cache, cache)
 
 
 def perplexity_table(rows: Sequence[Perplexity]) -> Table:
-    """One row a cache; differences are against the first, give or take their standard error."""
+    """One row for each cache. Differences are from the first, with their standard error."""
     how = {"chunks": "prefill in chunks", "decode": "token by token"}[rows[0].mode]
     table = _table(f"Perplexity through the cache: {how}, context {rows[0].context}, {rows[0].tokens} tokens")
     for column in ("cache", "ppl", "change", "bits/\nbyte", "KL,\nnats", "same\ntop-1", "bytes/\ntoken"):
@@ -63,7 +38,7 @@ def perplexity_table(rows: Sequence[Perplexity]) -> Table:
 
 
 def sensitivity_table(scales: KVScales) -> Table:
-    """A row a layer: SQNR of K and V in dB, and the largest magnitude (as it is stored) that the scale of any of its heads holds."""
+    """One row for each layer: SQNR of K and V in dB, and the largest stored magnitude that the scale of any head can represent."""
     keys = f"keys in {scales.key_dtype.upper()}{', rotated' if scales.rotate_keys else ''}"
     table = _table(f"What 8 bits keep of K and V: {keys}, {scales.method}, {scales.tokens} tokens")
     for column in ("layer", "K SQNR (dB)", "V SQNR (dB)", "K up to", "V up to"):
@@ -76,7 +51,7 @@ def sensitivity_table(scales: KVScales) -> Table:
 
 
 def needle_table(outcomes: Sequence[Outcome]) -> Table:
-    """A row for each length and cache, a column for each depth: the mean score."""
+    """Mean scores: one row for each length and cache, one column for each depth."""
     found = cells(outcomes)
     table = _table("Needle in a haystack: share of right answers, by depth")
     depths = sorted({cell.depth for cell in found})
@@ -97,8 +72,11 @@ ACCURACY_COLUMNS = ("length", "cache", "right", "95% interval", "difference, poi
 
 
 def accuracy_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """`ACCURACY_COLUMNS` for each length and cache of one task: samples all right (Wilson's interval), and beside the first cache the
-    difference (Newcombe's interval), the samples that it alone had wrong and right, and p of McNemar's exact test."""
+    """The cells of `ACCURACY_COLUMNS` for each length and cache of one task.
+
+    They are: right samples with Wilson's interval; the difference from the first cache with Newcombe's interval; the samples that only the
+    first cache, and only this one, had right; and p of McNemar's exact test.
+    """
     caches = list(dict.fromkeys(outcome.cache for outcome in outcomes))
     rows = []
     for length in dict.fromkeys(outcome.length for outcome in outcomes):
@@ -117,7 +95,7 @@ def accuracy_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
 
 def accuracy_tables(outcomes: Sequence[Outcome]) -> list[Table]:
-    """`accuracy_rows` for the terminal, a table a task."""
+    """`accuracy_rows` as tables, one for each task."""
     tables = []
     for task in dict.fromkeys(outcome.task for outcome in outcomes):
         table = _table(f"{task}: right answers, paired by sample")
@@ -129,14 +107,8 @@ def accuracy_tables(outcomes: Sequence[Outcome]) -> list[Table]:
     return tables
 
 
-def discordant(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
-    """The samples that the first cache and another did not both have right or wrong: (the first's outcome, the other's)."""
-    first, *others = dict.fromkeys(outcome.cache for outcome in outcomes)
-    return [pair for other in others for pair in compare(outcomes, first, other).discordant]
-
-
 def drift_table(rows: Sequence[Segment], most: int = 24) -> Table:
-    """A row a segment; where there are more than `most`, evenly chosen ones, the first and the last among them."""
+    """One row for each segment. Of more than `most` segments, an even selection with the first and the last."""
     table = _table(f"Decoding after a prompt of {rows[0].start} tokens")
     for column in ("tokens", "before, the cache was", "loss", "change", "KL,\nnats", "same\ntop-1", "scales\ngrown"):
         table.add_column(column, justify="left" if column.startswith("before") else "right")
@@ -146,38 +118,6 @@ def drift_table(rows: Sequence[Segment], most: int = 24) -> Table:
         span = f"{row.start} to {row.stop}"
         table.add_row(span, row.operation, f"{row.nll:.4f}", change, f"{row.kl:.1e}", f"{row.top1_agreement:.1%}", str(row.growths))
     return table
-
-
-def meta(model: Any = None) -> dict[str, Any]:
-    """Where and how a result was measured: device, versions, date, command, model, and the SHA-256 of the sources it depends on."""
-    package = Path(__file__).resolve().parents[1]
-    device = "cpu" if model is None else str(model.device)
-    return {
-        "device": torch.cuda.get_device_name(model.device) if device.startswith("cuda") else f"{device} ({platform.machine()})",
-        "fp8attn": __version__,
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["fp8attn", *sys.argv[1:]]),
-        "model": None if model is None else Path(model.config._name_or_path).name,
-        "sources": {f"src/fp8attn/{path}": hashlib.sha256((package / path).read_bytes()).hexdigest() for path in SOURCES},
-    }
-
-
-def to_json(value: Any) -> Any:
-    """Dataclasses as dicts (a `Perplexity` with its `ppl`), NaN as null, ready for `json.dumps`."""
-    if is_dataclass(value):
-        value = asdict(value) | ({"ppl": value.ppl} if isinstance(value, Perplexity) else {})
-    if isinstance(value, dict):
-        return {str(name): to_json(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(path: str | Path, value: Any) -> None:
-    """Write `to_json(value)`, and the folders above it."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(to_json(value), indent=2) + "\n")
 
 
 def _table(heading: str) -> Table:

@@ -1,11 +1,12 @@
-"""How an FP8 attention kernel sums, measured.
+"""Measures how exactly an FP8 attention kernel sums.
 
-Hopper's FP8 tensor cores keep about 14 bits of a running sum: whatever a product has below that is cut off. A kernel that leaves a whole
-row's sum to them (single-level) loses more of every further product the larger the sum has grown, and where V has a mean it grows with the
-length. A kernel that adds short sums in FP32 (two-level) does not. Neither a version nor a name tells which a build is; this does.
+Hopper's FP8 tensor cores keep about 14 bits of a running sum and cut off the bits of a product below that. A kernel that leaves the sum of
+a whole row to them (single-level) loses more of each product as the sum grows. If V has a mean, the sum grows with the length. A kernel
+that adds short sums in FP32 (two-level) does not lose them. Neither the version nor the name of a build tells which one it is, so this
+module measures it.
 
-With K = 0 every key has the same weight, which FP8 holds exactly, and the exact output is the mean of V: all of the error is the sum's (and
-the output's own rounding to BF16, 0.1%).
+With K = 0 every key has the same weight, which FP8 represents exactly, and the exact output is the mean of V. Then all of the error is the
+sum's, except for rounding the output to BF16 (0.1%).
 """
 
 from __future__ import annotations
@@ -15,35 +16,36 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernels import fa3
-from .layout import FP8
-from .numerics import relative_error
-from .sdpa_quantized import scaled_dot_product_attention_quantized
+from ..kernels import fa3
+from ..layout import FP8
+from ..numerics import relative_error
+from ..sdpa_quantized import scaled_dot_product_attention_quantized
 
 LENGTHS = tuple(1 << e for e in range(10, 18))  # 1,024 to 131,072 tokens
-HURTS = 0.01
-QUERIES, HEADS, HEAD_DIM = 128, 128, 128  # blocks of queries enough for every SM: no kernel splits the keys, and so the sum
+SINGLE_LEVEL_THRESHOLD = 0.01  # relative error
+QUERIES, HEADS, HEAD_DIM = 128, 128, 128  # enough blocks of queries for every SM, so that no kernel splits the keys and with them the sum
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """What was measured of one kernel.
+    """How exactly one kernel sums.
 
     Attributes:
-        errors: relative error of its output by length, V of mean 1 and deviation 1/2.
+        errors: by length in tokens, the relative error of the output, for a V of mean 1 and standard deviation 1/2.
     """
 
     errors: dict[int, float]
 
     @property
     def levels(self) -> int:
-        """1: the tensor core's short accumulator holds a row's whole sum. 2: FP32 does."""
-        return 1 if max(self.errors.values()) > HURTS else 2
+        """1: a row's whole sum is in the tensor core's short accumulator. 2: it is in FP32."""
+        return 1 if max(self.errors.values()) > SINGLE_LEVEL_THRESHOLD else 2
 
     @property
     def hurts_from(self) -> int | None:
-        """The shortest length measured whose error is above 1%."""
-        return min((length for length, error in self.errors.items() if error > HURTS), default=None)
+        """The shortest measured length with an error above 1%."""
+        return min((length for length, error in self.errors.items() if error > SINGLE_LEVEL_THRESHOLD), default=None)
 
     def __str__(self) -> str:
         longest = max(self.errors)
@@ -55,16 +57,16 @@ class Accumulation:
 
 
 def measure(
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    attend: Attend,
     device: torch.device | str,
     lengths: tuple[int, ...] = LENGTHS,
 ) -> Accumulation:
-    """Run a kernel on equal weights and a V of mean 1, at some lengths. A few milliseconds on a GPU, beside what compiling takes.
+    """Run a kernel with equal weights and a V of mean 1, at several lengths. This takes milliseconds on a GPU, plus compiling.
 
     Args:
-        attend: of `q [1, 128, 128, 128]`, `k [1, 1, S, 128]` and `v [1, 1, S, 128]`, all float8_e4m3fn and `[B, H, S, D]`, without a mask
-            and with scales of one, the output in q's shape.
-        lengths: the S.
+        attend: takes `q [1, 128, 128, 128]`, `k [1, 1, S, 128]` and `v [1, 1, S, 128]`, `[B, H, S, D]` in float8_e4m3fn with scales of one,
+            and returns attention without a mask in q's shape.
+        lengths: the values of S.
     """
     generator = torch.Generator(device).manual_seed(0)
     v = (1 + 0.5 * torch.randn(1, 1, max(lengths), HEAD_DIM, device=device, generator=generator)).to(FP8)
@@ -77,9 +79,8 @@ def measure(
     return Accumulation(errors)
 
 
-def kernels() -> dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """What can be measured on a Hopper GPU, as `measure` takes it: our kernel, the FlashAttention-3 that is installed, and PyTorch's op if
-    somebody has activated its FA3."""
+def kernels() -> dict[str, Attend]:
+    """The kernels to measure on a Hopper GPU: fp8attn's, each installed FlashAttention-3, and PyTorch's op if its FA3 is active."""
     found = {"fp8attn hopper": lambda q, k, v: scaled_dot_product_attention_quantized(q, k, v, backend="hopper")}
     for name in fa3.BUILDS:
         try:
@@ -91,7 +92,7 @@ def kernels() -> dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], 
     return found
 
 
-def _rows(build: fa3.Build) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def _rows(build: fa3.Build) -> Attend:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = torch.empty_like(q, dtype=torch.bfloat16)

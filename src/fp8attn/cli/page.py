@@ -1,4 +1,4 @@
-"""What the evaluations found, as one HTML page that needs no other file: tables, pictures, environment."""
+"""The results of evaluations as one HTML page that needs no other file: tables, pictures, environment."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .needle import Outcome
-from .perplexity import Perplexity
+from ..evaluation.names import title
+from ..evaluation.outcomes import Outcome
+from ..evaluation.paired import discordant
+from ..evaluation.perplexity import Perplexity, Positions
 from .plots import needle_maps, position_curves, svg
-from .report import ACCURACY_COLUMNS, accuracy_rows, discordant, title
+from .tables import ACCURACY_COLUMNS, accuracy_rows
 
 STYLE = """
 :root { color-scheme: light; }
@@ -29,14 +31,14 @@ def page(meta: dict[str, Any], perplexities: Sequence[Sequence[Perplexity]], out
     """The page.
 
     Args:
-        meta: of `report.meta`.
-        perplexities: what `perplexity` returned, once for each way of running it.
-        outcomes: of `needle.ask`, of any tasks.
+        meta: as `evaluation.record.meta` returns it.
+        perplexities: the results of `perplexity`, for each way of running it.
+        outcomes: as `needle.ask` returns them, of any tasks.
     """
     parts = [
         f"<h1>{escape(str(meta['model']))} through its caches</h1>",
         f"<p class=quiet>fp8attn {escape(meta['fp8attn'])}, {escape(meta['date'])}, {escape(meta['device'])}</p>",
-        "<p>The same tokens through each cache, every key and value read back from it. Differences are against the first cache named.</p>",
+        "<p>The same tokens through each cache, with all keys and values read from it. Differences are from the first cache.</p>",
     ]
     for rows in perplexities:
         parts += _perplexity(rows)
@@ -48,7 +50,7 @@ def page(meta: dict[str, Any], perplexities: Sequence[Sequence[Perplexity]], out
 
 
 def write_page(path: str | Path, html: str) -> None:
-    """Write a page, and the folders above."""
+    """Write a page, and make the folders above."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(html, encoding="utf-8")
 
@@ -76,7 +78,7 @@ def _perplexity(rows: Sequence[Perplexity]) -> list[str]:
     return parts
 
 
-def _beside(others: Iterable, first) -> list[str]:
+def _beside(others: Iterable[Positions], first: Positions) -> list[str]:
     columns = []
     for other in others:
         columns += [f"{other.nll - first.nll:+.5f} ± {other.standard_error:.5f}", f"{other.kl:.2e}", f"{other.top1_agreement:.2%}"]
@@ -86,8 +88,8 @@ def _beside(others: Iterable, first) -> list[str]:
 def _task(task: str, outcomes: Sequence[Outcome]) -> list[str]:
     differing = discordant(outcomes)
     text = (
-        "Right: every answer stands in the continuation. Intervals are 95%: Wilson's of shares, Newcombe's of paired differences. "
-        "Lost and won are the samples that the first cache alone had right, and this one alone; p is McNemar's exact test's."
+        "A sample is right if the continuation contains every answer. Intervals are 95%: Wilson's for shares, Newcombe's for paired "
+        "differences. Lost and won count the samples that only the first cache, or only this one, had right. p is of McNemar's exact test."
     )
     parts = [
         f"<h2>Retrieval: {escape(task)}</h2><p>{text}</p>",
@@ -106,21 +108,18 @@ def _task(task: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _environment(meta: dict[str, Any]) -> str:
-    rows = [(name, str(value)) for name, value in meta.items() if name != "sources"]
-    sources = [(path, digest) for path, digest in meta["sources"].items()]
-    details = f"<details><summary>Sources (SHA-256)</summary>{_table(('file', 'digest'), sources)}</details>"
-    return _table(("", ""), rows) + details
+    return _table(("", ""), [(name, str(value)) for name, value in meta.items()])
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of short cells are not broken, and set to the right if all begin like a number. Without names there is no head."""
-    kinds = []
+    """A table. Columns of short cells have no line breaks, and align right if all cells are numbers. Without names there is no head."""
+    classes = []
     for cells in zip(*rows, strict=True):
         numbers = all(not cell or cell.lstrip("+-")[:1].isdigit() for cell in cells)
-        kinds.append("" if max(map(len, cells)) > 25 else " class=number" if numbers else " class=short")
-    head = "".join(f"<th{kind}>{escape(column)}" for kind, column in zip(kinds, columns, strict=True))
+        classes.append("" if max(map(len, cells)) > 25 else " class=number" if numbers else " class=short")
+    head = "".join(f"<th{each}>{escape(column)}" for each, column in zip(classes, columns, strict=True))
     head = f"<thead><tr>{head}</thead>" if any(columns) else ""
-    body = ("".join(f"<td{kind}>{escape(cell)}" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
+    body = ("".join(f"<td{each}>{escape(cell)}" for each, cell in zip(classes, row, strict=True)) for row in rows)
     return f"<div class=scroll><table>{head}<tbody>{''.join(f'<tr>{row}' for row in body)}</tbody></table></div>"
 
 

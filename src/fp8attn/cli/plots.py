@@ -1,4 +1,4 @@
-"""What the evaluations found, as pictures: heat maps of needles, curves by position."""
+"""The results of evaluations as pictures: heat maps of needles, curves by position."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
-from .needle import Outcome, cells, score
-from .perplexity import Perplexity
-from .report import title
+from ..errors import UsageError
+from ..evaluation.names import title
+from ..evaluation.outcomes import Outcome, cells, score
+from ..evaluation.perplexity import Perplexity
 
 FORMATS = (".png", ".svg", ".pdf")
-COLOURS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
+COLORS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
 
 
 def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
-    """One heat map a cache, as many side by side as a page is wide, length across and depth down, each cell's mean score written in it."""
+    """One heat map for each cache: length across, depth down, each cell with its mean score. Maps fill the width of a page."""
     found = cells(outcomes)
     caches = list(dict.fromkeys(cell.cache for cell in found))
     lengths, depths = sorted({cell.length for cell in found}), sorted({cell.depth for cell in found})
-    colours = LinearSegmentedColormap.from_list("recall", ["#b2452f", "#f0d9b5", "#2a7f86"])
+    colors = LinearSegmentedColormap.from_list("recall", ["#b2452f", "#f0d9b5", "#2a7f86"])
     columns = min(len(caches), max(1, 20 // len(lengths)))
     lines = -(-len(caches) // columns)
     size = (1.6 + (0.85 * len(lengths) + 0.7) * columns, 1.1 + (1 + 0.5 * len(depths)) * lines)
@@ -38,13 +39,13 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
         for cell in found:
             if cell.cache == cache:
                 shares[depths.index(cell.depth), lengths.index(cell.length)] = cell.score
-        axis.set_facecolor("#eeeeee")  # of what was not asked
-        image = axis.imshow(shares.numpy(), cmap=colours, vmin=0, vmax=1, aspect="auto")
+        axis.set_facecolor("#eeeeee")  # cells without samples
+        image = axis.imshow(shares.numpy(), cmap=colors, vmin=0, vmax=1, aspect="auto")
         for row in range(len(depths)):
             for column in range(len(lengths)):
                 share = float(shares[row, column])
-                asked, dark = not math.isnan(share), share < 0.25 or share > 0.75
-                text = f"{share:.0%}" if asked else "\N{EN DASH}"
+                dark = share < 0.25 or share > 0.75
+                text = f"{share:.0%}" if not math.isnan(share) else "\N{EN DASH}"
                 axis.text(column, row, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
         axis.set_title(f"{title(cache)}: {score(outcomes, cache):.1%}", fontsize=11)
         axis.set_xticks(range(len(lengths)), [thousands(length) for length in lengths])
@@ -66,12 +67,12 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
 
 
 def position_curves(rows: Sequence[Perplexity]) -> Figure:
-    """Two plots over the position in the context: each cache's loss, and its KL divergence from the first cache's predictions."""
+    """Each cache's loss by position in the context, and its KL divergence from the first cache's predictions."""
     figure = Figure(figsize=(9.5, 3.4), dpi=160, layout="constrained")
     loss, divergence = figure.subplots(1, 2)
     for number, row in enumerate(rows):
         at = [(p.start + p.stop) / 2 for p in row.positions]
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 3.5, "label": title(row.cache)}
+        look = {"color": COLORS[number % len(COLORS)], "marker": "o", "markersize": 3.5, "label": title(row.cache)}
         loss.plot(at, [p.nll for p in row.positions], **look, linestyle="-" if number == 0 else "--")
         if number:
             divergence.plot(at, [p.kl for p in row.positions], **look)
@@ -92,20 +93,20 @@ def position_curves(rows: Sequence[Perplexity]) -> Figure:
 
 
 def check_format(path: str | Path) -> None:
-    """Check before a long run that `save` can write the format that the path's ending names.
+    """Check that `save` can write the format that the path's suffix names.
 
     Raises:
-        ValueError: its ending is none of `FORMATS`.
+        UsageError: the suffix is none of `FORMATS`.
     """
     if Path(path).suffix.lower() not in FORMATS:
-        raise ValueError(f"a plot is a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; got {path}")
+        raise UsageError(f"a plot must be a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; got {path}")
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure in the format that the path's ending names, and make the folders above it.
+    """Write a figure in the format that the path's suffix names, and make the folders above.
 
     Raises:
-        ValueError: the ending is none of `FORMATS`.
+        UsageError: the suffix is none of `FORMATS`.
     """
     check_format(path)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def svg(figure: Figure) -> str:
-    """A figure as an `<svg>` element, to stand in an HTML page; the same figure gives the same bytes."""
+    """A figure as an `<svg>` element of an HTML page. The same figure gives the same bytes."""
     text = io.StringIO()
     with rc_context({"svg.hashsalt": "fp8attn", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", metadata={"Date": None})

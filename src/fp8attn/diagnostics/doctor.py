@@ -1,4 +1,4 @@
-"""What this machine can run, and why not the rest; and what 8-bit keys mean for a model."""
+"""What this machine can run, with the reason for what it cannot; and what 8-bit keys mean for a model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ..backends import BACKENDS, unsupported_reason
+from ..kernels import fa3
+from ..scales import ranges
 from . import accumulation
-from .backends import BACKENDS, unsupported_reason
-from .kernels import fa3
-from .scales import ranges
 
-PACKAGES = {  # what each is for
+PACKAGES = {  # by name, what needs it
     "triton": "the GPU kernels",
     "transformers": "models (pip install 'fp8attn[hf]')",
     "safetensors": "saved scales",
@@ -29,9 +29,9 @@ class Check:
     """One line of the diagnosis.
 
     Attributes:
-        name: what was looked at.
-        status: `"ok"`, `"warn"` (works, with what the detail says), `"no"` (cannot be used here) or `"info"`.
-        detail: a version, a reason, a way out.
+        name: what was checked.
+        status: `"ok"`, `"warn"` (it works, with a limit that the detail explains), `"no"` (it cannot be used here) or `"info"`.
+        detail: a version, or a reason and what to do about it.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Check:
 
 
 def diagnose(measure: bool = True) -> list[Check]:
-    """Versions, devices, for each device and backend whether it runs or why it does not, and how its FP8 kernels sum.
+    """Check versions and devices, whether each backend runs on each device, and how exactly the FP8 kernels sum.
 
     Args:
-        measure: run the FP8 kernels that are there, FlashAttention-3's builds among them, on the first Hopper GPU (`accumulation`): a
-            moment, and what compiling and loading take. Nothing else starts a kernel.
+        measure: run the installed FP8 kernels, FlashAttention-3's builds among them, on the first Hopper GPU (`accumulation`). This takes
+            milliseconds, plus the time to compile and load. Nothing else starts a kernel.
     """
     checks = [Check("python", "info", platform.python_version()), Check("torch", "info", torch.__version__)]
     for package, use in PACKAGES.items():
@@ -70,9 +70,11 @@ def diagnose(measure: bool = True) -> list[Check]:
 
 
 def examine(model: Any) -> list[Check]:
-    """What the biases of a transformers model do to its K and V in 8 bits: which layers `FP8Cache.for_model` gives static means, and where
-    K keeps an offset that no constant removes."""
-    from .integrations.transformers.biases import layer_biases
+    """Check what the biases of a transformers model do to its K and V in 8 bits.
+
+    Names the layers that `FP8Cache.for_model` gives static means, and the layers whose K has an offset that no constant removes.
+    """
+    from ..integrations.transformers.biases import layer_biases
 
     biases = layer_biases(model)
     checks = [
@@ -80,43 +82,48 @@ def examine(model: Any) -> list[Check]:
         for which in "kv"
         if (layers := [index for index, found in biases.items() if getattr(found, f"{which}_mean") is not None])
     ]
-    return [*checks, *offset_checks({index: found.k_offset for index, found in biases.items() if found.stands_out})] or [
-        Check("biases of K and V", "ok", "none is several deviations, or none can be read from the weights: no static means")
-    ]
+    checks += offset_checks({index: found.k_offset for index, found in biases.items() if found.stands_out})
+    if not checks:
+        checks.append(Check("biases of K and V", "ok", "none is several deviations, or none can be read from the weights: no static means"))
+    return checks
 
 
 def offset_checks(offsets: dict[int, float]) -> list[Check]:
-    """A warning that names the layers, given by index with the size in deviations, whose K has an offset that no static mean removes."""
+    """A warning about layers whose K has an offset that no static mean removes.
+
+    Args:
+        offsets: by layer, the size of the offset in deviations.
+    """
     if not offsets:
         return []
     worst = max(offsets, key=offsets.get)
     detail = (
-        f"layers {ranges(offsets)}: RoPE turns an offset of up to {offsets[worst]:.0f} deviations (layer {worst}), which no static mean "
-        f"removes. INT8 keys hold it best; or keep these layers in 16 bits: skip_layers={sorted(offsets)}"
+        f"layers {ranges(offsets)}: RoPE rotates an offset of up to {offsets[worst]:.0f} deviations (layer {worst}), so no static mean "
+        f"removes it. INT8 keys lose least; or keep these layers in 16 bits: skip_layers={sorted(offsets)}"
     )
     return [Check("offsets of K", "warn", detail)]
 
 
 def _gpus(checks: list[Check]) -> list[str]:
     devices = []
-    for kind, module in (("cuda", torch.cuda), ("xpu", torch.xpu)):
+    for device_type, module in (("cuda", torch.cuda), ("xpu", torch.xpu)):
         if not module.is_available():
             continue
         for index in range(module.device_count()):
             name, memory = module.get_device_name(index), module.get_device_properties(index).total_memory
             detail = f"{name}, {memory / 2**30:.0f} GiB"
-            if kind == "cuda" and torch.version.hip is None:
+            if device_type == "cuda" and torch.version.hip is None:
                 capability = torch.cuda.get_device_capability(index)
                 detail += f", capability {capability[0]}.{capability[1]}: {_fp8_support(capability)}"
-            checks.append(Check(f"{kind}:{index}", "ok", detail))
-            devices.append(f"{kind}:{index}")
+            checks.append(Check(f"{device_type}:{index}", "ok", detail))
+            devices.append(f"{device_type}:{index}")
     if not devices:
-        checks.append(Check("gpu", "no", "none that this PyTorch can use: the reference backend runs everything on the CPU, slowly"))
+        checks.append(Check("gpu", "no", "this PyTorch can use none: the reference backend runs everything on the CPU, slowly"))
     return devices
 
 
 def _fp8_support(capability: tuple[int, int]) -> str:
-    """What a CUDA compute capability (major, minor) does with FP8."""
+    """How a CUDA compute capability (major, minor) supports FP8."""
     if capability >= (9, 0):
         return "FP8 tensor cores"
     if capability == (8, 9):

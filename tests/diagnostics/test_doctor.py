@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fp8attn import accumulation, backends
-from fp8attn.accumulation import Accumulation
-from fp8attn.doctor import _fp8_support, diagnose
+from fp8attn import backends
+from fp8attn.diagnostics import accumulation, diagnose
+from fp8attn.diagnostics.accumulation import Accumulation
+from fp8attn.diagnostics.doctor import _fp8_support
 
 
 def test_this_machine():
@@ -25,7 +26,7 @@ def test_reasons_are_those_of_the_backends(monkeypatch):
 
 
 def test_missing_package(monkeypatch):
-    monkeypatch.setattr("fp8attn.doctor.PACKAGES", {"no-such-package": "nothing"})
+    monkeypatch.setattr("fp8attn.diagnostics.doctor.PACKAGES", {"no-such-package": "nothing"})
     check = next(check for check in diagnose() if check.name == "no-such-package")
     assert (check.status, check.detail) == ("no", "not installed; needed for nothing")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fp8attn import PagedKVCache, calibrate
-from fp8attn.calibrate import _Histogram
 from fp8attn.numerics import E4M3, INT8_MAX, needed_scale, power_of_two_scale
 from fp8attn.rotation import rotate
 
@@ -112,26 +111,6 @@ def test_percentile_100_is_absmax(model, ids):
         assert torch.equal(all_of_it.layer(index).v_scale, absmax.layer(index).v_scale)
 
 
-@pytest.mark.parametrize("q", [0.01, 0.5, 0.999, 0.99999, 1.0])
-def test_histogram_of_heavy_tails(q):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.exp(2 * torch.randn(3000, 2, 64, generator=generator)) * torch.tensor([1.0, 1e-6])[:, None]
-    histogram = _Histogram(x.amax((0, 2)))
-    for part in x.split(700):
-        histogram.add(part)
-    exact = np.quantile(x.transpose(0, 1).flatten(1).numpy(), q, axis=1, method="inverted_cdf")
-    ratio = histogram.quantile(q).numpy() / exact
-    floor = x.amax((0, 2)).numpy() * 2.0**-16 / exact  # what is below the last bin is taken for its end
-    assert (ratio >= 1 - 1e-6).all()
-    assert (ratio <= np.maximum(1.002, floor * 1.01)).all()
-
-
-def test_constant_head_has_a_positive_scale():
-    histogram = _Histogram(torch.zeros(1))
-    histogram.add(torch.zeros(5, 1, 4))
-    assert histogram.quantile(0.999).tolist() == [0.0]  # `calibrate` keeps scales above 2^-32
-
-
 def test_sensitivity(model, ids):
     found = calibrate(model, [ids])
     for k, v in found.sqnr_db.values():
@@ -208,7 +187,7 @@ def test_nan_is_named(tiny_model, ids):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.bias[3] = torch.inf
-    with pytest.raises(ValueError, match="V of layer 1 holds NaN or Inf"):
+    with pytest.raises(ValueError, match="V of layer 1 has NaN or Inf"):
         calibrate(model, [ids])
 
 

@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # imported before any context
 from torch.overrides import TorchFunctionMode
 
-from fp8attn import mode as fp8_mode
 from fp8attn import sdpa
-from fp8attn.mode import AttentionPolicy, fp8_attention
+from fp8attn.mode import AttentionCall, AttentionPolicy, fp8_attention
+from fp8attn.mode import mode as fp8_mode
+from fp8attn.mode.policy import MIN_LENGTH
 from fp8attn.numerics import relative_error
 
 ANY = AttentionPolicy(min_length=1)
@@ -385,7 +386,7 @@ def test_short_calls_stay():
         scaled_dot_product_attention(q[:, :, :39], k, v)
         scaled_dot_product_attention(q, k[:, :, :39], v[:, :, :39])
     assert [(row.reason, row.calls) for row in report.rows] == [(None, 1), ("shorter than 40 tokens", 2)]
-    assert AttentionPolicy().min_length == fp8_mode.MIN_LENGTH
+    assert AttentionPolicy().min_length == MIN_LENGTH
 
 
 def test_first_and_last_layers_stay(net, x):
@@ -419,7 +420,7 @@ def test_functions_see_the_call(net, x):
         net(x)
     assert ran(report) == {"fp8": [0, 2, 4], "torch": dict.fromkeys((1, 3), "left out by odd")}
     shape = torch.Size((2, 2, 40, 64))
-    assert seen[2] == fp8_mode.AttentionCall("blocks.2.attention", 2, shape, shape, False)
+    assert seen[2] == AttentionCall("blocks.2.attention", 2, shape, shape, False)
 
 
 @pytest.mark.parametrize("steps", [range(1, 3), {1, 2}, lambda step: 0 < step < 3])
@@ -482,7 +483,7 @@ def test_arguments_of_another_type(net):
 def test_a_model_that_does_not_fit_the_policy(net):
     for policy, model, options, message in [
         (AttentionPolicy(skip=("atention",)), net, {}, "no module of the model is called 'atention'"),
-        (AttentionPolicy(skip_last=1), net.blocks[0], {}, r"none in a ModuleList: name them, fp8_attention\(policy, model, layers="),
+        (AttentionPolicy(skip_last=1), net.blocks[0], {}, r"none in a ModuleList; pass them: fp8_attention\(policy, model, layers="),
         (AttentionPolicy(skip_last=1), net, {"layers": [nn.Linear(1, 1)]}, r"layers\[0\], a Linear, is not inside the model"),
     ]:
         with pytest.raises(ValueError, match=message), fp8_attention(policy, model, **options):

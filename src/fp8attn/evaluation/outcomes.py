@@ -1,0 +1,152 @@
+"""Samples and outcomes of retrieval: what they are, how they are counted, and their files."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+from zipfile import ZIP_BZIP2, ZipFile
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question.
+
+    Attributes:
+        task: the task's name.
+        length: tokens of context; the prompt and its answer are at most this long.
+        index: the sample's number among those of this task and length.
+        tokens: the prompt.
+        answers: the strings that the continuation must contain.
+        depth: the position of the first answer in the prompt: 0 is the start, 1 the end.
+        max_new_tokens: the most tokens of an answer.
+    """
+
+    task: str
+    length: int
+    index: int
+    tokens: array
+    answers: tuple[str, ...]
+    depth: float
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer to one sample through one cache.
+
+    Attributes:
+        cache: the cache's name.
+        task, length, index, depth, answers: the sample's.
+        text: the continuation.
+        score: the share of the answers that it contains, ignoring case (RULER's score).
+    """
+
+    cache: str
+    task: str
+    length: int
+    index: int
+    depth: float
+    answers: tuple[str, ...]
+    text: str
+    score: float
+
+    @property
+    def right(self) -> bool:
+        """Whether every answer was found."""
+        return self.score == 1.0
+
+    @property
+    def sample(self) -> tuple[str, int, int]:
+        """Identifies the sample. Outcomes of two caches with the same sample are a pair."""
+        return self.task, self.length, self.index
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The mean score of one cache on the samples of one length and about one depth."""
+
+    cache: str
+    length: int
+    depth: float
+    score: float
+    samples: int
+
+
+def found(answers: Sequence[str], text: str) -> float:
+    """The share of `answers` that `text` contains, ignoring case."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
+
+
+def score(outcomes: Iterable[Outcome], cache: str) -> float:
+    """The mean score of a cache."""
+    scores = [outcome.score for outcome in outcomes if outcome.cache == cache]
+    return sum(scores) / len(scores)
+
+
+def same_outcomes(outcomes: Sequence[Outcome], first: str, second: str) -> bool:
+    """Whether two caches scored the same on each sample."""
+    mine, theirs = ({o.sample: o.score for o in outcomes if o.cache == name} for name in (first, second))
+    return mine == theirs
+
+
+def cells(outcomes: Sequence[Outcome], most_depths: int = 11) -> list[Cell]:
+    """Mean scores by cache, length and depth. More than `most_depths` depths are grouped by tenths, each named by its middle."""
+    many = len({outcome.depth for outcome in outcomes}) > most_depths
+    groups: dict[tuple, list[float]] = {}
+    for o in outcomes:
+        depth = (min(int(10 * o.depth), 9) + 0.5) / 10 if many else o.depth
+        groups.setdefault((o.cache, o.length, depth), []).append(o.score)
+    return [Cell(*group, sum(scores) / len(scores), len(scores)) for group, scores in groups.items()]
+
+
+def save_outcomes(path: str | Path, outcomes: Iterable[Outcome]) -> None:
+    """Write outcomes as JSON lines (compressed if the path ends in `.xz`), and make the folders above."""
+    _write_lines(path, (asdict(outcome) for outcome in outcomes))
+
+
+def load_outcomes(path: str | Path) -> list[Outcome]:
+    """Read what `save_outcomes` wrote."""
+    return [Outcome(**{**row, "answers": tuple(row["answers"])}) for row in _read_lines(path)]
+
+
+def save_samples(path: str | Path, samples: Iterable[Sample]) -> None:
+    """Write samples to a zip file, and make the folders above. So samples can be made on one machine and asked on another.
+
+    Each member is one sample: a line of JSON, then the prompt's ids as 32-bit integers of this machine. bzip2 compresses a token of RULER's
+    texts to 2.7 bits, and a prompt of 131,072 tokens to 45 KB.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with ZipFile(path, "w", ZIP_BZIP2) as file:
+        for number, sample in enumerate(samples):
+            about = json.dumps({**vars(sample), "tokens": None}, ensure_ascii=False)
+            file.writestr(f"{number:05d}", about.encode() + b"\n" + sample.tokens.tobytes())
+
+
+def load_samples(path: str | Path, part: slice = slice(None)) -> Iterator[Sample]:
+    """Read what `save_samples` wrote, or a part of it, one sample at a time."""
+    with ZipFile(path) as file:
+        for name in file.namelist()[part]:
+            about, _, tokens = file.read(name).partition(b"\n")
+            row = json.loads(about)
+            yield Sample(**{**row, "tokens": array("i", tokens), "answers": tuple(row["answers"])})
+
+
+def _open(path: str | Path, mode: str) -> TextIO:
+    return (lzma.open if Path(path).suffix == ".xz" else open)(path, mode, encoding="utf-8")
+
+
+def _write_lines(path: str | Path, rows: Iterable[dict]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with _open(path, "wt") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _read_lines(path: str | Path) -> Iterator[dict]:
+    with _open(path, "rt") as file:
+        yield from map(json.loads, file)

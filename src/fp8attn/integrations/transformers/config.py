@@ -1,0 +1,145 @@
+"""What fp8attn reads from a transformers config. All knowledge of configs is in this file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from ...errors import UsageError
+from ...plan import CacheShape
+from .tensors import ATTN_IMPLEMENTATION
+
+FULL = "full_attention"
+WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")
+# Layers that `FP8Cache` leaves to transformers: windows, which do not grow, stay in 16 bits; "dummy" layers have no K and V of their own.
+UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, "dummy")
+_USE_DYNAMIC = "Use transformers' own cache (DynamicCache(config=model.config))"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model, as its cache sees it.
+
+    Attributes:
+        kind: transformers' name of the layer's type: `full_attention`, `sliding_attention`, `linear_attention`, ...
+        num_q_heads, num_kv_heads, head_dim: the shape of the layer's attention.
+        window: tokens that a sliding or chunked layer keeps; None: all.
+        options: keyword arguments of transformers' own cache layer of this kind.
+    """
+
+    kind: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a model's decoder: of a multimodal model, that of its text model."""
+    return config.get_text_config(decoder=True)
+
+
+def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
+    """The layers of a model, in order.
+
+    Raises:
+        UsageError: the model is an encoder-decoder, has multi-head latent attention or cross-attention, or has no full-attention layer.
+    """
+    if config.is_encoder_decoder:
+        raise UsageError(
+            f"{config.model_type!r} is an encoder-decoder, and fp8attn has no cache for cross-attention; "
+            "use transformers' own cache (EncoderDecoderCache)"
+        )
+    config = decoder_config(config)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UsageError(
+            f"{config.model_type!r} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}): it caches latents, or K and V "
+            f"of different sizes. fp8attn needs K and V of one shape. {_USE_DYNAMIC}"
+        )
+    if cross := getattr(config, "cross_attention_layers", None):
+        raise UsageError(
+            f"{config.model_type!r} has cross-attention layers ({', '.join(map(str, cross))}), and fp8attn has no cache for them. "
+            f"{_USE_DYNAMIC}"
+        )
+    kinds, options = get_layer_types_and_kwargs(config)
+    if isinstance(options, dict):  # transformers < 5.20: one set of options for all layers
+        options = [options] * len(kinds)
+    if FULL not in kinds:
+        raise UsageError(
+            f"no layer would be in FP8: every layer of {config.model_type!r} is of a type whose cache does not grow "
+            f"({', '.join(sorted(set(kinds)))}). {_USE_DYNAMIC}"
+        )
+    configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
+    configs = configs[: len(kinds)]  # transformers < 5.20: layers at the end that share K and V have no cache layer
+    return [
+        LayerSpec(kind, *heads_of(layer), given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given)
+        for kind, given, layer in zip(kinds, options, configs, strict=True)
+    ]
+
+
+def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """`(num_q_heads, num_kv_heads, head_dim)` of an attention layer with this config."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def shape_of(config: PreTrainedConfig) -> CacheShape:
+    """The shape of a model's KV cache, for `plan`.
+
+    Raises:
+        UsageError: as `layers_of`; or the full-attention layers have different shapes.
+    """
+    layers = layers_of(config)
+    full = [layer for layer in layers if layer.kind == FULL]
+    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in full}
+    if len(shapes) > 1:
+        raise UsageError(
+            f"the full-attention layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}; "
+            "call plan with one CacheShape for each"
+        )
+    windows = tuple(layer.window for layer in layers if layer.window is not None)
+    return CacheShape(len(full), *shapes.pop(), windows, len(layers) - len(full) - len(windows))
+
+
+def has_softcap(config: PreTrainedConfig) -> bool:
+    """Whether the model caps its attention scores."""
+    return getattr(decoder_config(config), "attn_logit_softcapping", None) is not None
+
+
+def has_sinks(config: PreTrainedConfig) -> bool:
+    """Whether the model's attention has sinks. They are parameters, which a config does not name; models that have them name them in the
+    plan by which they are split over GPUs."""
+    config = decoder_config(config)
+    return config.model_type == "gpt_oss" or any("sinks" in name for name in getattr(config, "base_model_tp_plan", None) or ())
+
+
+def check_attention_interface(config: PreTrainedConfig) -> None:
+    """Refuse a model that computes its attention itself, and so never calls the attention function `fp8_kv`.
+
+    Args:
+        config: the decoder's.
+    Raises:
+        UsageError: the model does not call transformers' attention interface.
+    """
+    if not getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)():
+        raise UsageError(
+            f"{config.model_type!r} computes its attention itself and never calls {ATTN_IMPLEMENTATION!r}, whose masks it would misread; "
+            "load it with attn_implementation='eager', under which FP8Cache(model.config) gives K and V dequantized"
+        )
+
+
+def count_weights(model: str, config: PreTrainedConfig) -> tuple[int, str]:
+    """Bytes of a model's parameters, and how they were found: from the files of a folder, or from the architecture in 16 bits."""
+    files = list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
+    if files:
+        return sum(file.stat().st_size for file in files), "size of the files"
+    with torch.device("meta"):  # shapes only: no memory, no download
+        built = AutoModelForCausalLM.from_config(config)
+    return 2 * sum(p.numel() for p in built.parameters()), "counted from the architecture, 16 bits each"

@@ -1,0 +1,375 @@
+"""The context manager `fp8_attention`, and how it sees a model's attention calls.
+
+A `TorchFunctionMode` sees every call of `torch.nn.functional.scaled_dot_product_attention` on its thread until the `with` block ends,
+however the function was imported. Nothing is patched. If a `model` is passed, it gets forward hooks for the duration of the block, so that
+a call knows the module that makes it.
+
+Dynamo traces through the mode, and guards on the active modes and on everything that the policy reads. So a model may be compiled before or
+inside the context, whole or by blocks. Each decision is part of the graph; another decision compiles another graph; and code that was
+compiled outside the context is what runs outside it.
+
+How long things live:
+
+- `_Mode` is one context. `outer` is the context around it on the same thread, `level` how many there are around it.
+- `_Site` is one module of the model inside one context. Its hooks set the `site` of the mode of the thread that runs the module.
+- A slot is the number of a context with hooks among those that have hooks at the time, in all threads. It is free again when the context
+  ends. It names the hooks, so that the hooks of the next context have the same names and Dynamo need not compile again.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from fnmatch import fnmatchcase
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from ..errors import UsageError
+from ..sdpa import fallback_reason, scaled_dot_product_attention
+from .policy import AttentionCall, AttentionPolicy
+from .report import AttentionReport
+
+SDPA = torch.nn.functional.scaled_dot_product_attention  # the same object as torch._C._nn's
+MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
+
+
+@contextmanager
+def fp8_attention(
+    policy: AttentionPolicy | None = None, model: nn.Module | None = None, *, layers: Sequence[nn.Module] | None = None
+) -> Iterator[AttentionReport]:
+    """Run `torch.nn.functional.scaled_dot_product_attention` in FP8, on this thread, until the `with` block ends.
+
+    Calls that cannot run in FP8 (`fallback_reason`), and calls that the policy skips, go to torch's own function unchanged. Other threads
+    are not affected. Other asyncio tasks are not affected either, except in compiled code, whose guards do not see tasks. `state_dict` and
+    the types of modules do not change. In nested contexts, the innermost one that includes the call decides. So several models can have a
+    context each.
+
+    With `torch.compile`, two things remain in 16 bits:
+
+    - The inference fast path of `torch.nn.TransformerEncoderLayer` and `MultiheadAttention` does not call SDPA. In compiled code the
+      context cannot turn it off; `torch.backends.mha.set_fastpath_enabled(False)` does.
+    - transformers' models make an explicit causal mask while they are traced (before torch 2.14, and during the capture of a CUDA graph),
+      and calls with a mask go to torch. Compile their layers, not the whole model.
+
+    Args:
+        policy: default `AttentionPolicy()`.
+        model: the context includes only calls inside this module. It gets forward hooks until the block ends, for the names and layers in
+            the policy and in the report. None: the context includes every call, and none is in a layer.
+        layers: the layers that `skip_first` and `skip_last` count, in order; each is a module inside the model. Default: the contents of
+            the model's outermost `ModuleList`s, one after another (`model.layers`, `transformer.blocks`, an encoder's and then a decoder's
+            layers).
+    Yields:
+        The `AttentionReport`.
+    Raises:
+        TypeError: `policy` is no `AttentionPolicy`, or `model` is no module.
+        UsageError: the policy names modules or layers that do not exist, or it needs a `model` and there is none.
+    """
+    policy = AttentionPolicy() if policy is None else policy
+    if not isinstance(policy, AttentionPolicy):
+        raise TypeError(f"policy must be an AttentionPolicy, as in fp8_attention(AttentionPolicy(), model); got {type(policy).__name__}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module (of a pipeline, pass its transformer); got {type(model).__name__}")
+    if model is None and (policy.skip_first or policy.skip_last or policy.patterns or layers is not None):
+        raise UsageError("skip_first, skip_last, patterns in skip, and layers need the model: call fp8_attention(policy, model)")
+    mode = _Mode(policy, getattr(_thread, "mode", None))
+    with _entered(mode), nullcontext() if model is None else _hooks(mode, model, layers), mode:
+        try:
+            yield mode.report
+        finally:
+            _move_to_top(mode)
+
+
+_thread = threading.local()  # .mode: the innermost mode of this thread
+# The modes that the running asyncio task has entered, or inherited from the task that started it. A thread runs several tasks in turn and
+# has the modes of all of them. Dynamo cannot trace a ContextVar, so compiled code does not read it.
+_of_this_task: ContextVar[tuple[_Mode, ...]] = ContextVar("fp8attn.mode", default=())
+
+
+@contextmanager
+def _entered(mode: _Mode) -> Iterator[None]:
+    """Add `mode` to those of this thread and this task.
+
+    Contexts of tasks and of generators end in any order, so each removes only itself.
+    """
+    _thread.mode = mode
+    if not torch.compiler.is_compiling():
+        _of_this_task.set((*_of_this_task.get(), mode))
+    try:
+        yield
+    finally:
+        if _thread.mode is mode:
+            _thread.mode = mode.outer
+        else:
+            inner = _thread.mode
+            while inner.outer is not mode:
+                inner = inner.outer
+            inner.outer = mode.outer
+        if not torch.compiler.is_compiling():
+            _of_this_task.set(tuple(other for other in _of_this_task.get() if other is not mode))
+
+
+def _move_to_top(mode: _Mode) -> None:
+    """Move `mode` to the top of torch's stack, from which its `__exit__` removes the top. Others may have been entered since."""
+    if torch.compiler.is_compiling():
+        return
+    stack = _get_current_function_mode_stack()
+    above = stack[stack.index(mode) + 1 :]
+    if above:
+        for _ in (mode, *above):
+            _pop_mode()
+        for other in (*above, mode):
+            _push_mode(other)
+
+
+class _Mode(TorchFunctionMode):
+    """One `fp8_attention` context."""
+
+    def __init__(self, policy: AttentionPolicy, outer: _Mode | None) -> None:
+        self.policy = policy
+        self.report = AttentionReport(policy)
+        self.outer = outer
+        self.level: int = 0 if outer is None else outer.level + 1
+        self.slot: int | None = None  # of `_hooks`; None: there is no model
+        self.site: _Site | None = None  # the innermost module of the model that this thread runs
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is SDPA:
+            return self.attend(*args, **kwargs) if self is _deciding() else func(*args, **kwargs)
+        if func is MULTI_HEAD and self is _deciding():
+            return _multi_head(*args, **kwargs)
+        if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+            return torch.unflatten(*args, **kwargs)  # Dynamo cannot trace the method below a mode: it calls super()
+        return func(*args, **kwargs)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """A call that this context decides about: in FP8, or by the next mode or torch."""
+        reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if reason is None:
+            reason = self._reason(query, key, is_causal)
+        if torch.compiler.is_compiling():
+            _compiled(self.level, reason)
+            if reason is not None:  # the graph runs under this mode: a call of SDPA in it would come back here
+                return torch.ops.aten.scaled_dot_product_attention(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+        else:
+            name, layer = ("", None) if self.site is None else (self.site.name, self.site.layer)
+            self.report.row(name, layer, reason).count(query, key)
+            if reason is not None:
+                return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, key_dtype=self.policy.key_dtype,
+            rotate_keys=self.policy.rotate_keys, backend=self.policy.backend,
+        )  # fmt: skip
+
+    def _reason(self, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str | None:
+        """Why the policy skips this call; None: it does not."""
+        site, policy = self.site, self.policy
+        if not self.report.step_runs:
+            return "left out by steps"
+        if site is not None and site.reason is not None:
+            return site.reason
+        if query.shape[-2] < policy.min_length or key.shape[-2] < policy.min_length:
+            return f"shorter than {policy.min_length} tokens"
+        if policy.functions:
+            name, layer = (None, None) if site is None else (site.name, site.layer)
+            call = AttentionCall(name, layer, query.shape, key.shape, is_causal)
+            for function in policy.functions:
+                if function(call):
+                    return f"left out by {getattr(function, '__name__', type(function).__name__)}"
+        return None
+
+
+def _deciding() -> _Mode | None:
+    """The innermost context of this thread and task that includes a call made now."""
+    mode = getattr(_thread, "mode", None)
+    entered = None if torch.compiler.is_compiling() else _of_this_task.get()
+    while mode is not None and ((mode.slot is not None and mode.site is None) or (entered is not None and mode not in entered)):
+        mode = mode.outer
+    return mode
+
+
+def _sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return _deciding().attend(*args, **kwargs)
+
+
+# torch turns a mode off while it handles a function, so the mode would not see the SDPA inside nn.MultiheadAttention's function. Entering
+# the mode again does not help: the function first checks for active modes, and would be passed to this one again. So a copy of the function
+# runs, with two of its global names replaced. The copy has no `__name__`, because Dynamo would look names up in the module of that name.
+_multi_head = FunctionType(
+    MULTI_HEAD.__code__,
+    {name: value for name, value in MULTI_HEAD.__globals__.items() if name != "__name__"}
+    | {"scaled_dot_product_attention": _sdpa, "has_torch_function": lambda tensors: False},
+    MULTI_HEAD.__name__,
+    MULTI_HEAD.__defaults__,
+)
+
+
+def _compiled(level: int, reason: str | None) -> None:
+    """Count a call in the report of this thread's context of that level. A context that is itself being traced has no report yet.
+
+    Dynamo calls this while it traces. No module name is recorded, because a name in the trace would give each block its own graph.
+    """
+    mode = getattr(_thread, "mode", None)
+    while mode is not None and mode.level != level:
+        mode = mode.outer
+    if mode is not None:
+        mode.report.row("", None, reason).compiled += 1
+
+
+_compiled._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, without importing all of Dynamo
+
+
+class _Site:
+    """A module of the model, with hooks that record in the mode when it is entered and left.
+
+    The hooks write only to the mode of their own thread, so other threads can run the model at the same time. They reach what they read
+    through the module. So what Dynamo compiled for one block or context is valid for the next one, if the decision is the same.
+
+    Attributes:
+        name, layer: the module's dotted name, and the index of its layer.
+        reason: why the policy skips calls in this module; None: it does not.
+        parent: the site around this one.
+        copies: the modules that `copy.deepcopy` made from the model's, together with their hooks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: int | None,
+        reason: str | None,
+        parent: _Site | None,
+        slot: int,
+        module: nn.Module | None,
+        copies: list[weakref.ref],
+    ) -> None:
+        self.name, self.layer, self.reason, self.parent, self.slot = name, layer, reason, parent, slot
+        self.module, self.copies = module, copies
+
+    def __deepcopy__(self, memo: dict) -> _Site:
+        """The site of a copy of the module.
+
+        The copy is outside the context: its hooks do nothing, and are removed when the context ends.
+        """
+        module = memo.get(id(self.module))
+        if module is not None:
+            self.copies.append(weakref.ref(module))
+        return _Site(self.name, self.layer, self.reason, None, NO_SLOT, module, self.copies)
+
+    def __reduce__(self) -> tuple:
+        """The hooks of an unpickled module do nothing."""
+        return _Site, (self.name, self.layer, self.reason, None, NO_SLOT, None, [])
+
+    def enter(self, module: nn.Module, args: tuple) -> None:
+        """The module's forward begins."""
+        self._move(self)
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """The module's forward ends."""
+        self._move(self.parent)
+
+    def _move(self, site: _Site | None) -> None:
+        mode = getattr(_thread, "mode", None)
+        while mode is not None and mode.slot != self.slot:
+            mode = mode.outer
+        if mode is not None:
+            mode.site = site
+
+
+NO_SLOT = -1
+_slots: set[int] = set()  # of the contexts with hooks, in all threads
+_slots_lock = threading.Lock()
+
+
+@contextmanager
+def _hooks(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None) -> Iterator[None]:
+    """Hooks on the model, and on its modules that may call attention: those with children, and those that the policy names."""
+    with _slots_lock:
+        mode.slot = next(slot for slot in range(len(_slots) + 1) if slot not in _slots)
+        _slots.add(mode.slot)
+    # A handle of register_forward_hook has a new number each time. Dynamo guards on it, so every block would be compiled separately.
+    hook = f"fp8attn-{mode.slot}"
+    sites: dict[nn.Module, _Site] = {}
+    copies: list[weakref.ref] = []
+    try:
+        sites = _sites(mode, getattr(model, "_orig_mod", model), layers, copies)  # torch.compile wraps a model
+        for module, site in sites.items():
+            module._forward_pre_hooks[hook] = site.enter
+            module._forward_hooks[hook] = site.leave
+            module._forward_hooks_always_called[hook] = True
+        yield
+    finally:
+        for module in (*sites, *(module for copied in copies if (module := copied()) is not None)):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
+                hooks.pop(hook, None)
+        with _slots_lock:
+            _slots.discard(mode.slot)
+
+
+def _sites(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None, copies: list[weakref.ref]) -> dict[nn.Module, _Site]:
+    """The modules that get hooks, and the policy's decision for each."""
+    policy = mode.policy
+    names = {module: name for name, module in model.named_modules()}
+    layers = _layers(model) if layers is None else [getattr(layer, "_orig_mod", layer) for layer in layers]
+    if (policy.skip_first or policy.skip_last) and not layers:
+        raise UsageError(
+            f"skip_first and skip_last count layers, and {type(model).__name__} has none in a ModuleList; pass them: "
+            "fp8_attention(policy, model, layers=[...])"
+        )
+    for i, layer in enumerate(layers):
+        if layer not in names:
+            raise UsageError(f"layers[{i}], a {type(layer).__name__}, is not inside the model; pass modules from model.modules()")
+    for pattern in policy.patterns:
+        if not any(fnmatchcase(name, pattern) for name in names.values()):
+            raise UsageError(
+                f"no module of the model is called {pattern!r}; patterns match whole dotted names, such as {list(names.values())[-1]!r}"
+            )
+    index = {layer: i for i, layer in enumerate(layers)}
+    sites: dict[nn.Module, _Site] = {}
+    by_name: dict[str, _Site] = {}
+    for module, name in names.items():
+        matched = next((pattern for pattern in policy.patterns if fnmatchcase(name, pattern)), None)
+        if name and module not in index and matched is None and not any(True for _ in module.children()):
+            continue
+        parent = None
+        above = name
+        while above and parent is None:
+            above = above.rpartition(".")[0]
+            parent = by_name.get(above)
+        layer = index.get(module, None if parent is None else parent.layer)
+        reason = None if parent is None else parent.reason
+        if module in index and layer < policy.skip_first:
+            reason = "left out by skip_first"
+        elif module in index and layer >= len(layers) - policy.skip_last:
+            reason = "left out by skip_last"
+        elif matched is not None:
+            reason = f"left out by name ({matched})"
+        sites[module] = by_name[name] = _Site(name, layer, reason, parent, mode.slot, module, copies)
+    return sites
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The contents of the outermost `ModuleList`s."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
+    return found

@@ -1,0 +1,92 @@
+"""Which attention calls run in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import UsageError
+from ..layout import DEFAULT_KEY_DTYPE, key_type
+from ..sdpa import NAMES
+
+# Tokens, from results/h100/sdpa.json: at 8192, causal attention with as many KV heads as query heads is as fast as BF16, and everything
+# else is faster; at 4096 it is a sixth slower.
+MIN_LENGTH = 8192
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of `scaled_dot_product_attention`: the argument of the functions in `AttentionPolicy.skip`.
+
+    Attributes:
+        name: dotted name of the innermost module that makes the call; None without a `model`.
+        layer: the index of its layer; None outside all layers.
+        query_shape: `[..., Hq, L, E]`.
+        key_shape: `[..., H, S, E]`.
+        is_causal: the call's argument.
+    """
+
+    name: str | None
+    layer: int | None
+    query_shape: torch.Size
+    key_shape: torch.Size
+    is_causal: bool
+
+
+@dataclass(frozen=True)
+class AttentionPolicy:
+    """Which calls run in FP8. Every other call goes to torch unchanged, and the report has the reason.
+
+    Attributes:
+        min_length: calls with fewer queries or fewer keys are skipped, because quantizing them costs more time than it saves.
+        skip_first, skip_last: numbers of the model's first and last layers that are skipped; these need the `model`.
+        skip: what else is skipped. A string is a pattern (`fnmatch`: `"*.attn2"`) of dotted module names; it includes all modules inside,
+            and needs the `model`. A function takes an `AttentionCall` and returns whether to skip it.
+        steps: the diffusion steps that run in FP8: a range, a set, or a function of the step's index. None: all. `AttentionReport.step`
+            counts them.
+        key_dtype, rotate_keys, backend: as `fp8attn.scaled_dot_product_attention` takes them.
+    Raises:
+        UsageError: a value that is not one of these.
+    """
+
+    min_length: int = MIN_LENGTH
+    skip_first: int = 0
+    skip_last: int = 0
+    skip: Sequence[str | Callable[[AttentionCall], bool]] = ()
+    steps: Container[int] | Callable[[int], bool] | None = None
+    key_dtype: str = DEFAULT_KEY_DTYPE
+    rotate_keys: bool = True
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("min_length", "skip_first", "skip_last"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise UsageError(f"{name} is a number of {'tokens' if name == 'min_length' else 'layers'}, 0 or more; got {value!r}")
+        if isinstance(self.skip, str) or callable(self.skip):
+            raise UsageError(f"skip is a sequence of patterns and functions: pass ({self.skip!r},)")
+        if not isinstance(self.skip, Collection) or not all(isinstance(item, str) or callable(item) for item in self.skip):
+            raise UsageError(f"skip is a sequence of patterns (strings) and functions of a call; got {self.skip!r}")
+        if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
+            raise UsageError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
+        key_type(self.key_dtype)  # raises UsageError
+        if self.backend not in NAMES:
+            raise UsageError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, NAMES))}")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The strings in `skip`."""
+        return tuple(item for item in self.skip if isinstance(item, str))
+
+    @property
+    def functions(self) -> tuple[Callable[[AttentionCall], bool], ...]:
+        """The functions in `skip`."""
+        return tuple(item for item in self.skip if not isinstance(item, str))
+
+    def takes_step(self, index: int) -> bool:
+        """Whether a diffusion step runs in FP8."""
+        if self.steps is None:
+            return True
+        return bool(self.steps(index)) if callable(self.steps) else index in self.steps

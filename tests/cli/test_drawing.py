@@ -1,0 +1,104 @@
+"""Tables, the HTML page and plots of results."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from fp8attn.cli import page, plots, tables
+from fp8attn.cli.shared import about
+from fp8attn.evaluation import models
+from fp8attn.evaluation.caches import cache_factory
+from fp8attn.evaluation.outcomes import Outcome
+from fp8attn.evaluation.paired import discordant
+from fp8attn.evaluation.perplexity import perplexity
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    return models.load(tiny_model, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tokens(loaded, tiny_model):
+    return models.tokenize(loaded[1], models.read_text(model=tiny_model))
+
+
+def outcomes():
+    made = []
+    for length in (512, 1024, 2048, 4096):
+        for index in range(10):
+            depth = index // 2 / 4
+            right = length < 4096 if index % 2 else depth > 0
+            made.append(Outcome("bf16", "recall", length, index, depth, ("12",), "12", 1.0))
+            made.append(Outcome("fp8", "recall", length, index, depth, ("12",), "12" if right else "<b>", float(right)))
+    return made
+
+
+def test_needle_plot(tmp_path):
+    path = tmp_path / "folder" / "needle.png"
+    plots.save(plots.needle_maps(outcomes(), heading="Needle"), path)
+    with pytest.raises(ValueError, match=r"a plot must be a \.png, \.svg or \.pdf file; got .*needle\.txt"):
+        plots.save(plots.needle_maps(outcomes(), heading="Needle"), tmp_path / "needle.txt")
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert 1000 < width < 3000
+    assert 400 < height < 1500
+
+
+def shown(table):
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_needle_table():
+    rows = [line.split() for line in shown(tables.needle_table(outcomes())).splitlines()]
+    assert ["4096", "BF16"] + 5 * ["100%"] in rows
+    assert ["FP8", "0%", "50%", "50%", "50%", "50%"] in rows
+    assert ["FP8", "50%", "100%", "100%", "100%", "100%"] in rows
+
+
+def test_accuracy_table():
+    (table,) = tables.accuracy_tables(outcomes())
+    rows = [line.split() for line in shown(table).splitlines()]
+    assert ["4096", "BF16", "10/10", "72.2-100.0%"] in rows
+    assert ["4096", "FP8", "4/10", "16.8-68.7%", "-60.0", "(-83.2,", "-20.1)", "6", "0", "0.031"] in rows
+    assert len(discordant(outcomes())) == 3 * 1 + 6
+
+
+def test_page(loaded, tokens):
+    model, tokenizer = loaded
+    caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
+    runs = [perplexity(model, models.windows(tokens, 601, 1), caches, decode_tokens=decode, tokenizer=tokenizer) for decode in (0, 3)]
+    html = page.page(about(model), runs, outcomes())
+
+    class Checker(HTMLParser):
+        tags, refers = [], []
+
+        def handle_starttag(self, tag, attributes):
+            self.tags.append(tag)
+            self.refers += [
+                value for name, value in attributes if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:"))
+            ]
+
+    Checker().feed(html)
+    assert Checker.refers == []  # self-contained
+    assert Checker.tags.count("svg") == 2  # curves by position (chunks alone have several), heat maps
+    assert "tiny-llama" in html and f"{runs[0][1].ppl:.4f}" in html and "256 to 512" in html
+    assert "&lt;b&gt;" in html and "<td><b>" not in html  # what models say is text
+    assert "Discordant samples: 9" in html
+
+
+def test_perplexity_table(loaded, tokens):
+    model, _ = loaded
+    rows = perplexity(model, models.windows(tokens, 33, 1), {"bf16": cache_factory("bf16", model.config)})
+    text = shown(tables.perplexity_table(rows))
+    assert f"{rows[0].ppl:.4f}" in text
+    assert "±" not in text  # the baseline has no difference
