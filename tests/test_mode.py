@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention  # imported before 
 from torch.overrides import TorchFunctionMode
 
 from fp8attn import mode as fp8_mode
-from fp8attn import sdpa
+from fp8attn.dense import sdpa
 from fp8attn.mode import AttentionPolicy, fp8_attention
 from fp8attn.numerics import relative_error
 

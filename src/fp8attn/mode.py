@@ -27,8 +27,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from .dense.sdpa import fallback_reason, log_fallback, scaled_dot_product_attention
 from .layout import DEFAULT_KEY_DTYPE, key_type
-from .sdpa import NAMES, fallback_reason, scaled_dot_product_attention
+from .params import DENSE_BACKENDS
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # and torch._C._nn's: they are one object
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
@@ -93,8 +94,8 @@ class AttentionPolicy:
         if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
             raise ValueError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
         key_type(self.key_dtype)  # raises ValueError
-        if self.backend not in NAMES:
-            raise ValueError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, NAMES))}")
+        if self.backend not in ("auto", *DENSE_BACKENDS):
+            raise ValueError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, ('auto', *DENSE_BACKENDS)))}")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -318,6 +319,7 @@ class _Mode(TorchFunctionMode):
         else:
             self.report.row(self.site, reason).count(query, key)
             if reason is not None:
+                log_fallback(reason, query, key, value)
                 return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, key_dtype=self.policy.key_dtype,

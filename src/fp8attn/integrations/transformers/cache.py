@@ -19,9 +19,9 @@ from transformers.cache_utils import (
 
 from ... import ops
 from ...cache import PagedKVCache
+from ...dense.sdpa import autocast
 from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type
 from ...scales import KVScales, LayerScales
-from ...sdpa import autocast
 from .biases import layer_biases, spread_layers
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantize
 
