@@ -64,11 +64,6 @@ class Backend(Protocol):
         ...
 
 
-def has_no_queries(pages: KVPages, params: AttentionParams) -> bool:
-    """Whether no sequence has a query: an engine's idle step, whose rows are padding. No kernel runs then."""
-    return not params.max_seqlen_q or not pages.page_table.shape[0]
-
-
 def empty_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of rows that see no key."""
     return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -88,6 +83,8 @@ def attend_tokens(
     kernel: Attention, apply_rope: ApplyRope, q: torch.Tensor, pages: KVPages, params: AttentionParams
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`Backend.attention` by a kernel that takes queries `[T, num_q_heads, head_dim]` alone, applies no RoPE and always returns an LSE."""
+    if not params.max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: an engine's idle step, whose rows are padding
+        return empty_rows(q)
     if params.rope_cos is not None:
         q, params = rotated(apply_rope, q, params)
     if q.dim() == 3:

@@ -13,7 +13,7 @@ from ..kernels.hopper import no_hopper_reason
 from ..layout import KVPages
 from ..params import AttentionParams
 from . import triton
-from .base import attend_tokens, empty_rows, has_no_queries, rotated
+from .base import attend_tokens, empty_rows, rotated
 
 
 class Hopper(triton.Writer):
@@ -42,10 +42,10 @@ class Hopper(triton.Writer):
         return rows > self._decode.MAX_ROWS
 
     def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if has_no_queries(pages, params):
-            return empty_rows(q)
         if params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
             return attend_tokens(self._decode.attention, self.apply_rope, q, pages, params)
+        if not pages.page_table.shape[0]:  # no sequence
+            return empty_rows(q)
         if params.rope_cos is not None and not self._prefill.takes_tables(params.rope_cos):
             q, params = rotated(self.apply_rope, q, params)
         return self._prefill.attention(q, pages, params)

@@ -7,7 +7,7 @@ import torch
 from .. import reference
 from ..layout import KVPages
 from ..params import AttentionParams
-from .base import attend_tokens, empty_rows, has_no_queries
+from .base import attend_tokens
 
 
 class Reference:
@@ -29,6 +29,4 @@ class Reference:
         return False
 
     def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if has_no_queries(pages, params):
-            return empty_rows(q)
         return attend_tokens(reference.attention, self.apply_rope, q, pages, params)

@@ -9,7 +9,7 @@ import torch
 
 from ..layout import KVPages
 from ..params import AttentionParams
-from .base import attend_tokens, empty_rows, has_no_queries
+from .base import attend_tokens
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -52,6 +52,4 @@ class Triton(Writer):
         return False
 
     def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if has_no_queries(pages, params):
-            return empty_rows(q)
         return attend_tokens(self._kernel, self.apply_rope, q, pages, params)
