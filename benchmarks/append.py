@@ -1,4 +1,4 @@
-"""Writing the cache: a decode step's append, a prompt's, and `ops.quantize` of dense K and V, beside a kernel that only reads and writes.
+"""Writing the cache: a decode step's append, a prompt's, and `KVPages.from_dense`, beside a kernel that only reads and writes.
 
 `fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them. `-rope` applies RoPE too.
 
@@ -120,13 +120,13 @@ class Quantize:
             k, v = k.contiguous(), v.contiguous()
         cos, sin = tables(self.length)
         calls = {
-            f"{impl}{suffix}": partial(ops.quantize, k, v, key_dtype=name, **rope)
+            f"{impl}{suffix}": partial(KVPages.from_dense, k, v, key_dtype=name, **rope)
             for impl, name in KEYS.items()
             for suffix, rope in (("", {}), ("-rope", {"rope_cos": cos, "rope_sin": sin}))
         }
 
         def check() -> None:
-            rotated = ops.rotate(k, cos, sin, backend="reference")
+            rotated = ops.apply_rope(k, cos, sin, backend="reference")
             for impl, call in calls.items():
                 for x, y in zip(call().read(0, self.length), (rotated if impl.endswith("-rope") else k, v), strict=True):
                     assert (error := relative_error(x, y[0].transpose(0, 1))) < FP8_ERROR, f"{self}: {error:.1%} off"

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from fp8attn import KVPages, ops
+from fp8attn import AttentionParams, KVPages, ops
 from fp8attn.layout import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES, PAGE_SIZE, key_type
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "meta" in a dry run (`dry`)
@@ -131,11 +131,10 @@ def given(impl: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> Callable[[], torch.Tensor]:
     """A call of one of our kernels, `kernels.prefill.attention` say; it gives `[T, num_q_heads, head_dim]`."""
     equal = len(set(shape.queries)) == 1
-    options = {
-        "cu_seqlens_q": None if equal else offsets(shape.queries), "max_seqlen_q": max(shape.queries), "causal": shape.causal,
-        "softmax_scale": shape.softmax_scale, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None,
-    }  # fmt: skip
-    return lambda: attention(q, pages, **options)[0]
+    params = AttentionParams(
+        None if equal else offsets(shape.queries), max(shape.queries), shape.causal, shape.softmax_scale, return_lse=True
+    )
+    return lambda: attention(q, pages, params)[0]
 
 
 def own(

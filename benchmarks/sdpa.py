@@ -96,7 +96,7 @@ def measure(case: str) -> Iterator[dict]:
     here = CASES[case]
     q, k, v = here.inputs()
     cos, sin = tables(here.length)
-    rotated = [ops.rotate(x.float(), cos, sin, backend="reference") for x in (q, k)]
+    rotated = [ops.apply_rope(x.float(), cos, sin, backend="reference") for x in (q, k)]
     runs = {impl: Run(call, q, lambda seq: (k, v)) for impl, call in calls(case, (q, k, v, cos, sin)).items()}
     runs |= {
         impl: Run(lambda call=run.call: call().transpose(0, 1)[None], q, lambda seq: (k, v))

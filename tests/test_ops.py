@@ -6,9 +6,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8attn
-from fp8attn import PagedKVCache, attention, backends
-from fp8attn.backends import BACKENDS, select_backend, unsupported_reason
-from fp8attn.ops import run_quantize
+from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
+from fp8attn.backends import load
+from fp8attn.layout import FIELDS
+from fp8attn.ops import run_from_dense
 from fp8attn.rope import apply_rope
 
 
@@ -27,6 +28,12 @@ def cache():
         (torch.zeros(2, 3, 64), {}, "num_q_heads a multiple of 2"),
         (torch.zeros(2, 4, 128), {}, r"\[T, num_q_heads, 64\]"),
         (torch.zeros(2, 64), {}, r"\[T, heads, head_dim\]"),
+        (
+            torch.zeros(1, 4, 2, 64),
+            {},
+            r"\(1, 4, 2, 64\): pass q.transpose\(1, 2\).flatten\(0, 1\) if q is \[B, num_q_heads, S, head_dim\]",
+        ),
+        (torch.zeros(2, 1, 4, 64), {}, r"q.flatten\(0, 1\) if it is \[B, S, num_q_heads, head_dim\]"),
         (torch.zeros(2, 64, 4).transpose(1, 2), {}, "last dimension contiguous"),
         (torch.zeros(2, 4, 64), {"window": 0}, "window >= 1"),
         (torch.zeros(2, 4, 64), {"window": 5, "causal": False}, "needs causal=True .* got causal=False, window=5"),
@@ -46,6 +53,7 @@ def cache():
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, dtype=torch.int64)}, "int32 on cpu; got .* int64"),
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, 2).int()[:, 0]}, r"call \.contiguous\(\)"),
         (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'hopper', 'triton', 'reference'"),
+        (torch.zeros(2, 4, 64), {"backend": "fa3"}, "backend 'fa3' takes dense K and V, not pages; choose 'auto', 'hopper'"),
         (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
         (torch.zeros(2, 4, 64, dtype=torch.int32), {}, "must be floating point"),
         (torch.zeros(2, 4, 64, device="meta"), {}, "the cache is on cpu and q is on meta"),
@@ -74,34 +82,34 @@ def test_refusals_say_what_would_do(cache, q, options, message):
         ({"backend": "fastest"}, "unknown backend"),
     ],
 )
-def test_quantize_says_what_would_do(changed, message):
+def test_from_dense_says_what_would_do(changed, message):
     arguments = {"k": torch.zeros(2, 2, 100, 64), "v": torch.zeros(2, 2, 100, 64)} | changed
     with pytest.raises(ValueError, match=message):
-        fp8attn.quantize(arguments.pop("k"), arguments.pop("v"), **arguments)
+        KVPages.from_dense(arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
-def test_quantize_leaves_e4m3_to_the_quantized_sdpa():
+def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
     x = torch.randn(2, 2, 100, 64).to(torch.float8_e4m3fn)
     for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
         with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
-            fp8attn.quantize(x, x, **options)
+            KVPages.from_dense(x, x, **options)
     none = dict.fromkeys(("rope_cos", "rope_sin", "k_mean", "v_mean"))
-    pages = run_quantize("reference", x, x, **none, rope_interleaved=False, key_dtype=x.dtype, rotate_keys=False)
+    pages = run_from_dense("reference", x, x, **none, rope_interleaved=False, key_dtype=x.dtype, rotate_keys=False)
     for seq in range(2):
         assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
 
 
 @pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
 @pytest.mark.parametrize("rotate_keys", [True, False])
-def test_quantize_is_a_first_append(key_dtype, rotate_keys):
+def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     torch.manual_seed(0)
     k, v, mean, angle = torch.randn(2, 2, 150, 64), torch.randn(2, 2, 150, 64), torch.randn(2, 64), torch.randn(150, 32)
     k[0, :, 140] *= 100
     tables = {"rope_cos": angle.cos(), "rope_sin": angle.sin()}
-    pages = fp8attn.quantize(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
+    pages = KVPages.from_dense(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     assert (pages.key_dtype, pages.rotate_keys, pages.v_mean) == (fp8attn.layout.key_type(key_dtype), rotate_keys, None)
     assert pages.page_table.tolist() == [[0, 1], [2, 3]] and pages.cache_seqlens.tolist() == [150, 150]
-    empty = fp8attn.KVPages.empty(4, 2, 64, 2, 2, key_dtype=pages.key_dtype, rotate_keys=rotate_keys, k_mean=mean)
+    empty = KVPages.empty(4, 2, 64, 2, 2, key_dtype=pages.key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     empty.page_table.copy_(pages.page_table)
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
     fp8attn.append(empty, *flat, **{name: table.repeat(2, 1) for name, table in tables.items()})
@@ -174,8 +182,6 @@ def test_attention_turns_queries_first(cache, interleaved):
     assert torch.equal(attention(q, cache.pages, **rope), expected)
     ragged = {"cu_seqlens_q": torch.tensor([0, 1, 6], dtype=torch.int32), "max_seqlen_q": 5}
     assert torch.equal(attention(q, cache.pages, **ragged, **rope), attention(turned, cache.pages, **ragged))
-    dense = dict(rope, rope_cos=angle.cos().view(2, 3, 16), rope_sin=angle.sin().view(2, 3, 16))
-    assert torch.equal(attention(q.view(2, 3, 4, 64), cache.pages, **dense), expected.view(2, 3, 4, 64))
 
 
 @pytest.mark.parametrize(
@@ -183,37 +189,13 @@ def test_attention_turns_queries_first(cache, interleaved):
     [
         (torch.zeros(4, 4, 64), (torch.zeros(4, 32), None), "rope_cos and rope_sin together, or neither; rope_sin is None"),
         (torch.zeros(4, 4, 64), (torch.zeros(2, 32),) * 2, r"must both be \[T, R/2\] with T = 4"),
-        (torch.zeros(2, 2, 4, 64), (torch.zeros(4, 32),) * 2, r"must both be \[2, R/2\], \[2, 2, R/2\]"),
         (torch.zeros(4, 4, 64), (torch.zeros(4, 32, device="meta"),) * 2, "what they turn is on cpu; move them there"),
-        (torch.zeros(2, 2, 4, 64), (torch.zeros(2, 32), torch.zeros(2, 32, device="meta")), "on cpu and meta"),
+        (torch.zeros(4, 4, 64), (torch.zeros(4, 32), torch.zeros(4, 32, device="meta")), "on cpu and meta"),
     ],
 )
 def test_attention_refuses_tables_that_do_not_fit(cache, q, tables, message):
     with pytest.raises(ValueError, match=message):
         attention(q, cache.pages, rope_cos=tables[0], rope_sin=tables[1])
-
-
-def test_backends_say_why_not(monkeypatch):
-    assert BACKENDS == ("hopper", "triton", "reference")
-    assert unsupported_reason("reference", "cpu", torch.float32) is None
-    assert unsupported_reason("triton", "cuda", torch.bfloat16) is None
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "are for NVIDIA GPUs, not cpu" in unsupported_reason("hopper", "cpu", torch.bfloat16)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for capability, dtype, reason in (((8, 9), torch.float16, "not 8.9"), ((9, 0), torch.float32, "not torch.float32")):
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, capability=capability: capability)
-        assert reason in unsupported_reason("hopper", "cuda", dtype)
-    assert unsupported_reason("hopper", "cuda", torch.bfloat16) is None and select_backend("auto", "cuda", torch.float16) == "hopper"
-    assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
-    monkeypatch.setattr("fp8attn.backends.TRITON_INSTALLED", False)
-    assert "not installed" in unsupported_reason("triton", "cuda", torch.bfloat16)
-
-
-def test_auto_never_falls_back_from_a_gpu():
-    assert select_backend("auto", "cpu", torch.bfloat16) == "reference"
-    assert select_backend("auto", "cuda", torch.float16) == "triton"
-    with pytest.raises(ValueError, match="backend='reference' runs anywhere, slowly"):
-        select_backend("auto", "cuda", torch.float32)
 
 
 def test_ops_pass_torch_opcheck(cache):
@@ -227,7 +209,7 @@ def test_ops_pass_torch_opcheck(cache):
         torch.library.opcheck(torch.ops.fp8attn.attention, (*arguments, return_lse, "reference"))
     x, mean, table = torch.randn(2, 2, 130, 64), torch.randn(2, 64), torch.randn(2, 130, 32)
     for key_dtype in (torch.int8, torch.float8_e4m3fn):
-        torch.library.opcheck(torch.ops.fp8attn.quantize, (x, x.clone(), table, table, False, mean, None, key_dtype, True, "reference"))
+        torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x.clone(), table, table, False, mean, None, key_dtype, True, "reference"))
 
 
 def test_ops_change_what_they_say_and_nothing_else(cache):
@@ -311,14 +293,27 @@ def test_a_step_compiles_whole_and_once(cache):
     assert cache.lengths == twin.lengths == (13, 13)
 
 
-@pytest.mark.parametrize(
-    ("version", "works"), [("3.4.0", False), ("3.5.1", False), ("3.6.0", True), ("3.10.0+git123", True), ("4.0", True)]
-)
-def test_the_hopper_kernels_need_triton_3_6(version, works, monkeypatch):
-    """Triton 3.4 and 3.5 have a Gluon for Hopper too, with another API."""
-    monkeypatch.setattr(backends, "TRITON_INSTALLED", True)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    monkeypatch.setattr(backends, "no_hopper_reason", lambda *args: None)
-    monkeypatch.setattr(backends, "_has_gluon", backends._has_gluon.__wrapped__)  # which keeps its answer
-    reason = backends.unsupported_reason("hopper", "cuda")
-    assert reason is None if works else "older than 3.6" in reason
+def test_the_schema_lists_the_options():
+    """The torch op takes the fields of `AttentionParams` in their order, after the queries and the pages."""
+    names = [argument.name for argument in torch.ops.fp8attn.attention.default._schema.arguments]
+    assert names == ["q", *FIELDS, *AttentionParams._fields, "backend"]
+
+
+def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
+    """Each argument of `attention` reaches the backend in its field, directly and through the torch op."""
+    seen = []
+    backend = load("reference")
+    monkeypatch.setattr(type(backend), "attention", lambda self, q, pages, params: (seen.append(params), (q, q[..., 0]))[1])
+    given = {
+        "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32), "max_seqlen_q": 3, "causal": True, "softmax_scale": 0.5, "window": 7,
+        "softcap": 9.0, "sinks": torch.randn(4), "leftpad_k": torch.tensor([0, 1], dtype=torch.int32), "rope_cos": torch.randn(4, 16),
+        "rope_sin": torch.randn(4, 16), "rope_interleaved": True, "return_lse": True,
+    }  # fmt: skip
+    assert tuple(given) == AttentionParams._fields
+    q = torch.randn(4, 4, 64)
+    attention(q, cache.pages, **given)
+    torch.ops.fp8attn.attention(q, *cache.pages.state, *given.values(), "reference")
+    assert len(seen) == 2
+    for params in seen:
+        for name, value in given.items():
+            assert getattr(params, name) is value or getattr(params, name) == value, name

@@ -2,15 +2,21 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .backends import BACKENDS, select_backend, unsupported_reason
 from .cache import OutOfPagesError, PagedKVCache
+from .dense import (
+    fallback_reason,
+    rope_scaled_dot_product_attention,
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_quantized,
+)
 from .errors import UsageError
 from .fake_quantize import fake_quantize
 from .layout import PAGE_SIZE, KVPages
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
-from .ops import append, attention, quantize
+from .ops import append, attention
+from .params import AttentionParams
 from .scales import KVScales, LayerScales
-from .sdpa import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
-from .sdpa_quantized import scaled_dot_product_attention_quantized
 from .warmup import warmup
 
 if TYPE_CHECKING:
@@ -18,8 +24,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BACKENDS",
     "PAGE_SIZE",
     "AttentionCall",
+    "AttentionParams",
     "AttentionPolicy",
     "AttentionReport",
     "KVPages",
@@ -34,10 +42,11 @@ __all__ = [
     "fake_quantize",
     "fallback_reason",
     "fp8_attention",
-    "quantize",
     "rope_scaled_dot_product_attention",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_quantized",
+    "select_backend",
+    "unsupported_reason",
     "warmup",
 ]
 

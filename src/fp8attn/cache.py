@@ -199,14 +199,14 @@ class PagedKVCache:
         return turned
 
     def _begin(self, name: str, k, v, length: int, rope_cos, rope_sin, rope_interleaved: bool) -> None:
-        """The first append to a pool without pages, `length` tokens a sequence, by the backend `name`: `ops.quantize` makes the pages along
-        with what is in them, in the order in which `reserve` would hand them out."""
+        """The first append to a pool without pages, `length` tokens a sequence, by the backend `name`: `ops.run_from_dense` makes the pages
+        along with what is in them, in the order in which `reserve` would hand them out."""
         columns = _num_pages(length)
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         if rope_cos is not None:
             rope_cos, rope_sin = (x.unflatten(0, (-1, length)) for x in (rope_cos, rope_sin))
         k_mean, v_mean, key_dtype, rotate_keys = self._static
-        self.pages = ops.run_quantize(
+        self.pages = ops.run_from_dense(
             name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
             key_dtype=key_dtype, rotate_keys=rotate_keys,
         )  # fmt: skip

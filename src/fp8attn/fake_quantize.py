@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from . import ops
-from .layout import DEFAULT_KEY_DTYPE, PAGE_SIZE, KVPages
-from .reference import rotate
+from .layout import DEFAULT_KEY_DTYPE, PAGE_SIZE, KeyDtype, KVPages
+from .params import BackendName
+from .reference import apply_rope
 from .rope import dense_tables
 
 
@@ -19,20 +19,20 @@ def fake_quantize(
     rope_interleaved: bool = False,
     k_mean: torch.Tensor | None = None,
     v_mean: torch.Tensor | None = None,
-    key_dtype: str = DEFAULT_KEY_DTYPE,
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: bool = True,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as a cache gives them back: `read(quantize(k, v))`, bit for bit, in their dtype.
+    """K and V as a cache gives them back: `KVPages.from_dense(k, v)` read again, bit for bit, in their dtype.
 
     The gradient is that of no rounding (straight-through, Bengio et al., arXiv:1308.3432): V's passes as it is, K's through RoPE alone.
     Masks, dropout and the attention itself are the caller's. A token's values depend on the tokens before it on its page of 128 (their
     largest sets the scale) and on none after it but those that make the scale grow.
 
     Args:
-        k, v: `[B, num_kv_heads, S, head_dim]`, from the first token of each sequence; otherwise as `quantize` takes them.
+        k, v: `[B, num_kv_heads, S, head_dim]`, from the first token of each sequence; otherwise as `KVPages.from_dense` takes them.
         rope_cos, rope_sin, rope_interleaved: apply RoPE to K first; the result is K after RoPE.
-        k_mean, v_mean, key_dtype, rotate_keys, backend: as `quantize` takes them.
+        k_mean, v_mean, key_dtype, rotate_keys, backend: as `KVPages.from_dense` takes them.
     Returns:
         K and V `[B, num_kv_heads, S, head_dim]`.
     Raises:
@@ -49,7 +49,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx, k: torch.Tensor, v: torch.Tensor, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = options
-        pages = ops.quantize(k, v, **options)
+        pages = KVPages.from_dense(k, v, **options)
         batch, _, length, _ = k.shape
         # All sequences as one, whose table names every page: one gather.
         tokens = PAGE_SIZE * pages.num_pages
@@ -62,5 +62,5 @@ class _StraightThrough(torch.autograd.Function):
         cos, sin, interleaved = (ctx.options[name] for name in ("rope_cos", "rope_sin", "rope_interleaved"))
         if cos is not None:
             cos, sin = dense_tables(cos, sin, grad_k.shape[0], *grad_k.shape[2:], interleaved)
-            grad_k = rotate(grad_k, cos, -sin, interleaved)  # the inverse
+            grad_k = apply_rope(grad_k, cos, -sin, interleaved)  # the inverse
         return grad_k, grad_v, None

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from .errors import UsageError
+from .params import BackendName
 from .rotation import rotate_back
 
 PAGE_SIZE = 128
@@ -22,8 +23,9 @@ V_GROUP = 16  # tokens of V that lie together
 FP8 = torch.float8_e4m3fn
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 HEADER = 128  # bytes: the scales of K and V in FP32, and zeros
-KEY_TYPES = {"int8": torch.int8, "e4m3": FP8}  # as users call them
-DEFAULT_KEY_DTYPE = "int8"
+KeyDtype = Literal["int8", "e4m3"]
+KEY_TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "e4m3": FP8}
+DEFAULT_KEY_DTYPE: KeyDtype = "int8"
 
 # V_ORDER[position] is the token that lies there; V_POSITION is its inverse.
 V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
@@ -57,7 +59,7 @@ def page_bytes(head_dim: int) -> int:
 
 
 def key_type(name: str) -> torch.dtype:
-    """The dtype of keys that users call by name.
+    """The dtype of a `KeyDtype`.
 
     Raises:
         UsageError: neither "int8" nor "e4m3".
@@ -169,6 +171,41 @@ class KVPages:
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
             k_mean, v_mean, key_dtype, rotate_keys,
         )  # fmt: skip
+
+    @classmethod
+    def from_dense(
+        cls,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rope_cos: torch.Tensor | None = None,
+        rope_sin: torch.Tensor | None = None,
+        rope_interleaved: bool = False,
+        k_mean: torch.Tensor | None = None,
+        v_mean: torch.Tensor | None = None,
+        key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
+        rotate_keys: bool = True,
+        backend: BackendName = "auto",
+    ) -> KVPages:
+        """Quantize dense K and V into pages, for `attention`. Each is read once, in place. The bytes are those of an `append` to an empty
+        cache, whose sequence b has pages `[b * n, (b + 1) * n)` in order.
+
+        Args:
+            k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64 as well), any strides but for the
+                last dimension, which is contiguous; not empty.
+            rope_cos, rope_sin: apply RoPE to K first; `[S, R / 2]` and other forms (`rope.dense_tables`).
+            rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
+            k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. None: zero.
+            key_dtype: `"int8"` or `"e4m3"`.
+            rotate_keys: rotate K before quantization (`rotation.rotate`).
+            backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
+        Raises:
+            ValueError: a shape, dtype or backend that does not fit, with what would.
+            RuntimeError: a gradient is wanted.
+        """
+        from .ops import from_dense  # which imports this module
+
+        return from_dense(k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, backend)
 
     def __deepcopy__(self, memo: dict) -> KVPages:
         """The tensors' own copies, with what `torch.compile` noted on them."""

@@ -1,22 +1,22 @@
-"""What users call: check the arguments, choose a backend, run it; as a torch op where something traces or intercepts those.
+"""The functions on pages: check the arguments, choose a backend, run it; as a torch op where something traces or intercepts those.
 
 They work on device state alone and never read it back to the host (but for `reference`, which is a loop over sequences), so they can be
-compiled and captured in CUDA graphs. `append` and `attention` are a cache's; `quantize`, `rotate` and `quantize_rows` take dense
-`[B, H, S, D]` tensors, contiguous or transposed, as models hand them to attention.
+compiled and captured in CUDA graphs. `append` and `attention` are a cache's. `from_dense` (public as `KVPages.from_dense`), `apply_rope`
+and `quantize_rows` take dense `[B, H, S, D]` tensors, contiguous or transposed, as models pass them to attention.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache, partial
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .backends import append_kernel, attention_kernel, quantize_kernel, quantize_rows_kernel, rotate_kernel, select_backend
-from .layout import DEFAULT_KEY_DTYPE, FIELDS, FP8, HEAD_DIMS, PAGE_SIZE, KVPages, check_tensor, key_type, page_bytes
+from ._torch_ops import resolve, unobserved
+from .backends import find, load
+from .layout import FIELDS, FP8, HEAD_DIMS, KeyDtype, KVPages, check_tensor, key_type
+from .params import AttentionParams, BackendName
 from .rope import check_device, check_rope, dense_tables
 
 
@@ -32,7 +32,7 @@ def append(
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
     static_scales: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> torch.Tensor | None:
     """Quantize new tokens onto the end of every sequence: `x_8bit = round((x - mean) / scale)`; K is rotated first (`rotation.rotate`),
     after RoPE, where the pages' `rotate_keys` says so.
@@ -62,7 +62,7 @@ def append(
     make = torch.empty if max_seqlen else torch.zeros  # an idle step launches nothing that writes
     q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
     if unobserved(k):
-        append_kernel(name)(
+        load(name).append(
             pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
             rope_interleaved=rope_interleaved, static_scales=static_scales,
         )  # fmt: skip
@@ -89,50 +89,38 @@ def attention(
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of new queries over the cache: `softmax(mask(softcap(softmax_scale * q k^T))) v`.
 
-    The queries of a sequence are its last tokens, already appended: query `i` of `n` stands at position `cache_seqlens - n + i`. One
-    call serves prefill, chunked prefill and decode.
+    The queries of a sequence are its last tokens, already appended: query `i` of `n` has position `cache_seqlens - n + i`. One call serves
+    prefill, chunked prefill and decode.
 
     Args:
-        q: `[T, num_q_heads, head_dim]`, last dimension contiguous; `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA). Or
-            `[num_seqs, S, num_q_heads, head_dim]`, likewise, of any strides: every sequence has S queries.
+        q: `[T, num_q_heads, head_dim]`, last dimension contiguous; `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA).
         pages: the cache.
-        cu_seqlens_q: `[num_seqs + 1]` int32, where each sequence's queries begin in T. None: every sequence has T / num_seqs.
-        max_seqlen_q: the most queries of any sequence; needed with `cu_seqlens_q`. It must not be less: rows would stay unwritten.
-        causal: a query sees its own position and what lies before; otherwise the whole sequence.
-        softmax_scale: default `1 / sqrt(head_dim)`.
-        window: a query sees its own position and the `window - 1` before it; needs `causal`.
-        softcap: `softcap * tanh(score / softcap)` (Gemma 2).
-        sinks: `[num_q_heads]` logits, one more column of every row's softmax, with no value (gpt-oss).
-        leftpad_k: `[num_seqs]` int32, how many of a sequence's first tokens are padding and seen by nobody.
-        rope_cos, rope_sin: `[T, R / 2]`, for four dimensions `[S, R / 2]` and more (`rope.dense_tables`): rotate q first, and round it to
-            its dtype. (`append` turns queries too, beside K and in its own launch: what is turned there comes without tables.)
-        rope_interleaved: which channels are pairs.
-        return_lse: also return the natural logarithm of the softmax denominator (sinks included).
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
+
+    `AttentionParams` describes the other arguments. Here `softmax_scale` may be None (then it is `1 / sqrt(head_dim)`), and `window` and
+    `softcap` (then there is none). `max_seqlen_q` is needed with `cu_seqlens_q` alone. `window` needs `causal`. `append` can apply RoPE to
+    queries as well, in the same launch as to K: pass those without tables.
+
     Returns:
-        `out` of q's shape and dtype, contiguous, or in the order of memory of a `q` of four dimensions; rows that see
-        no key are zero, and so are rows behind the last sequence's. With `return_lse` also `lse`, the same without head_dim, float32:
-        `-inf` in rows that see neither a key nor a sink, unspecified behind the last sequence's.
+        `out` of q's shape and dtype, contiguous. Rows that see no key are zero, and so are rows behind the last sequence's. With
+        `return_lse` also `lse [T, num_q_heads]` float32: `-inf` in rows that see neither a key nor a sink, unspecified behind the last
+        sequence's.
     Raises:
         ValueError: a shape, dtype, option or backend that does not fit, with what would.
         RuntimeError: a gradient is wanted.
     """
     if q.dim() == 4:
-        if q.shape[0] != pages.num_seqs or cu_seqlens_q is not None or q.stride(3) != 1:
-            raise ValueError(
-                f"q of four dimensions must be [{pages.num_seqs}, S, num_q_heads, head_dim] with the last dimension contiguous, and come "
-                f"without cu_seqlens_q; got shape {tuple(q.shape)}, strides {q.stride()} and "
-                f"{'no ' if cu_seqlens_q is None else ''}cu_seqlens_q"
-            )
-        max_seqlen_q = q.shape[1]
-    else:
-        max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    _check_tokens(q, "q", pages.device, 4 if q.dim() == 4 else 3)
-    *_, num_q_heads, q_dim = q.shape
+        raise ValueError(
+            f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, 2).flatten(0, 1) if q is "
+            "[B, num_q_heads, S, head_dim], q.flatten(0, 1) if it is [B, S, num_q_heads, head_dim]"
+        )
+    max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
+    _check_tokens(q, "q", pages.device)
+    _, num_q_heads, q_dim = q.shape
     num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
     if num_q_heads % num_kv_heads or q_dim != head_dim:
         raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
@@ -147,45 +135,33 @@ def attention(
     if leftpad_k is not None:
         check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
     if rope_cos is not None or rope_sin is not None:
-        rope_cos, rope_sin = _query_tables(q, rope_cos, rope_sin, rope_interleaved)
+        _given_together(rope_cos, rope_sin)
+        check_rope(q, rope_cos, rope_sin)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    out, lse = attention_function(resolve(backend, q), q)(
-        q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=scale,
-        window=window or 0, softcap=softcap or 0.0, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos,
-        rope_sin=rope_sin, rope_interleaved=rope_interleaved, return_lse=return_lse,
+    params = AttentionParams(
+        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved,
+        return_lse,
     )  # fmt: skip
+    if unobserved(q):
+        out, lse = find(backend, q.device, q.dtype).attention(q, pages, params)
+    else:
+        out, lse = torch.ops.fp8attn.attention(q, *pages.state, *params, resolve(backend, q))
     return (out, lse) if return_lse else out
 
 
-def quantize(
+def from_dense(
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
-    rope_cos: torch.Tensor | None = None,
-    rope_sin: torch.Tensor | None = None,
-    rope_interleaved: bool = False,
-    k_mean: torch.Tensor | None = None,
-    v_mean: torch.Tensor | None = None,
-    key_dtype: str = DEFAULT_KEY_DTYPE,
-    rotate_keys: bool = True,
-    backend: str = "auto",
+    rope_cos: torch.Tensor | None,
+    rope_sin: torch.Tensor | None,
+    rope_interleaved: bool,
+    k_mean: torch.Tensor | None,
+    v_mean: torch.Tensor | None,
+    key_dtype: KeyDtype,
+    rotate_keys: bool,
+    backend: BackendName,
 ) -> KVPages:
-    """Dense K and V to pages, for `attention`: each is read once, with whatever strides, and written in 8 bits. What `append` does to an
-    empty cache, whose sequence b holds pages `[b * n, (b + 1) * n)` in order.
-
-    Args:
-        k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), any strides but for the last
-            dimension, which is contiguous; nothing empty.
-        rope_cos, rope_sin: rotate K first; `[S, R / 2]` and more (`rope.dense_tables`).
-        rope_interleaved: which channels are pairs.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; see `KVPages`. None: zero.
-        key_dtype: `"int8"` or `"e4m3"`.
-        rotate_keys: rotate K before quantization (`rotation.rotate`).
-        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
-    Raises:
-        ValueError: a shape, dtype or backend that does not fit, with what would.
-        RuntimeError: a gradient is wanted.
-    """
+    """`KVPages.from_dense`, which describes the arguments."""
     _check_dense(k, "k")
     _check_dense(v, "v")
     if k.shape != v.shape or k.dtype != v.dtype or k.device != v.device or k.shape[3] not in HEAD_DIMS or not k.numel():
@@ -202,16 +178,16 @@ def quantize(
             "fp8attn.scaled_dot_product_attention_quantized"
         )
     cos, sin = _tables(k, rope_cos, rope_sin, rope_interleaved)
-    return run_quantize(
+    return run_from_dense(
         resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
         key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
     )  # fmt: skip
 
 
-def rotate(
-    x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, *, rope_interleaved: bool = False, backend: str = "auto"
+def apply_rope(
+    x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, *, rope_interleaved: bool = False, backend: BackendName = "auto"
 ) -> torch.Tensor:
-    """RoPE on a dense `x [B, H, S, D]`, with the tables of `quantize`; the result lies in memory as `x` does.
+    """RoPE on a dense `x [B, H, S, D]`, with the tables of `KVPages.from_dense`; the result has the order in memory of `x`.
 
     Raises:
         ValueError: a shape, dtype or backend that does not fit, with what would.
@@ -219,10 +195,9 @@ def rotate(
     """
     _check_dense(x, "x")
     cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
-    name = resolve(backend, x)
     if unobserved(x):
-        return rotate_kernel(name)(x, cos, sin, rope_interleaved)
-    return torch.ops.fp8attn.rotate(x, cos, sin, rope_interleaved, name)
+        return find(backend, x.device, x.dtype).apply_rope(x, cos, sin, rope_interleaved)
+    return torch.ops.fp8attn.apply_rope(x, cos, sin, rope_interleaved, resolve(backend, x))
 
 
 def quantize_rows(
@@ -234,14 +209,14 @@ def quantize_rows(
     rotate_keys: bool = False,
     means: bool = False,
     heads_per_scale: int = 1,
-    dtype: str = "e4m3",
-    backend: str = "auto",
+    dtype: KeyDtype = "e4m3",
+    backend: BackendName = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """A dense tensor in 8 bits in its own order of memory, for kernels that know no pages: `x ~ x_8bit * scale + mean`.
 
     Args:
         x: `[B, H, S, D]`, any strides but for the last dimension, which is contiguous; nothing empty.
-        rope_cos, rope_sin, rope_interleaved: apply RoPE first (`quantize`).
+        rope_cos, rope_sin, rope_interleaved: apply RoPE first (`KVPages.from_dense`).
         rotate_keys: then rotate it (`rotation.rotate`): keys, and queries likewise. The equation and the mean are of the rotated tensor.
         means: subtract each head's mean over the sequence (of K and V: it does not change attention but by `mean` added to the output,
             for V). All of it, not a sample's: what is left of V's is what single-level sums lose (`accumulation`).
@@ -264,37 +239,17 @@ def quantize_rows(
         rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, means=means,
         heads_per_scale=heads_per_scale, dtype=key_type(dtype),
     )  # fmt: skip
-    name = resolve(backend, x)
     if unobserved(x):
-        return quantize_rows_kernel(name)(x, **options)
-    x_8bit, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), name)
+        return find(backend, x.device, x.dtype).quantize_rows(x, **options)
+    x_8bit, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), resolve(backend, x))
     return x_8bit, scale, mean if means else None
 
 
-# What is left of the above when all has been checked: run the kernel, or the torch op where somebody watches.
-
-
-def attention_function(name: str, q: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """`attention` by the backend `name`, every option given. It returns
-    `(out, lse)`, the second anything, or None, without `return_lse`."""
-    return attention_kernel(name) if unobserved(q) else partial(_traced_attention, name)
-
-
-def _traced_attention(
-    name: str, q: torch.Tensor, pages: KVPages, *, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k,
-    rope_cos, rope_sin, rope_interleaved, return_lse,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return torch.ops.fp8attn.attention(
-        q, *pages.state, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin,
-        rope_interleaved, return_lse, name,
-    )  # fmt: skip
-
-
-def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPages:
-    """`quantize` likewise, with tables as `rope.dense_tables` gives them."""
+def run_from_dense(name: str, k: torch.Tensor, v: torch.Tensor, **options: Any) -> KVPages:
+    """`from_dense` by the backend `name`, of checked arguments: all options, with tables as `rope.dense_tables` makes them."""
     if unobserved(k):
-        return quantize_kernel(name)(k, v, **options)
-    pool, table, lengths = torch.ops.fp8attn.quantize(k, v, *options.values(), name)
+        return load(name).from_dense(k, v, **options)
+    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *options.values(), name)
     fixed = (options[field] for field in FIELDS[3:])
     return KVPages(pool, table, lengths, *fixed)
 
@@ -323,21 +278,8 @@ def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
     return resolve(backend, k)
 
 
-_selected = cache(select_backend)  # a machine does not change
-
-
-def resolve(backend: str, x: torch.Tensor) -> str:
-    """The backend's name, or `backend` itself while Dynamo traces, which cannot look at the machine: then the op resolves it."""
-    return backend if torch.compiler.is_compiling() else _selected(backend, x.device, x.dtype)
-
-
-def unobserved(x: torch.Tensor) -> bool:
-    """Whether nothing traces or intercepts torch ops now: then the kernel is called as it is. A torch op in Python costs 12 us more."""
-    return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
-
-
-def _check_tokens(x: torch.Tensor, name: str, device: torch.device, dims: int = 3) -> None:
-    if x.dim() != dims or x.stride(-1) != 1:
+def _check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
+    if x.dim() != 3 or x.stride(-1) != 1:
         raise ValueError(
             f"{name} must be [T, heads, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"
         )
@@ -394,15 +336,6 @@ def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tupl
     return dense_tables(rope_cos, rope_sin, batch, length, head_dim, rope_interleaved)
 
 
-def _query_tables(q: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables for queries of three or four dimensions as the kernels take them, `[T, R / 2]` or `[B, S, R / 2]`."""
-    if q.dim() == 4:
-        return _tables(q.transpose(1, 2), rope_cos, rope_sin, rope_interleaved)
-    _given_together(rope_cos, rope_sin)
-    check_rope(q, rope_cos, rope_sin)
-    return rope_cos, rope_sin
-
-
 def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: str, max_name: str) -> int:
     """The longest sequence of new tokens; every sequence's length where `cu_seqlens` is None."""
     if cu_seqlens is not None:
@@ -417,130 +350,3 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: s
     if not pages.num_seqs or x.shape[0] % pages.num_seqs:
         raise ValueError(f"{x.shape[0]} tokens do not divide over {pages.num_seqs} sequences; give {cu_name} and {max_name}")
     return x.shape[0] // pages.num_seqs
-
-
-# The torch ops, for `torch.compile` and whatever else traces. `torch.library.custom_op` would wrap each in Python kernels for autograd,
-# aliasing and version counters: 25 to 90 us a call. They would have no work: `_check_tokens` refuses gradients, nothing returned is an
-# alias, and no graph saves pages for a backward pass.
-
-_LIBRARY = torch.library.Library("fp8attn", "DEF")
-
-
-def register(schema: str, implementation: Callable, fake: Callable) -> None:
-    """Make `torch.ops.fp8attn.NAME(...) -> ...` of a schema, what runs it on every device, and what makes its outputs' shapes."""
-    name = schema[: schema.index("(")]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8attn::{name}", fake, lib=_LIBRARY)
-
-
-_STATE = (
-    "Tensor(a!) pool, Tensor page_table, Tensor(b!) cache_seqlens, Tensor? k_mean, Tensor? v_mean, ScalarType key_dtype, bool rotate_keys"
-)
-
-
-def _append(
-    k, v, pool, page_table, cache_seqlens, k_mean, v_mean, key_dtype, rotate_keys, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin,
-    rope_interleaved, static_scales, backend,
-) -> None:  # fmt: skip
-    pages = KVPages.trusted(pool, page_table, cache_seqlens, k_mean, v_mean, key_dtype, rotate_keys)
-    append_kernel(_selected(backend, k.device, k.dtype))(
-        pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales,
-    )  # fmt: skip
-
-
-register(
-    f"append(Tensor k, Tensor v, {_STATE}, Tensor? q, Tensor(c!)? q_out, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? rope_cos, "
-    "Tensor? rope_sin, bool rope_interleaved, bool static_scales, str backend) -> ()",
-    _append,
-    lambda *args: None,
-)
-
-
-def _attention(
-    q, pool, page_table, cache_seqlens, k_mean, v_mean, key_dtype, rotate_keys, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window,
-    softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, backend,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    pages = KVPages.trusted(pool, page_table, cache_seqlens, k_mean, v_mean, key_dtype, rotate_keys)
-    out, lse = attention_kernel(_selected(backend, q.device, q.dtype))(
-        q, pages, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale, window=window,
-        softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-        return_lse=return_lse,
-    )  # fmt: skip
-    return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
-
-
-def _attention_fake(q, *args) -> tuple[torch.Tensor, torch.Tensor]:
-    *_, return_lse, _ = args
-    out = torch.empty_like(q) if q.dim() == 4 else q.new_empty(q.shape)
-    return out, q.new_empty(q.shape[:-1] if return_lse else 0, dtype=torch.float32)
-
-
-register(
-    f"attention(Tensor q, {_STATE.replace('(a!)', '').replace('(b!)', '')}, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, "
-    "float softmax_scale, SymInt window, float softcap, Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, "
-    "bool rope_interleaved, bool return_lse, str backend) -> (Tensor, Tensor)",
-    _attention,
-    _attention_fake,
-)
-
-
-def _quantize(
-    k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, backend
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    pages = quantize_kernel(_selected(backend, k.device, k.dtype))(
-        k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype,
-        rotate_keys=rotate_keys,
-    )  # fmt: skip
-    return pages.state[:3]
-
-
-def _quantize_fake(k, v, *args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, heads, length, head_dim = k.shape
-    columns = -(-length // PAGE_SIZE)
-    pool = k.new_empty((batch * columns, heads, page_bytes(head_dim)), dtype=torch.uint8)
-    return pool, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32)
-
-
-register(
-    "quantize(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, Tensor? k_mean, Tensor? v_mean, "
-    "ScalarType key_dtype, bool rotate_keys, str backend) -> (Tensor, Tensor, Tensor)",
-    _quantize,
-    _quantize_fake,
-)
-
-
-def _rotate(x, rope_cos, rope_sin, rope_interleaved, backend) -> torch.Tensor:
-    return rotate_kernel(_selected(backend, x.device, x.dtype))(x, rope_cos, rope_sin, rope_interleaved)
-
-
-register(
-    "rotate(Tensor x, Tensor rope_cos, Tensor rope_sin, bool rope_interleaved, str backend) -> Tensor",
-    _rotate,
-    lambda x, *args: torch.empty_like(x),
-)
-
-
-def _quantize_rows(
-    x, rope_cos, rope_sin, rope_interleaved, rotate_keys, means, heads_per_scale, dtype, backend
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x_8bit, scale, mean = quantize_rows_kernel(_selected(backend, x.device, x.dtype))(
-        x, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, means=means,
-        heads_per_scale=heads_per_scale, dtype=dtype,
-    )  # fmt: skip
-    return x_8bit, scale, scale.new_empty(0) if mean is None else mean
-
-
-def _quantize_rows_fake(x, rope_cos, rope_sin, rope_interleaved, rotate_keys, means, heads_per_scale, dtype, backend):
-    batch, heads, _, head_dim = x.shape
-    scale = x.new_empty((batch, heads // heads_per_scale), dtype=torch.float32)
-    return torch.empty_like(x, dtype=dtype), scale, x.new_empty((batch, heads, head_dim) if means else 0, dtype=torch.float32)
-
-
-register(
-    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool rotate_keys, bool means, "
-    "SymInt heads_per_scale, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
-    _quantize_rows,
-    _quantize_rows_fake,
-)

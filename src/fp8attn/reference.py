@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from . import rotation
+from . import rope, rotation
 from .layout import FP8, PAGE_SIZE, KVPages, pack_k, pack_v, unpack_k, unpack_v
 from .numerics import encode, finite_amax, needed_scale, settle
-from .rope import apply_rope
+from .params import AttentionParams
 
 QUERY_BLOCK = 512  # rows of scores held at a time
 
@@ -31,9 +31,9 @@ def append(
     static_scales: bool,
 ) -> None:
     """Quantize `k` and `v` onto the ends of the sequences, rotate `q` into `q_out`, advance `cache_seqlens`; see `ops.append`."""
-    k = k.float() if rope_cos is None else apply_rope(k, rope_cos, rope_sin, rope_interleaved)
+    k = k.float() if rope_cos is None else rope.apply_rope(k, rope_cos, rope_sin, rope_interleaved)
     if q is not None:
-        q_out.copy_(apply_rope(q, rope_cos, rope_sin, rope_interleaved))
+        q_out.copy_(rope.apply_rope(q, rope_cos, rope_sin, rope_interleaved))
     k = rotation.rotate(k) if pages.rotate_keys else k
     k = k if pages.k_mean is None else k - pages.k_mean
     v = v.float() if pages.v_mean is None else v.float() - pages.v_mean
@@ -55,11 +55,11 @@ def append(
         pages.cache_seqlens[seq] += end - start
 
 
-def quantize(
+def from_dense(
     k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
     k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
-    """Dense K and V in pages of their own: the first append to an empty cache; see `ops.quantize`."""
+    """Pages of dense K and V: the first append to an empty cache; see `KVPages.from_dense`. E4M3 inputs keep their bytes."""
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     pages = KVPages.empty(
@@ -67,7 +67,7 @@ def quantize(
         v_mean=v_mean,
     )  # fmt: skip
     pages.page_table.copy_(torch.arange(batch * columns, device=k.device).view(batch, columns))
-    given_bytes = k.dtype == FP8  # they stay as they are
+    given_bytes = k.dtype == FP8
     if given_bytes:
         for scale in (pages.k_scale, pages.v_scale):
             scale.fill_(1.0)
@@ -81,18 +81,18 @@ def quantize(
     return pages
 
 
-def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """RoPE on a dense `[B, H, S, D]`; see `ops.rotate`."""
-    turned = apply_rope(x.transpose(1, 2).flatten(0, 1), rope_cos.flatten(0, 1), rope_sin.flatten(0, 1), rope_interleaved)
-    return torch.empty_like(x).copy_(turned.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
+def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
+    """RoPE on a dense `[B, H, S, D]`; see `ops.apply_rope`."""
+    rotated = rope.apply_rope(x.transpose(1, 2).flatten(0, 1), rope_cos.flatten(0, 1), rope_sin.flatten(0, 1), rope_interleaved)
+    return torch.empty_like(x).copy_(rotated.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
 
 
 def quantize_rows(
     x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
     means: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """A dense `[B, H, S, D]` in 8 bits as it lies, one scale a sequence and group of heads; see `ops.quantize_rows`."""
-    y = x.float() if rope_cos is None else rotate(x.float(), rope_cos, rope_sin, rope_interleaved)
+    """A dense `[B, H, S, D]` in 8 bits in its order in memory, one scale a sequence and group of heads; see `ops.quantize_rows`."""
+    y = x.float() if rope_cos is None else apply_rope(x.float(), rope_cos, rope_sin, rope_interleaved)
     y = rotation.rotate(y) if rotate_keys else y
     mean = None
     if means:
@@ -129,22 +129,16 @@ def _append_tokens(x: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor, of
 def attention(
     q: torch.Tensor,
     pages: KVPages,
+    params: AttentionParams,
     *,
-    cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_q: int,
-    causal: bool,
-    softmax_scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
     compute_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the dequantised cache; see `ops.attention`.
+    """Attention over the dequantized cache: all of `AttentionParams` but RoPE, which comes before (`backends`).
 
     `compute_dtype=torch.float64` with `out_dtype=torch.float64` is what kernel errors are measured against.
     """
+    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     bounds = _bounds(cu_seqlens_q, max_seqlen_q, pages)
@@ -163,7 +157,7 @@ def attention(
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             scores = scores.unflatten(1, (group, -1)).flatten(0, 1)  # [Hq, S, keys]
-            # The last query stands at the last key.
+            # The last query's position is the last key's.
             position = (length - q_len + start + torch.arange(scores.shape[1], device=q.device))[:, None]
             seen = (key >= skipped[seq]).expand(len(position), -1)
             if causal:

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .backends import append_kernel, attention_kernel, quantize_kernel, select_backend
+from .backends import load, select_backend
 from .errors import UsageError
 from .kernels.machine import Machine, machine, plan_for
 from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type, page_bytes
+from .params import AttentionParams
 
 if TYPE_CHECKING:
     from .kernels.launch import Launch
@@ -366,20 +367,26 @@ def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool =
     dtype = DTYPES[layer.dtype]
     q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
     for window in WINDOWS if layer.window and causal else (0,):
-        attention_kernel(layer.backend)(
-            q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), cu_seqlens_q=_empty(batch + 1, dtype=torch.int32) if ragged else None,
-            max_seqlen_q=tokens, causal=causal, softmax_scale=1.0, window=window, softcap=30.0 if layer.softcap else 0.0,
+        params = AttentionParams(
+            cu_seqlens_q=_empty(batch + 1, dtype=torch.int32) if ragged else None,
+            max_seqlen_q=tokens,
+            causal=causal,
+            softmax_scale=1.0,
+            window=window,
+            softcap=30.0 if layer.softcap else 0.0,
             sinks=_empty(layer.num_q_heads, dtype=dtype) if layer.sinks else None,
-            leftpad_k=_empty(batch, dtype=torch.int32) if leftpad else None, return_lse=False,
-        )  # fmt: skip
+            leftpad_k=_empty(batch, dtype=torch.int32) if leftpad else None,
+        )
+        load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
 
 
 def _append(layer: Layer, tokens: int, ragged: bool) -> None:
     """To a cache of two sequences that holds tokens."""
     x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
-    append_kernel(layer.backend)(
-        _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None,
-        max_seqlen=tokens, rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales,
+    load(layer.backend).append(
+        _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, q=None, q_out=None,
+        cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens,
+        rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales,
     )  # fmt: skip
 
 
@@ -387,7 +394,7 @@ def _quantize(layer: Layer, tokens: int) -> None:
     """The first tokens of a cache that grows, and the keys of a dense call."""
     x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
     for k_mean, v_mean in (_means(layer), (None, None)):
-        quantize_kernel(layer.backend)(
+        load(layer.backend).from_dense(
             x, x, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=k_mean, v_mean=v_mean, key_dtype=key_type(layer.key_dtype),
             rotate_keys=layer.rotate_keys,
         )  # fmt: skip

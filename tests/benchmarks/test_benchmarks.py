@@ -31,8 +31,8 @@ from fp8attn import AttentionPolicy, fp8_attention, reference
 RAGGED = Shape((300, 5, 0, 129), (7, 5, 0, 129), 4, 2, 64, True)
 
 
-def attend(*args, **options):
-    return reference.attention(*args, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
+def attend(q, pages, params):
+    return reference.attention(q, pages, params, compute_dtype=torch.float64, out_dtype=torch.float64)
 
 
 # Counting

@@ -29,7 +29,7 @@ def test_imports_are_followed_however_they_are_written():
     kernels = "src/fp8attn/kernels"
     assert {"src/fp8attn/ops.py", f"{kernels}/append/page.py", "src/fp8attn/numerics.py"} < paths("benchmarks/prefill.py")  # its pages
     assert {"benchmarks/measure.py", "benchmarks/problem.py"} < paths("benchmarks/decode.py")  # relative imports
-    assert {f"{kernels}/decode/kernel.py", f"{kernels}/append/page.py"} < paths("src/fp8attn/backends.py")  # inside functions
+    assert {f"{kernels}/decode/kernel.py", f"{kernels}/append/page.py"} < paths("src/fp8attn/backends/hopper.py")  # inside functions
     assert not any(path.startswith("evidence/") for path in paths("benchmarks/decode.py"))
     ours, others = paths(*fingerprint.sources("needle")), paths(*fingerprint.NEEDLE, folders=("benchmarks",))
     assert f"{kernels}/prefill/kernel.py" in ours - others and "benchmarks/peers/fa3.py" in ours & others

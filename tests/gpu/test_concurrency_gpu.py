@@ -244,10 +244,10 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
     q, k, v = (torch.randn(2, heads, 700, 128).bfloat16().to(device) for heads in (8, 4, 4))
     angle = torch.randn(700, 64).to(device)
     tables = angle.cos(), angle.sin()
-    for name, options in {"quantize": {}, "quantize, rope": dict(rope_cos=tables[0], rope_sin=tables[1])}.items():
-        pages = ops.quantize(k, v, **options, backend=backend)
+    for name, options in {"from_dense": {}, "from_dense, rope": dict(rope_cos=tables[0], rope_sin=tables[1])}.items():
+        pages = fp8attn.KVPages.from_dense(k, v, **options, backend=backend)
         found[name] = tokens_of(pages, [700, 700])
-    found["rotate"] = [ops.rotate(q, *tables, backend=backend)]
+    found["apply_rope"] = [ops.apply_rope(q, *tables, backend=backend)]
     found["quantize_rows"] = list(ops.quantize_rows(k, means=True, backend=backend))
     q8, k8, v8 = (x.to(FP8) for x in (q, k, v))
     found["sdpa_quantized"] = [fp8attn.scaled_dot_product_attention_quantized(q8, k8, v8, True, backend=backend)]

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 import fp8attn
-from fp8attn import KVPages, PagedKVCache, reference
+from fp8attn import AttentionParams, KVPages, PagedKVCache, reference
 from fp8attn.kernels import counters, decode, prefill
 from fp8attn.layout import FP8, HEAD_DIMS, KEY_TYPES
 from fp8attn.numerics import relative_error
@@ -48,14 +48,14 @@ def options(pages: KVPages, each: int, counts: list[int] | None = None, **given)
     """`each` queries of every sequence, or `counts`."""
     return {
         "cu_seqlens_q": None if counts is None else cumulative(counts, CUDA), "max_seqlen_q": each, "causal": True,
-        "softmax_scale": pages.head_dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None,
+        "softmax_scale": pages.head_dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None, "return_lse": True,
     } | given  # fmt: skip
 
 
 def compare(result, q: torch.Tensor, pages: KVPages, given: dict, limit: float, lse_limit: float) -> None:
     out, lse = result
     q = q.float() if q.dtype == FP8 else q
-    ref, ref_lse = reference.attention(q, pages, **given, compute_dtype=torch.float64, out_dtype=torch.float64)
+    ref, ref_lse = reference.attention(q, pages, AttentionParams(**given), compute_dtype=torch.float64, out_dtype=torch.float64)
     error = relative_error(out, ref)  # NaN where any is
     assert error <= limit, f"{error:.5f}, worst in row {int((out.double() - ref).norm(dim=-1).amax(1).argmax())} of {len(q)}"
     seen = ref_lse > -torch.inf
@@ -65,13 +65,13 @@ def compare(result, q: torch.Tensor, pages: KVPages, given: dict, limit: float, 
 
 def check_prompt(q: torch.Tensor, pages: KVPages, limit: float = PROMPT, **given) -> None:
     """Prefill, twice to the same bits."""
-    result, again = (prefill.attention(q, pages, **given) for _ in range(2))
+    result, again = (prefill.attention(q, pages, AttentionParams(**given)) for _ in range(2))
     assert torch.equal(result[0], again[0]) and torch.equal(result[1], again[1])
     compare(result, q, pages, given, limit, PROMPT_LSE["int8" if pages.key_dtype == torch.int8 else "e4m3"])
 
 
 def check_step(q: torch.Tensor, pages: KVPages, limit: float = STEP, **given) -> None:
-    result, again = (decode.attention(q, pages, **given) for _ in range(2))
+    result, again = (decode.attention(q, pages, AttentionParams(**given)) for _ in range(2))
     assert torch.equal(result[0], again[0]) and torch.equal(result[1], again[1])
     compare(result, q, pages, given, limit, LSE_ERROR)
     assert not any(count for stream in counters._streams.values() for count in stream.tolist()), "counters must be left at zero"
@@ -127,7 +127,7 @@ def test_ragged_prompts(head_dim, keys):
     lengths, counts = [0, 900, 5, 128, 0, 1000], [3, 300, 40, 128, 0, 77]
     pages, q = held(lengths, head_dim, keys), queries(sum(counts) + 150, head_dim)
     given = options(pages, max(counts), counts)
-    result = prefill.attention(q, pages, **given)
+    result = prefill.attention(q, pages, AttentionParams(**given))
     assert not result[0][sum(counts) :].any()
     rows = slice(sum(counts))
     compare([x[rows] for x in result], q[rows], pages, given, FEW_KEYS, PROMPT_LSE[keys])
@@ -158,14 +158,14 @@ def test_fp8_queries(head_dim):
 def test_fp8_queries_need_keys_like_them(keys):
     pages, q = held([200], keys=keys), queries(200, dtype=FP8)
     with pytest.raises(ValueError, match="pass 16-bit queries"):
-        prefill.attention(q, pages, **options(pages, 200))
+        prefill.attention(q, pages, AttentionParams(**options(pages, 200)))
 
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_rope_on_queries(keys):
     pages, angle = held([1000], keys=keys), torch.randn(700, 64, device=CUDA)
     q, cos, sin, given = queries(700), angle.cos(), angle.sin(), options(pages, 700)
-    result = prefill.attention(q, pages, **given, rope_cos=cos, rope_sin=sin)
+    result = prefill.attention(q, pages, AttentionParams(**given, rope_cos=cos, rope_sin=sin))
     compare(result, apply_rope(q, cos, sin, False).to(q.dtype), pages, given, PROMPT, PROMPT_LSE[keys])
 
 
@@ -194,11 +194,11 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others():
     for token in range(300, 318):  # every place in a group of exponentials
         saved = codes[page, 0, token % 128, 0].clone()
         codes[page, 0, token % 128, 0] = 0x7F
-        got = prefill.attention(q, pages, **given)[0].isnan().all(-1)[:, 0]
+        got = prefill.attention(q, pages, AttentionParams(**given))[0].isnan().all(-1)[:, 0]
         codes[page, 0, token % 128, 0] = saved
         assert torch.equal(got, torch.arange(600, device=CUDA) >= token), token
     q[77, 0, 3] = torch.nan
-    assert prefill.attention(q, pages, **given)[0].isnan().all(-1)[:, 0].nonzero().flatten().tolist() == [77]
+    assert prefill.attention(q, pages, AttentionParams(**given))[0].isnan().all(-1)[:, 0].nonzero().flatten().tolist() == [77]
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
@@ -207,8 +207,8 @@ def test_without_an_lse_the_output_has_the_same_bits(head_dim):
     pages = held([700, 700], head_dim, mean=1.0)
     q = queries(1400, head_dim)
     for given in ({}, {"softcap": 20.0}, {"sinks": torch.randn(4, device=CUDA)}):
-        expected, _ = prefill.attention(q, pages, **options(pages, 700, **given))
-        out, lse = prefill.attention(q, pages, **options(pages, 700, **given), return_lse=False)
+        expected, _ = prefill.attention(q, pages, AttentionParams(**options(pages, 700, **given)))
+        out, lse = prefill.attention(q, pages, AttentionParams(**options(pages, 700, **given, return_lse=False)))
         assert torch.equal(out, expected) and lse is None, given
 
 
@@ -269,11 +269,11 @@ def test_a_graph_follows_lengths(kernel, keys):
     q = queries(2 * each, heads=8, dtype=torch.float16)
     given = options(pages, each, None if kernel is decode else counts)
     limits = (STEP, LSE_ERROR) if kernel is decode else (FEW_KEYS, PROMPT_LSE[keys])
-    kernel.attention(q, pages, **given)
+    kernel.attention(q, pages, AttentionParams(**given))
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        result = kernel.attention(q, pages, **given)
+        result = kernel.attention(q, pages, AttentionParams(**given))
     for lengths in ([9000, 700], [1, 0], [8999, 17], [512, 700], [0, 0]):
         pages.cache_seqlens.copy_(torch.tensor(lengths))
         for x in result:

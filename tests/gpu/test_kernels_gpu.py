@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import fp8attn
-from fp8attn import KVPages, reference
+from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
 from fp8attn.kernels.fp8 import from_e4m3, is_native, to_e4m3
@@ -179,8 +179,8 @@ def test_error_is_the_same_at_every_length(kind, head_dim, queries):
             q = torch.randn(queries, 8, head_dim, device=CUDA).half()
             pages = long_cache(kind, length, head_dim, q)
             error = run_attention(portable.attention, pages, q, arguments)
-            ours, _ = portable.attention(q, pages, **arguments)
-            again, _ = portable.attention(q, pages, **arguments)
+            ours, _ = portable.attention(q, pages, AttentionParams(**arguments))
+            again, _ = portable.attention(q, pages, AttentionParams(**arguments))
             assert torch.equal(ours, again), "two runs differ"
             print(f"{kind} D{head_dim} {queries} queries {length} keys: {error:.2e}")
 
@@ -215,9 +215,8 @@ def test_pages_beyond_two_gigabytes_are_reached():
 def reference_of(q: torch.Tensor, pages: KVPages) -> torch.Tensor:
     """Decode of the first sequence in float64."""
     first = replace(pages, page_table=pages.page_table[:1], cache_seqlens=pages.cache_seqlens[:1])
-    arguments = {"cu_seqlens_q": None, "max_seqlen_q": 1, "causal": True, "softmax_scale": 128**-0.5, "window": 0, "softcap": 0.0}
-    wide = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
-    return reference.attention(q, first, **arguments, sinks=None, leftpad_k=None, **wide)[0]
+    params = AttentionParams(cu_seqlens_q=None, max_seqlen_q=1, causal=True, softmax_scale=128**-0.5)
+    return reference.attention(q, first, params, compute_dtype=torch.float64, out_dtype=torch.float64)[0]
 
 
 def test_a_captured_step_follows_changing_lengths():
@@ -259,4 +258,4 @@ def test_ragged_prefill_through_the_ops_in_every_stride():
     cu = cumulative(lengths, CUDA)
     fp8attn.append(pages, k, v, cu_seqlens=cu, max_seqlen=max(lengths))
     arguments = {"cu_seqlens_q": cu, "max_seqlen_q": max(lengths), "causal": True, "softmax_scale": head_dim**-0.5}
-    run_attention(portable.attention, pages, q, arguments | {"window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None})
+    run_attention(portable.attention, pages, q, arguments)

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8attn import ops, rope_scaled_dot_product_attention
+from fp8attn import AttentionParams, KVPages, ops, rope_scaled_dot_product_attention
+from fp8attn.dense.sdpa import _attend
 from fp8attn.kernels import prefill
-from fp8attn.kernels.append import rotate
+from fp8attn.kernels.append import apply_rope
 from fp8attn.layout import FP8
-from fp8attn.sdpa import _attend
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
@@ -33,20 +33,19 @@ def angles(*shape: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
 
 def held(lengths: list[int], head_dim: int, heads: int = 2):
     """Pages of sequences of these lengths."""
-    pages = ops.quantize(*(tokens(len(lengths), heads, max(lengths), head_dim) for _ in "kv"))
+    pages = KVPages.from_dense(*(tokens(len(lengths), heads, max(lengths), head_dim) for _ in "kv"))
     pages.cache_seqlens.copy_(torch.tensor(lengths))
     return pages
 
 
 def check(q, pages, tables, interleaved=False, causal=True, cu=None, longest=None) -> None:
-    options = dict(
-        cu_seqlens_q=cu, max_seqlen_q=longest or q.shape[1], causal=causal, softmax_scale=0.1, window=0, softcap=0.0, sinks=None,
-        leftpad_k=None,
-    )  # fmt: skip
-    inside = prefill.attention(q, pages, **options, **tables, rope_interleaved=interleaved)
+    params = AttentionParams(
+        cu_seqlens_q=cu, max_seqlen_q=longest or q.shape[1], causal=causal, softmax_scale=0.1, rope_interleaved=interleaved, return_lse=True
+    )
+    inside = prefill.attention(q, pages, params._replace(**tables))
     dense = (lambda x: x) if q.dim() == 4 else (lambda x: x[None])
-    turned = rotate(dense(q).transpose(1, 2), *map(dense, tables.values()), interleaved).transpose(1, 2).reshape(q.shape)
-    before = prefill.attention(turned, pages, **options)
+    turned = apply_rope(dense(q).transpose(1, 2), *map(dense, tables.values()), interleaved).transpose(1, 2).reshape(q.shape)
+    before = prefill.attention(turned, pages, params)
     assert not inside[0].isnan().any()
     for a, b in zip(inside, before, strict=True):
         assert torch.equal(a, b)
@@ -95,7 +94,7 @@ def test_whole_calls(lengths, head_dim, half, interleaved, causal):
             query, key, value, *q_rope.values(), key_rope_cos=k_rope["rope_cos"], key_rope_sin=k_rope["rope_sin"], is_causal=causal,
             enable_gqa=True, **options,
         )  # fmt: skip
-        turned = ops.rotate(query, **q_rope, **options)
+        turned = ops.apply_rope(query, **q_rope, **options)
         expected = _attend(turned, key, value, None, tuple(k_rope.values()), interleaved, causal, None, "int8", True, "auto")
         assert torch.equal(out, expected)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from fp8attn import fallback_reason, ops, rope_scaled_dot_product_attention, scaled_dot_product_attention
+from fp8attn import KVPages, fallback_reason, ops, rope_scaled_dot_product_attention, scaled_dot_product_attention
 from fp8attn.backends import select_backend
 from fp8attn.layout import FP8, unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
@@ -61,7 +61,7 @@ def test_it_is_torchs_attention(case):
 @pytest.mark.parametrize("keys", ["int8", "e4m3"])
 @pytest.mark.parametrize("how", ["contiguous", "transposed", "fused"])
 @pytest.mark.parametrize(("rotary", "interleaved"), [(0, False), (128, False), (128, True), (40, False)])
-def test_quantize_writes_the_references_bytes(how, rotary, interleaved, keys):
+def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
     batch, heads, length, head_dim = 2, 3, 1111, 128
     k, v = (dense(batch, heads, length, head_dim, how) * torch.exp2(torch.randint(-3, 4, (length, 1), device=CUDA)) for _ in "kv")
     k, v = k.bfloat16(), v.bfloat16()
@@ -70,7 +70,7 @@ def test_quantize_writes_the_references_bytes(how, rotary, interleaved, keys):
     given = rope | {"key_dtype": keys, "rotate_keys": how != "fused"}
     if interleaved:
         given |= {"k_mean": torch.randn(heads, head_dim, device=CUDA), "v_mean": torch.randn(heads, head_dim, device=CUDA)}
-    ours, theirs = (ops.quantize(k, v, **given, backend=backend) for backend in ("triton", "reference"))
+    ours, theirs = (KVPages.from_dense(k, v, **given, backend=backend) for backend in ("triton", "reference"))
     for name in ("k_scale", "v_scale", "page_table", "cache_seqlens"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     for name, unpack in (("k", unpack_k), ("v", unpack_v)):
@@ -78,7 +78,7 @@ def test_quantize_writes_the_references_bytes(how, rotary, interleaved, keys):
         assert torch.equal(a[:, :length], b[:, :length])
         assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
     if rotary:
-        turned = [ops.rotate(k, **rope, backend=backend) for backend in ("triton", "reference")]
+        turned = [ops.apply_rope(k, **rope, backend=backend) for backend in ("triton", "reference")]
         assert torch.equal(*turned)
         assert turned[0].stride() == torch.empty_like(k).stride()
 
@@ -166,12 +166,12 @@ def test_ops_pass_torch_opcheck():
     x, angle = dense(2, 2, 300, 128, "transposed"), torch.randn(2, 300, 64, device=CUDA)
     name = select_backend("auto", CUDA, x.dtype)
     checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.fp8attn.quantize, (x, x, angle, angle, False, None, None, torch.int8, True, name), test_utils=checks)
-    torch.library.opcheck(torch.ops.fp8attn.rotate, (x, angle, angle, False, name))
+    torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, angle, angle, False, None, None, torch.int8, True, name), test_utils=checks)
+    torch.library.opcheck(torch.ops.fp8attn.apply_rope, (x, angle, angle, False, name))
     torch.library.opcheck(torch.ops.fp8attn.quantize_rows, (x, None, None, False, True, True, 1, FP8, name), test_utils=checks)
-    pages = ops.quantize(x, x)
-    options = (None, 300, True, 0.1, 0, 0.0, None, None, angle, angle, False, False, name)
-    torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2), *pages.state, *options), test_utils=checks)
+    pages = KVPages.from_dense(x, x)
+    options = (None, 300, True, 0.1, 0, 0.0, None, None, *(x.flatten(0, 1) for x in (angle, angle)), False, False, name)
+    torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *pages.state, *options), test_utils=checks)
 
 
 @pytest.mark.parametrize("options", [{"backend": "inductor"}, {"mode": "reduce-overhead"}], ids=["inductor", "graphs"])

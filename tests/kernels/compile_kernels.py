@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.backends.compiler import GPUTarget
 
-from fp8attn import KVPages
+from fp8attn import AttentionParams, KVPages
 from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
 from fp8attn.kernels.compile import compiled
@@ -47,11 +47,11 @@ TARGETS = {
 
 def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=True, means=False, **features) -> None:
     """`queries` queries of a sequence; 4 query heads a KV head."""
-    options = {"causal": True, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None} | features
+    params = AttentionParams(**{"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": True, "softmax_scale": 0.1} | features)
     q = torch.zeros(queries, 8, head_dim, dtype=dtype)
     mean = torch.zeros(2, head_dim) if means else None
     pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=key_dtype, rotate_keys=rotate, k_mean=mean, v_mean=mean)
-    portable.attention(q, pages, cu_seqlens_q=None, max_seqlen_q=queries, softmax_scale=0.1, **options)
+    portable.attention(q, pages, params)
 
 
 def append_tokens(
@@ -69,16 +69,16 @@ def append_tokens(
     )  # fmt: skip
 
 
-def quantize(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True) -> None:
+def from_dense(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True) -> None:
     """Dense K, V and Q of two sequences, transposed, with means where keys are E4M3."""
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     mean = torch.zeros(8, head_dim) if key_dtype == FP8 else None
-    append.quantize(
+    append.from_dense(
         x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=False, k_mean=mean, v_mean=mean, key_dtype=key_dtype, rotate_keys=rotate
     )
     if rotary:
-        append.rotate(x, angle, angle, False)
+        append.apply_rope(x, angle, angle, False)
 
 
 def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
@@ -112,13 +112,13 @@ def cases() -> dict[str, tuple]:
         found |= {
             f"D{head_dim} step rope": (append_tokens, head_dim, other, 1 + i, rope),
             f"D{head_dim} prompt rope": (append_tokens, head_dim, dtype, 300, rope | {"interleaved": i % 2 == 1}),
-            f"D{head_dim} dense": (quantize, head_dim, dtype, {"rotary": some}),
+            f"D{head_dim} dense": (from_dense, head_dim, dtype, {"rotary": some}),
             f"D{head_dim} step e4m3": (append_tokens, head_dim, dtype, 1, {"key_dtype": FP8, "rotate": i % 2 == 1}),
-            f"D{head_dim} dense e4m3": (quantize, head_dim, other, {"key_dtype": FP8, "rotate": i % 2 == 0}),
+            f"D{head_dim} dense e4m3": (from_dense, head_dim, other, {"key_dtype": FP8, "rotate": i % 2 == 0}),
             f"D{head_dim} rows": (quantize_rows, head_dim, other, {"rotary": some, "interleaved": i % 4 == 3}),
         }
-    found["D128 dense fp8"] = quantize, 128, FP8, {}
-    found["D96 dense fp8"] = quantize, 96, FP8, {}  # a masked load of FP8
+    found["D128 dense fp8"] = from_dense, 128, FP8, {}
+    found["D96 dense fp8"] = from_dense, 96, FP8, {}  # a masked load of FP8
     leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
     found |= {
         "D128 rows4 window sinks": (attention, 128, BF16, 1, {"window": 100, "sinks": sinks}),
@@ -127,7 +127,7 @@ def cases() -> dict[str, tuple]:
         "D128 rows128 window sinks": (attention, 128, BF16, 512, {"window": 100, "sinks": sinks}),
         "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad, "key_dtype": FP8}),
         "D128 prompt": (append_tokens, 128, BF16, 300, {}),
-        "D128 dense rope": (quantize, 128, BF16, {"rotary": 128}),
+        "D128 dense rope": (from_dense, 128, BF16, {"rotary": 128}),
         "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
         "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import triton
 
-from fp8attn import KVPages
+from fp8attn import AttentionParams, KVPages
 from fp8attn.kernels import prefill
 from fp8attn.kernels.launch import Launch
 from fp8attn.layout import FP8, key_type
@@ -81,12 +81,13 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
         patch.setattr(prefill.plan, "num_sms", lambda device: 132)
         patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][1 if long else 0], splits)])
         prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        prefill.attention(
-            torch.zeros(64, 4, head_dim).to(dtype), pages, cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
+        params = AttentionParams(
+            cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
             max_seqlen_q=32, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
             sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
             rope_cos=tables, rope_sin=tables, rope_interleaved=interleaved, return_lse=lse,
         )  # fmt: skip
+        prefill.attention(torch.zeros(64, 4, head_dim).to(dtype), pages, params)
         prefill.plan.make_plan.cache_clear()
     assert len(launches) == (1 if splits == 1 else 2)  # `combine`'s
     return launches[0]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from fp8attn import KVPages, reference
+from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.kernels import decode
 from fp8attn.kernels.launch import Launch
 from fp8attn.layout import FP8, KEY_TYPES
@@ -108,25 +108,25 @@ def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
     if c["broken"]:  # a query, and a page
         q[0, 1, 5] = torch.nan
         pages.k_scale[pages.page_table[1, 0]] = torch.nan
-    options = {
-        "cu_seqlens_q": torch.tensor(c["bounds"], dtype=torch.int32) if c["bounds"] else None,
-        "max_seqlen_q": c["queries"],
-        "causal": c["causal"],
-        "softmax_scale": c["scale"] or c["head_dim"] ** -0.5,
-        "window": c["window"],
-        "softcap": c["softcap"],
-        "sinks": torch.randn(q.shape[1]) if c["sinks"] else None,
-        "leftpad_k": torch.tensor(c["leftpad"], dtype=torch.int32) if c["leftpad"] else None,
-    }
+    params = AttentionParams(
+        cu_seqlens_q=torch.tensor(c["bounds"], dtype=torch.int32) if c["bounds"] else None,
+        max_seqlen_q=c["queries"],
+        causal=c["causal"],
+        softmax_scale=c["scale"] or c["head_dim"] ** -0.5,
+        window=c["window"],
+        softcap=c["softcap"],
+        sinks=torch.randn(q.shape[1]) if c["sinks"] else None,
+        leftpad_k=torch.tensor(c["leftpad"], dtype=torch.int32) if c["leftpad"] else None,
+    )
     with dry() as (launches, patch):
         patch.setattr(decode.plan, "num_sms", lambda device: c["sms"])
         poison_empty(patch)
         decode.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        result = decode.attention(q, pages, **options)
+        result = decode.attention(q, pages, params)
         decode.plan.make_plan.cache_clear()
     (launch,) = launches
     run(launch)
-    return result, reference.attention(q, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
+    return result, reference.attention(q, pages, params, compute_dtype=torch.float64, out_dtype=torch.float64)
 
 
 def emulate_case(name: str) -> dict:

@@ -32,7 +32,7 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
-from fp8attn import KVPages, PagedKVCache, kernels, ops  # noqa: E402
+from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
@@ -158,7 +158,8 @@ def attended(launches: list, compiled: dict) -> dict:
     """
     decode.decode_kernel, prefill.prefill_kernel = stand_in(decode.decode_kernel), stand_in(prefill.prefill_kernel)
     append.num_sms = decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
-    ops._selected = cache(lambda *_: "hopper")
+    hopper = backends.load("hopper")
+    ops.find = _torch_ops.find = cache(lambda *_: hopper)
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
     sinks = torch.zeros(32)
@@ -255,9 +256,7 @@ def planned() -> dict:
         launches.append([kernel.__name__, *grid, *map(plain, args), repr(sorted(given.items()))])
 
     prefill.launch = combine.launch = noting
-    plain_options = dict(
-        cu_seqlens_q=None, max_seqlen_q=64, causal=True, softmax_scale=0.1, window=0, softcap=0.0, sinks=None, leftpad_k=None,
-    )  # fmt: skip
+    plain_params = AttentionParams(cu_seqlens_q=None, max_seqlen_q=64, causal=True, softmax_scale=0.1, return_lse=True)
     q, pages = torch.zeros(128, 8, 128, dtype=torch.bfloat16), KVPages.empty(64, 2, 128, 2, 32)
     table, wide = pages.page_table, torch.zeros(2, 64, dtype=torch.int32)
     angles, twice = torch.zeros(128, 32), torch.zeros(128, 64)
@@ -281,7 +280,8 @@ def planned() -> dict:
 
     def launched(name: str) -> list:
         launches.clear()
-        prefill.attention(**{"q": q, "pages": pages} | plain_options | cases[name])
+        given = {"q": q, "pages": pages} | cases[name]
+        prefill.attention(given.pop("q"), given.pop("pages"), plain_params._replace(**given))
         return list(launches)
 
     rows = {}

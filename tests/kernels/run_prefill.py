@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from fp8attn import reference
+from fp8attn import AttentionParams, reference
 from fp8attn.kernels import prefill
 from fp8attn.layout import FP8
 from fp8attn.numerics import quantize
@@ -50,17 +50,17 @@ def emulate_case(name: str) -> dict:
     bounds = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int() if len(set(queries)) > 1 else None
     options = {
         "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": True, "softmax_scale": case["head_dim"] ** -0.5, "window": 0,
-        "softcap": 0.0, "sinks": None, "leftpad_k": None,
+        "softcap": 0.0, "sinks": None, "leftpad_k": None, "return_lse": True,
     }  # fmt: skip
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 1)  # one CTA has all items
         poison_empty(patch)
         prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        out, lse = prefill.attention(q, pages, **options, **tables)
+        out, lse = prefill.attention(q, pages, AttentionParams(**options, **tables))
         prefill.plan.make_plan.cache_clear()
     (launch,) = launches
     left = emulate(launch)
-    ref, ref_lse = reference.attention(asked, pages, **options, compute_dtype=torch.float64, out_dtype=torch.float64)
+    ref, ref_lse = reference.attention(asked, pages, AttentionParams(**options), compute_dtype=torch.float64, out_dtype=torch.float64)
     off = out.double() - ref
     return {
         "case": name, "rel_err": float(off.norm() / ref.norm()), "row_err": float((off.norm(dim=-1) / ref.norm(dim=-1)).max()),

@@ -19,7 +19,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8attn.integrations.transformers as fp8
-from fp8attn import PagedKVCache, ops, scaled_dot_product_attention, sdpa
+from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
+from fp8attn.dense import sdpa, strategies
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
@@ -138,7 +139,8 @@ def main() -> None:
     target, *words = sys.argv[1:]
     plan_for(warmup.TARGETS[target])
     backend = "hopper" if target == "sm_90" else "triton"
-    ops._selected = lambda *_: backend
+    loaded = backends.load(backend)
+    ops.find = _torch_ops.find = strategies.find = lambda *_: loaded
     sdpa._machine_reason = lambda *_: None
     torch._assert_async = lambda *_: None
     found = {}

@@ -15,11 +15,10 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
 import fp8attn
-from fp8attn import KVPages, reference
+from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.kernels import combine as combining
 from fp8attn.kernels import portable
-from fp8attn.kernels.append import append, rotate
-from fp8attn.kernels.append import quantize as quantize_pages
+from fp8attn.kernels.append import append, apply_rope, from_dense
 from fp8attn.kernels.combine import MAX_SPLITS, combine, num_splits
 from fp8attn.kernels.fp8 import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.launch import recording
@@ -34,7 +33,7 @@ from tests.support.kernel_cases import (
     case_id,
     check_append,
     check_attention,
-    check_quantize,
+    check_from_dense,
     clone,
     cumulative,
     empty_cache,
@@ -102,8 +101,8 @@ def test_append_at_its_edges(name):
 
 
 @pytest.mark.parametrize("case", pairwise(QUANTIZE_FACTORS), ids=case_id)
-def test_quantize_writes_the_references_bytes(case):
-    check_quantize(quantize_pages, case)
+def test_from_dense_writes_the_references_bytes(case):
+    check_from_dense(from_dense, case)
 
 
 @pytest.mark.parametrize("rotary", [8, 64])
@@ -122,7 +121,7 @@ def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
         return masked_load(self, ptrs, mask, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting)
-    quantize_pages(
+    from_dense(
         k,
         k,
         rope_cos=held[0],
@@ -163,6 +162,7 @@ ARGUMENTS = {
     "softcap": 0.0,
     "sinks": None,
     "leftpad_k": None,
+    "return_lse": True,
 }
 
 
@@ -193,8 +193,8 @@ def test_rounding_rotated_queries_costs_little(key_dtype):
     fill(pages, torch.randn(300, 2, 128), torch.randn(300, 2, 128), [300])
     q = torch.randn(16, 8, 128).half()
     arguments = ARGUMENTS | {"max_seqlen_q": 16, "softmax_scale": 128**-0.5}
-    ref, _ = reference.attention(q, pages, **arguments, compute_dtype=torch.float64, out_dtype=torch.float64)
-    out, _ = portable.attention(q, pages, **arguments)
+    ref, _ = reference.attention(q, pages, AttentionParams(**arguments), compute_dtype=torch.float64, out_dtype=torch.float64)
+    out, _ = portable.attention(q, pages, AttentionParams(**arguments))
     assert relative_error(out, ref) ** 2 < 2 * 2e-4**2 + relative_error(ref.half(), ref) ** 2
 
 
@@ -205,8 +205,8 @@ def test_large_and_tiny_queries_keep_their_digits(rotate):
     q = (torch.randn(1, 4, 64) * torch.tensor([1e-30, 1e-6, 1e5, 1e20])[None, :, None]).bfloat16()
     for scale in (0.125, 1e-5, 1e-20, 0.0):
         arguments = ARGUMENTS | {"softmax_scale": scale}
-        ref, _ = reference.attention(q, pages, **arguments, compute_dtype=torch.float64, out_dtype=torch.float64)
-        out, _ = portable.attention(q, pages, **arguments)
+        ref, _ = reference.attention(q, pages, AttentionParams(**arguments), compute_dtype=torch.float64, out_dtype=torch.float64)
+        out, _ = portable.attention(q, pages, AttentionParams(**arguments))
         torch.testing.assert_close(out.double(), ref, rtol=2**-8, atol=2e-3)
 
 
@@ -215,7 +215,7 @@ def test_nan_in_a_value_is_not_hidden():
     v = torch.randn(80, 1, 64)
     v[3, 0, 5] = torch.nan
     fill(pages, torch.randn(80, 1, 64), v, [40, 40])
-    out, _ = portable.attention(torch.randn(2, 2, 64).half(), pages, **ARGUMENTS)
+    out, _ = portable.attention(torch.randn(2, 2, 64).half(), pages, AttentionParams(**ARGUMENTS))
     assert out[0, :, 5].isnan().all()
     assert int(out.isnan().sum()) == 2
 
@@ -231,8 +231,8 @@ def test_nan_in_a_key_is_for_the_rows_that_see_it(key_dtype, token, queries, sof
     fill(pages, k, v, [132])
     q = torch.randn(queries, 8, 64).half()
     arguments = ARGUMENTS | {"max_seqlen_q": queries, "softcap": softcap}
-    ref, ref_lse = reference.attention(q, pages, **arguments)
-    out, lse = portable.attention(q, pages, **arguments)
+    ref, ref_lse = reference.attention(q, pages, AttentionParams(**arguments))
+    out, lse = portable.attention(q, pages, AttentionParams(**arguments))
     sees = 132 - queries + torch.arange(queries) >= (128 if key_dtype == torch.int8 else 130)
     assert torch.equal(ref.isnan(), sees[:, None, None].expand_as(ref)) and torch.equal(out.isnan(), ref.isnan())
     assert torch.equal(lse.isnan(), ref_lse.isnan())
@@ -241,7 +241,7 @@ def test_nan_in_a_key_is_for_the_rows_that_see_it(key_dtype, token, queries, sof
 
 def test_no_queries():
     pages = empty_cache([40], 1, 64)
-    out, lse = portable.attention(torch.zeros(0, 2, 64).half(), pages, **ARGUMENTS | {"max_seqlen_q": 0})
+    out, lse = portable.attention(torch.zeros(0, 2, 64).half(), pages, AttentionParams(**ARGUMENTS | {"max_seqlen_q": 0}))
     assert out.shape == (0, 2, 64)
     assert lse.shape == (0, 2)
 
@@ -287,7 +287,7 @@ def test_the_hopper_kernels_need_no_table(monkeypatch):
     pages = KVPages.empty(4, 2, 64, num_seqs=2, max_pages=0)
     for attention, queries in ((decode.attention, 1), (prefill.attention, 100)):
         q = torch.randn(2 * queries, 4, 64).half()
-        out, lse = attention(q, pages, **ARGUMENTS | {"max_seqlen_q": queries})
+        out, lse = attention(q, pages, AttentionParams(**ARGUMENTS | {"max_seqlen_q": queries}))
         assert not out.any() and (lse == -torch.inf).all()
 
 
@@ -340,15 +340,15 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     none = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "static_scales": False}
     with recording(dry=True) as launches:
         form = {"k_mean": None, "v_mean": None, "key_dtype": torch.int8, "rotate_keys": True}
-        pages = quantize_pages(x, x, **tables, **form)
+        pages = from_dense(x, x, **tables, **form)
         as_it_is = {"rope_cos": None, "rope_sin": None, "key_dtype": FP8, "rotate_keys": False}
-        quantize_pages(x.to(FP8), x.to(FP8), **{**tables, **form, **as_it_is})
-        rotate(x, angle, angle, False)
+        from_dense(x.to(FP8), x.to(FP8), **{**tables, **form, **as_it_is})
+        apply_rope(x, angle, angle, False)
         quantize_rows(x, **tables, rotate_keys=True, means=True, heads_per_scale=1, dtype=FP8)
         append(pages, tokens, tokens, cu_seqlens=None, max_seqlen=1, **none)
         append(pages, prompt, prompt, cu_seqlens=None, max_seqlen=40, **none)
         append(pages, prompt, prompt, cu_seqlens=bounds, max_seqlen=40, **none)
-        portable.attention(tokens.repeat(1, 2, 1), pages, **ARGUMENTS)
+        portable.attention(tokens.repeat(1, 2, 1), pages, AttentionParams(**ARGUMENTS))
     assert len({note.kernel.fn.__name__ for note in launches}) == 8
     for note in launches:
         assert note.grid[0] < 2**31 and all(programs < 65_536 for programs in note.grid[1:]), (note.kernel.fn.__name__, note.grid)

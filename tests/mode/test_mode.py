@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # imported before any context
 from torch.overrides import TorchFunctionMode
 
-from fp8attn import sdpa
+from fp8attn.dense import sdpa
 from fp8attn.mode import AttentionCall, AttentionPolicy, fp8_attention
 from fp8attn.mode import mode as fp8_mode
 from fp8attn.mode.policy import MIN_LENGTH

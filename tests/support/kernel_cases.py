@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8attn import KVPages, reference, rotation
+from fp8attn import AttentionParams, KVPages, reference, rotation
 from fp8attn.layout import FP8, HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.numerics import relative_error
 
@@ -227,7 +227,7 @@ QUANTIZE_FACTORS = {
 }
 
 
-def check_quantize(quantize, case: dict, device="cpu") -> None:
+def check_from_dense(from_dense, case: dict, device="cpu") -> None:
     """The kernel's pages are the reference's, the headers' zeros and V's tail too."""
     (batch, heads, length), head_dim, dtype = case["shape"], case["head_dim"], case["dtype"]
     given_bytes = dtype == FP8
@@ -250,7 +250,7 @@ def check_quantize(quantize, case: dict, device="cpu") -> None:
         "key_dtype": FP8 if given_bytes else case["key_dtype"],
         "rotate_keys": case["rotate"] and not given_bytes,
     }
-    actual, expected = quantize(k, v, **options), reference.quantize(k, v, **options)
+    actual, expected = from_dense(k, v, **options), reference.from_dense(k, v, **options)
     assert torch.equal(actual.page_table, expected.page_table) and torch.equal(actual.cache_seqlens, expected.cache_seqlens)
     assert actual.state[3:] == expected.state[3:]
     assert not actual.pool[..., 8 - HEADER :].any()
@@ -309,14 +309,14 @@ def exact_attention(q: torch.Tensor, pages: KVPages, arguments: dict) -> tuple[t
         a = rotation.rotate_back(torch.ldexp(torch.ldexp(rotated, -exponent).half().double(), exponent))
     apart = _MeanApart(pages, pages.num_seqs, pages.num_kv_heads, pages.cache_seqlens)
     wide = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
-    out, lse = reference.attention(torch.cat([a, b], -1), apart, **arguments, **wide)
+    out, lse = reference.attention(torch.cat([a, b], -1), apart, AttentionParams(**arguments), **wide)
     return out[..., : q.shape[-1]], lse
 
 
 def run_attention(attention, pages: KVPages, q, arguments: dict) -> float:
     """Check one call against float64; returns the error of the output."""
     ref, ref_lse = exact_attention(q, pages, arguments)
-    out, lse = attention(q, pages, **arguments)
+    out, lse = attention(q, pages, AttentionParams(**arguments))
     assert out.dtype == q.dtype
     assert out.shape == q.shape
     slack = 0.0

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..dense import scaled_dot_product_attention_quantized
 from ..kernels import fa3
 from ..layout import FP8
 from ..numerics import relative_error
-from ..sdpa_quantized import scaled_dot_product_attention_quantized
 
 LENGTHS = tuple(1 << e for e in range(10, 18))  # 1,024 to 131,072 tokens
 SINGLE_LEVEL_THRESHOLD = 0.01  # relative error

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from ..layout import HEADER, PAGE_SIZE, V_GROUP, KVPages
+from ..params import AttentionParams
 from .combine import combine, finish, num_splits
 from .fp8 import from_e4m3, from_int8, is_native, round_to
 from .launch import constants, launch
@@ -394,17 +395,10 @@ def _device(device: torch.device) -> tuple[int, int]:
 def attention(
     q: torch.Tensor,
     pages: KVPages,
-    *,
-    cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_q: int,
-    causal: bool,
-    softmax_scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
+    params: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` to within 3e-4, and what the output's dtype rounds off."""
+    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     num_tokens, num_q_heads, head_dim = q.shape
     device = q.device
     out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from ..dense.sdpa import fallback_reason, scaled_dot_product_attention
 from ..errors import UsageError
-from ..sdpa import fallback_reason, scaled_dot_product_attention
 from .policy import AttentionCall, AttentionPolicy
 from .report import AttentionReport
 
@@ -175,6 +175,7 @@ class _Mode(TorchFunctionMode):
             name, layer = ("", None) if self.site is None else (self.site.name, self.site.layer)
             self.report.row(name, layer, reason).count(query, key)
             if reason is not None:
+                log_fallback(reason, query, key, value)
                 return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, key_dtype=self.policy.key_dtype,

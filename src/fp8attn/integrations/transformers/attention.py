@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from ... import ops
-from ...sdpa import autocast
+from ...dense.sdpa import autocast
 from .tensors import PagedKV, pages_of
 
 QUERY_BLOCK = 1024  # queries whose mask or scores are expanded at a time

@@ -13,10 +13,10 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 
 from ... import ops
 from ...cache import PagedKVCache
+from ...dense.sdpa import autocast
 from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type
 from ...scales import KVScales, LayerScales
-from ...sdpa import autocast
 from .biases import layer_biases, spread_layers
 from .config import FULL, UNQUANTIZED_LAYER_TYPES, check_attention_interface, decoder_config, layers_of
 from .tensors import ATTN_IMPLEMENTATION, PagedKV, dequantize

@@ -1,4 +1,4 @@
-"""Quantize and append: new tokens of K and V become 8-bit codes in pages, a cache's (`append`) or pages of their own (`quantize`).
+"""Quantize and append: new tokens of K and V become 8-bit codes in pages, a cache's (`append`) or pages made for them (`from_dense`).
 
 | file | what |
 |---|---|
@@ -86,11 +86,11 @@ def append(
     pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
 
 
-def quantize(
+def from_dense(
     k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
     k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
-    """`reference.quantize`, bit for bit, as `append` is `reference.append`."""
+    """`reference.from_dense`, bit for bit, as `append` is `reference.append`."""
     device = k.device
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
@@ -118,8 +118,8 @@ def quantize(
     return KVPages.trusted(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)
 
 
-def rotate(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """`reference.rotate`, bit for bit."""
+def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
+    """`reference.apply_rope`, bit for bit."""
     out = torch.empty_like(x)
     if x.numel():
         row, angles, angle_strides = row_of(x.shape[3], rope_cos, rope_sin, rope_interleaved)

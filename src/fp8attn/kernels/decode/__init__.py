@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 
 from ...layout import KVPages
+from ...params import AttentionParams
 from ..launch import launch
 from ..pages import tiles
 from . import plan
@@ -30,33 +31,18 @@ from .kernel import decode_kernel
 from .options import LOG2E
 from .plan import Launch, make_plan
 
-__all__ = ["MAX_ROWS", "Launch", "attention", "plan", "unsupported_reason"]
+__all__ = ["MAX_ROWS", "Launch", "attention", "plan"]
 
 MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
-
-
-def unsupported_reason(q: torch.Tensor, pages: KVPages, max_seqlen_q: int) -> str | None:
-    """Why this kernel does not take these queries; None if it does."""
-    group = q.shape[-2] // pages.num_kv_heads
-    if max_seqlen_q * group > MAX_ROWS:
-        return f"{max_seqlen_q} query tokens x {group} heads of a group are more than the {MAX_ROWS} rows that decoding is made for"
-    return None
 
 
 def attention(
     q: torch.Tensor,
     pages: KVPages,
-    *,
-    cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_q: int,
-    causal: bool,
-    softmax_scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
+    params: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` for up to 128 rows (query tokens x GQA group) a sequence: one launch, nothing read back to the host."""
+    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     device = q.device
     num_tokens, num_q_heads, head_dim = q.shape
     num_pages, heads, num_seqs = pages.num_pages, pages.num_kv_heads, pages.num_seqs

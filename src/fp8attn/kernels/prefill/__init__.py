@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from ...layout import FP8, KVPages
+from ...params import AttentionParams
 from ..combine import combine
 from ..launch import Tiles, launch
 from ..pages import tiles as page_tiles
@@ -29,21 +30,9 @@ __all__ = ["attention", "cut", "plan", "takes_tables"]
 def attention(
     q: torch.Tensor,
     pages: KVPages,
-    *,
-    cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_q: int,
-    causal: bool,
-    softmax_scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
-    rope_cos: torch.Tensor | None = None,
-    rope_sin: torch.Tensor | None = None,
-    rope_interleaved: bool = False,
-    return_lse: bool = True,
+    params: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over the pages in FP8 with FP32 accumulation; see `ops.attention` and, for what is rounded, docs/kernels.md.
+    """Attention over the pages in FP8 with FP32 accumulation; see `AttentionParams` and, for what is rounded, docs/kernels.md.
 
     Nothing is read back from the device: lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give
     equal bits.
@@ -51,14 +40,15 @@ def attention(
     Args:
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, rotated as K is, scaled
             per row and rounded to K's dtype here; or float8_e4m3fn, taken as it is.
-        rope_cos, rope_sin: `[T, R / 2]` or `[num_seqs, S, R / 2]`, such that `takes_tables` is true: Q is
-            rotated by them first, and rounded to its dtype.
-        return_lse: without it `lse` may be None, and an item costs less.
+        params: its `rope_cos` and `rope_sin` are `[T, R / 2]` or `[num_seqs, S, R / 2]`, and such that `takes_tables` is true. Without
+            `return_lse` `lse` may be None, and an item costs less.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says their order of memory.
     Raises:
         ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
     """
+    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
+    rope_cos, rope_sin, rope_interleaved, return_lse = params[8:12]
     if rope_cos is not None and q.dtype == FP8:
         raise ValueError("FP8 queries are rounded already, so the kernel cannot apply RoPE to them: rotate them before they are quantized")
     if q.dtype == FP8 and (pages.rotate_keys or pages.key_dtype != FP8):

@@ -1,31 +1,30 @@
 """`scaled_dot_product_attention` in FP8: torch's signature and semantics, quantization included.
 
-K and V become pages in one pass over them (`ops.quantize`), and `ops.attention` reads those; queries stay in their dtype until the
-attention kernel rounds them. What FP8 cannot do as asked (`fallback_reason`) torch's own function does, exactly and in the inputs' dtype:
-no mask is ever dropped.
+K and V are quantized in one pass over them (`strategies`). Queries stay in their dtype until the attention kernel rounds them. A call that
+has a `fallback_reason` goes to torch's own function, exactly and in the inputs' dtype: no mask and no dropout is ever dropped.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from . import ops
-from .backends import BACKENDS, unsupported_reason
-from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, key_type
-from .rope import check_device, dense_tables
-from .sdpa_quantized import scaled_dot_product_attention_quantized
+from .._torch_ops import register, unobserved
+from ..backends import unsupported_reason
+from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, key_type
+from ..ops import derivative_reason
+from ..params import DenseBackendName
+from ..rope import check_device, dense_tables
+from .strategies import Tables, padded, padded_size, strategy
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("auto", *BACKENDS, "fa3")  # of backends
 DTYPES = torch.bfloat16, torch.float16, torch.float32  # which FP8 takes, and which autocast casts
-Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, as `rope.dense_tables` gives them
 
 
 def fallback_reason(
@@ -38,7 +37,7 @@ def fallback_reason(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> str | None:
-    """Why torch's own SDPA answers this call of `scaled_dot_product_attention`, exactly and in the inputs' dtype; None: FP8 does.
+    """Why a call of `scaled_dot_product_attention` goes to torch's own function, exactly and in the inputs' dtype; None: FP8 serves it.
 
     It looks at shapes, dtypes (under autocast, at those that torch's SDPA would compute in) and the device alone, never at values.
     """
@@ -46,7 +45,7 @@ def fallback_reason(
         return "a mask is given; FP8 attention is causal or full"
     if dropout_p > 0.0:
         return "dropout is for training, FP8 attention for inference"
-    if (reason := ops.derivative_reason(query, key, value)) is not None:
+    if (reason := derivative_reason(query, key, value)) is not None:
         return reason
     if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors are not supported"
@@ -76,6 +75,12 @@ def fallback_reason(
         return f"the kernels take bfloat16 and float16, not {dtype}"
     # Dynamo cannot look at the machine. The op does, and refuses if it must.
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
+
+
+def log_fallback(reason: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Log at DEBUG that a call goes to torch's own function. Dynamo cannot trace a logger: in compiled code it logs nothing."""
+    if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
+        logger.debug("torch's own scaled_dot_product_attention computes %s: %s", _described(query, key, value), reason)
 
 
 def _described(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
@@ -112,9 +117,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    key_dtype: str = DEFAULT_KEY_DTYPE,
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: bool = True,
-    backend: str = "auto",
+    backend: DenseBackendName = "auto",
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` in FP8, quantization included.
 
@@ -122,39 +127,32 @@ def scaled_dot_product_attention(
         query: `[..., Hq, L, E]`, any strides; bfloat16 or float16 (float32 on a CPU). `torch.autocast` casts all three, as in torch.
         key: `[..., H, S, E]`, value: `[..., H, S, Ev]`; E and Ev up to 256. Head dimensions that are not among `layout.HEAD_DIMS`, or
             differ, cost a copy padded with zeros.
-        attn_mask: goes to torch's SDPA, exactly, like everything with a `fallback_reason`.
-        is_causal: query i sees keys 0 to i (aligned to the first key, as in torch, whatever the lengths).
+        attn_mask, dropout_p: a call with a mask or with dropout goes to torch's SDPA, like every call that has a `fallback_reason`. The
+            reason is logged at the level DEBUG.
+        is_causal: query i sees keys 0 to i: aligned to the first key, as in torch, whatever the lengths are.
+            (`scaled_dot_product_attention_quantized` aligns to the last key.)
         scale: default `1 / sqrt(E)`.
         enable_gqa: Hq may be a multiple of H.
         key_dtype: what keys are multiplied in, `"int8"` or `"e4m3"`; values are E4M3. `"fa3"` has no INT8: its keys are E4M3.
         rotate_keys: rotate queries and keys before quantization (`rotation.rotate`): the scores are the same, and rounding errors shrink.
-        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`kernels/fa3.py`); one named
-            outright refuses what has a `fallback_reason`.
+        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`kernels/fa3.py`). A backend
+            other than `"auto"` refuses calls that have a `fallback_reason`.
     Returns:
         `[..., Hq, L, Ev]` in query's dtype, and in the order of memory of query.
     Raises:
-        ValueError: `dropout_p` is not zero; a key_dtype that is none; a named backend that cannot run here, or not answer this call, and
-            why.
+        ValueError: an unknown key_dtype; a named backend that cannot run here or cannot serve this call, with the reason.
     """
     key_type(key_dtype)  # raises ValueError
-    if dropout_p:
-        raise ValueError(
-            f"FP8 attention has no dropout: it is for inference, and dropout_p is {dropout_p}; "
-            "call model.eval(), or torch.nn.functional.scaled_dot_product_attention for training"
-        )
     query, key, value = autocast(query, key, value)
-    reason = fallback_reason(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason is not None:
         if backend != "auto":
             raise ValueError(
-                f"backend {backend!r} cannot answer this call: {reason}; with backend='auto' torch's own SDPA does, exactly. "
+                f"backend {backend!r} cannot serve this call: {reason}; with backend='auto' it goes to torch's own SDPA. "
                 f"Got {_described(query, key, value)}"
             )
-        if not torch.compiler.is_compiling():
-            logger.debug(
-                "torch's own scaled_dot_product_attention computes query %s, key %s: %s", tuple(query.shape), tuple(key.shape), reason
-            )
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        log_fallback(reason, query, key, value)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = _batched(query), _batched(key), _batched(value)
     out = _run(q, k, v, None, None, False, is_causal, scale, key_dtype, rotate_keys, backend)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
@@ -173,23 +171,23 @@ def rope_scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    key_dtype: str = DEFAULT_KEY_DTYPE,
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: bool = True,
-    backend: str = "auto",
+    backend: DenseBackendName = "auto",
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of rotated queries and keys. Both turn on their way to FP8: keys are not rounded in between, queries
-    to their dtype (as if they had been rotated before; where they are few, and for other backends than `"hopper"`, they are).
+    """`scaled_dot_product_attention` of queries and keys after RoPE, which is applied on their way to FP8. Keys are not rounded in between.
+    Queries are rounded to their dtype, as by RoPE before the call.
 
     Args:
-        query, key, value: `[B, H, S, D]` as there.
+        query, key, value: `[B, H, S, D]`, as `scaled_dot_product_attention` takes them.
         rope_cos, rope_sin: of the queries: `[L, R / 2]` and more (`rope.dense_tables`: full-width tables, one a sequence). A position
             offset is a slice of longer tables.
         key_rope_cos, key_rope_sin: of the keys; None: the same.
         rope_interleaved: pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
-        is_causal, scale, enable_gqa, key_dtype, rotate_keys, backend: as there.
+        is_causal, scale, enable_gqa, key_dtype, rotate_keys, backend: as `scaled_dot_product_attention` takes them.
     Raises:
-        ValueError: tables that do not fit; a key_dtype that is none; a backend that cannot run here; a call that only torch's SDPA can
-            answer, with the reason (rotate first, and call `scaled_dot_product_attention`).
+        ValueError: tables that do not fit; an unknown key_dtype; a backend that cannot run here; a call that has a `fallback_reason`
+            (apply RoPE first, and call `scaled_dot_product_attention`).
     """
     if (key_rope_cos is None) != (key_rope_sin is None):
         missing = "key_rope_cos" if key_rope_cos is None else "key_rope_sin"
@@ -201,7 +199,7 @@ def rope_scaled_dot_product_attention(
         reason = "query, key and value must have four dimensions"
     if reason is not None:
         raise ValueError(
-            f"FP8 attention cannot answer this call: {reason}; rotate query and key, and call scaled_dot_product_attention. "
+            f"FP8 attention cannot serve this call: {reason}; apply RoPE to query and key, and call scaled_dot_product_attention. "
             f"Got {_described(query, key, value)}"
         )
     if key_rope_cos is None:
@@ -215,100 +213,41 @@ def rope_scaled_dot_product_attention(
     return _run(q, k, v, q_rope, k_rope, rope_interleaved, is_causal, scale, key_dtype, rotate_keys, backend)
 
 
-def _run(q, k, v, q_rope: Tables, k_rope: Tables, *options) -> torch.Tensor:
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, *options: Any) -> torch.Tensor:
     """`_attend`, as one torch op where something traces: a graph then holds no pages, whose number torch.export would fix."""
-    if ops.unobserved(q):
+    if unobserved(q):
         return _attend(q, k, v, q_rope, k_rope, *options)
     return torch.ops.fp8attn.sdpa(q, k, v, *(q_rope or (None, None)), *(k_rope or (None, None)), *options)
 
 
 def _attend(
-    q, k, v, q_rope: Tables, k_rope: Tables, interleaved: bool, is_causal: bool, scale: float | None, key_dtype: str, rotate_keys: bool,
-    backend: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, rope_interleaved: bool, is_causal: bool,
+    scale: float | None, key_dtype: KeyDtype, rotate_keys: bool, backend: str,
 ) -> torch.Tensor:  # fmt: skip
     """`[B, H, S, D]` of one batch size, checked: cut, pad, quantize, attend."""
     q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    if is_causal and q_len < kv_len:  # nobody sees the others
+    if is_causal and q_len < kv_len:  # no query sees the others
         kv_len = q_len
         k, v, k_rope = k[:, :, :q_len], v[:, :, :q_len], _rows(k_rope, slice(q_len))
-    padded = _padded(head_dim, v_dim)
-    q, k, v = _widened(q, padded), _widened(k, padded), _widened(v, padded)
-    if backend == "fa3":
-        attend = _over_rows(k, v, k_rope, interleaved, scale, rotate_keys)
-    else:
-        attend = _over_pages(ops.resolve(backend, q), k, v, k_rope, interleaved, scale, key_dtype, rotate_keys)
+    size = padded_size(head_dim, v_dim)
+    q, k, v = padded(q, size), padded(k, size), padded(v, size)
+    attend = strategy(backend, k, v, k_rope, rope_interleaved, scale, key_dtype, rotate_keys)
     if is_causal and q_len > kv_len:  # rows behind the last key see all of them
         out = torch.empty_like(q)
         for rows, causal in ((slice(kv_len), True), (slice(kv_len, None), False)):
             out[:, :, rows] = attend(q[:, :, rows], _rows(q_rope, rows), causal)
     else:
         out = attend(q, q_rope, is_causal)
-    return out if v_dim == padded else out[..., :v_dim].clone()
+    return out if v_dim == size else out[..., :v_dim].clone()
 
 
 def _rows(tables: Tables, rows: slice) -> Tables:
     return tables and (tables[0][:, rows], tables[1][:, rows])
 
 
-def _over_pages(
-    name: str, k, v, k_rope: Tables, interleaved: bool, scale: float, key_dtype: str, rotate_keys: bool
-) -> Callable[[torch.Tensor, Tables, bool], torch.Tensor]:
-    """A function of queries, their tables for RoPE and whether they are causal, aligned to the last key: attention over pages."""
-    k_cos, k_sin = k_rope or (None, None)
-    pages = ops.run_quantize(
-        name, k, v, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, k_mean=None, v_mean=None, key_dtype=key_type(key_dtype),
-        rotate_keys=rotate_keys,
-    )  # fmt: skip
-
-    def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
-        cos, sin = rope or (None, None)
-        out, _ = ops.attention_function(name, q)(
-            q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=q.shape[2], causal=causal, softmax_scale=scale, window=0,
-            softcap=0.0, sinks=None, leftpad_k=None, rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved, return_lse=False,
-        )  # fmt: skip
-        return out.transpose(1, 2)
-
-    return attend
-
-
-def _over_rows(
-    k, v, k_rope: Tables, interleaved: bool, scale: float, rotate_keys: bool
-) -> Callable[[torch.Tensor, Tables, bool], torch.Tensor]:
-    """The same over E4M3 rows, by FlashAttention-3. Its sums lose what has a mean (`accumulation`): V's is subtracted here and added to
-    the output; K's shifts all scores of a query alike."""
-    k_cos, k_sin = k_rope or (None, None)
-    k, k_scale, _ = ops.quantize_rows(k, rope_cos=k_cos, rope_sin=k_sin, rope_interleaved=interleaved, rotate_keys=rotate_keys, means=True)
-    v, v_scale, v_mean = ops.quantize_rows(v, means=True)
-
-    def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
-        group = q.shape[1] // k.shape[1]
-        if rope is not None:
-            q = ops.rotate(q, *rope, rope_interleaved=interleaved)
-        q_fp8, q_scale, _ = ops.quantize_rows(q, rotate_keys=rotate_keys, heads_per_scale=group)
-        out = scaled_dot_product_attention_quantized(q_fp8, k, v, causal, scale, q_scale, k_scale, v_scale, backend="fa3")
-        out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
-        return out.to(q.dtype)
-
-    return attend
-
-
-def _padded(head_dim: int, v_dim: int) -> int:
-    """The head_dim of the pages."""
-    return next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
-
-
-def _widened(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x [B, H, S, D]` with zeros behind its channels, up to `size`, in the same order of memory."""
-    if x.shape[3] == size:
-        return x
-    if x.stride(1) < x.stride(2):
-        return F.pad(x.transpose(1, 2), (0, size - x.shape[3])).transpose(1, 2)
-    return F.pad(x, (0, size - x.shape[3]))
-
-
 def _batched(x: torch.Tensor) -> torch.Tensor:
-    """As `[B, H, S, D]` with the last dimension contiguous: a view but where memory does not allow one."""
+    """As `[B, H, S, D]` with the last dimension contiguous: a view where memory allows one."""
     if x.dim() > 4:
         x = x.flatten(0, -4)
     while x.dim() < 4:
@@ -316,19 +255,22 @@ def _batched(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _sdpa(q, k, v, q_cos, q_sin, k_cos, k_sin, *options) -> torch.Tensor:
-    q_rope, k_rope = (None if cos is None else (cos, sin) for cos, sin in ((q_cos, q_sin), (k_cos, k_sin)))
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_cos: torch.Tensor | None, q_sin: torch.Tensor | None, k_cos: torch.Tensor | None,
+    k_sin: torch.Tensor | None, *options: Any,
+) -> torch.Tensor:  # fmt: skip
+    q_rope, k_rope = (None if cos is None or sin is None else (cos, sin) for cos, sin in ((q_cos, q_sin), (k_cos, k_sin)))
     return _attend(q, k, v, q_rope, k_rope, *options)
 
 
-def _sdpa_fake(q, k, v, *args) -> torch.Tensor:
+def _sdpa_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
     v_dim = v.shape[3]
-    padded = _padded(q.shape[3], v_dim)
-    out = torch.empty_like(_widened(q, padded).transpose(1, 2)).transpose(1, 2)
-    return out if v_dim == padded else out[..., :v_dim].clone()
+    size = padded_size(q.shape[3], v_dim)
+    out = torch.empty_like(padded(q, size).transpose(1, 2)).transpose(1, 2)
+    return out if v_dim == size else out[..., :v_dim].clone()
 
 
-ops.register(
+register(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? q_cos, Tensor? q_sin, Tensor? k_cos, Tensor? k_sin, bool rope_interleaved, bool is_causal, "
     "float? scale, str key_dtype, bool rotate_keys, str backend) -> Tensor",
     _sdpa,

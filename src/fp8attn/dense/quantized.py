@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from functools import cache
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from .backends import attention_kernel, quantize_kernel, select_backend
-from .layout import FP8, HEAD_DIMS
-from .ops import check_derivatives, derivative_reason, register, unobserved
+from .._torch_ops import register, unobserved
+from ..layout import FP8, HEAD_DIMS
+from ..ops import check_derivatives, derivative_reason
+from ..params import DenseBackendName
+from .strategies import Scale, fp8_strategy, padded, padded_size
 
 PER_HEAD = 0  # torch's DescaleType.PER_HEAD, an IntEnum's member
 
@@ -29,7 +30,7 @@ def scaled_dot_product_attention_quantized(
     k_descale_type: int = PER_HEAD,
     v_descale_type: int = PER_HEAD,
     *,
-    backend: str = "auto",
+    backend: DenseBackendName = "auto",
 ) -> torch.Tensor:
     """`softmax(scale * q_descale k_descale * query key^T) value * v_descale`, in place of
     `torch.nn.attention.experimental._scaled_dot_product_attention_quantized`.
@@ -101,67 +102,20 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
         raise ValueError(f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}")
 
 
-_selected = cache(select_backend)  # a machine does not change
-
-
-def _run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend) -> torch.Tensor:
+def _run(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, q_descale: Scale, k_descale: Scale,
+    v_descale: Scale, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    """What is left once all is checked."""
     if not query.numel() or not value.numel():
         return _empty_out(query, key, value).zero_()
-    padded = next(size for size in HEAD_DIMS if size >= max(query.shape[3], value.shape[3]))
-    q, k, v = (_padded(x, padded) for x in (query, key, value))
-    attend = _over_rows if backend == "fa3" else _over_pages
-    out = attend(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, backend)
-    return out if q is query and value.shape[3] == padded else _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
+    size = padded_size(query.shape[3], value.shape[3])
+    q, k, v = (padded(x, size) for x in (query, key, value))
+    out = fp8_strategy(backend, k, v, q_descale, k_descale, v_descale, scale)(q, None, is_causal)
+    return out if q is query and value.shape[3] == size else _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
 
 
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x` with `size` channels, the last dimension contiguous."""
-    if x.shape[3] < size:
-        return F.pad(x.view(torch.uint8), (0, size - x.shape[3])).view(FP8)  # a byte 0 is a zero
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def _over_pages(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, backend) -> torch.Tensor:
-    name = _selected(backend, q.device, torch.bfloat16)
-    # E4M3 bytes are stored as they are, under scales of one. Then the pages' scales are the descales, any FP32 numbers. Those of V are
-    # equal over a sequence and head: their ratios are powers of two, as kernels need.
-    pages = quantize_kernel(name)(
-        k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
-    )
-    batch, heads = k.shape[:2]
-    for scales, descale in ((pages.k_scale, q_descale), (pages.k_scale, k_descale), (pages.v_scale, v_descale)):
-        if descale is not None:
-            scales.unflatten(0, (batch, -1)).mul_(descale[:, None])
-    length, group = q.shape[2], q.shape[1] // heads
-    if not (name == "hopper" and _takes_fp8_queries(length * group)):
-        q = q.to(torch.bfloat16)
-    out, _ = attention_kernel(name)(
-        q.transpose(1, 2), pages, cu_seqlens_q=None, max_seqlen_q=length, causal=is_causal, softmax_scale=scale, window=0, softcap=0.0,
-        sinks=None, leftpad_k=None, return_lse=False,
-    )  # fmt: skip
-    return out.transpose(1, 2)
-
-
-def _takes_fp8_queries(rows: int) -> bool:
-    """Whether the Hopper kernel for that many query rows a KV head is `prefill`; `decode` takes 16 bits."""
-    from .kernels.decode import MAX_ROWS
-
-    return rows > MAX_ROWS
-
-
-def _over_rows(q, k, v, is_causal, scale, q_descale, k_descale, v_descale, backend) -> torch.Tensor:
-    from .kernels import fa3
-
-    reason = fa3.unsupported_reason(q.device)
-    if reason is not None:
-        raise ValueError(f"backend 'fa3' cannot run here: {reason}")
-    out = torch.empty_like(q, dtype=torch.bfloat16)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    fa3.attention(q, k, v, q_descale, k_descale, v_descale, causal=is_causal, softmax_scale=scale, out=out.transpose(1, 2))
-    return out
-
-
-def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_) -> torch.Tensor:
+def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     if query.shape[3] == value.shape[3]:
         return torch.empty_like(query, dtype=torch.bfloat16)
     return query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.bfloat16)

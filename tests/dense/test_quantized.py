@@ -194,7 +194,7 @@ def test_fp8_goes_to_pages_by_the_kernel_as_by_the_reference(head_dim):
     options = dict(
         rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=None, v_mean=None, key_dtype=torch.float8_e4m3fn, rotate_keys=False
     )
-    pages, expected = append.quantize(k.transpose(1, 2).contiguous().transpose(1, 2), v, **options), reference.quantize(k, v, **options)
+    pages, expected = append.from_dense(k.transpose(1, 2).contiguous().transpose(1, 2), v, **options), reference.from_dense(k, v, **options)
     for name in ("v", "k_scale", "v_scale", "page_table", "cache_seqlens"):  # K's bytes past the end are anything
         ours, theirs = (getattr(x, name) for x in (pages, expected))
         assert torch.equal(ours.view(torch.uint8) if name == "v" else ours, theirs.view(torch.uint8) if name == "v" else theirs)

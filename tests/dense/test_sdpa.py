@@ -13,7 +13,15 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
-from fp8attn import fallback_reason, ops, reference, rope_scaled_dot_product_attention, scaled_dot_product_attention
+from fp8attn import (
+    AttentionParams,
+    KVPages,
+    fallback_reason,
+    ops,
+    reference,
+    rope_scaled_dot_product_attention,
+    scaled_dot_product_attention,
+)
 from fp8attn.layout import unpack_k, unpack_v
 from fp8attn.numerics import E4M3, power_of_two_scale, quantize, sqnr_db
 from fp8attn.rope import apply_rope, dense_tables
@@ -30,7 +38,7 @@ def _seed():
 
 
 def bhsd(batch: int, heads: int, length: int, head_dim: int, transposed: bool = False, dtype=torch.float32) -> torch.Tensor:
-    """Normal values; `transposed` lies in memory as `[B, S, H, D]`."""
+    """Normal values; `transposed` is in memory `[B, S, H, D]`."""
     if transposed:
         return torch.randn(batch, length, heads, head_dim).to(dtype).transpose(1, 2)
     return torch.randn(batch, heads, length, head_dim).to(dtype)
@@ -88,16 +96,13 @@ def test_it_is_torchs_attention(shape, is_causal, transposed, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernel_error_against_float64_on_the_same_bytes(backend):
     query, key, value = bhsd(2, 4, 131, 64, True, torch.float16), *(bhsd(2, 2, 131, 64, True, torch.float16) for _ in "kv")
-    pages = ops.quantize(key, value, backend=backend)
-    out = ops.attention(query.transpose(1, 2), pages, causal=False, backend=backend)
-    bits = {
-        "cu_seqlens_q": None, "max_seqlen_q": 131, "causal": False, "softmax_scale": 0.125, "window": 0, "softcap": 0.0, "sinks": None,
-        "leftpad_k": None,
-    }  # fmt: skip
-    flat = query.transpose(1, 2).flatten(0, 1)
-    ref, _ = reference.attention(flat, pages, **bits, compute_dtype=torch.float64, out_dtype=torch.float64)
-    assert_kernel_error(out.flatten(0, 1), ref)
-    assert torch.equal(scaled_dot_product_attention(query, key, value, enable_gqa=True, backend=backend), out.transpose(1, 2))
+    pages, flat = KVPages.from_dense(key, value, backend=backend), query.transpose(1, 2).flatten(0, 1)
+    out = ops.attention(flat, pages, causal=False, backend=backend)
+    params = AttentionParams(cu_seqlens_q=None, max_seqlen_q=131, causal=False, softmax_scale=0.125)
+    ref, _ = reference.attention(flat, pages, params, compute_dtype=torch.float64, out_dtype=torch.float64)
+    assert_kernel_error(out, ref)
+    dense = scaled_dot_product_attention(query, key, value, enable_gqa=True, backend=backend)
+    assert torch.equal(dense, out.unflatten(0, (2, 131)).transpose(1, 2))
 
 
 @pytest.mark.parametrize("dims", [2, 3, 5])
@@ -246,7 +251,7 @@ def test_vmap_is_torchs():
     query, key, value = torch.randn(3, 5, 1, 2, 20, 64)
     vmapped, expected = (torch.vmap(f)(query, key, value) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
     assert torch.equal(vmapped, expected)
-    with pytest.raises(ValueError, match=r"'reference' cannot answer this call: a transform of torch\.func is active"):
+    with pytest.raises(ValueError, match=r"'reference' cannot serve this call: a transform of torch\.func is active"):
         torch.vmap(lambda q: scaled_dot_product_attention(q, q, q, backend="reference"))(query)
     angle = torch.randn(20, 32)
     with pytest.raises(ValueError, match=r"a transform of torch\.func is active"):
@@ -281,14 +286,37 @@ def test_empty_dimensions_and_errors_are_torchs():
         scaled_dot_product_attention(X, X[..., :32], X)
 
 
-def test_dropout_and_impossible_backends_are_refused():
-    with pytest.raises(ValueError, match="has no dropout"):
-        scaled_dot_product_attention(X, X, X, dropout_p=0.1)
+def test_dropout_goes_to_torch_as_a_mask_does():
+    query, key, value = (bhsd(1, 2, 40, 64) for _ in "qkv")
+    torch.manual_seed(1)
+    expected = F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(scaled_dot_product_attention(query, key, value, dropout_p=0.5), expected)
+    with pytest.raises(ValueError, match="'reference' cannot serve this call: dropout is for training, FP8 attention for inference"):
+        scaled_dot_product_attention(query, key, value, dropout_p=0.5, backend="reference")
+
+
+@pytest.mark.parametrize("entry", [scaled_dot_product_attention, "fp8_attention"])
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"dropout_p": 0.5}, "dropout is for training"), ({"attn_mask": X[0, 0, :, :8]}, "a mask")]
+)
+def test_fallbacks_are_logged(entry, options, reason, caplog):
+    with caplog.at_level("DEBUG", logger="fp8attn"):
+        if entry == "fp8_attention":
+            with fp8attn.fp8_attention(fp8attn.AttentionPolicy(min_length=1)):
+                F.scaled_dot_product_attention(X, X, X, **options)
+        else:
+            entry(X, X, X, **options)
+    (record,) = caplog.records
+    assert record.levelname == "DEBUG" and reason in record.message and "query [1, 2, 8, 64] torch.float32 on cpu" in record.message
+
+
+def test_impossible_backends_are_refused():
     with pytest.raises(ValueError, match="unknown backend 'fastest'"):
         scaled_dot_product_attention(X, X, X, backend="fastest")
     with pytest.raises(ValueError, match="are for NVIDIA GPUs, not cpu"):
         scaled_dot_product_attention(X, X, X, backend="hopper")
-    with pytest.raises(ValueError, match="'reference' cannot answer this call: a mask is given"):
+    with pytest.raises(ValueError, match="'reference' cannot serve this call: a mask is given"):
         scaled_dot_product_attention(X, X, X, attn_mask=torch.ones(X.shape[-2], X.shape[-2], dtype=torch.bool), backend="reference")
 
 
@@ -324,16 +352,16 @@ def test_tables_of_every_form(interleaved, backend):
     cos, sin = angle.cos(), angle.sin()
     twice = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (lambda x: torch.cat([x, x], -1))
     given = {"rope_interleaved": interleaved, "backend": backend}
-    expected = ops.quantize(key, value, rope_cos=cos, rope_sin=sin, **given)
+    expected = KVPages.from_dense(key, value, rope_cos=cos, rope_sin=sin, **given)
     for form in (twice, lambda x: x[:, None], lambda x: twice(x)[:, None]):
-        pages = ops.quantize(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
+        pages = KVPages.from_dense(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
         assert all(map(torch.equal, pages.state[:3], expected.state[:3]))
-    shared = ops.quantize(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
-    alone = ops.quantize(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
+    shared = KVPages.from_dense(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
+    alone = KVPages.from_dense(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
     assert all(map(torch.equal, shared.state[:3], alone.state[:3]))
     x = bhsd(2, 3, 128, 64, True)
     rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
-    assert torch.equal(ops.rotate(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
+    assert torch.equal(ops.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
 
 
 def test_keys_may_have_tables_of_their_own():
@@ -354,7 +382,7 @@ def test_what_rope_refuses():
             dense_tables(cos, sin, 1, 8, 64)
     with pytest.raises(ValueError, match="key_rope_cos and key_rope_sin together"):
         rope_scaled_dot_product_attention(X, X, X, table, table, key_rope_cos=table)
-    with pytest.raises(ValueError, match="cannot answer this call: query, key and value must have four dimensions"):
+    with pytest.raises(ValueError, match="cannot serve this call: query, key and value must have four dimensions"):
         rope_scaled_dot_product_attention(X[0], X[0], X[0], table, table)
     with pytest.raises(ValueError, match="a gradient is wanted"):
         rope_scaled_dot_product_attention(X.clone().requires_grad_(), X, X, table, table)
@@ -378,7 +406,7 @@ def test_what_rope_refuses():
         ((1, 2, 5, 96), False, 96, True),
     ],
 )
-def test_quantize_writes_the_references_bytes(shape, transposed, rotary, interleaved):
+def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, interleaved):
     batch, heads, length, head_dim = shape
     k, v = (random_tokens(batch * length, heads, head_dim, torch.bfloat16).unflatten(0, (batch, length)).transpose(1, 2) for _ in "kv")
     k[0, 0, 1, 3], v[0, -1, 2, 2], v[-1, 0, 3, 1] = torch.nan, torch.inf, torch.nan
@@ -386,7 +414,7 @@ def test_quantize_writes_the_references_bytes(shape, transposed, rotary, interle
         k, v = k.contiguous(), v.contiguous()
     angle = torch.randn(batch, length, rotary // 2)
     rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
-    ours, theirs = (ops.quantize(k, v, **rope, backend=backend) for backend in ("triton", "reference"))
+    ours, theirs = (KVPages.from_dense(k, v, **rope, backend=backend) for backend in ("triton", "reference"))
     columns = -(-length // 128)
     assert ours.page_table.tolist() == torch.arange(batch * columns).view(batch, columns).tolist()
     assert ours.cache_seqlens.tolist() == [length] * batch
@@ -417,29 +445,26 @@ def test_quantize_rows(heads_per_scale, means, rotary, backend):
 
 
 def test_refusals_of_the_dense_ops():
-    for call in (lambda x: ops.quantize(x, x), lambda x: ops.quantize_rows(x), lambda x: ops.rotate(x, X, X)):
+    for call in (lambda x: KVPages.from_dense(x, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
         with pytest.raises(ValueError, match="last dimension contiguous"):
             call(X.transpose(2, 3))
         with pytest.raises(RuntimeError, match="no gradient flows"):
             call(X.clone().requires_grad_())
     with pytest.raises(ValueError, match="head_dim one of"):
-        ops.quantize(X[..., :48], X[..., :48])
+        KVPages.from_dense(X[..., :48], X[..., :48])
     with pytest.raises(ValueError, match="not empty"):
-        ops.quantize(X[:, :, :0], X[:, :, :0])
+        KVPages.from_dense(X[:, :, :0], X[:, :, :0])
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(X, X)
-        for call in (lambda x: ops.quantize(X, x), lambda x: ops.quantize_rows(x), lambda x: ops.rotate(x, X, X)):
+        for call in (lambda x: KVPages.from_dense(X, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
             with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
                 call(dual)
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
                 torch.vmap(call)(X[None])
     with pytest.raises(ValueError, match="together, or neither"):
-        ops.quantize(X, X, rope_cos=torch.zeros(8, 32))
+        KVPages.from_dense(X, X, rope_cos=torch.zeros(8, 32))
     with pytest.raises(ValueError, match="a divisor of its heads"):
         ops.quantize_rows(X, heads_per_scale=3)
-    pages = ops.quantize(X, X)
-    with pytest.raises(ValueError, match=r"\[1, S, num_q_heads, head_dim\]"):
-        ops.attention(X.transpose(1, 2).expand(2, -1, -1, -1), pages)
 
 
 # Registration
@@ -451,12 +476,12 @@ def test_ops_pass_torch_opcheck():
     for backend in ("reference", "triton") if INTERPRETED else ("reference",):
         y = x if backend == "reference" else x.half()
         pages_of = (y, y, angle, angle, False, None, None, torch.int8, True, backend)
-        torch.library.opcheck(torch.ops.fp8attn.quantize, pages_of, test_utils=checks[:2])
-        torch.library.opcheck(torch.ops.fp8attn.rotate, (y, angle, angle, False, backend), test_utils=checks)
+        torch.library.opcheck(torch.ops.fp8attn.from_dense, pages_of, test_utils=checks[:2])
+        torch.library.opcheck(torch.ops.fp8attn.apply_rope, (y, angle, angle, False, backend), test_utils=checks)
         rows_of = (y, None, None, False, True, True, 1, torch.float8_e4m3fn, backend)
         torch.library.opcheck(torch.ops.fp8attn.quantize_rows, rows_of, test_utils=checks[:2])
-        pages = ops.quantize(y, y, backend=backend)
-        q = y.transpose(1, 2)
+        pages = KVPages.from_dense(y, y, backend=backend)
+        q = y.transpose(1, 2).flatten(0, 1)
         torch.library.opcheck(
             torch.ops.fp8attn.attention,
             (q, *pages.state, None, 130, True, 0.1, 0, 0.0, None, None, None, None, False, False, backend),
@@ -540,5 +565,5 @@ def test_it_exports_with_any_two_lengths(is_causal):
 
 
 def test_the_package_exports_it():
-    for name in ("scaled_dot_product_attention", "rope_scaled_dot_product_attention", "fallback_reason", "quantize"):
+    for name in ("scaled_dot_product_attention", "rope_scaled_dot_product_attention", "fallback_reason"):
         assert name in fp8attn.__all__

@@ -1,0 +1,146 @@
+"""The torch ops, for `torch.compile` and everything else that traces or intercepts calls: schemas, implementations, fakes.
+
+`torch.library.custom_op` would wrap each op in Python kernels for autograd, aliasing and version counters: 25 to 90 us a call. They would
+have no work: `ops` refuses gradients, no output is an alias, and no graph saves pages for a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from .backends import find
+from .layout import FIELDS, PAGE_SIZE, KVPages, page_bytes
+from .params import AttentionParams
+
+_LIBRARY = torch.library.Library("fp8attn", "DEF")
+
+
+def unobserved(x: torch.Tensor) -> bool:
+    """Whether nothing traces or intercepts torch ops now. Then `ops` calls the backend directly: a torch op in Python costs 12 us more."""
+    return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
+
+
+def resolve(backend: str, x: torch.Tensor) -> str:
+    """The backend's name, as an argument of an op. While Dynamo traces, which cannot look at the machine, it stays as given: then the op
+    resolves it."""
+    return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype).name
+
+
+def register(schema: str, implementation: Callable, fake: Callable) -> None:
+    """Define `torch.ops.fp8attn.NAME`: its schema, its implementation on every device, and what makes empty outputs in their shapes."""
+    name = schema[: schema.index("(")]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8attn::{name}", fake, lib=_LIBRARY)
+
+
+# What the ops on pages have in common: the tensors and constants of `KVPages.state`, in its order.
+_STATE = "Tensor pool, Tensor page_table, Tensor cache_seqlens, Tensor? k_mean, Tensor? v_mean, ScalarType key_dtype, bool rotate_keys"
+_CHANGED_STATE = _STATE.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
+
+
+def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
+    pages = KVPages.trusted(*args[: len(FIELDS)])
+    q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, backend = args[len(FIELDS) :]
+    find(backend, k.device, k.dtype).append(
+        pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+        rope_interleaved=rope_interleaved, static_scales=static_scales,
+    )  # fmt: skip
+
+
+register(
+    f"append(Tensor k, Tensor v, {_CHANGED_STATE}, Tensor? q, Tensor(c!)? q_out, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? rope_cos, "
+    "Tensor? rope_sin, bool rope_interleaved, bool static_scales, str backend) -> ()",
+    _append,
+    lambda *args: None,
+)
+
+
+def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *options, backend = args[len(FIELDS) :]
+    params = AttentionParams(*options)
+    out, lse = find(backend, q.device, q.dtype).attention(q, KVPages.trusted(*args[: len(FIELDS)]), params)
+    return out, lse if params.return_lse else q.new_empty(0, dtype=torch.float32)
+
+
+def _attention_fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    params = AttentionParams(*args[len(FIELDS) : -1])
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1] if params.return_lse else 0, dtype=torch.float32)
+
+
+register(  # after the pages, the fields of `AttentionParams`
+    f"attention(Tensor q, {_STATE}, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, "
+    "float softcap, Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool return_lse, "
+    "str backend) -> (Tensor, Tensor)",
+    _attention,
+    _attention_fake,
+)
+
+
+def _from_dense(
+    k: torch.Tensor, v: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
+    k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    pages = find(backend, k.device, k.dtype).from_dense(
+        k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype,
+        rotate_keys=rotate_keys,
+    )  # fmt: skip
+    return pages.pool, pages.page_table, pages.cache_seqlens
+
+
+def _from_dense_fake(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, heads, length, head_dim = k.shape
+    columns = -(-length // PAGE_SIZE)
+    pool = k.new_empty((batch * columns, heads, page_bytes(head_dim)), dtype=torch.uint8)
+    return pool, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32)
+
+
+register(
+    "from_dense(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, Tensor? k_mean, Tensor? v_mean, "
+    "ScalarType key_dtype, bool rotate_keys, str backend) -> (Tensor, Tensor, Tensor)",
+    _from_dense,
+    _from_dense_fake,
+)
+
+
+def _apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool, backend: str) -> torch.Tensor:
+    return find(backend, x.device, x.dtype).apply_rope(x, rope_cos, rope_sin, rope_interleaved)
+
+
+register(
+    "apply_rope(Tensor x, Tensor rope_cos, Tensor rope_sin, bool rope_interleaved, str backend) -> Tensor",
+    _apply_rope,
+    lambda x, *args: torch.empty_like(x),
+)
+
+
+def _quantize_rows(
+    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool, means: bool,
+    heads_per_scale: int, dtype: torch.dtype, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x_8bit, scale, mean = find(backend, x.device, x.dtype).quantize_rows(
+        x, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, means=means,
+        heads_per_scale=heads_per_scale, dtype=dtype,
+    )  # fmt: skip
+    return x_8bit, scale, scale.new_empty(0) if mean is None else mean
+
+
+def _quantize_rows_fake(
+    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool, means: bool,
+    heads_per_scale: int, dtype: torch.dtype, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    batch, heads, _, head_dim = x.shape
+    scale = x.new_empty((batch, heads // heads_per_scale), dtype=torch.float32)
+    return torch.empty_like(x, dtype=dtype), scale, x.new_empty((batch, heads, head_dim) if means else 0, dtype=torch.float32)
+
+
+register(
+    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool rotate_keys, bool means, "
+    "SymInt heads_per_scale, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
+    _quantize_rows,
+    _quantize_rows_fake,
+)

@@ -1,0 +1,90 @@
+"""Which implementation can serve a call, and why not.
+
+| backend | serves |
+|---|---|
+| `"hopper"` | compute capability 9.0 |
+| `"triton"` | every GPU that Triton compiles for |
+| `"reference"` | every device, slowly |
+| `"fa3"` | an installed FlashAttention-3: dense calls only |
+
+`"auto"` is the first of `hopper` and `triton` that can run, and on a CPU `reference`. A GPU never falls back to `reference`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ..errors import UsageError
+from ..params import BACKENDS, DENSE_BACKENDS
+from .base import Backend
+from .fa3 import FlashAttention3
+from .hopper import Hopper
+from .reference import Reference
+from .triton import Triton
+
+__all__ = ["BACKENDS", "DENSE_BACKENDS", "Backend", "find", "load", "load_fa3", "select_backend", "unsupported_reason"]
+
+_CLASSES: dict[str, type[Backend]] = {found.name: found for found in (Hopper, Triton, Reference)}
+
+
+def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Why `backend`, one of `DENSE_BACKENDS`, cannot serve `dtype` inputs on `device`; None if it can.
+
+    Raises:
+        UsageError: there is no such backend.
+    """
+    device = torch.device(device)
+    if backend == FlashAttention3.name:
+        return FlashAttention3.unsupported_reason(device, dtype)
+    if backend not in _CLASSES:
+        raise UsageError(f"unknown backend {backend!r}; choose 'auto', {', '.join(map(repr, BACKENDS))}")
+    return _CLASSES[backend].unsupported_reason(device, dtype)
+
+
+def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Resolve `backend` to the name of one that works on pages; `"auto"` in the order that this module describes.
+
+    Raises:
+        UsageError: the backend cannot serve this, with the reason.
+    """
+    device = torch.device(device)
+    if backend == FlashAttention3.name:
+        raise UsageError(f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}")
+    candidates = (backend,)
+    if backend == "auto":
+        candidates = ("reference",) if device.type == "cpu" else ("hopper", "triton")
+    for name in candidates:
+        if (reason := unsupported_reason(name, device, dtype)) is None:
+            return name
+    hint = "; backend='reference' runs anywhere, slowly" if name != "reference" else ""
+    raise UsageError(f"backend {name!r} cannot run here: {reason}{hint}")
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of a resolved name, its kernels imported."""
+    return _CLASSES[name]()
+
+
+@cache  # a machine does not change
+def find(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """What serves a call, `"auto"` resolved.
+
+    Raises:
+        UsageError: as `select_backend`.
+    """
+    return load(select_backend(backend, device, dtype))
+
+
+def load_fa3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:
+    """The installed FlashAttention-3.
+
+    Raises:
+        UsageError: it cannot serve this, with the reason.
+    """
+    reason = unsupported_reason(FlashAttention3.name, device, dtype)
+    if reason is not None:
+        raise UsageError(f"backend 'fa3' cannot run here: {reason}")
+    return FlashAttention3()

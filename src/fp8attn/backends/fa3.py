@@ -1,0 +1,38 @@
+"""An installed FlashAttention-3: dense calls only, over rows in 8 bits."""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import fa3
+
+
+class FlashAttention3:
+    """It takes no pages: pages hold V transposed. So it is no `Backend`; `dense/strategies.py` calls it."""
+
+    name = "fa3"
+
+    @staticmethod
+    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+        return fa3.unsupported_reason(device, dtype)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_scale: torch.Tensor | None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        causal: bool,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        """Attention of float8_e4m3fn `[B, heads, S, head_dim]`, with scales `[B, num_kv_heads]`. Causal is aligned to the last key.
+
+        Returns:
+            `[B, num_q_heads, S_q, head_dim]` bfloat16, in q's order in memory.
+        """
+        out = torch.empty_like(q, dtype=torch.bfloat16)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal=causal, softmax_scale=softmax_scale, out=out.transpose(1, 2))
+        return out

@@ -1,0 +1,64 @@
+"""The kernels for Hopper: `decode` for few query rows, `prefill` for many."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from functools import cache
+from importlib import import_module
+
+import torch
+
+from ..kernels.hopper import no_hopper_reason
+from ..layout import KVPages
+from ..params import AttentionParams
+from . import triton
+from .base import attend_tokens, empty_rows, rotated
+
+
+class Hopper(triton.Writer):
+    """Few query rows are bound by memory and stay exact (`decode`). Many are bound by arithmetic and go to FP8 (`prefill`)."""
+
+    name = "hopper"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from ..kernels import decode, prefill
+
+        self._decode = decode
+        self._prefill = prefill
+
+    @staticmethod
+    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+        if (reason := no_hopper_reason(device, "the kernels are")) is not None:
+            return reason
+        if not _has_gluon():
+            return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"the kernels take bfloat16 and float16, not {dtype}"
+        return None
+
+    def takes_fp8_queries(self, rows: int) -> bool:
+        return rows > self._decode.MAX_ROWS
+
+    def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
+            return attend_tokens(self._decode.attention, self.apply_rope, q, pages, params)
+        if not pages.page_table.shape[0]:  # no sequence
+            return empty_rows(q)
+        if params.rope_cos is not None and not self._prefill.takes_tables(params.rope_cos):
+            q, params = rotated(self.apply_rope, q, params)
+        return self._prefill.attention(q, pages, params)
+
+
+@cache
+def _has_gluon() -> bool:
+    """Whether Triton is new enough to hold Gluon as the kernels use it; looked up without importing Triton."""
+    if not triton.TRITON_INSTALLED:
+        return False
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        version = import_module("triton").__version__
+    major, minor = (int(part) for part in re.findall(r"\d+", version)[:2])
+    return (major, minor) >= (3, 6)

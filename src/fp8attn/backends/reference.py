@@ -1,0 +1,32 @@
+"""The definition as a backend: any device, no Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import reference
+from ..layout import KVPages
+from ..params import AttentionParams
+from .base import attend_tokens
+
+
+class Reference:
+    """`reference.py`, a loop over sequences in plain PyTorch."""
+
+    name = "reference"
+    append = staticmethod(reference.append)
+    from_dense = staticmethod(reference.from_dense)
+    apply_rope = staticmethod(reference.apply_rope)
+    quantize_rows = staticmethod(reference.quantize_rows)
+
+    @staticmethod
+    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            return f"inputs must be floating point, not {dtype}"
+        return None
+
+    def takes_fp8_queries(self, rows: int) -> bool:
+        return False
+
+    def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return attend_tokens(reference.attention, self.apply_rope, q, pages, params)

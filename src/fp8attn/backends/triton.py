@@ -1,0 +1,55 @@
+"""Kernels in Triton, for any GPU that it compiles for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from ..layout import KVPages
+from ..params import AttentionParams
+from .base import attend_tokens
+
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+class Writer:
+    """What writes pages and rows: the same kernels on every GPU."""
+
+    def __init__(self) -> None:
+        from ..kernels.append import append, apply_rope, from_dense
+        from ..kernels.quantize_rows import quantize_rows
+
+        self.append = append
+        self.from_dense = from_dense
+        self.apply_rope = apply_rope
+        self.quantize_rows = quantize_rows
+
+
+class Triton(Writer):
+    """`kernels/portable.py`: 16-bit arithmetic."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from ..kernels.portable import attention
+
+        self._kernel = attention
+
+    @staticmethod
+    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+        if not TRITON_INSTALLED:
+            return "Triton is not installed (pip install triton)"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"the kernels take bfloat16 and float16, not {dtype}"
+        if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"no Triton on {device.type} (TRITON_INTERPRET=1 interprets it there, slowly, for tests)"
+        return None
+
+    def takes_fp8_queries(self, rows: int) -> bool:
+        return False
+
+    def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return attend_tokens(self._kernel, self.apply_rope, q, pages, params)

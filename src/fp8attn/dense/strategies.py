@@ -1,0 +1,111 @@
+"""How a dense call is computed. Each strategy brings K and V into 8 bits, or takes them so, and returns a function of the queries.
+
+Over pages: K and V become pages that exist for this call, and a `Backend` attends over them. Over rows: FlashAttention-3 takes 8-bit
+tensors in their own order. Tensors are `[B, heads, S, head_dim]` of any strides, their last dimension contiguous. Causal is aligned to the
+last key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ..backends import Backend, find, load_fa3
+from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, key_type
+from ..params import AttentionParams
+
+Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin `[B, S, R / 2]`, as `rope.dense_tables` makes them
+Attend = Callable[[torch.Tensor, Tables, bool], torch.Tensor]  # of queries, their tables and whether they are causal
+Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
+
+
+def strategy(
+    backend: str, k: torch.Tensor, v: torch.Tensor, k_rope: Tables, rope_interleaved: bool, softmax_scale: float, key_dtype: KeyDtype,
+    rotate_keys: bool,
+) -> Attend:  # fmt: skip
+    """Attention over 16-bit K and V, quantized here."""
+    if backend == "fa3":
+        return _quantized_rows(k, v, k_rope, rope_interleaved, softmax_scale, rotate_keys)
+    paged, (cos, sin) = find(backend, k.device, k.dtype), k_rope or (None, None)
+    pages = paged.from_dense(
+        k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=None, v_mean=None, key_dtype=key_type(key_dtype),
+        rotate_keys=rotate_keys,
+    )  # fmt: skip
+    return _over_pages(paged, pages, softmax_scale, rope_interleaved)
+
+
+def fp8_strategy(
+    backend: str, k: torch.Tensor, v: torch.Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale, softmax_scale: float
+) -> Attend:
+    """Attention over E4M3 K and V, of E4M3 queries without tables, to BF16."""
+    if backend == "fa3":
+        fa3 = load_fa3(k.device, torch.bfloat16)
+        return lambda q, rope, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
+    paged = find(backend, k.device, torch.bfloat16)
+    # The bytes are stored as they are, under scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These may be any FP32
+    # numbers: kernels need the ratios of V's scales in a sequence and head to be powers of two, and here they are one.
+    pages = paged.from_dense(
+        k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
+    )
+    batch, heads = k.shape[:2]
+    for scales, factor in ((pages.k_scale, q_scale), (pages.k_scale, k_scale), (pages.v_scale, v_scale)):
+        if factor is not None:
+            scales.unflatten(0, (batch, -1)).mul_(factor[:, None])
+    attend = _over_pages(paged, pages, softmax_scale)
+
+    def in_taken_dtype(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
+        takes_fp8 = paged.takes_fp8_queries(q.shape[2] * (q.shape[1] // heads))
+        return attend(q if takes_fp8 else q.to(torch.bfloat16), rope, causal)
+
+    return in_taken_dtype
+
+
+def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, rope_interleaved: bool = False) -> Attend:
+    def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
+        cos, sin = rope or (None, None)
+        params = AttentionParams(None, q.shape[2], causal, softmax_scale, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved)
+        out, _ = backend.attention(q.transpose(1, 2), pages, params)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _quantized_rows(
+    k: torch.Tensor, v: torch.Tensor, k_rope: Tables, rope_interleaved: bool, softmax_scale: float, rotate_keys: bool
+) -> Attend:
+    """FlashAttention-3's sums lose accuracy where V has a mean (`accumulation`). So V's mean is subtracted here and added to the output.
+    K's shifts all scores of a query alike."""
+    fa3, rows, (cos, sin) = load_fa3(k.device, k.dtype), find("auto", k.device, k.dtype), k_rope or (None, None)
+    none = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "dtype": FP8}
+    rope = {"rope_cos": cos, "rope_sin": sin, "rope_interleaved": rope_interleaved, "dtype": FP8}
+    k, k_scale, _ = rows.quantize_rows(k, **rope, rotate_keys=rotate_keys, means=True, heads_per_scale=1)
+    v, v_scale, v_mean = rows.quantize_rows(v, **none, rotate_keys=False, means=True, heads_per_scale=1)
+
+    def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        if rope is not None:
+            q = rows.apply_rope(q, *rope, rope_interleaved)
+        q_fp8, q_scale, _ = rows.quantize_rows(q, **none, rotate_keys=rotate_keys, means=False, heads_per_scale=group)
+        out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
+        out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
+        return out.to(q.dtype)
+
+    return attend
+
+
+def padded_size(head_dim: int, v_dim: int) -> int:
+    """The head_dim of the kernels that serve queries and values of these."""
+    return next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
+
+
+def padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x [B, H, S, D]` with zeros behind its channels, up to `size`, in the same order in memory, the last dimension contiguous."""
+    if x.shape[3] == size:
+        return x if x.stride(3) == 1 else x.contiguous()
+    if x.dtype == FP8:
+        return padded(x.view(torch.uint8), size).view(FP8)  # a byte 0 is a zero; torch pads no FP8
+    if x.stride(1) < x.stride(2):
+        return F.pad(x.transpose(1, 2), (0, size - x.shape[3])).transpose(1, 2)
+    return F.pad(x, (0, size - x.shape[3]))

@@ -1,0 +1,109 @@
+"""The choice of a backend, its reasons, and what backends share."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8attn import BACKENDS, AttentionParams, KVPages, select_backend, unsupported_reason
+from fp8attn.backends import DENSE_BACKENDS, find, hopper, load, triton
+from fp8attn.rope import apply_rope
+
+
+def test_backends_say_why_not(monkeypatch):
+    assert BACKENDS == ("hopper", "triton", "reference")
+    assert unsupported_reason("reference", "cpu", torch.float32) is None
+    assert unsupported_reason("triton", "cuda", torch.bfloat16) is None
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "are for NVIDIA GPUs, not cpu" in unsupported_reason("hopper", "cpu", torch.bfloat16)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability, dtype, reason in (((8, 9), torch.float16, "not 8.9"), ((9, 0), torch.float32, "not torch.float32")):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, capability=capability: capability)
+        assert reason in unsupported_reason("hopper", "cuda", dtype)
+    assert unsupported_reason("hopper", "cuda", torch.bfloat16) is None and select_backend("auto", "cuda", torch.float16) == "hopper"
+    assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
+    monkeypatch.setattr(triton, "TRITON_INSTALLED", False)
+    assert "not installed" in unsupported_reason("triton", "cuda", torch.bfloat16)
+
+
+def test_auto_never_falls_back_from_a_gpu():
+    assert select_backend("auto", "cpu", torch.bfloat16) == "reference"
+    assert select_backend("auto", "cuda", torch.float16) == "triton"
+    with pytest.raises(ValueError, match="backend='reference' runs anywhere, slowly"):
+        select_backend("auto", "cuda", torch.float32)
+
+
+def test_fa3_has_reasons_and_takes_no_pages():
+    assert (*BACKENDS, "fa3") == DENSE_BACKENDS
+    assert unsupported_reason("fa3", "cpu") == "FlashAttention-3 is for NVIDIA GPUs, not cpu"
+    with pytest.raises(ValueError, match="'fa3' takes dense K and V, not pages; choose 'auto', 'hopper', 'triton', 'reference'"):
+        select_backend("fa3", "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("version", "works"), [("3.4.0", False), ("3.5.1", False), ("3.6.0", True), ("3.10.0+git123", True), ("4.0", True)]
+)
+def test_the_hopper_kernels_need_triton_3_6(version, works, monkeypatch):
+    """Triton 3.4 and 3.5 have a Gluon for Hopper too, with another API."""
+    monkeypatch.setattr(triton, "TRITON_INSTALLED", True)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.setattr(hopper, "no_hopper_reason", lambda *args: None)
+    monkeypatch.setattr(hopper, "_has_gluon", hopper._has_gluon.__wrapped__)  # which keeps its answer
+    reason = unsupported_reason("hopper", "cuda")
+    assert reason is None if works else "older than 3.6" in reason
+
+
+def test_kernels_are_imported_when_a_backend_is_chosen():
+    """Before, only what gives reasons is imported, which needs no Triton."""
+    code = """
+import sys, fp8attn
+print(sorted(m for m in sys.modules if m.startswith("fp8attn.kernels.")))
+fp8attn.backends.load("reference")
+print("triton" in sys.modules)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert printed == ["['fp8attn.kernels.fa3', 'fp8attn.kernels.hopper', 'fp8attn.kernels.machine']", "False"]
+
+
+def test_one_backend_is_made_once():
+    assert find("auto", torch.device("cpu"), torch.float32) is load("reference") is find("reference", torch.device("cpu"), torch.float16)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_dense_queries_are_tokens(interleaved):
+    """`[num_seqs, S, num_q_heads, head_dim]` of any strides, with RoPE tables of each sequence: values of the tokens, in q's order."""
+    torch.manual_seed(0)
+    pages = KVPages.from_dense(*(torch.randn(2, 2, 40, 64) for _ in "kv"))
+    angle = torch.randn(2, 30, 16)
+    rope = AttentionParams(None, 30, True, 0.125, rope_cos=angle.cos(), rope_sin=angle.sin(), rope_interleaved=interleaved)
+    plain = AttentionParams(None, 30, True, 0.125)
+    for q in (torch.randn(2, 30, 4, 64), torch.randn(2, 4, 30, 64).transpose(1, 2)):
+        rotated = apply_rope(q.flatten(0, 1), angle.cos().flatten(0, 1), angle.sin().flatten(0, 1), interleaved)
+        expected, expected_lse = load("reference").attention(rotated, pages, plain)
+        out, lse = load("reference").attention(q, pages, rope)
+        assert torch.equal(out.flatten(0, 1), expected) and torch.equal(lse.flatten(0, 1), expected_lse)
+        assert out.stride() == q.stride()
+        tokens = rope._replace(rope_cos=angle.cos().flatten(0, 1), rope_sin=angle.sin().flatten(0, 1))
+        assert torch.equal(load("reference").attention(q.flatten(0, 1), pages, tokens)[0], expected)
+
+
+def test_hopper_chooses_by_the_query_rows_of_a_kv_head(monkeypatch):
+    """Up to 128 rows go to `decode`; more go to `prefill`, which applies RoPE itself where it can."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    backend, calls = load("hopper"), []
+    for name in ("decode", "prefill"):
+        monkeypatch.setattr(f"fp8attn.kernels.{name}.attention", lambda q, pages, params, name=name: calls.append((name, params)) or (q, q))
+    monkeypatch.setattr(backend, "apply_rope", lambda x, *tables: x)
+    pages = KVPages.empty(4, 2, 64, 2, 2)
+    for tokens, half, expected, fused in ((32, 0, "decode", False), (33, 0, "prefill", False), (32, 16, "decode", False),
+                                          (33, 16, "prefill", True), (33, 12, "prefill", False)):  # fmt: skip
+        table = torch.zeros(2 * tokens, half) if half else None
+        params = AttentionParams(None, tokens, True, 0.125, rope_cos=table, rope_sin=table)
+        backend.attention(torch.zeros(2 * tokens, 8, 64), pages, params)
+        name, got = calls.pop()
+        assert name == expected and (got.rope_cos is not None) == fused
+        assert backend.takes_fp8_queries(4 * tokens) == (expected == "prefill")
+    idle = AttentionParams(torch.zeros(3, dtype=torch.int32), 0, True, 0.125)
+    out, lse = backend.attention(torch.ones(5, 8, 64), pages, idle)
+    assert not calls and not out.any() and (lse == -torch.inf).all()
