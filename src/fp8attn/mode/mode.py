@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from ..dense.sdpa import fallback_reason, scaled_dot_product_attention
+from ..dense.sdpa import fallback_reason, log_fallback, scaled_dot_product_attention
 from ..errors import UsageError
 from .policy import AttentionCall, AttentionPolicy
 from .report import AttentionReport
