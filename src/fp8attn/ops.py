@@ -59,18 +59,10 @@ def append(
     """
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-    make = torch.empty if max_seqlen else torch.zeros  # an idle step launches nothing that writes
-    q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
-    if unobserved(k):
-        append_kernel(name)(
-            pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-            rope_interleaved=rope_interleaved, static_scales=static_scales,
-        )  # fmt: skip
-    else:
-        torch.ops.fp8attn.append(
-            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, name
-        )  # fmt: skip
-    return q_out
+    return run_append(
+        name, pages, k, v, q=q, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+        rope_interleaved=rope_interleaved, static_scales=static_scales,
+    )  # fmt: skip
 
 
 def attention(
@@ -288,6 +280,25 @@ def _traced_attention(
         q, *pages.state, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin,
         rope_interleaved, return_lse, name,
     )  # fmt: skip
+
+
+def run_append(
+    name: str, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q, cu_seqlens, max_seqlen: int, rope_cos, rope_sin,
+    rope_interleaved: bool, static_scales: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """`append` likewise; `max_seqlen` is that of every sequence without `cu_seqlens`."""
+    make = torch.empty if max_seqlen else torch.zeros  # an idle step launches nothing that writes
+    q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
+    if unobserved(k):
+        append_kernel(name)(
+            pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+            rope_interleaved=rope_interleaved, static_scales=static_scales,
+        )  # fmt: skip
+    else:
+        torch.ops.fp8attn.append(
+            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, name
+        )  # fmt: skip
+    return q_out
 
 
 def run_quantize(name: str, k: torch.Tensor, v: torch.Tensor, **options) -> KVPages:

@@ -11,6 +11,7 @@ from typing import Any
 from .layout import HEAD_DIMS, PAGE_SIZE, page_bytes
 
 CACHES = ("bf16", "fp8")
+ENTRY = 4  # bytes of a page's entry in the page table, and of a length
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -45,13 +46,13 @@ class CacheShape:
         """Bytes that one more token costs once sliding windows are full: in FP8 its share of a page, `2 * H * D` and a little a layer."""
         if _check(cache) == "bf16":
             return 4.0 * self.full_layers * self.num_kv_heads * self.head_dim
-        return self.full_layers * self._page_cost / PAGE_SIZE
+        return (self.full_layers * self._page_cost + ENTRY) / PAGE_SIZE
 
     def nbytes(self, cache: str, context: int, batch: int = 1) -> int:
         """Bytes of a cache of `batch` sequences of `context` tokens: every one that `PagedKVCache.nbytes` counts.
 
-        FP8, with INT8 and with E4M3 keys: whole pages of 128 tokens, their entries in the page table, a length a sequence; means, which
-        are static, are not counted. BF16: the elements.
+        FP8, with INT8 and with E4M3 keys: whole pages of 128 tokens, their entries in the page table, which serves all layers, and each
+        layer's lengths; means, which are static, are not counted. BF16: the elements.
         Sliding layers: `min(context, window)` tokens in 16 bits.
         """
         per_head = 2 * self.num_kv_heads * self.head_dim
@@ -59,13 +60,12 @@ class CacheShape:
         if _check(cache) == "bf16":
             return sliding + batch * 2 * per_head * context * self.full_layers
         pages = -(-context // PAGE_SIZE)
-        length = 4  # an int32
-        return sliding + batch * self.full_layers * (pages * self._page_cost + length)
+        return sliding + batch * (self.full_layers * (pages * self._page_cost + ENTRY) + pages * ENTRY)
 
     @property
     def _page_cost(self) -> int:
-        """Bytes of a page of all KV heads of a layer, and of its int32 entry in the page table."""
-        return self.num_kv_heads * page_bytes(self.head_dim) + 4
+        """Bytes of a page of all KV heads of a layer."""
+        return self.num_kv_heads * page_bytes(self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ... import ops
 from ...sdpa import autocast
-from .tensors import PagedKV, pages_of
+from .tensors import PagedTensor, pages_of
 
 QUERY_BLOCK = 1024  # queries whose mask or scores are unfolded at a time
 
@@ -111,7 +111,7 @@ def fp8_kv_attention(
 
     Args:
         query: `[B, num_q_heads, S, head_dim]`.
-        key, value: `[B, num_kv_heads, length, head_dim]`, `PagedKV` or plain.
+        key, value: `[B, num_kv_heads, length, head_dim]`, `PagedTensor` or plain.
         attention_mask: from `fp8_kv_mask`, or a caller's own four-dimensional one (16-bit layers only).
         dropout: FP8 layers and layers with sinks or a softcap take none.
         scaling, is_causal, softcap: as elsewhere in transformers; 16-bit layers honour the softcap too, which `sdpa` does not.
@@ -122,10 +122,10 @@ def fp8_kv_attention(
         ValueError: something that would change the result and cannot be honoured, with what to do instead.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if isinstance(key, PagedKV) and isinstance(value, PagedKV) and (key.which, value.which) == ("k", "v"):
+    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and (key.which, value.which) == ("k", "v"):
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
     # A model that changes K or V after the cache (DiffLlama) has dequantized what it changed; the other one follows.
-    key, value = (x.dequantize() if isinstance(x, PagedKV) else x for x in (key, value))
+    key, value = (x.dequantize() if isinstance(x, PagedTensor) else x for x in (key, value))
     compact = attention_mask is not None and attention_mask.dtype == torch.int32
     exact = softcap is not None or s_aux is not None
     if not compact and not exact:
