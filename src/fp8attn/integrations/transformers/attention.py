@@ -17,7 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ... import ops
 from ...sdpa import autocast
-from .tensors import PagedTensor, pages_of
+from .tensors import PagedTensor, pages_of, tokens_of
 
 QUERY_BLOCK = 1024  # queries whose mask or scores are unfolded at a time
 
@@ -149,7 +149,7 @@ def fp8_kv_attention(
 def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, sinks, keywords) -> torch.Tensor:
     if dropout:
         raise ValueError(f"{_in_fp8(module)}, which is for inference, and dropout is {dropout}; call model.eval()")
-    unknown = [name for name, value in keywords.items() if name not in _NEUTRAL and value is not None and value is not False]
+    unknown = [name for name in keywords.keys() - _NEUTRAL if keywords[name] is not None and keywords[name] is not False]
     if unknown:
         raise ValueError(
             f"{_in_fp8(module)} and is called with {', '.join(sorted(unknown))}, which fp8_kv cannot honour. Keep such layers in 16 bits "
@@ -166,10 +166,11 @@ def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, s
                 "read the same cache dequantized, with any mask: model.set_attn_implementation('sdpa')"
             )
         causal, start = True, mask[0, 0, 0] if mask.shape[2] == 2 else None
-    (query,) = autocast(query)
+    if query.dtype != key.dtype:  # keys are in autocast's dtype already
+        (query,) = autocast(query)
     batch, heads, length, head_dim = query.shape
     out = ops.attention(
-        query.transpose(1, 2).flatten(0, 1), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,
+        tokens_of(query), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,
         leftpad_k=start, backend=key.backend,
     )  # fmt: skip
     return out.view(batch, length, heads, head_dim)

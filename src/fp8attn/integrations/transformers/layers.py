@@ -13,7 +13,7 @@ from ...cache import PagedKVCache
 from ...layout import HEAD_DIMS
 from ...scales import LayerScales
 from ...sdpa import autocast
-from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize
+from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 
 class FP8Layers:
@@ -29,7 +29,7 @@ class FP8Layers:
         self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
-        self.implementation = ""  # of attention, in this forward
+        self.implementation, self.length = "", 0  # of attention, and of every sequence, in this forward
 
     def make(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> PagedKVCache:
         """Make the pages of all layers for K and V of layer `index`, `[B, num_kv_heads, S, head_dim]`; S may be 0.
@@ -185,11 +185,13 @@ class FP8Layer(CacheLayerMixin):
         if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.head_dim):
             shared.other_shape(self.index, key_states)
         paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
-        total, pages = paged.max_seqlen or paged.lengths[0], paged.appended(self.slot)
+        pages = paged.appended(self.slot)
         if self.slot == 0:  # once in a forward: a config's attributes take time
             shared.implementation = shared.config._attn_implementation
+            shared.length = paged.max_seqlen or paged.lengths[0]
         if shared.implementation == ATTN_IMPLEMENTATION:
-            return tuple(PagedTensor(pages, which, total, key_states.dtype, paged.backend) for which in "kv")
+            shape, dtype, backend = (batch, heads, shared.length, head_dim), key_states.dtype, paged.backend
+            return PagedTensor(pages, "k", shape, dtype, backend), PagedTensor(pages, "v", shape, dtype, backend)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
             warnings.warn(
@@ -198,7 +200,7 @@ class FP8Layer(CacheLayerMixin):
                 "cache by FP8Cache.for_model(model), which does",
                 stacklevel=2,
             )
-        return tuple(dequantize(pages, which, total, key_states.dtype) for which in "kv")
+        return tuple(dequantize(pages, which, shared.length, key_states.dtype) for which in "kv")
 
     # Sizes, as transformers asks for them
 
@@ -232,8 +234,3 @@ class FP8Layer(CacheLayerMixin):
         )
 
     prefetch = offload
-
-
-def tokens_of(x: torch.Tensor) -> torch.Tensor:
-    """`[B, heads, S, head_dim]` as `[B * S, heads, head_dim]`."""
-    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)

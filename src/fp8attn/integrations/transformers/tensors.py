@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -42,6 +43,11 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     return torch.where(held[:, None, :, None], x, 0.0).to(dtype)
 
 
+def tokens_of(x: torch.Tensor) -> torch.Tensor:
+    """`[B, heads, S, head_dim]` as `[B * S, heads, head_dim]`; in a decode step by one call of torch, not two."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+
+
 class PagedTensor(torch.Tensor):
     """K or V of an FP8 layer: shape `[B, num_kv_heads, S, head_dim]`, the model's dtype, and no storage but the layer's pages.
 
@@ -52,11 +58,10 @@ class PagedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, pages: KVPages, which: str, length: int, dtype: torch.dtype, backend: str = "auto") -> PagedTensor:
-        shape = (pages.num_seqs, pages.num_kv_heads, length, pages.head_dim)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.device)
+    def __new__(cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: str = "auto") -> PagedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
-    def __init__(self, pages: KVPages, which: str, length: int, dtype: torch.dtype, backend: str = "auto") -> None:
+    def __init__(self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: str = "auto") -> None:
         self.which, self.backend, self.pages = which, backend, pages
 
     # `__tensor_flatten__` names one attribute for each tensor.
@@ -73,12 +78,13 @@ class PagedTensor(torch.Tensor):
 
     def __tensor_flatten__(self):
         given = [f"_{name}" for name in _TENSORS if getattr(self.pages, name) is not None]
-        return given, (self._key_dtype, self._rotate_keys, self.which, self.shape[2], self.dtype, self.backend)
+        return given, (self._key_dtype, self._rotate_keys, self.which, self.dtype, self.backend)
 
     @classmethod
     def __tensor_unflatten__(cls, inner, context, outer_size, outer_stride):
-        key_dtype, rotate_keys, *rest = context
-        return cls(KVPages.trusted(*(inner.get(f"_{name}") for name in _TENSORS), key_dtype, rotate_keys), *rest)
+        key_dtype, rotate_keys, which, dtype, backend = context
+        pages = KVPages.trusted(*(inner.get(f"_{name}") for name in _TENSORS), key_dtype, rotate_keys)
+        return cls(pages, which, outer_size, dtype, backend)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
