@@ -28,8 +28,10 @@ from .perplexity import Perplexity
 
 # What an evaluation's numbers depend on, besides the model: a change here makes them stale.
 SOURCES = (
-    *("numerics.py", "rotation.py", "layout.py", "cache.py", "ops.py", "reference.py"),
-    *("integrations/transformers/attention.py", "integrations/transformers/cache.py", "integrations/transformers/tensors.py"),
+    *("numerics.py", "rotation.py", "layout.py", "ops.py", "reference.py"),
+    *("cache/layer.py", "cache/page_table.py", "cache/paged.py", "cache/sequences.py", "cache/step.py"),
+    *("integrations/transformers/attention.py", "integrations/transformers/cache.py", "integrations/transformers/layers.py"),
+    "integrations/transformers/tensors.py",
     *("evaluation/caches.py", "evaluation/perplexity.py", "evaluation/needle.py", "evaluation/recall.py"),
 )
 TITLES = {
