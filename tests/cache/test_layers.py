@@ -87,6 +87,7 @@ def test_a_layer_out_of_step_is_refused_and_changes_nothing():
         (lambda: cache.append(0, k, k, lengths=[5, 3]), "layer 0 appends a second time before layers 1, 2 appended once"),
         (lambda: cache.append(1, k, k, lengths=[3, 5]), r"layer 1 appends 8 tokens \(lengths \[3, 5\]\).* appended 8 \(lengths \[5, 3\]\)"),
         (lambda: cache.append(1, k[:4], k[:4]), "layer 1 appends 4 tokens, and the layers before it appended 8"),
+        (lambda: cache.append(1, k, k), r"layer 1 appends 8 tokens, .* appended 8 \(lengths \[5, 3\]\)"),
         (lambda: cache.attention(1, k), "layer 1 has appended no tokens"),
         (lambda: cache.reserve(300), "layers 1, 2 have not appended its tokens yet"),
         (lambda: cache.select([0]), "layers 1, 2 have not"),

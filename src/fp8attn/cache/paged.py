@@ -203,7 +203,9 @@ class PagedKVCache(Sequences):
                 f"layer {layer} appends a second time before layers {step.missing(len(self.layers))} appended once: all layers append the "
                 "same tokens, one after another. To drop the tokens of this step: cache.truncate(cache.lengths)"
             )
-        elif num_tokens != step.num_tokens or (lengths is not None and self.table.counts(lengths) != step.lengths):
+        elif num_tokens != step.num_tokens or (
+            (lengths is not None or step.cu_seqlens is not None) and self._divide(num_tokens, lengths) != step.lengths
+        ):
             raise ValueError(
                 f"layer {layer} appends {num_tokens} tokens{'' if lengths is None else f' (lengths {list(lengths)})'}, and the layers "
                 f"before it appended {step.num_tokens} (lengths {step.lengths}): a step has the same lengths in all layers"
@@ -212,15 +214,7 @@ class PagedKVCache(Sequences):
 
     def _new_step(self, num_tokens: int, lengths: Sequence[int] | None) -> Step:
         """Bookkeeping for all layers: reserve pages, and count the tokens."""
-        table, num_seqs = self.table, self.num_seqs
-        if lengths is None:
-            if num_tokens % num_seqs:
-                raise ValueError(f"{num_tokens} tokens do not divide over {num_seqs} sequences; say how many each gets: lengths=[...]")
-            new = [num_tokens // num_seqs] * num_seqs
-        else:
-            new = table.counts(lengths)
-            if sum(new) != num_tokens:
-                raise ValueError(f"lengths must be {num_seqs} counts that add up to {num_tokens} tokens; got {new}")
+        table, new = self.table, self._divide(num_tokens, lengths)
         longest, columns, begins, before = max(new), None, False, table.lengths
         if self._static is not None:
             self._static.assert_fits(table.cache_seqlens[0], longest)
@@ -236,6 +230,18 @@ class PagedKVCache(Sequences):
             table.advance(new, longest)
         cu_seqlens = None if lengths is None else table.to_device([0, *accumulate(new)], torch.int32)
         return Step(new, cu_seqlens, before, begins, columns)
+
+    def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
+        """How many of the tokens each sequence gets."""
+        num_seqs = self.num_seqs
+        if lengths is None:
+            if num_tokens % num_seqs:
+                raise ValueError(f"{num_tokens} tokens do not divide over {num_seqs} sequences; say how many each gets: lengths=[...]")
+            return [num_tokens // num_seqs] * num_seqs
+        new = self.table.counts(lengths)
+        if sum(new) != num_tokens:
+            raise ValueError(f"lengths must be {num_seqs} counts that add up to {num_tokens} tokens; got {new}")
+        return new
 
     def _begin(self, name: str, layer: int, k, v, q, length: int, rope: dict[str, Any]) -> torch.Tensor | None:
         """The first append to a pool without pages, by the backend `name`."""

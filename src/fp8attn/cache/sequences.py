@@ -259,7 +259,10 @@ class Sequences:
     def _renew(self, held: tuple[torch.Tensor | None, ...]) -> None:
         """Make `pages` anew if a tensor was replaced: otherwise they stay, because compiled code and CUDA graphs hold them."""
         if any(old is not new for old, new in zip(held, self._tensors(), strict=True)):
-            self._pages = [None] * len(self.layers)
+            self._pages = [
+                None if layer.pool is None else layer.pages(self.table, self.table.cache_seqlens[index])
+                for index, layer in enumerate(self.layers)
+            ]
 
     def _mark_static(self) -> None:
         for layer in range(len(self.layers)):
