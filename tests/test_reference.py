@@ -46,7 +46,7 @@ def expected(q, cache, seq, *, causal=True, window=None, softcap=None, sinks=Non
 def test_plain_causal_is_torch_sdpa(key_dtype, rotate_keys):
     cache = make([150, 150], key_dtype=key_dtype, rotate_keys=rotate_keys)
     q = torch.randn(300, 4, 64)
-    k, v = (torch.stack([cache.read(s)[i] for s in range(2)]).transpose(1, 2) for i in range(2))
+    k, v = (torch.stack([cache.read(0, s)[i] for s in range(2)]).transpose(1, 2) for i in range(2))
     want = F.scaled_dot_product_attention(
         q.view(2, 150, 4, 64).transpose(1, 2).double(), k.double(), v.double(), is_causal=True, enable_gqa=True
     )

@@ -149,7 +149,7 @@ def fp8_kv_attention(
 def _attend_pages(module, query, key, mask, dropout, scaling, causal, softcap, sinks, keywords) -> torch.Tensor:
     if dropout:
         raise ValueError(f"{_in_fp8(module)}, which is for inference, and dropout is {dropout}; call model.eval()")
-    unknown = [name for name in keywords.keys() - _NEUTRAL if keywords[name] is not None and keywords[name] is not False]
+    unknown = [name for name, value in keywords.items() if name not in _NEUTRAL and value is not None and value is not False]
     if unknown:
         raise ValueError(
             f"{_in_fp8(module)} and is called with {', '.join(sorted(unknown))}, which fp8_kv cannot honour. Keep such layers in 16 bits "
