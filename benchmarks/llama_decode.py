@@ -144,8 +144,7 @@ def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int) -> Non
         if isinstance(layer, StaticLayer):
             pools, layer_length = (layer.keys, layer.values), layer.cumulative_length
         else:
-            pages = layer.cache.pages
-            layer.known_empty = False
+            pages = cache.pages(layer.index)
             pools, layer_length = (pages.pool,), pages.cache_seqlens
         layer_length.fill_(length)
         for pool in pools:
@@ -155,6 +154,8 @@ def fill(cache: Cache, config: PreTrainedConfig, batch: int, length: int) -> Non
         if not isinstance(layer, StaticLayer):
             pages.k_scale.fill_(1 / 64)  # the bytes of normal values in E4M3 are up to 70 in INT8
             pages.v_scale.fill_(1)
+    if isinstance(cache, FP8Cache):
+        cache.paged.sync()
 
 
 def step_of(model, system: System, cache: Cache, token: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -63,13 +63,13 @@ def waited(call: Callable, calls: int) -> float:
 def ops() -> Iterator[dict]:
     """The public ops on four sequences of 300 tokens, and on one so long that prefill cuts its keys into parts; checks and all."""
     cache, long, growing = (PagedKVCache(8, 128, num_seqs=num_seqs, device="cuda") for num_seqs in (4, 1, 4))
-    cache.append(randn(1200, 8, 128), randn(1200, 8, 128))
-    long.append(randn(4096, 8, 128), randn(4096, 8, 128))
+    cache.append(0, randn(1200, 8, 128), randn(1200, 8, 128))
+    long.append(0, randn(4096, 8, 128), randn(4096, 8, 128))
     growing.reserve(2 * CALLS * TURNS)  # enough for every append below
-    pages, q, prompt, k, v = cache.pages, randn(4, 32, 128), randn(256, 32, 128), randn(4, 8, 128), randn(4, 8, 128)
+    pages, q, prompt, k, v = cache.pages(0), randn(4, 32, 128), randn(256, 32, 128), randn(4, 8, 128), randn(4, 8, 128)
     chunk = prompt[:64]
     with recording() as launches:
-        fp8attn.attention(chunk, long.pages)
+        fp8attn.attention(chunk, long.pages(0))
     assert len(launches) == 2, "64 queries over 4,096 tokens are not cut into parts, which a second launch combines"
     with recording() as launches:
         fp8attn.attention(q, pages)
@@ -84,8 +84,8 @@ def ops() -> Iterator[dict]:
     calls = {
         ("attention of 1 query", "fp8attn"): lambda: fp8attn.attention(q, pages),
         ("attention of 64 queries", "fp8attn"): lambda: fp8attn.attention(prompt, pages),
-        ("attention of 64 queries over 4,096 tokens, in parts", "fp8attn"): lambda: fp8attn.attention(chunk, long.pages),
-        ("append of 1 token", "fp8attn"): lambda: fp8attn.append(growing.pages, k, v),
+        ("attention of 64 queries over 4,096 tokens, in parts", "fp8attn"): lambda: fp8attn.attention(chunk, long.pages(0)),
+        ("append of 1 token", "fp8attn"): lambda: fp8attn.append(growing.pages(0), k, v),
         (tokens_256, "fp8attn"): lambda: fp8attn.scaled_dot_product_attention(*dense),
         (f"rope_{tokens_256}", "fp8attn"): lambda: fp8attn.rope_scaled_dot_product_attention(*dense, table, table),
         (tokens_256, "torch"): lambda: sdpa(*dense),

@@ -34,9 +34,9 @@ def test_it_is_what_a_cache_reads(key_dtype, rotate_keys, rope):
     for start in range(0, 300, 75):  # however the tokens come
         part = slice(start, start + 75)
         rows = {name: table[part].repeat(2, 1) for name, table in given.items()}
-        cache.append(*(x[:, :, part].transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)), **rows)
+        cache.append(0, *(x[:, :, part].transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)), **rows)
     for seq in range(2):
-        for x, read, cached in zip(ours, pages.read(seq, 300), cache.read(seq), strict=True):
+        for x, read, cached in zip(ours, pages.read(seq, 300), cache.read(0, seq), strict=True):
             assert torch.equal(x[seq].transpose(0, 1), read) and torch.equal(read, cached)
 
 

@@ -17,7 +17,7 @@ from fp8attn.rope import apply_rope
 def cache():
     torch.manual_seed(0)
     cache = PagedKVCache(2, 64, num_seqs=2)
-    cache.append(torch.randn(20, 2, 64), torch.randn(20, 2, 64))
+    cache.append(0, torch.randn(20, 2, 64), torch.randn(20, 2, 64))
     return cache
 
 
@@ -61,7 +61,7 @@ def cache():
 )
 def test_refusals_say_what_would_do(cache, q, options, message):
     with pytest.raises(ValueError, match=message):
-        attention(q, cache.pages, **options)
+        attention(q, cache.pages(0), **options)
 
 
 @pytest.mark.parametrize(
@@ -133,16 +133,16 @@ def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     ],
 )
 def test_append_says_what_would_do(cache, k, v, options, message):
-    before = cache.pages.pool.clone()
+    before = cache.pages(0).pool.clone()
     with pytest.raises(ValueError, match=message):
-        fp8attn.append(cache.pages, k, k if v is None else v, **options)
-    assert torch.equal(cache.pages.pool, before) and cache.pages.cache_seqlens.tolist() == [10, 10]
+        fp8attn.append(cache.pages(0), k, k if v is None else v, **options)
+    assert torch.equal(cache.pages(0).pool, before) and cache.pages(0).cache_seqlens.tolist() == [10, 10]
 
 
 def test_append_needs_the_longest_of_ragged_sequences(cache):
     k = torch.zeros(2, 2, 64)
     with pytest.raises(ValueError, match="cu_seqlens needs max_seqlen"):
-        fp8attn.append(cache.pages, k, k, cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32))
+        fp8attn.append(cache.pages(0), k, k, cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_append_needs_the_longest_of_ragged_sequences(cache):
 def test_append_refuses_queries_that_it_cannot_turn(cache, q, tables, message):
     k, angle = torch.zeros(4, 2, 64), torch.zeros(4, 32)
     with pytest.raises(ValueError, match=message):
-        fp8attn.append(cache.pages, k, k, q=q, rope_cos=angle if tables else None, rope_sin=angle if tables else None)
+        fp8attn.append(cache.pages(0), k, k, q=q, rope_cos=angle if tables else None, rope_sin=angle if tables else None)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -165,11 +165,11 @@ def test_append_turns_queries_as_it_turns_keys(cache, interleaved):
     cache.reserve(40)
     k, q, angle = torch.randn(4, 2, 64), torch.randn(4, 4, 64).bfloat16(), torch.randn(4, 16)
     options = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved}
-    turned = fp8attn.append(cache.pages, k, k, q=q, **options)
+    turned = fp8attn.append(cache.pages(0), k, k, q=q, **options)
     assert turned.dtype == q.dtype
     assert torch.equal(turned, apply_rope(q, angle.cos(), angle.sin(), interleaved).bfloat16())
-    assert cache.pages.cache_seqlens.tolist() == [12, 12]
-    assert fp8attn.append(cache.pages, k, k, **options) is None
+    assert cache.pages(0).cache_seqlens.tolist() == [12, 12]
+    assert fp8attn.append(cache.pages(0), k, k, **options) is None
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -177,11 +177,11 @@ def test_attention_turns_queries_first(cache, interleaved):
     q, angle = torch.randn(6, 4, 64).bfloat16(), torch.randn(6, 16)
     rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved}
     turned = apply_rope(q, angle.cos(), angle.sin(), interleaved).bfloat16()
-    expected = attention(turned, cache.pages)
-    assert not torch.equal(attention(q, cache.pages), expected)
-    assert torch.equal(attention(q, cache.pages, **rope), expected)
+    expected = attention(turned, cache.pages(0))
+    assert not torch.equal(attention(q, cache.pages(0)), expected)
+    assert torch.equal(attention(q, cache.pages(0), **rope), expected)
     ragged = {"cu_seqlens_q": torch.tensor([0, 1, 6], dtype=torch.int32), "max_seqlen_q": 5}
-    assert torch.equal(attention(q, cache.pages, **ragged, **rope), attention(turned, cache.pages, **ragged))
+    assert torch.equal(attention(q, cache.pages(0), **ragged, **rope), attention(turned, cache.pages(0), **ragged))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_attention_turns_queries_first(cache, interleaved):
 )
 def test_attention_refuses_tables_that_do_not_fit(cache, q, tables, message):
     with pytest.raises(ValueError, match=message):
-        attention(q, cache.pages, rope_cos=tables[0], rope_sin=tables[1])
+        attention(q, cache.pages(0), rope_cos=tables[0], rope_sin=tables[1])
 
 
 def test_ops_pass_torch_opcheck(cache):
@@ -203,8 +203,8 @@ def test_ops_pass_torch_opcheck(cache):
     k = torch.randn(4, 2, 64)
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
     options = (q, torch.zeros_like(q), None, 2, angle, angle, False, False, "reference")
-    torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *cache.pages.state, *options))
-    arguments = (torch.randn(4, 4, 64), *cache.pages.state, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
+    torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *cache.pages(0).state, *options))
+    arguments = (torch.randn(4, 4, 64), *cache.pages(0).state, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
     for return_lse in (False, True):
         torch.library.opcheck(torch.ops.fp8attn.attention, (*arguments, return_lse, "reference"))
     x, mean, table = torch.randn(2, 2, 130, 64), torch.randn(2, 64), torch.randn(2, 130, 32)
@@ -215,12 +215,12 @@ def test_ops_pass_torch_opcheck(cache):
 def test_ops_change_what_they_say_and_nothing_else(cache):
     cache.reserve(40)
     names = ("pool", "page_table", "cache_seqlens")
-    bits = lambda: {name: getattr(cache.pages, name).clone() for name in names}  # noqa: E731
+    bits = lambda: {name: getattr(cache.pages(0), name).clone() for name in names}  # noqa: E731
     before = bits()
-    attention(torch.randn(4, 4, 64), cache.pages)
+    attention(torch.randn(4, 4, 64), cache.pages(0))
     assert all(torch.equal(before[name], after) for name, after in bits().items())
     k = torch.randn(4, 2, 64) * 1000
-    fp8attn.append(cache.pages, k, k.clone())
+    fp8attn.append(cache.pages(0), k, k.clone())
     changed = {name for name, after in bits().items() if not torch.equal(before[name], after)}
     assert changed == {"pool", "cache_seqlens"}
 
@@ -236,30 +236,30 @@ def test_whoever_watches_sees_torch_ops(cache):
             return func(*args, **(kwargs or {}))
 
     q, k = torch.randn(4, 4, 64), torch.randn(4, 2, 64)
-    plain = attention(q, cache.pages)
+    plain = attention(q, cache.pages(0))
     with Watch():
-        torch.testing.assert_close(attention(q, cache.pages), plain, rtol=0, atol=0)
-        fp8attn.append(cache.pages, k, k)
+        torch.testing.assert_close(attention(q, cache.pages(0)), plain, rtol=0, atol=0)
+        fp8attn.append(cache.pages(0), k, k)
     assert {"fp8attn.attention.default", "fp8attn.append.default"} <= seen
 
 
 def test_gradients_are_refused(cache):
     q, k = torch.randn(2, 4, 64, requires_grad=True), torch.randn(2, 2, 64, requires_grad=True)
     with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and no gradient flows"):
-        attention(q, cache.pages)
+        attention(q, cache.pages(0))
     with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and no gradient flows"):
-        cache.append(k, k)
+        cache.append(0, k, k)
     with torch.no_grad():
-        cache.append(k, k)
-        assert not attention(q, cache.pages).requires_grad
+        cache.append(0, k, k)
+        assert not attention(q, cache.pages(0)).requires_grad
     assert cache.lengths == (11, 11)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_derivatives_and_transforms_are_refused(cache):
     q, k = torch.randn(2, 4, 64), torch.randn(2, 2, 64)
-    before = [x.clone() for x in cache.pages.state[:3]]
-    calls = [(q, lambda x: attention(x, cache.pages)), (k, lambda x: cache.append(x, k)), (k, lambda x: cache.append(k, x))]
+    before = [x.clone() for x in cache.pages(0).state[:3]]
+    calls = [(q, lambda x: attention(x, cache.pages(0))), (k, lambda x: cache.append(0, x, k)), (k, lambda x: cache.append(0, k, x))]
     for x, call in calls:
         with torch.no_grad(), forward_ad.dual_level():
             dual = forward_ad.make_dual(x, x)
@@ -269,7 +269,7 @@ def test_forward_mode_derivatives_and_transforms_are_refused(cache):
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
                 transformed()
     assert cache.lengths == (10, 10)
-    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages.state[:3], strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages(0).state[:3], strict=True))
 
 
 def test_a_step_compiles_whole_and_once(cache):
@@ -277,18 +277,18 @@ def test_a_step_compiles_whole_and_once(cache):
     cache.reserve(300)
     twin = PagedKVCache(2, 64, num_seqs=2)
     torch.manual_seed(0)
-    twin.append(torch.randn(20, 2, 64), torch.randn(20, 2, 64))
+    twin.append(0, torch.randn(20, 2, 64), torch.randn(20, 2, 64))
 
     def step(q, k, v):
-        fp8attn.append(cache.pages, k, v)
-        return attention(q, cache.pages)
+        fp8attn.append(cache.pages(0), k, v)
+        return attention(q, cache.pages(0))
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
             q, k, v = torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64)
-            twin.append(k, v)
-            torch.testing.assert_close(compiled(q, k, v), attention(q, twin.pages), rtol=0, atol=0)
+            twin.append(0, k, v)
+            torch.testing.assert_close(compiled(q, k, v), attention(q, twin.pages(0)), rtol=0, atol=0)
     cache.sync()
     assert cache.lengths == twin.lengths == (13, 13)
 

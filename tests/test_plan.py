@@ -10,15 +10,15 @@ LLAMA_8B = CacheShape(full_layers=32, num_kv_heads=8, head_dim=128)
 
 @pytest.mark.parametrize(("context", "batch"), [(1, 1), (128, 1), (129, 2), (1000, 3)])
 def test_fp8_bytes_are_those_of_a_cache(context, batch):
-    cache = PagedKVCache(2, 64, num_seqs=batch)
+    cache = PagedKVCache(2, 64, num_layers=5, num_seqs=batch)
     cache.reserve(context)
-    assert CacheShape(5, 2, 64).nbytes("fp8", context, batch) == 5 * cache.nbytes
+    assert CacheShape(5, 2, 64).nbytes("fp8", context, batch) == cache.nbytes
 
 
 def test_bytes_per_token():
     assert LLAMA_8B.bytes_per_token("bf16") == 131072
-    # Half, and a header of 128 bytes a head and 4 bytes of the page table for each page of 128 tokens and layer.
-    assert LLAMA_8B.bytes_per_token("fp8") == 65536 + 32 * (8 * 128 + 4) / 128
+    # Half, and for each page of 128 tokens a header of 128 bytes a head and layer, and 4 bytes of the page table.
+    assert LLAMA_8B.bytes_per_token("fp8") == 65536 + (32 * 8 * 128 + 4) / 128
     assert LLAMA_8B.nbytes("bf16", 4096, 2) == 2 * 4096 * 131072
 
 

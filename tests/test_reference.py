@@ -19,13 +19,13 @@ def make(lengths, heads=2, dim=64, seed=0, **options):
     torch.manual_seed(seed)
     cache = PagedKVCache(heads, dim, num_seqs=len(lengths), **options)
     total = sum(lengths)
-    cache.append(torch.randn(total, heads, dim) + 1, torch.randn(total, heads, dim) + 1, lengths=lengths)
+    cache.append(0, torch.randn(total, heads, dim) + 1, torch.randn(total, heads, dim) + 1, lengths=lengths)
     return cache
 
 
 def expected(q, cache, seq, *, causal=True, window=None, softcap=None, sinks=None, leftpad=0, scale=None):
     """One sequence's attention from the definition, in float64: returns `out [n, Hq, D]` and `lse [n, Hq]`."""
-    k, v = (x.double().transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0) for x in cache.read(seq))
+    k, v = (x.double().transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0) for x in cache.read(0, seq))
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * (scores / softcap).tanh()
@@ -46,11 +46,11 @@ def expected(q, cache, seq, *, causal=True, window=None, softcap=None, sinks=Non
 def test_plain_causal_is_torch_sdpa(key_dtype, rotate_keys):
     cache = make([150, 150], key_dtype=key_dtype, rotate_keys=rotate_keys)
     q = torch.randn(300, 4, 64)
-    k, v = (torch.stack([cache.read(s)[i] for s in range(2)]).transpose(1, 2) for i in range(2))
+    k, v = (torch.stack([cache.read(0, s)[i] for s in range(2)]).transpose(1, 2) for i in range(2))
     want = F.scaled_dot_product_attention(
         q.view(2, 150, 4, 64).transpose(1, 2).double(), k.double(), v.double(), is_causal=True, enable_gqa=True
     )
-    assert relative_error(attention(q, cache.pages), want.transpose(1, 2).flatten(0, 1)) < EXACT
+    assert relative_error(attention(q, cache.pages(0)), want.transpose(1, 2).flatten(0, 1)) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_ragged_chunks_with_every_option(options):
     cache = make(lengths)
     q = torch.randn(sum(queries), 4, 64)
     cu = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
-    out, lse = attention(q, cache.pages, cu_seqlens_q=cu, max_seqlen_q=40, return_lse=True, **options)
+    out, lse = attention(q, cache.pages(0), cu_seqlens_q=cu, max_seqlen_q=40, return_lse=True, **options)
     named = {"scale" if name == "softmax_scale" else name: value for name, value in options.items()}
     for seq, block in enumerate(zip(q.split(queries), out.split(queries), lse.split(queries), strict=True)):
         if queries[seq]:
@@ -85,7 +85,7 @@ def test_ragged_chunks_with_every_option(options):
 def test_left_padding_hides_the_first_tokens():
     cache = make([20, 20])
     q = torch.randn(40, 2, 64)
-    out, lse = attention(q, cache.pages, leftpad_k=torch.tensor([6, 0], dtype=torch.int32), return_lse=True)
+    out, lse = attention(q, cache.pages(0), leftpad_k=torch.tensor([6, 0], dtype=torch.int32), return_lse=True)
     want, _ = expected(q[6:20], cache, 0, leftpad=6)  # rows that see something
     assert relative_error(out[6:20], want) < EXACT
     assert (out[:6] == 0).all() and (lse[:6] == -torch.inf).all()  # padding sees nothing
@@ -94,24 +94,24 @@ def test_left_padding_hides_the_first_tokens():
 
 def test_more_queries_than_keys_see_nothing_before_the_start():
     cache = make([3])
-    out, lse = attention(torch.randn(5, 2, 64), cache.pages, return_lse=True)
+    out, lse = attention(torch.randn(5, 2, 64), cache.pages(0), return_lse=True)
     assert (out[:2] == 0).all() and (lse[:2] == -torch.inf).all() and out[2:].abs().min() > 0
 
 
 def test_an_empty_cache_gives_zeros_and_a_sink_takes_all():
     cache = PagedKVCache(2, 64)
     q = torch.randn(1, 2, 64)
-    out, lse = attention(q, cache.pages, causal=False, return_lse=True)
+    out, lse = attention(q, cache.pages(0), causal=False, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
-    out, lse = attention(q, cache.pages, causal=False, sinks=torch.tensor([1.0, 2.0]), return_lse=True)
+    out, lse = attention(q, cache.pages(0), causal=False, sinks=torch.tensor([1.0, 2.0]), return_lse=True)
     assert (out == 0).all() and lse.tolist() == [[1.0, 2.0]]
 
 
 def test_long_prompts_are_computed_in_blocks():
     cache = make([1100], heads=1)
     q = torch.randn(1100, 1, 64)
-    whole = attention(q, cache.pages)
-    tail = attention(q[700:], cache.pages)
+    whole = attention(q, cache.pages(0))
+    tail = attention(q[700:], cache.pages(0))
     assert relative_error(whole[700:], tail) < EXACT
 
 
@@ -120,12 +120,12 @@ def test_weights_add_up_to_one_at_any_scores(size):
     """Equal keys, and values of one: the output is the sum of the weights."""
     torch.manual_seed(0)
     cache = PagedKVCache(2, 64, key_dtype="e4m3", rotate_keys=False)
-    cache.append(torch.full((100, 2, 64), size), torch.ones(100, 2, 64))
+    cache.append(0, torch.full((100, 2, 64), size), torch.ones(100, 2, 64))
     q = torch.randn(100, 2, 64)
-    out, lse = attention(q, cache.pages, causal=False, return_lse=True)
+    out, lse = attention(q, cache.pages(0), causal=False, return_lse=True)
     assert lse.abs().max() > 2 * size
     assert (out - 1).abs().max() < EXACT
-    scores = q.double().sum(-1) * cache.read(0)[0][0, 0, 0].double() / 8
+    scores = q.double().sum(-1) * cache.read(0, 0)[0][0, 0, 0].double() / 8
     torch.testing.assert_close(lse.double(), scores + torch.tensor(100.0).double().log(), rtol=0, atol=3e-6 * size)
 
 
@@ -133,17 +133,17 @@ def test_the_largest_values_of_float16_stay_finite():
     torch.manual_seed(0)
     k, v = (torch.full((100, 2, 64), value, dtype=torch.float16) for value in (65504.0, 61440.0))  # E4M3 has 61440, and 65536 after it
     cache = PagedKVCache(2, 64)
-    cache.append(k, v)
-    out = attention(torch.randn(100, 2, 64).half(), cache.pages, causal=False)
+    cache.append(0, k, v)
+    out = attention(torch.randn(100, 2, 64).half(), cache.pages(0), causal=False)
     assert (out == 61440.0).all()
 
 
 def test_autocast_leaves_the_arithmetic_alone():
     cache = make([150])
     q = torch.randn(150, 4, 64)
-    want = attention(q, cache.pages)
+    want = attention(q, cache.pages(0))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention(q, cache.pages), want)
+        assert torch.equal(attention(q, cache.pages(0)), want)
 
 
 def test_storage_error_of_normal_data():
@@ -157,8 +157,8 @@ def test_storage_error_of_normal_data():
         out = {}
         for rotate_keys in (True, False):
             cache = PagedKVCache(2, 128, key_dtype=key_dtype, rotate_keys=rotate_keys)
-            cache.append(k, v)
-            out[rotate_keys] = attention(q, cache.pages, causal=False)
+            cache.append(0, k, v)
+            out[rotate_keys] = attention(q, cache.pages(0), causal=False)
             assert low < relative_error(out[rotate_keys], exact) < high, (key_dtype, rotate_keys)
         # V's errors are the same ones and cancel; K's are independent.
         of_keys = {"e4m3": 0.026, "int8": 0.012}[key_dtype] * 2**0.5
@@ -175,8 +175,8 @@ def test_rotation_takes_the_error_of_channels_that_stand_out():
     error = {}
     for rotate_keys in (True, False):
         cache = PagedKVCache(1, 128, rotate_keys=rotate_keys)
-        cache.append(k, v)
-        error[rotate_keys] = relative_error(attention(q, cache.pages, causal=False), exact)
+        cache.append(0, k, v)
+        error[rotate_keys] = relative_error(attention(q, cache.pages(0), causal=False), exact)
     assert error[True] < error[False] / 3, error
 
 
@@ -208,13 +208,13 @@ def test_a_nan_in_a_key_marks_the_token_in_e4m3_and_the_page_in_int8():
     k[3, 1, 5] = torch.nan
     for key_dtype, tokens in (("int8", PAGE_SIZE), ("e4m3", 1)):
         cache, clean = (PagedKVCache(2, 64, key_dtype=key_dtype) for _ in range(2))
-        cache.append(k, v)
-        clean.append(k.nan_to_num(0.0), v)
-        got, _ = cache.read(0)
+        cache.append(0, k, v)
+        clean.append(0, k.nan_to_num(0.0), v)
+        got, _ = cache.read(0, 0)
         broken = got.isnan().all(-1)
         assert int(broken.sum()) == tokens == int(got.isnan().any(-1).sum()) and broken[3, 1]
-        assert torch.equal(cache.read(0)[1], clean.read(0)[1])
-        assert torch.equal(got[:, 0], clean.read(0)[0][:, 0]) and torch.equal(got[128:], clean.read(0)[0][128:])
+        assert torch.equal(cache.read(0, 0)[1], clean.read(0, 0)[1])
+        assert torch.equal(got[:, 0], clean.read(0, 0)[0][:, 0]) and torch.equal(got[128:], clean.read(0, 0)[0][128:])
 
 
 def test_a_static_mean_takes_an_offset_off():
@@ -222,12 +222,12 @@ def test_a_static_mean_takes_an_offset_off():
     torch.manual_seed(0)
     k, v, mean = torch.randn(256, 2, 64), torch.randn(256, 2, 64), torch.full((2, 64), 100.0)
     plain, shifted = PagedKVCache(2, 64), PagedKVCache(2, 64, k_mean=mean, v_mean=mean)
-    plain.append(k, v)
-    shifted.append(k + 100, v + 100)
-    for got, want, tolerance in zip(shifted.read(0), plain.read(0), (0.0126, 0.0266), strict=True):
+    plain.append(0, k, v)
+    shifted.append(0, k + 100, v + 100)
+    for got, want, tolerance in zip(shifted.read(0, 0), plain.read(0, 0), (0.0126, 0.0266), strict=True):
         assert relative_error(got - 100, want) < 2**0.5 * tolerance  # FP32 at 100 tips some roundings; it is the same size of error
     q = torch.randn(8, 2, 64)
-    out, lse = attention(q, shifted.pages, return_lse=True)
+    out, lse = attention(q, shifted.pages(0), return_lse=True)
     want, want_lse = expected(q, shifted, 0)
     assert relative_error(out, want) < EXACT
     # Scores of up to 100 * 8 * 4 / 8 in FP32, from products that are larger by 8: some units of 2^-24 of 4e3.
@@ -249,7 +249,7 @@ def test_rope_is_fused_into_append(interleaved):
     else:
         want[..., :32] = torch.cat([turned[..., 0], turned[..., 1]], -1)
     fused, plain = PagedKVCache(2, 64), PagedKVCache(2, 64)
-    fused.append(k, v, rope_cos=angle.cos(), rope_sin=angle.sin(), rope_interleaved=interleaved)
-    plain.append(want, v)
-    assert torch.equal(fused.read(0)[1], plain.read(0)[1])
-    assert relative_error(fused.read(0)[0], plain.read(0)[0]) < 1e-3  # a last bit of FP32 may tip an FP8 rounding
+    fused.append(0, k, v, rope_cos=angle.cos(), rope_sin=angle.sin(), rope_interleaved=interleaved)
+    plain.append(0, want, v)
+    assert torch.equal(fused.read(0, 0)[1], plain.read(0, 0)[1])
+    assert relative_error(fused.read(0, 0)[0], plain.read(0, 0)[0]) < 1e-3  # a last bit of FP32 may tip an FP8 rounding

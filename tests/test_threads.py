@@ -15,12 +15,12 @@ def everything(seed: int) -> list[torch.Tensor]:
     found = []
     for lengths in ([200, 30], [1, 1], [3, 150]):
         k, v, q = (torch.randn(sum(lengths), heads, 64, generator=numbers).bfloat16() for heads in (2, 2, 4))
-        cache.append(k, v, lengths=lengths)
+        cache.append(0, k, v, lengths=lengths)
         bounds = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
-        found += fp8attn.attention(q, cache.pages, cu_seqlens_q=bounds, max_seqlen_q=max(lengths), return_lse=True)
+        found += fp8attn.attention(q, cache.pages(0), cu_seqlens_q=bounds, max_seqlen_q=max(lengths), return_lse=True)
     cache.copy(0, 1)
     cache.truncate([150, 129])
-    found += [x for seq in range(2) for x in cache.read(seq)]
+    found += [x for seq in range(2) for x in cache.read(0, seq)]
     q, k, v = torch.randn(3, 1, 2, 130, 64, generator=numbers)
     return [*found, fp8attn.scaled_dot_product_attention(q, k, v, is_causal=True)]
 

@@ -207,6 +207,13 @@ class KVPages:
 
         return from_dense(k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, backend)
 
+    def __repr__(self) -> str:
+        keys = next(name for name, dtype in KEY_TYPES.items() if dtype == self.key_dtype)
+        return (
+            f"KVPages({self.num_seqs} seqs, {self.num_pages} pages, {self.num_kv_heads} KV heads of {self.head_dim}, "
+            f"{self.nbytes / 2**20:.1f} MiB, {keys} keys, {'rotated' if self.rotate_keys else 'not rotated'}, {self.device})"
+        )
+
     def __deepcopy__(self, memo: dict) -> KVPages:
         """The tensors' own copies, with what `torch.compile` noted on them."""
         return KVPages.trusted(*(copy.deepcopy(x, memo) for x in self.state))

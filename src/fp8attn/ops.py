@@ -59,18 +59,10 @@ def append(
     """
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-    make = torch.empty if max_seqlen else torch.zeros  # an idle step launches nothing that writes
-    q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
-    if unobserved(k):
-        load(name).append(
-            pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-            rope_interleaved=rope_interleaved, static_scales=static_scales,
-        )  # fmt: skip
-    else:
-        torch.ops.fp8attn.append(
-            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, name
-        )  # fmt: skip
-    return q_out
+    return run_append(
+        name, pages, k, v, q=q, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+        rope_interleaved=rope_interleaved, static_scales=static_scales,
+    )  # fmt: skip
 
 
 def attention(
@@ -243,6 +235,25 @@ def quantize_rows(
         return find(backend, x.device, x.dtype).quantize_rows(x, **options)
     x_8bit, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), resolve(backend, x))
     return x_8bit, scale, mean if means else None
+
+
+def run_append(
+    name: str, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """`append` by the backend `name`, of checked arguments; without `cu_seqlens` every sequence has `max_seqlen` new tokens."""
+    make = torch.empty if max_seqlen else torch.zeros  # an idle step launches nothing that writes
+    q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
+    if unobserved(k):
+        load(name).append(
+            pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
+            rope_interleaved=rope_interleaved, static_scales=static_scales,
+        )  # fmt: skip
+    else:
+        torch.ops.fp8attn.append(
+            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, name
+        )  # fmt: skip
+    return q_out
 
 
 def run_from_dense(name: str, k: torch.Tensor, v: torch.Tensor, **options: Any) -> KVPages:

@@ -10,6 +10,7 @@ from .errors import UsageError
 from .layout import HEAD_DIMS, PAGE_SIZE, page_bytes
 
 CACHES = ("bf16", "fp8")
+ENTRY = 4  # bytes of a page's entry in the page table, and of a length
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -47,26 +48,25 @@ class CacheShape:
         """
         if _check(cache) == "bf16":
             return 4.0 * self.full_layers * self.num_kv_heads * self.head_dim
-        return self.full_layers * self._page_cost / PAGE_SIZE
+        return (self.full_layers * self._page_cost + ENTRY) / PAGE_SIZE
 
     def nbytes(self, cache: str, context: int, batch: int = 1) -> int:
         """Bytes of a cache of `batch` sequences of `context` tokens, as `PagedKVCache.nbytes` counts them.
 
-        FP8, with INT8 or E4M3 keys: whole pages of 128 tokens, their entries in the page table, and one length per sequence. Static means
-        are not counted. BF16: the elements. Sliding layers: `min(context, window)` tokens in 16 bits.
+        FP8, with INT8 or E4M3 keys: whole pages of 128 tokens, their entries in the page table, which serves all layers, and one length
+        per sequence and layer. Static means are not counted. BF16: the elements. Sliding layers: `min(context, window)` tokens in 16 bits.
         """
         per_head = 2 * self.num_kv_heads * self.head_dim
         sliding = batch * 2 * per_head * sum(min(context, window) for window in self.windows)
         if _check(cache) == "bf16":
             return sliding + batch * 2 * per_head * context * self.full_layers
         pages = -(-context // PAGE_SIZE)
-        length = 4  # an int32
-        return sliding + batch * self.full_layers * (pages * self._page_cost + length)
+        return sliding + batch * (self.full_layers * (pages * self._page_cost + ENTRY) + pages * ENTRY)
 
     @property
     def _page_cost(self) -> int:
-        """Bytes of a page of all KV heads of a layer, and of its int32 entry in the page table."""
-        return self.num_kv_heads * page_bytes(self.head_dim) + 4
+        """Bytes of a page of all KV heads of a layer."""
+        return self.num_kv_heads * page_bytes(self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def test_every_copied_page_is_let_go(loaded, tokens):
         return made[-1]
 
     drift(model, tokens, make, cache_factory("bf16", model.config), prompt=60, segment=20)
-    for layer in made[0].layers:
-        pages = layer.cache.pages
-        assert pages.num_pages - layer.cache.num_free_pages == len(pages.page_table.unique()) == 3  # they share the first
+    paged = made[0].paged
+    for layer in range(paged.num_layers):
+        pages = paged.pages(layer)
+        assert paged.num_pages - paged.num_free_pages == len(pages.page_table.unique()) == 3  # they share the first
         assert torch.equal(pages.cache_seqlens, torch.tensor([224, 224], dtype=torch.int32))

@@ -48,20 +48,20 @@ class Work:
         self.device, self.backend = torch.device(device), backend
         lengths, queries = [n + 64 * seed for n in LENGTHS[kind]], QUERIES[kind]
         cache = PagedKVCache(4, 128, num_seqs=3, num_pages=160, device=device)
-        cache.append(*(self._tokens(sum(lengths), 4) + 1 for _ in "kv"), lengths=lengths)
+        cache.append(0, *(self._tokens(sum(lengths), 4) + 1 for _ in "kv"), lengths=lengths)
         self.q = self._tokens(sum(queries), 16)
         bounds = cumulative(queries, device)
         self.run: Callable[[], list[torch.Tensor]] = self._attend
         if kind == "append":
             cache.reserve([a + b for a, b in zip(lengths, queries, strict=True)])
-            self.before = cache.pages.pool.clone(), cache.pages.cache_seqlens.clone()
+            self.before = cache.pages(0).pool.clone(), cache.pages(0).cache_seqlens.clone()
             self.k, self.v = self._tokens(sum(queries), 4), self._tokens(sum(queries), 4)
             angle = torch.randn(sum(queries), 64).to(device)
             self.options = {"cu_seqlens": bounds, "max_seqlen": max(queries), "rope_cos": angle.cos(), "rope_sin": angle.sin()}
             self.run = self._append
         else:
             self.options = {"cu_seqlens_q": bounds, "max_seqlen_q": max(queries)} if kind == "ragged" else {}
-        self.pages = cache.pages
+        self.pages = cache.pages(0)
 
     def _tokens(self, tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, 128).bfloat16().to(self.device)  # of the CPU's generator: the same on every device
@@ -256,10 +256,10 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
         found[f"sdpa, causal={causal}"] = [fp8attn.scaled_dot_product_attention(q, k, v, **options)]
         found[f"rope sdpa, causal={causal}"] = [fp8attn.rope_scaled_dot_product_attention(q, k, v, *tables, **options)]
     cache = PagedKVCache(4, 128, num_seqs=2, device=device, backend=backend)
-    cache.append(k[0, :, :300].transpose(0, 1), v[0, :, :300].transpose(0, 1), lengths=[100, 200])
-    cache.append(k[1, :, :2].transpose(0, 1), v[1, :, :2].transpose(0, 1))
-    decoded = fp8attn.attention(q[:, :, 0].contiguous(), cache.pages, backend=backend)
-    found["PagedKVCache"] = [decoded, *tokens_of(cache.pages, [101, 201])]
+    cache.append(0, k[0, :, :300].transpose(0, 1), v[0, :, :300].transpose(0, 1), lengths=[100, 200])
+    cache.append(0, k[1, :, :2].transpose(0, 1), v[1, :, :2].transpose(0, 1))
+    decoded = fp8attn.attention(q[:, :, 0].contiguous(), cache.pages(0), backend=backend)
+    found["PagedKVCache"] = [decoded, *tokens_of(cache.pages(0), [101, 201])]
     return found
 
 

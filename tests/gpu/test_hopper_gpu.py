@@ -297,9 +297,9 @@ def test_the_first_step_may_be_the_warm_up_of_a_graph(mode, monkeypatch):
     caches = [PagedKVCache(2, 128, num_seqs=2, num_pages=8, device="cuda") for _ in range(2)]
     prompt = torch.randn(2, 600, 2, 128, dtype=torch.bfloat16, device="cuda")
     for cache in caches:
-        cache.append(*prompt)
+        cache.append(0, *prompt)
         cache.reserve(400)
-        for x in cache.pages.state:
+        for x in cache.pages(0).state:
             if isinstance(x, torch.Tensor):
                 torch._dynamo.mark_static_address(x)
     tokens = torch.randn(5, 2, 12, 128, dtype=torch.bfloat16, device="cuda")
@@ -308,7 +308,7 @@ def test_the_first_step_may_be_the_warm_up_of_a_graph(mode, monkeypatch):
         fp8attn.append(pages, x[:, :2], x[:, 2:4])
         return fp8attn.attention(x[:, 4:], pages)
 
-    compiled = torch.compile(lambda x: step(x, caches[0].pages), fullgraph=True, **mode)
+    compiled = torch.compile(lambda x: step(x, caches[0].pages(0)), fullgraph=True, **mode)
     outs = [compiled(x).clone() for x in tokens]
     assert counters._pools
-    assert all(torch.equal(out, step(x, caches[1].pages)) for out, x in zip(outs, tokens, strict=True))
+    assert all(torch.equal(out, step(x, caches[1].pages(0))) for out, x in zip(outs, tokens, strict=True))

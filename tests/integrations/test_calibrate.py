@@ -137,12 +137,12 @@ def test_static_cache_holds_the_calibrated_range_and_saturates_past_it(model, id
             return needed_scale(scale * INT8_MAX, torch.int8)[:, None] * 0.5
         return 2.0**-4 * x.abs() + power_of_two_scale(scale * E4M3.max)[:, None] * 2.0**-10
 
-    cache.append(k, v)
+    cache.append(0, k, v)
     ints = (key_dtype == "int8", False)
-    for got, want, scale, int8 in zip(stored(*cache.read(0)), stored(k, v), (layer.k_scale, layer.v_scale), ints, strict=True):
+    for got, want, scale, int8 in zip(stored(*cache.read(0, 0)), stored(k, v), (layer.k_scale, layer.v_scale), ints, strict=True):
         assert ((got - want).abs() <= bound(want, scale, int8) * 1.01 + 1e-5).all()  # and the last bits of values of 24
-    cache.append(k * 1000, v * 1000)
-    for got, scale, int8 in zip(stored(*cache.read(0)), (layer.k_scale, layer.v_scale), ints, strict=True):
+    cache.append(0, k * 1000, v * 1000)
+    for got, scale, int8 in zip(stored(*cache.read(0, 0)), (layer.k_scale, layer.v_scale), ints, strict=True):
         limit = scale if int8 else power_of_two_scale(scale * E4M3.max)
         torch.testing.assert_close(got.abs().amax((0, 2)), limit * (INT8_MAX if int8 else E4M3.max), rtol=1e-3, atol=0)
 

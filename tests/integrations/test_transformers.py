@@ -84,7 +84,7 @@ def test_a_page_of_padding_changes_nothing(llama):
 
 def test_padding_queries_see_nothing():
     cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
-    cache.layers[0].config._attn_implementation = "fp8_kv"
+    cache.shared.config._attn_implementation = "fp8_kv"
     k, v = cache.update(torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64), 0)
     mask = fp8_kv_mask(2, 9, 9, attention_mask=torch.arange(9) >= torch.tensor([[0], [4]]))
     out, weights = fp8_kv_attention(torch.nn.Module(), torch.randn(2, 4, 9, 64), k, v, mask)
@@ -176,14 +176,14 @@ def test_assisted_generation_equals_greedy(llama):
 @pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
 @pytest.mark.parametrize("static", [False, True])
 def test_bytes_do_not_depend_on_how_tokens_came(key_dtype, static):
-    config = LlamaConfig(**SHAPE, head_dim=64)
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 1}, head_dim=64)
     k, v = torch.randn(2, 2, 2, 300, 64) * torch.linspace(0.1, 3.0, 300)[:, None]  # scales grow
     pools = []
     for cuts in ([300], [1] * 300, [100, 28, 1, 130, 41]):
         cache = FP8Cache(config, key_dtype=key_dtype, max_cache_len=384 if static else None)
         for k_part, v_part in zip(k.split(cuts, 2), v.split(cuts, 2), strict=True):
             cache.update(k_part, v_part, 0)
-        pages = cache.layers[0].cache.pages
+        pages = cache.pages(0)
         tables = [pages.page_table[seq, :3].long() for seq in range(2)]
         # Bytes of K past the last token are unspecified: the first two pages are full.
         pools.append(torch.stack([pages.pool[table[:2]] for table in tables]))
@@ -268,8 +268,8 @@ def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama, widt
     assert widths == [2] * 3 + [8] * 3 * 12
 
 
-def test_a_narrow_table_changes_no_values(llama):
-    cache = FP8Cache(llama.config, key_dtype="e4m3", max_cache_len=1000)  # INT8's scale might grow at the last token
+def test_a_narrow_table_changes_no_values():
+    cache = FP8Cache(make(num_hidden_layers=1).config, key_dtype="e4m3", max_cache_len=1000)  # INT8's scale might grow at the last token
     k = torch.randn(2, 2, 130, 64)
     prompt_k, _ = cache.update(k, k, 0)
     held = prompt_k.dequantize()
@@ -305,7 +305,7 @@ def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, width
     expected = logits(llama, FP8Cache(llama.config, max_cache_len=1000), ids)
     widths.clear()
     with monkeypatch.context() as capturing, torch.no_grad():
-        capturing.setattr("fp8attn.integrations.transformers.cache._is_capturing", lambda device: True)
+        capturing.setattr("fp8attn.cache.step._is_capturing", lambda device: True)
         llama(ids[:, :100], past_key_values=cache)
     with torch.no_grad():
         llama(ids[:, 100:], past_key_values=cache)
@@ -316,11 +316,8 @@ def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, width
 
 def test_tokens_that_the_host_does_not_know_of_are_not_left_out(llama):
     cache, k = early(FP8Cache(llama.config, max_cache_len=1000)), torch.zeros(2, 2, 10, 64)
-    for layer in cache.layers:
-        layer.cache.pages.cache_seqlens.fill_(300)
-    with pytest.raises(RuntimeError, match="`known_empty = False`"):
-        cache.update(k, k, 0)
-    cache.layers[0].known_empty = False
+    cache.paged.table.cache_seqlens.fill_(300)
+    cache.paged.sync()
     keys, _ = cache.update(k, k, 0)
     assert pages_of(keys).page_table.shape == (2, 8)
 

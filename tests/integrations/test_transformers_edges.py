@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MistralConfig
 
 from fp8attn import LayerScales
 from fp8attn.integrations.transformers import FP8Cache, edge_layers, fp8_kv_attention, fp8_kv_mask
-from fp8attn.integrations.transformers.tensors import PagedKV, dequantize
+from fp8attn.integrations.transformers.tensors import PagedTensor, dequantize
 from fp8attn.numerics import relative_error
 from fp8attn.rotation import rotate_back
 from fp8attn.scales import KVScales
@@ -65,7 +65,7 @@ def test_calibrated_scales_are_used(llama):
     caches = [FP8Cache(llama.config, scales=scales, max_cache_len=length) for length in (None, 160)]
     outs = [logits(llama, cache, ids) for cache in caches]
     assert torch.equal(*outs)
-    pages = caches[0].layers[1].cache.pages
+    pages = caches[0].pages(1)
     torch.testing.assert_close(pages.k_scale, torch.full_like(pages.k_scale, 0.02), rtol=1e-6, atol=0)  # INT8: any number
     assert (pages.v_scale == 2.0**-4).all()  # E4M3: the power of two above
     torch.testing.assert_close(rotate_back(pages.k_mean), torch.full((2, 64), 0.1), rtol=1e-5, atol=0)
@@ -86,7 +86,8 @@ def test_nbytes_is_half(llama):
     bf16_layer = 2 * ids.numel() * 2 * 64 * 2  # K and V, tokens, heads, head_dim, bytes
     assert 0.5 < caches[0].nbytes / (3 * bf16_layer) < 0.51
     assert caches[1].nbytes == caches[0].nbytes
-    assert caches[2].nbytes == caches[0].nbytes * 2 // 3 + 2 * bf16_layer  # a float32 model's 16-bit layer is in float32
+    table = caches[0].pages(0).page_table.nbytes
+    assert caches[2].nbytes - table == (caches[0].nbytes - table) * 2 // 3 + 2 * bf16_layer  # a float32 model's 16-bit layer is in float32
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -140,7 +141,7 @@ def test_a_deep_copy_goes_its_own_way(llama, static):
     with torch.no_grad():
         llama(ids[:, :130], past_key_values=cache)
         other = copy.deepcopy(cache)
-        assert other.layers[0].config is llama.config
+        assert other.shared.config is llama.config
         llama(ids[:, :9], past_key_values=other)
         ours = llama(ids[:, 130:], past_key_values=cache).logits
         oracle = Oracle(llama.config)
@@ -178,15 +179,15 @@ def test_under_autocast_it_computes_in_its_dtype(llama):
 
 def test_paged_kv_is_its_dequantized_values():
     cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
-    cache.layers[0].config._attn_implementation = "fp8_kv"
+    cache.shared.config._attn_implementation = "fp8_kv"
     k0, v0 = torch.randn(2, 2, 2, 150, 64) + 3
     k, v = cache.update(k0, v0, 0)
-    assert isinstance(k, PagedKV)
+    assert isinstance(k, PagedTensor)
     assert k.shape == k0.shape
     for paged, original, index in ((k, k0, 0), (v, v0, 1)):
         assert relative_error(paged + 0, original) < (0.02 if index == 0 else 0.03)  # INT8; E4M3
         for seq in range(2):
-            read = cache.layers[0].cache.read(seq)[index].transpose(0, 1)
+            read = cache.paged.read(0, seq)[index].transpose(0, 1)
             torch.testing.assert_close(paged[seq], read, rtol=0, atol=0)
     torch.testing.assert_close(k.transpose(2, 3) @ v, (k + 0).transpose(2, 3) @ (v + 0))
     assert torch.equal(torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)(k), k * 2)
@@ -195,7 +196,7 @@ def test_paged_kv_is_its_dequantized_values():
 def test_dequantize_is_zero_past_the_length():
     cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64), max_cache_len=256)
     cache.update(torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64), 0)
-    pages = cache.layers[0].cache.pages
+    pages = cache.pages(0)
     pages.k.view(torch.uint8)[:, :, 5:] = 0x7F  # NaN
     k = dequantize(pages, "k", 256, torch.float32)
     assert k.shape == (1, 2, 256, 64)
@@ -352,7 +353,7 @@ def test_a_refused_mask_works_dequantized(llama):
 def attend():
     """`fp8_kv_attention` on random Q, K and V, with these keywords."""
     cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
-    cache.layers[0].config._attn_implementation = "fp8_kv"
+    cache.shared.config._attn_implementation = "fp8_kv"
     k, v = cache.update(torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64), 0)
     q = torch.randn(1, 4, 9, 64)
     return lambda **keywords: fp8_kv_attention(torch.nn.Module(), q, k, v, None, **keywords)[0]

@@ -205,7 +205,7 @@ def prompted(launches: list) -> dict:
     for name, num_pages in (("grows", None), ("fixed", 8)):
 
         def call(num_pages=num_pages):
-            PagedKVCache(8, 128, num_seqs=2, num_pages=num_pages).append(k, v)
+            PagedKVCache(8, 128, num_seqs=2, num_pages=num_pages).append(0, k, v)
 
         call()
         before, earlier = len(launches), made.value

@@ -94,8 +94,8 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
             layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
             k_mean=pages.k_mean, v_mean=pages.v_mean,
         )  # fmt: skip
-        cache.append(k, k)
-        ops.attention(q, cache.pages, **options)
+        cache.append(0, k, k)
+        ops.attention(q, cache.pages(0), **options)
 
 
 def dense(layer: Layer, tokens: int, batch: int) -> None:

@@ -36,12 +36,12 @@ def cuts(count: int) -> list[int]:
 
 
 def append(cache: PagedKVCache, seq: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    cache.append(k, v, lengths=[len(k) if i == seq else 0 for i in range(cache.num_seqs)])
+    cache.append(0, k, v, lengths=[len(k) if i == seq else 0 for i in range(cache.num_seqs)])
 
 
 def held(cache: PagedKVCache, seq: int) -> dict[str, torch.Tensor]:
     """What is stored of a sequence: scales `[pages, HEADS]`, and codes `[tokens, HEADS, head_dim]`."""
-    pages, length = cache.pages, cache.lengths[seq]
+    pages, length = cache.pages(0), cache.lengths[seq]
     ids = pages.page_table[seq, : -(-length // PAGE_SIZE)].long()
     k, v = unpack_k(pages.k[ids].view(torch.uint8))[:length], unpack_v(pages.v[ids].view(torch.uint8))[:length]
     return {"k_scale": pages.k_scale[ids], "v_scale": pages.v_scale[ids], "k": k.view(pages.key_dtype), "v": v.view(FP8)}
@@ -76,11 +76,11 @@ def test_bytes_do_not_depend_on_cuts_and_copies(head_dim, key_dtype, rotate_keys
     k, v = tokens(head_dim)
     options = {"key_dtype": key_dtype, "rotate_keys": rotate_keys, "backend": backend}
     whole = PagedKVCache(HEADS, head_dim, **options | {"backend": "reference"})
-    whole.append(k, v)
+    whole.append(0, k, v)
     expected = held(whole, 0)
     first = PagedKVCache(HEADS, head_dim, **options | {"backend": "reference"})
-    first.append(k[:1], v[:1])
-    assert (first.pages.k_scale < expected["k_scale"][0]).all() and expected["k_scale"].isnan().sum() == (key_dtype == "int8")
+    first.append(0, k[:1], v[:1])
+    assert (first.pages(0).k_scale < expected["k_scale"][0]).all() and expected["k_scale"].isnan().sum() == (key_dtype == "int8")
 
     pieces = PagedKVCache(HEADS, head_dim, num_seqs=2, **options)
     shared = 100 + torch.randint(100, ()).item()

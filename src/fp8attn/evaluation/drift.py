@@ -21,7 +21,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..errors import UsageError
-from ..integrations.transformers.cache import FP8Layer
 from ..integrations.transformers.config import decoder_config
 from ..layout import PAGE_SIZE, KVPages
 from .caches import CHUNK, MakeCache, forward, prefill
@@ -148,7 +147,7 @@ class _Decoder:
             self._step()
 
     def _step(self) -> None:
-        layers = [layer.cache.pages for layer in self.cache.layers if isinstance(layer, FP8Layer)]
+        layers = _fp8_pages(self.cache)
         if layers:
             length = layers[0].cache_seqlens.long()  # of all layers
             column = (length // PAGE_SIZE)[:, None]
@@ -157,8 +156,15 @@ class _Decoder:
         self.logits.index_copy_(1, self.at, logits)
         self.at += 1
         if layers:
-            layers = [layer.cache.pages for layer in self.cache.layers if isinstance(layer, FP8Layer)]
+            layers = _fp8_pages(self.cache)
             self.growths += ((_scales(layers, column) > before) & (length % PAGE_SIZE > 0)[:, None]).sum()
+
+
+def _fp8_pages(cache: Cache) -> list[KVPages]:
+    """The pages of each FP8 layer; of other caches, and before the first tokens, none."""
+    if getattr(cache, "paged", None) is None:
+        return []
+    return [cache.paged.pages(layer) for layer in range(cache.paged.num_layers)]
 
 
 def _scales(layers: list[KVPages], column: torch.Tensor) -> torch.Tensor:

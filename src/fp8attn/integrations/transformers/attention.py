@@ -23,7 +23,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ... import ops
 from ...dense.sdpa import autocast
-from .tensors import PagedKV, pages_of
+from .tensors import PagedTensor, pages_of, tokens_of
 
 QUERY_BLOCK = 1024  # queries whose mask or scores are expanded at a time
 
@@ -126,7 +126,7 @@ def fp8_kv_attention(
 
     Args:
         query: `[B, num_q_heads, S, head_dim]`.
-        key, value: `[B, num_kv_heads, length, head_dim]`, `PagedKV` or plain.
+        key, value: `[B, num_kv_heads, length, head_dim]`, `PagedTensor` or plain.
         attention_mask: from `fp8_kv_mask`, or a caller's own four-dimensional one (16-bit layers only).
         dropout: must be 0 in FP8 layers, and in layers with sinks or a softcap.
         scaling, is_causal, softcap: as in transformers' attention functions. Unlike `sdpa`, 16-bit layers support a softcap, too.
@@ -137,10 +137,10 @@ def fp8_kv_attention(
         ValueError: an argument would change the result and is not supported; the message says what to do instead.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if isinstance(key, PagedKV) and isinstance(value, PagedKV) and (key.which, value.which) == ("k", "v"):
+    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and (key.which, value.which) == ("k", "v"):
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
     # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized here.
-    key, value = (x.dequantize() if isinstance(x, PagedKV) else x for x in (key, value))
+    key, value = (x.dequantize() if isinstance(x, PagedTensor) else x for x in (key, value))
     compact = attention_mask is not None and attention_mask.dtype == torch.int32
     exact = softcap is not None or s_aux is not None
     if not compact and not exact:
@@ -164,7 +164,7 @@ def fp8_kv_attention(
 def _attend_pages(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: PagedKV,
+    key: PagedTensor,
     mask: torch.Tensor | None,
     dropout: float,
     scaling: float | None,
@@ -187,10 +187,11 @@ def _attend_pages(
                 "mask: model.set_attn_implementation('sdpa')"
             )
         causal, start = True, mask[0, 0, 0] if mask.shape[2] == 2 else None
-    (query,) = autocast(query)
+    if query.dtype != key.dtype:  # keys are in autocast's dtype already
+        (query,) = autocast(query)
     batch, heads, length, head_dim = query.shape
     out = ops.attention(
-        query.transpose(1, 2).flatten(0, 1), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,
+        tokens_of(query), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,
         leftpad_k=start, backend=key.backend,
     )  # fmt: skip
     return out.view(batch, length, heads, head_dim)

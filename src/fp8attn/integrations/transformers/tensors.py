@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+
 import torch
 from torch.utils._pytree import tree_map
 
@@ -40,7 +43,12 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     return torch.where(held[:, None, :, None], x, 0.0).to(dtype)
 
 
-class PagedKV(torch.Tensor):
+def tokens_of(x: torch.Tensor) -> torch.Tensor:
+    """`[B, heads, S, head_dim]` as `[B * S, heads, head_dim]`; in a decode step by one call of torch, not two."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+
+
+class PagedTensor(torch.Tensor):
     """K or V of an FP8 layer: shape `[B, num_kv_heads, S, head_dim]`, the model's dtype, and no storage but the layer's pages.
 
     The attention function takes the pages (`pages_of`); every other operation dequantizes first. `data_ptr()` is 0, so code that passes
@@ -50,39 +58,43 @@ class PagedKV(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, pages: KVPages, which: str, length: int, dtype: torch.dtype, backend: str = "auto") -> PagedKV:
-        shape = (pages.num_seqs, pages.num_kv_heads, length, pages.head_dim)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.device)
+    def __new__(cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: str = "auto") -> PagedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
-    def __init__(self, pages: KVPages, which: str, length: int, dtype: torch.dtype, backend: str = "auto") -> None:
-        self.which, self.backend = which, backend
-        # One attribute a tensor, as `__tensor_flatten__` wants them.
-        self._pool, self._page_table, self._cache_seqlens = pages.pool, pages.page_table, pages.cache_seqlens
-        self._k_mean, self._v_mean = pages.k_mean, pages.v_mean
-        self._key_dtype, self._rotate_keys = pages.key_dtype, pages.rotate_keys
+    def __init__(self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: str = "auto") -> None:
+        self.which, self.backend, self.pages = which, backend, pages
+
+    # `__tensor_flatten__` names one attribute for each tensor.
+    _pool, _page_table, _cache_seqlens, _k_mean, _v_mean, _key_dtype, _rotate_keys = (
+        property(attrgetter(f"pages.{name}")) for name in FIELDS
+    )
 
     def dequantize(self) -> torch.Tensor:
-        """The plain tensor that this one stands for."""
+        """The plain tensor that this one represents."""
         return dequantize(pages_of(self), self.which, self.shape[2], self.dtype)
 
     def __repr__(self, **_) -> str:
-        return f"PagedKV({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+        return f"PagedTensor({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __tensor_flatten__(self):
-        given = [f"_{name}" for name in _TENSORS if getattr(self, f"_{name}") is not None]
-        return given, (self._key_dtype, self._rotate_keys, self.which, self.shape[2], self.dtype, self.backend)
+        given = [f"_{name}" for name in _TENSORS if getattr(self.pages, name) is not None]
+        return given, (self._key_dtype, self._rotate_keys, self.which, self.dtype, self.backend)
 
     @classmethod
     def __tensor_unflatten__(cls, inner, context, outer_size, outer_stride):
-        key_dtype, rotate_keys, *rest = context
-        return cls(KVPages.trusted(*(inner.get(f"_{name}") for name in _TENSORS), key_dtype, rotate_keys), *rest)
+        key_dtype, rotate_keys, which, dtype, backend = context
+        pages = KVPages.trusted(*(inner.get(f"_{name}") for name in _TENSORS), key_dtype, rotate_keys)
+        return cls(pages, which, outer_size, dtype, backend)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        plain = tree_map(lambda x: x.dequantize() if isinstance(x, PagedKV) else x, (args, kwargs or {}))
+        plain = tree_map(lambda x: x.dequantize() if isinstance(x, PagedTensor) else x, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
-def pages_of(x: PagedKV) -> KVPages:
-    """The pages that `x` stands for. A function, because Dynamo traces into neither methods nor properties of a tensor."""
-    return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._k_mean, x._v_mean, x._key_dtype, x._rotate_keys)
+def pages_of(x: PagedTensor) -> KVPages:
+    """The pages that `x` stands for. A function, because Dynamo traces into no methods of a tensor; and by tensors, because it makes
+    tensors alone out of a tensor's attributes."""
+    if torch.compiler.is_compiling():
+        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._k_mean, x._v_mean, x._key_dtype, x._rotate_keys)
+    return x.pages

@@ -31,15 +31,15 @@ def assert_quantized(cache, seq, k, v):
     E4M3: half a step, 2^-4 of the value, or half a subnormal step of its page, at most twice (scales grow by powers of two). INT8: half a
     step, and half of each smaller one that the page had before; each is 1.25 times the one before it, so 2.5 steps are more than all.
     """
-    ids = cache.pages.page_table[seq].repeat_interleave(PAGE_SIZE)[: len(k)].long()
-    got_k, got_v = cache.read(seq)
+    ids = cache.pages(0).page_table[seq].repeat_interleave(PAGE_SIZE)[: len(k)].long()
+    got_k, got_v = cache.read(0, seq)
     assert got_k.shape == k.shape and got_v.shape == v.shape
-    k, got_k = (rotate(x) if cache.rotate_keys else x for x in (k, got_k))
+    k, got_k = (rotate(x) if cache.pages(0).rotate_keys else x for x in (k, got_k))
     if cache.key_dtype == "int8":
-        assert ((got_k - k).abs() <= 2.5 * cache.pages.k_scale[ids][..., None]).all()
+        assert ((got_k - k).abs() <= 2.5 * cache.pages(0).k_scale[ids][..., None]).all()
     else:
-        assert ((got_k - k).abs() <= 2.0**-4 * k.abs() + E4M3.smallest_subnormal * cache.pages.k_scale[ids][..., None]).all()
-    assert ((got_v - v).abs() <= 2.0**-4 * v.abs() + E4M3.smallest_subnormal * cache.pages.v_scale[ids][..., None]).all()
+        assert ((got_k - k).abs() <= 2.0**-4 * k.abs() + E4M3.smallest_subnormal * cache.pages(0).k_scale[ids][..., None]).all()
+    assert ((got_v - v).abs() <= 2.0**-4 * v.abs() + E4M3.smallest_subnormal * cache.pages(0).v_scale[ids][..., None]).all()
 
 
 @pytest.mark.parametrize("num_pages", [None, 40])
@@ -50,11 +50,11 @@ def test_prompts_then_single_tokens(num_pages, key_dtype, rotate_keys):
     held = [[torch.empty(0, HEADS, DIM)] * 2 for _ in range(3)]
     for step, lengths in enumerate([[300, 0, 127], [1, 1, 1], [1, 5, 1], [1, 128, 1]]):
         k, v = tokens(sum(lengths), step)
-        cache.append(k, v, lengths=lengths)
+        cache.append(0, k, v, lengths=lengths)
         for seq, (a, b) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True)):
             held[seq] = [torch.cat([held[seq][0], a]), torch.cat([held[seq][1], b])]
     assert cache.lengths == (303, 134, 130)
-    assert cache.pages.cache_seqlens.tolist() == [303, 134, 130]
+    assert cache.pages(0).cache_seqlens.tolist() == [303, 134, 130]
     for seq, (k, v) in enumerate(held):
         assert_quantized(cache, seq, k, v)
 
@@ -69,15 +69,15 @@ def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope)
         k += 3.0
         tables = {f"rope_{name}": torch.randn(len(k), DIM // 2) for name in ("cos", "sin")} if rope else {}
         for cache in caches:
-            cache.append(k, v, **tables)
+            cache.append(0, k, v, **tables)
         grown, fixed = caches
-        held = grown.pages.num_pages
+        held = grown.num_pages
         assert grown.lengths == fixed.lengths and (grown.num_free_pages, held) == (0, 12 - fixed.num_free_pages)
         for name in ("page_table", "cache_seqlens"):
-            assert torch.equal(getattr(grown.pages, name), getattr(fixed.pages, name)), name
-        assert torch.equal(grown.pages.pool, fixed.pages.pool[:held])
+            assert torch.equal(getattr(grown.pages(0), name), getattr(fixed.pages(0), name)), name
+        assert torch.equal(grown.pages(0).pool, fixed.pages(0).pool[:held])
         for seq in range(num_seqs):
-            assert torch.equal(grown.read(seq)[0], fixed.read(seq)[0])
+            assert torch.equal(grown.read(0, seq)[0], fixed.read(0, seq)[0])
 
 
 def test_a_growing_scale_shifts_older_tokens_exactly():
@@ -85,13 +85,13 @@ def test_a_growing_scale_shifts_older_tokens_exactly():
     cache = PagedKVCache(HEADS, DIM, **PLAIN)
     small = torch.randint(-15, 16, (10, HEADS, DIM)).float()
     small[0, 0, 0] = 15
-    cache.append(small, small)
-    before = cache.pages.k_scale[0, 0].item()
+    cache.append(0, small, small)
+    before = cache.pages(0).k_scale[0, 0].item()
     large = torch.full((1, HEADS, DIM), 448.0 * 16)
-    cache.append(large, large)
-    k, v = cache.read(0)
+    cache.append(0, large, large)
+    k, v = cache.read(0, 0)
     assert before == 2.0  # of 15, for which 448 * 2^-5 is too small, and headroom
-    assert cache.pages.k_scale[0, 0].item() == 16.0 * 32
+    assert cache.pages(0).k_scale[0, 0].item() == 16.0 * 32
     assert torch.equal(k, torch.cat([small, large])) and torch.equal(v, torch.cat([small, large]))
 
 
@@ -99,32 +99,32 @@ def test_a_page_has_its_own_scale():
     cache = PagedKVCache(1, DIM, rotate_keys=False)
     k = torch.ones(256, 1, DIM)
     k[128:] = 1000.0
-    cache.append(k, k)
-    assert cache.pages.v_scale[:2, 0].tolist() == [2.0**-8 * 32, 4.0 * 32]
-    assert cache.pages.k_scale[:2, 0].tolist() == pytest.approx([1.25 / 127, 1250 / 127], rel=1e-6)
+    cache.append(0, k, k)
+    assert cache.pages(0).v_scale[:2, 0].tolist() == [2.0**-8 * 32, 4.0 * 32]
+    assert cache.pages(0).k_scale[:2, 0].tolist() == pytest.approx([1.25 / 127, 1250 / 127], rel=1e-6)
 
 
 def test_what_is_stored_is_said_by_the_pages():
     mean = torch.randn(HEADS, DIM)
     default, other = PagedKVCache(HEADS, DIM), PagedKVCache(HEADS, DIM, k_mean=mean, v_mean=mean, **PLAIN)
-    assert (default.pages.key_dtype, default.pages.rotate_keys, default.pages.k_mean, default.pages.v_mean) == (
+    assert (default.pages(0).key_dtype, default.pages(0).rotate_keys, default.pages(0).k_mean, default.pages(0).v_mean) == (
         torch.int8,
         True,
         None,
         None,
     )
-    assert (other.pages.key_dtype, other.pages.rotate_keys) == (torch.float8_e4m3fn, False)
-    assert torch.equal(other.pages.k_mean, mean) and torch.equal(other.pages.v_mean, mean)
-    assert torch.equal(PagedKVCache(HEADS, DIM, k_mean=mean).pages.k_mean, rotate(mean))  # it is subtracted from what is rotated
+    assert (other.pages(0).key_dtype, other.pages(0).rotate_keys) == (torch.float8_e4m3fn, False)
+    assert torch.equal(other.pages(0).k_mean, mean) and torch.equal(other.pages(0).v_mean, mean)
+    assert torch.equal(PagedKVCache(HEADS, DIM, k_mean=mean).pages(0).k_mean, rotate(mean))  # it is subtracted from what is rotated
 
 
 def test_append_rotates_queries_or_does_nothing_at_all():
     cache = PagedKVCache(HEADS, DIM)
     (k, v), q, angle = tokens(5), torch.randn(5, 2 * HEADS, DIM), torch.randn(5, DIM // 2)
     with pytest.raises(ValueError, match="come with rope_cos and rope_sin"):
-        cache.append(k, v, q=q)
-    assert cache.lengths == (0,) and cache.pages.num_pages == 0
-    turned = cache.append(k, v, q=q, rope_cos=angle.cos(), rope_sin=angle.sin())
+        cache.append(0, k, v, q=q)
+    assert cache.lengths == (0,) and cache.num_pages == 0
+    turned = cache.append(0, k, v, q=q, rope_cos=angle.cos(), rope_sin=angle.sin())
     assert torch.equal(turned, apply_rope(q, angle.cos(), angle.sin())) and cache.lengths == (5,)
 
 
@@ -135,8 +135,8 @@ def test_an_offset_costs_nothing_with_means(key_dtype):
     errors = {}
     for mean in (torch.full((HEADS, DIM), 100.0), None):
         cache = PagedKVCache(HEADS, DIM, key_dtype=key_dtype, k_mean=mean)
-        cache.append(k + 100, v)
-        errors[mean is None] = float((cache.read(0)[0] - k - 100).pow(2).mean().sqrt())
+        cache.append(0, k + 100, v)
+        errors[mean is None] = float((cache.read(0, 0)[0] - k - 100).pow(2).mean().sqrt())
     assert errors[False] < 0.03 < 0.5 < errors[True]
 
 
@@ -148,44 +148,44 @@ def static(k_scale, v_scale, k_mean=0.0, **options) -> LayerScales:
 def test_static_scales_saturate_and_stay():
     cache = PagedKVCache(HEADS, DIM, scales=static(1.0, 0.3, 2.0, **PLAIN), **PLAIN)
     k = torch.full((5, HEADS, DIM), 1000.0)
-    cache.append(k, k)
-    assert (cache.pages.k_scale == 1.0).all() and (cache.pages.v_scale == 0.5).all()  # 0.3 rounded up to a power of two
-    got_k, got_v = cache.read(0)
+    cache.append(0, k, k)
+    assert (cache.pages(0).k_scale == 1.0).all() and (cache.pages(0).v_scale == 0.5).all()  # 0.3 rounded up to a power of two
+    got_k, got_v = cache.read(0, 0)
     assert (got_k == 448 + 2).all() and (got_v == 448 * 0.5).all()
 
 
 def test_static_scales_of_integers_are_any_number():
     cache = PagedKVCache(HEADS, DIM, scales=static(0.3, 1.0, rotate_keys=False), rotate_keys=False)
     k = torch.tensor([1000.0, -1000.0, 0.31]).view(3, 1, 1).expand(3, HEADS, DIM).contiguous()
-    cache.append(k, k)
-    torch.testing.assert_close(cache.pages.k_scale, torch.full_like(cache.pages.k_scale, 0.3), rtol=1e-6, atol=0)
-    torch.testing.assert_close(cache.read(0)[0][:, 0, 0], torch.tensor([127 * 0.3, -127 * 0.3, 0.3]), rtol=1e-6, atol=0)
+    cache.append(0, k, k)
+    torch.testing.assert_close(cache.pages(0).k_scale, torch.full_like(cache.pages(0).k_scale, 0.3), rtol=1e-6, atol=0)
+    torch.testing.assert_close(cache.read(0, 0)[0][:, 0, 0], torch.tensor([127 * 0.3, -127 * 0.3, 0.3]), rtol=1e-6, atol=0)
 
 
 def test_running_out_changes_nothing():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=3)
     k, v = tokens(130)
-    cache.append(k, v, lengths=[129, 1])
-    before = [t.clone() for t in cache.pages.state[:3]]
+    cache.append(0, k, v, lengths=[129, 1])
+    before = [t.clone() for t in cache.pages(0).state[:3]]
     with pytest.raises(OutOfPagesError, match=r"needs 1 more pages of 128 tokens and has 0 of 3 free"):
-        cache.append(*tokens(200, 1), lengths=[72, 128])
+        cache.append(0, *tokens(200, 1), lengths=[72, 128])
     assert cache.lengths == (129, 1) and cache.num_free_pages == 0
-    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages.state[:3], strict=True))
-    cache.append(*tokens(200, 1), lengths=[73, 127])
+    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages(0).state[:3], strict=True))
+    cache.append(0, *tokens(200, 1), lengths=[73, 127])
     assert cache.lengths == (202, 128)
 
 
 def test_copies_share_pages_until_one_writes():
     cache = PagedKVCache(HEADS, DIM, num_seqs=3)
     k, v = tokens(300)
-    cache.append(k, v, lengths=[300, 0, 0])
-    pages = cache.pages.num_pages
+    cache.append(0, k, v, lengths=[300, 0, 0])
+    pages = cache.num_pages
     cache.copy(0, 1)
     cache.copy(0, 2, 200)
-    assert cache.pages.num_pages == pages == 3 and cache.lengths == (300, 300, 200)
+    assert cache.num_pages == pages == 3 and cache.lengths == (300, 300, 200)
     new_k, new_v = tokens(3, 1, scale=100)  # large enough to grow the scale of the page they land in
-    cache.append(new_k, new_v)
-    assert cache.pages.num_pages == 5  # 0 and 1 part at their last page, 2 at its second
+    cache.append(0, new_k, new_v)
+    assert cache.num_pages == 5  # 0 and 1 part at their last page, 2 at its second
     for seq, length in enumerate((300, 300, 200)):
         assert_quantized(cache, seq, torch.cat([k[:length], new_k[seq : seq + 1]]), torch.cat([v[:length], new_v[seq : seq + 1]]))
 
@@ -193,7 +193,7 @@ def test_copies_share_pages_until_one_writes():
 def test_select_repeats_and_drops():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=8)
     k, v = tokens(400)
-    cache.append(k, v, lengths=[100, 300])
+    cache.append(0, k, v, lengths=[100, 300])
     cache.select([1, 1, 0])
     assert cache.lengths == (300, 300, 100) and cache.num_seqs == 3 and cache.num_free_pages == 4
     cache.select(torch.tensor([2]))
@@ -203,19 +203,19 @@ def test_select_repeats_and_drops():
 
 def test_select_in_place_keeps_the_tensors_that_graphs_hold():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2)
-    cache.append(*tokens(20))
-    held = cache.pages.state[:3]
+    cache.append(0, *tokens(20))
+    held = cache.pages(0).state[:3]
     cache.select([1, 0])
-    assert all(a is b for a, b in zip(held, cache.pages.state[:3], strict=True))
+    assert all(a is b for a, b in zip(held, cache.pages(0).state[:3], strict=True))
 
 
 def test_recycled_pages_are_clean():
     cache = PagedKVCache(HEADS, DIM, num_pages=1)
     k, v = tokens(128)
-    cache.append(k, v * torch.nan)
+    cache.append(0, k, v * torch.nan)
     cache.reset()
-    cache.append(k[:5], v[:5])
-    assert cache.pages.v.float().isfinite().all()
+    cache.append(0, k[:5], v[:5])
+    assert cache.pages(0).v.float().isfinite().all()
     assert_quantized(cache, 0, k[:5], v[:5])
 
 
@@ -223,9 +223,9 @@ def test_non_finite_values_stay_where_they_are():
     k, v = tokens(128)
     k[3, 0, 5], k[4, 0, 6], k[5, 0, 7] = torch.nan, torch.inf, -torch.inf
     cache = PagedKVCache(HEADS, DIM, **PLAIN)
-    cache.append(k, v)
-    got, _ = cache.read(0)
-    scale = cache.pages.k_scale[0, 0].item()
+    cache.append(0, k, v)
+    got, _ = cache.read(0, 0)
+    scale = cache.pages(0).k_scale[0, 0].item()
     assert got[3, 0, 5].isnan() and got[4, 0, 6] == 448 * scale and got[5, 0, 7] == -448 * scale
     assert scale == 2.0**-7 * 32  # of the first token's largest value, between 1.75 and 3.5
     assert got.isnan().sum() == 1
@@ -234,10 +234,10 @@ def test_non_finite_values_stay_where_they_are():
 def test_reserve_makes_appends_independent_of_the_host():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2)
     cache.reserve(300)
-    table = cache.pages.page_table.clone()
-    cache.append(*tokens(2 * 290))
-    assert torch.equal(cache.pages.page_table, table) and cache.pages.num_pages == 6
-    cache.pages.cache_seqlens.add_(3)  # as compiled code does
+    table = cache.pages(0).page_table.clone()
+    cache.append(0, *tokens(2 * 290))
+    assert torch.equal(cache.pages(0).page_table, table) and cache.num_pages == 6
+    cache.pages(0).cache_seqlens.add_(3)  # as compiled code does
     cache.sync()
     assert cache.lengths == (293, 293)
 
@@ -245,7 +245,7 @@ def test_reserve_makes_appends_independent_of_the_host():
 def test_half_the_bytes():
     cache = PagedKVCache(8, 128)
     k = torch.randn(4096, 8, 128)
-    cache.append(k, k)
+    cache.append(0, k, k)
     assert cache.nbytes / (2 * 4096 * 8 * 128 * 2) <= 0.51
 
 
@@ -275,15 +275,15 @@ def test_bad_calls_are_refused_and_change_nothing():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2)
     k, v = tokens(3)
     bad = [
-        (lambda: cache.append(k, v), "do not divide over 2 sequences"),
-        (lambda: cache.append(k, v, lengths=[1, 1]), "add up to 3 tokens"),
-        (lambda: cache.append(k, v, lengths=[4, -1]), r"lengths must be one count of tokens >= 0, or 2 of them.*got \[4, -1\]"),
-        (lambda: cache.append(k, v, lengths=[1.5, 1.5]), r"got \[1.5, 1.5\]"),
-        (lambda: cache.append(k[:2], v[:2].half()), "of one dtype"),
-        (lambda: cache.append(k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
-        (lambda: cache.append(k[:2].int(), v[:2].int()), "floating point"),
-        (lambda: cache.append(k[:2], v[:2], rope_cos=torch.ones(2, 32)), "together"),
-        (lambda: cache.append(k[:2], v[:2], rope_cos=torch.ones(2, 64), rope_sin=torch.ones(2, 64)), "cut to their first half"),
+        (lambda: cache.append(0, k, v), "do not divide over 2 sequences"),
+        (lambda: cache.append(0, k, v, lengths=[1, 1]), "add up to 3 tokens"),
+        (lambda: cache.append(0, k, v, lengths=[4, -1]), r"lengths must be one count of tokens >= 0, or 2 of them.*got \[4, -1\]"),
+        (lambda: cache.append(0, k, v, lengths=[1.5, 1.5]), r"got \[1.5, 1.5\]"),
+        (lambda: cache.append(0, k[:2], v[:2].half()), "of one dtype"),
+        (lambda: cache.append(0, k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
+        (lambda: cache.append(0, k[:2].int(), v[:2].int()), "floating point"),
+        (lambda: cache.append(0, k[:2], v[:2], rope_cos=torch.ones(2, 32)), "together"),
+        (lambda: cache.append(0, k[:2], v[:2], rope_cos=torch.ones(2, 64), rope_sin=torch.ones(2, 64)), "cut to their first half"),
         (lambda: cache.truncate([1]), "one count of tokens"),
         (lambda: cache.truncate(-1), "one count of tokens"),
         (lambda: cache.reserve([1, 2, 3]), r"2 of them, one for each sequence; got \[1, 2, 3\]"),
@@ -295,22 +295,22 @@ def test_bad_calls_are_refused_and_change_nothing():
         (lambda: cache.select([0.0]), "the sequences 0 to 1; got 0.0"),
         (lambda: cache.select(torch.tensor([False, False])), "at least one"),
         (lambda: cache.select(torch.tensor([True])), "a mask of sequences must have 2 entries, one for each; got 1"),
-        (lambda: cache.read(2), "the sequences 0 to 1; got 2"),
-        (lambda: cache.read(-1), "the sequences 0 to 1; got -1"),
+        (lambda: cache.read(0, 2), "the sequences 0 to 1; got 2"),
+        (lambda: cache.read(0, -1), "the sequences 0 to 1; got -1"),
         (lambda: cache.copy(0, 0), "onto itself"),
         (lambda: cache.copy(0, 1, 5), "cannot copy 5"),
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=message):
             call()
-        assert cache.lengths == (0, 0) and cache.pages.num_pages == 0
+        assert cache.lengths == (0, 0) and cache.num_pages == 0
 
 
 @pytest.mark.parametrize("numbers", [(0, 2), (2, 0), (0, -1), (-1, 0), (0, -2), (0.0, 1)])
 def test_a_copy_that_fails_changes_nothing(numbers):
     cache = PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=4)
     k, v = tokens(256)
-    cache.append(k, v, lengths=[256, 0])
+    cache.append(0, k, v, lengths=[256, 0])
     with pytest.raises(ValueError, match="the cache has the sequences 0 to 1; got "):
         cache.copy(*numbers)
     assert cache.lengths == (256, 0) and cache.num_free_pages == 2
@@ -323,7 +323,7 @@ def test_a_copy_that_fails_changes_nothing(numbers):
 def test_a_mask_of_sequences_filters(form):
     cache = PagedKVCache(HEADS, DIM, num_seqs=3)
     k, v = tokens(120)
-    cache.append(k, v, lengths=[30, 40, 50])
+    cache.append(0, k, v, lengths=[30, 40, 50])
     cache.select(form([True, False, True]))
     assert cache.lengths == (30, 50)
     assert_quantized(cache, 0, k[:30], v[:30])
@@ -336,15 +336,15 @@ def test_a_mask_of_sequences_filters(form):
 def test_a_pickled_cache_goes_on(scales):
     cache = PagedKVCache(HEADS, DIM, num_seqs=2, scales=scales)
     k, v = tokens(300)
-    cache.append(k, v)
+    cache.append(0, k, v)
     other = pickle.loads(pickle.dumps(cache))
     for one in (cache, other):
-        one.append(*tokens(4, 1))
+        one.append(0, *tokens(4, 1))
     assert other.lengths == cache.lengths == (152, 152)
     for seq in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(other.read(seq), cache.read(seq), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(other.read(0, seq), cache.read(0, seq), strict=True))
     other.reset()
-    assert cache.lengths == (152, 152) and other.num_free_pages == 4
+    assert cache.lengths == (152, 152) and other.num_pages == 0
 
 
 def test_copies_and_pages_are_the_same_bytes():
@@ -352,13 +352,13 @@ def test_copies_and_pages_are_the_same_bytes():
     k, v = tokens(140)
     new_k, new_v = tokens(2, 1, scale=100)
     cache, alone = PagedKVCache(HEADS, DIM, num_seqs=2), PagedKVCache(HEADS, DIM)
-    cache.append(k, v, lengths=[140, 0])
+    cache.append(0, k, v, lengths=[140, 0])
     cache.copy(0, 1)
-    cache.append(new_k, new_v)
-    alone.append(torch.cat([k, new_k[1:]]), torch.cat([v, new_v[1:]]))
-    theirs = cache.pages.pool[cache.pages.page_table[1].long()]
-    assert torch.equal(theirs, alone.pages.pool[alone.pages.page_table[0].long()])
-    assert not torch.equal(theirs[1], cache.pages.pool[cache.pages.page_table[0, 1].long()])
+    cache.append(0, new_k, new_v)
+    alone.append(0, torch.cat([k, new_k[1:]]), torch.cat([v, new_v[1:]]))
+    theirs = cache.pages(0).pool[cache.pages(0).page_table[1].long()]
+    assert torch.equal(theirs, alone.pages(0).pool[alone.pages(0).page_table[0].long()])
+    assert not torch.equal(theirs[1], cache.pages(0).pool[cache.pages(0).page_table[0, 1].long()])
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -377,7 +377,7 @@ class CacheMachine(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(seed)
         k, v = (torch.randint(-15, 16, (sum(lengths), 1, DIM), generator=generator) * 2.0**power for _ in range(2))
         try:
-            self.cache.append(k, v, lengths=lengths)
+            self.cache.append(0, k, v, lengths=lengths)
         except OutOfPagesError:
             assert self.fixed
             return
@@ -416,22 +416,22 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         assert self.cache.lengths == tuple(len(k) for k, _ in self.held.values())
-        assert self.cache.pages.cache_seqlens.tolist() == list(self.cache.lengths)
+        assert self.cache.pages(0).cache_seqlens.tolist() == list(self.cache.lengths)
         for seq, (k, v) in self.held.items():
-            got_k, got_v = self.cache.read(seq)
+            got_k, got_v = self.cache.read(0, seq)
             assert torch.equal(got_k, k) and torch.equal(got_v, v)
 
     @invariant()
     def books_balance(self):
         if not hasattr(self, "cache"):
             return
-        counts = [0] * self.cache.pages.num_pages
-        for table in self.cache._tables:
+        counts = [0] * self.cache.num_pages
+        for table in self.cache.table.tables:
             assert len(set(table)) == len(table)
             for page in table:
                 counts[page] += 1
-        assert counts == self.cache._references
-        assert sorted(self.cache._free) == [page for page, count in enumerate(counts) if not count]
+        assert counts == self.cache.table.references
+        assert sorted(self.cache.table.free) == [page for page, count in enumerate(counts) if not count]
 
 
 TestCacheMachine = CacheMachine.TestCase

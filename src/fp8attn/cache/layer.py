@@ -1,0 +1,108 @@
+"""The pages of one layer: their bytes, and what is static about them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import HEADER, KVPages, key_type, page_bytes
+from ..rotation import rotate
+from ..scales import LayerScales
+from .page_table import Change, PageTable
+
+
+class LayerPages:
+    """One layer's pool of pages, and how it stores K and V.
+
+    Args:
+        num_kv_heads, head_dim: the layer's shape.
+        key_dtype: what keys are stored in, `"int8"` or `"e4m3"`.
+        rotate_keys: whether keys are rotated before quantization.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; K's before the rotation. None: zero.
+        scales: calibrated scales and means, in the place of pages' own scales and these means.
+        device: where the pool is.
+    Attributes:
+        pool: `[num_pages, num_kv_heads, page_bytes]` uint8. None before the first pages.
+        k_mean, v_mean: as `KVPages` has them, K's rotated.
+    Raises:
+        ValueError: scales or means that do not fit.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        key_dtype: str,
+        rotate_keys: bool,
+        k_mean: torch.Tensor | None,
+        v_mean: torch.Tensor | None,
+        scales: LayerScales | None,
+        device: torch.device,
+    ) -> None:
+        if scales is not None:
+            if scales.k_mean.shape != (num_kv_heads, head_dim):
+                raise ValueError(
+                    f"the scales are for (num_kv_heads, head_dim) = {tuple(scales.k_mean.shape)}, and the cache has "
+                    f"{(num_kv_heads, head_dim)}; pass the scales of this layer of this model"
+                )
+            if (scales.key_dtype, scales.rotate_keys) != (key_dtype, rotate_keys):
+                raise ValueError(
+                    f"the scales are for key_dtype={scales.key_dtype!r}, rotate_keys={scales.rotate_keys}, and the cache has "
+                    f"{key_dtype!r}, {rotate_keys}; pass the scales' own to the cache, or calibrate again"
+                )
+            if k_mean is not None or v_mean is not None:
+                raise ValueError("scales bring their own means; leave out k_mean and v_mean")
+            k_mean, v_mean = scales.k_mean, scales.v_mean
+        for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
+            if mean is not None and mean.shape != (num_kv_heads, head_dim):
+                raise ValueError(f"{name} must be [{num_kv_heads}, {head_dim}]; got {list(mean.shape)}")
+        if k_mean is not None:
+            k_mean = (rotate(k_mean.float()) if rotate_keys else k_mean.float()).to(device, non_blocking=True)
+        self.k_mean = k_mean
+        self.v_mean = None if v_mean is None else v_mean.float().to(device, non_blocking=True)
+        self.key_dtype, self.rotate_keys = key_type(key_dtype), rotate_keys
+        self.shape = num_kv_heads, page_bytes(head_dim)
+        self.scales, self.device = scales, device
+        self.pool: torch.Tensor | None = None
+
+    @property
+    def format(self) -> dict:
+        """What is static, as `ops.run_from_dense` takes it."""
+        return {"k_mean": self.k_mean, "v_mean": self.v_mean, "key_dtype": self.key_dtype, "rotate_keys": self.rotate_keys}
+
+    def use_means(self, k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:
+        """Take means as pages of another cache had them: K's is rotated already."""
+        self.k_mean, self.v_mean = (None if mean is None else mean.to(self.device) for mean in (k_mean, v_mean))
+
+    def pages(self, table: PageTable, cache_seqlens: torch.Tensor) -> KVPages:
+        """The layer as kernels take it; makes the pool if there is none."""
+        if self.pool is None:
+            self.fit(table.num_pages)
+        return KVPages.trusted(self.pool, table.page_table, cache_seqlens, self.k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
+
+    def fit(self, num_pages: int) -> None:
+        """Make or enlarge the pool to so many pages; new ones are zero, but for static scales."""
+        old = self.pool
+        self.pool = torch.zeros(num_pages, *self.shape, dtype=torch.uint8, device=self.device)
+        if old is not None:
+            self.pool[: len(old)] = old
+        if self.scales is not None:
+            header = self.pool[:, :, -HEADER:].view(torch.float32)
+            for column, calibrated in enumerate(self.scales.page_scales):
+                header[:, :, column] = calibrated.to(self.device, non_blocking=True)
+
+    def write(self, pages: list[int], given: torch.Tensor, table: PageTable) -> None:
+        """Take the bytes of pages from another pool, `given`."""
+        if self.pool is None or len(self.pool) < table.num_pages:
+            self.fit(table.num_pages)
+        self.pool[table.to_device(pages, torch.long)] = given.to(self.device)
+
+    def apply(self, change: Change, table: PageTable) -> None:
+        """Clear and copy pages as `PageTable.reserve` says."""
+        if self.pool is None or len(self.pool) < table.num_pages:
+            self.fit(table.num_pages)
+        if change.cleared:
+            kept = 0 if self.scales is None else HEADER  # calibrated scales stay
+            self.pool[table.to_device(change.cleared), :, : self.shape[1] - kept] = 0
+        if change.targets:
+            index = table.to_device([change.targets, change.sources])
+            self.pool[index[0]] = self.pool[index[1]]

@@ -1,0 +1,290 @@
+"""Which sequence has which page: the bookkeeping that all layers of a cache share.
+
+The host has lengths, page tables and reference counts; the device has one table for all layers, and lengths layer by layer, because each
+layer's append advances its own. Sequences that were copied from each other share pages until one of them writes (copy-on-write).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..layout import PAGE_SIZE
+
+ALIGNMENT = 4  # of a layer's lengths, in int32: kernels take addresses that are multiples of 16 bytes
+
+
+class OutOfPagesError(RuntimeError):
+    """A cache of fixed size has too few free pages; nothing was changed."""
+
+
+class Change(NamedTuple):
+    """What every layer does to its pool before the next tokens are written.
+
+    Attributes:
+        cleared: pages to set to zero. They have held tokens, and stale bytes of V could be NaN.
+        sources, targets: pages to copy.
+    """
+
+    cleared: list[int]
+    sources: list[int]
+    targets: list[int]
+
+
+def num_pages_of(length: int) -> int:
+    """Pages that `length` tokens fill or begin."""
+    return -(-length // PAGE_SIZE)
+
+
+class PageTable:
+    """Lengths, pages and reference counts of `num_seqs` sequences.
+
+    Args:
+        num_layers: rows of `cache_seqlens`.
+        num_seqs: sequences.
+        num_pages: pages of the pool, for good. None: the pool grows.
+        device: where the tensors are.
+    Attributes:
+        lengths: tokens of each sequence.
+        tables: the pages of each sequence, in order.
+        references: how many tables name each page.
+        grows: whether the pools grow.
+        free: pages that no table names; the last one is taken first.
+        page_table: `[num_seqs, max_pages]` int32, `tables` on the device; entries past a sequence's last page are zero.
+        cache_seqlens: `[num_layers, num_seqs]` int32. The address of each row is a multiple of 16 bytes.
+    """
+
+    def __init__(self, num_layers: int, num_seqs: int, num_pages: int | None, device: torch.device) -> None:
+        self.num_layers, self.device = num_layers, device
+        self.lengths = [0] * num_seqs
+        self.tables: list[list[int]] = [[] for _ in range(num_seqs)]
+        self.references = [0] * (num_pages or 0)
+        self.free = list(reversed(range(num_pages or 0)))
+        self.grows = num_pages is None
+        self._stale: set[int] = set()  # free pages that have held tokens
+        # Tokens that every sequence can append without new pages or copies; set by `reserve`, cleared by what moves sequences.
+        self.headroom = 0
+        self.page_table = torch.zeros(num_seqs, 1, dtype=torch.int32, device=device)
+        self.cache_seqlens = self._new_lengths(torch.zeros)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of every layer's pool."""
+        return len(self.references)
+
+    # Tokens in
+
+    def reserve(self, lengths: list[int]) -> Change | None:
+        """Give each sequence the pages to hold its count of tokens, and pages of its own where it will write; None: it has them.
+
+        Raises:
+            OutOfPagesError: the pool is of fixed size and too small; nothing was changed.
+        """
+        added = [max(0, num_pages_of(length) - len(table)) for table, length in zip(self.tables, lengths, strict=True)]
+        copied: list[tuple[int, int]] = []  # (sequence, column of its table)
+        leaving: dict[int, int] = {}  # how many of a page's sharers get copies; the last to write keeps the page
+        for seq, (table, length) in enumerate(zip(self.tables, lengths, strict=True)):
+            if length > self.lengths[seq]:
+                for column in range(self.lengths[seq] // PAGE_SIZE, min(len(table), num_pages_of(length))):
+                    page = table[column]
+                    if self.references[page] - leaving.get(page, 0) > 1:
+                        leaving[page] = leaving.get(page, 0) + 1
+                        copied.append((seq, column))
+        change = self._assign(added, copied) if any(added) or copied else None
+        self.headroom = min(
+            num_pages_of(length) * PAGE_SIZE - old if length > old else 0 for old, length in zip(self.lengths, lengths, strict=True)
+        )
+        return change
+
+    def begin(self, length: int) -> None:
+        """Give every sequence of an empty table that grows the pages for its first `length` tokens, sequence after sequence, and count the
+        tokens, on the device too: `ops.quantize` writes pages in this order."""
+        columns = num_pages_of(length)
+        self.references = [1] * (self.num_seqs * columns)
+        self.tables = [list(range(seq * columns, (seq + 1) * columns)) for seq in range(self.num_seqs)]
+        self.lengths = [length] * self.num_seqs
+        self.headroom = columns * PAGE_SIZE - length
+        self.page_table = torch.arange(self.num_pages, dtype=torch.int32, device=self.device).view(self.num_seqs, columns)
+        self.cache_seqlens.fill_(length)
+
+    def fill(self, lengths: list[int], tables: list[list[int]]) -> list[int]:
+        """Give the sequences of an empty table these lengths, and a page for each that `tables` name of another pool, shared as there.
+        The pages, in the order of the other pool's."""
+        taken, _ = self._take(1 + max((page for table in tables for page in table), default=-1))
+        self.tables = [[taken[page] for page in table] for table in tables]
+        self.references = [0] * len(self.references)
+        for table in self.tables:
+            for page in table:
+                self.references[page] += 1
+        self.lengths = list(lengths)
+        self._write_table([(seq, 0, len(table)) for seq, table in enumerate(self.tables)])
+        self.write_lengths()
+        return taken
+
+    def advance(self, new: list[int], longest: int) -> None:
+        """Count `new` tokens of each sequence, which the layers append on the device; `longest` is the largest of them."""
+        self.lengths = [old + n for old, n in zip(self.lengths, new, strict=True)]
+        self.headroom = max(0, self.headroom - longest)
+
+    # Tokens out, and sequences moved
+
+    def truncate(self, lengths: list[int]) -> None:
+        """Keep each sequence's first tokens, at most as many as it has, and release the pages after them."""
+        self.headroom = 0
+        self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            self._release(table[num_pages_of(length) :])
+            del table[num_pages_of(length) :]
+        self.write_lengths()
+
+    def select(self, chosen: list[int]) -> None:
+        """Replace the sequences by copies of the `chosen` ones, which share pages."""
+        self.headroom = 0
+        tables = [list(self.tables[i]) for i in chosen]
+        for table in tables:
+            for page in table:
+                self.references[page] += 1
+        for table in self.tables:
+            self._release(table)
+        self.tables = tables
+        in_place = len(chosen) == len(self.lengths)  # compiled code and CUDA graphs hold these tensors
+        self.lengths = [self.lengths[i] for i in chosen]
+        index = torch.tensor(chosen, device=self.device)
+        table, lengths = self.page_table[index], self.cache_seqlens[:, index]
+        if in_place:
+            self.page_table.copy_(table)
+        else:
+            self.page_table, self.cache_seqlens = table, self._new_lengths(torch.empty)
+        self.cache_seqlens.copy_(lengths)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Make sequence `target` a copy of the first `length` tokens of `source`, with which it shares pages."""
+        self.headroom = 0
+        table = self.tables[source][: num_pages_of(length)]
+        for page in table:
+            self.references[page] += 1
+        self._release(self.tables[target])
+        self.tables[target] = list(table)
+        self.lengths[target] = length
+        self._write_table([(target, 0, len(table))])
+        self.write_lengths()
+
+    def sync(self) -> None:
+        """Read the lengths back from the device: tokens that every layer has."""
+        self.lengths = self.cache_seqlens.amin(0).tolist()
+        self.headroom = 0
+
+    def write_lengths(self) -> None:
+        """Bring the lengths to the device, for every layer."""
+        self.cache_seqlens.copy_(self.to_device(self.lengths, torch.int32))
+
+    # Arguments
+
+    def sequences(self, numbers: list[Any]) -> list[int]:
+        """The numbers of sequences, checked; negative ones do not count from the end."""
+        try:
+            found = [operator.index(number) for number in numbers]
+        except TypeError:  # no integer
+            found = [-1]
+        if not all(0 <= number < self.num_seqs for number in found):
+            raise ValueError(f"the cache has the sequences 0 to {self.num_seqs - 1}; got {', '.join(map(repr, numbers))}")
+        return found
+
+    def indices(self, given: Iterable[int] | torch.Tensor) -> list[int]:
+        """The numbers of sequences that `given` selects: numbers, or a mask with a bool for each sequence."""
+        chosen = given.tolist() if hasattr(given, "tolist") else list(given)
+        if chosen and all(isinstance(i, bool) for i in chosen):
+            if len(chosen) != self.num_seqs:
+                raise ValueError(f"a mask of sequences must have {self.num_seqs} entries, one for each; got {len(chosen)}")
+            chosen = [i for i, kept in enumerate(chosen) if kept]
+        if not chosen:
+            raise ValueError(f"indices must name at least one of the sequences 0 to {self.num_seqs - 1}; got none")
+        return self.sequences(chosen)
+
+    def counts(self, lengths: int | Sequence[int]) -> list[int]:
+        """One count of tokens for each sequence; a single one is for all."""
+        given = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+        try:
+            counts = [operator.index(count) for count in given] if isinstance(given, Iterable) else [operator.index(given)] * self.num_seqs
+        except TypeError:  # no integer
+            counts = [-1]
+        if len(counts) != self.num_seqs or min(counts) < 0:
+            raise ValueError(f"lengths must be one count of tokens >= 0, or {self.num_seqs} of them, one for each sequence; got {given!r}")
+        return counts
+
+    def to_device(self, values: list | torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`values` on the device, without waiting for what the GPU has to do before."""
+        return torch.as_tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+    # Pages
+
+    def _assign(self, added: list[int], copied: list[tuple[int, int]]) -> Change:
+        """So many more pages for each sequence, and one of its own for each (sequence, column) of `copied`."""
+        sources = [self.tables[seq][column] for seq, column in copied]
+        taken, cleared = self._take(sum(added) + len(copied))
+        targets = taken[: len(copied)]
+        for (seq, column), page in zip(copied, targets, strict=True):
+            self.references[self.tables[seq][column]] -= 1
+            self.tables[seq][column] = page
+        written, given = [(seq, column, column + 1) for seq, column in copied], len(copied)
+        for seq, (table, count) in enumerate(zip(self.tables, added, strict=True)):
+            written.append((seq, len(table), len(table) + count))
+            table += taken[given : given + count]
+            given += count
+        self._write_table(written)
+        return Change(cleared, sources, targets)
+
+    def _take(self, count: int) -> tuple[list[int], list[int]]:
+        """`count` free pages, and those of them that must be cleared; the pool grows if that is allowed."""
+        short = count - len(self.free)
+        if short > 0:
+            size = len(self.references)
+            if not self.grows:
+                raise OutOfPagesError(
+                    f"the cache needs {count} more pages of {PAGE_SIZE} tokens and has {len(self.free)} of {size} free; "
+                    "truncate or drop sequences, or make it with a larger num_pages (None grows without limit)"
+                )
+            more = max(short, size // 64)  # 1/64: a long decode copies its pool rarely, and wastes little
+            self.references += [0] * more
+            self.free = list(reversed(range(size, size + more))) + self.free
+        left = len(self.free) - count
+        taken = self.free[left:][::-1]
+        del self.free[left:]
+        for page in taken:
+            self.references[page] = 1
+        cleared = self._stale.intersection(taken)
+        self._stale -= cleared
+        return taken, sorted(cleared)
+
+    def _release(self, table: list[int]) -> None:
+        for page in table:
+            self.references[page] -= 1
+            if not self.references[page]:
+                self.free.append(page)
+                self._stale.add(page)
+
+    def _write_table(self, written: list[tuple[int, int, int]]) -> None:
+        """Bring columns of the tables, given as (sequence, start, stop), to the device; the table grows wider where it must."""
+        table, width = self.page_table, max(map(len, self.tables))
+        if width > table.shape[1]:
+            # Entries past a sequence's length must name a valid page: zero does.
+            if sum(stop - start for _, start, stop in written) == sum(map(len, self.tables)):  # all there are
+                self.page_table = self.to_device([row + [0] * (width - len(row)) for row in self.tables], torch.int32)
+                return
+            self.page_table = table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
+        places = [seq * table.shape[1] + column for seq, start, stop in written for column in range(start, stop)]
+        if places:
+            pages = [page for seq, start, stop in written for page in self.tables[seq][start:stop]]
+            on_device = self.to_device([places, pages])
+            table.view(-1)[on_device[0]] = on_device[1].int()
+
+    def _new_lengths(self, make: Any) -> torch.Tensor:
+        columns = -(-self.num_seqs // ALIGNMENT) * ALIGNMENT
+        return make(self.num_layers, columns, dtype=torch.int32, device=self.device)[:, : self.num_seqs]

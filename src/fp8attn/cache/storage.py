@@ -1,0 +1,113 @@
+"""Sequences of a cache in a safetensors file: a prompt that is prefilled once serves other processes.
+
+A file holds, for `n` sequences:
+
+| tensor | shape | |
+|---|---|---|
+| `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `layout` describes them |
+| `page_table` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one |
+| `lengths` | `[n]` int32 | tokens |
+| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | what pages do not hold; absent: zero |
+| `scales.LAYER.NAME` | as `LayerScales` has them | calibrated scales; absent: pages have their own |
+
+and in its metadata the format of the file, the shape of a layer and how its keys are stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+
+from ..layout import PAGE_SIZE
+from ..scales import TENSORS, LayerScales
+from .page_table import num_pages_of
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
+
+FORMAT = "fp8attn.kv_pages.1"
+AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
+
+
+def pack(cache: PagedKVCache, seqs: Sequence[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file of these sequences; None: all of them."""
+    cache.check_complete("save")
+    lengths, table = cache.lengths, cache.table
+    chosen = list(range(cache.num_seqs)) if seqs is None else table.indices(seqs)
+    held = [table.tables[seq][: num_pages_of(lengths[seq])] for seq in chosen]
+    number = {page: i for i, page in enumerate(dict.fromkeys(page for pages in held for page in pages))}
+    width = max(1, *map(len, held))
+    tensors = {
+        "page_table": torch.tensor([[*map(number.get, pages), *[0] * (width - len(pages))] for pages in held], dtype=torch.int32),
+        "lengths": torch.tensor([lengths[seq] for seq in chosen], dtype=torch.int32),
+    }
+    taken = table.to_device(list(number), torch.long)
+    for index, layer in enumerate(cache.layers):
+        tensors[f"pages.{index}"] = cache.pages(index).pool[taken].cpu()
+        for name, mean in (("k_mean", layer.k_mean), ("v_mean", layer.v_mean)):
+            if mean is not None:
+                tensors[f"{name}.{index}"] = mean.cpu().clone()  # a file holds each tensor apart
+        if layer.scales is not None:
+            tensors |= {f"scales.{index}.{name}": getattr(layer.scales, name).cpu().clone() for name in TENSORS}
+    written = {
+        "num_layers": cache.num_layers, "num_kv_heads": cache.num_kv_heads, "head_dim": cache.head_dim, "page_size": PAGE_SIZE,
+        "key_dtype": cache.key_dtype, "rotate_keys": [layer.rotate_keys for layer in cache.layers],
+    }  # fmt: skip
+    return tensors, {"format": FORMAT} | {name: json.dumps(value) for name, value in written.items()}
+
+
+def unpack(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path, **options) -> PagedKVCache:
+    """The cache that `pack` made these of; `options` are those of `PagedKVCache.load`."""
+    from .paged import PagedKVCache
+
+    try:
+        found = {name: json.loads(metadata[name]) for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "key_dtype")}
+        rotate_keys, page_size = json.loads(metadata["rotate_keys"]), found.pop("page_size")
+        lengths, table = tensors["lengths"].tolist(), tensors["page_table"].tolist()
+        pools = [tensors[f"pages.{index}"] for index in range(found["num_layers"])]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
+    if page_size != PAGE_SIZE:
+        raise ValueError(f"{path} has pages of {page_size} tokens, and this version of fp8attn has pages of {PAGE_SIZE}; {AGAIN}")
+    max_seqlen = options.get("max_seqlen")
+    if max_seqlen is not None and max(lengths) > max_seqlen:
+        raise ValueError(f"{path} has sequences of {max(lengths)} tokens, which do not fit into max_seqlen={max_seqlen}; give a larger one")
+    scales: list[LayerScales] | None = None
+    if "scales.0.k_scale" in tensors:
+        way = [{"key_dtype": found["key_dtype"], "rotate_keys": rotated} for rotated in rotate_keys]
+        scales = [LayerScales(**{name: tensors[f"scales.{i}.{name}"] for name in TENSORS}, **way[i]) for i in range(len(pools))]
+    cache = PagedKVCache(**found, rotate_keys=rotate_keys, scales=scales, num_seqs=len(lengths), **options)
+    for index, layer in enumerate(cache.layers):  # means as they were rotated then, to the bit
+        layer.use_means(tensors.get(f"k_mean.{index}"), tensors.get(f"v_mean.{index}"))
+    cache.fill(lengths, [pages[: num_pages_of(length)] for pages, length in zip(table, lengths, strict=True)], pools)
+    return cache
+
+
+def write(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a file and make the folders above it."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(to_bytes(tensors, metadata))  # safetensors' own save_file ignores the umask and makes the file private
+
+
+def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors and metadata of a file that `write` made.
+
+    Raises:
+        ValueError: there is no such file, it is damaged, or it holds something else.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"no such file: {path}; cache.save(path) makes one")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or it is cut short ({error}); {AGAIN}") from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}")
+    return tensors, metadata

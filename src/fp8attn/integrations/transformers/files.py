@@ -1,0 +1,91 @@
+"""`FP8Cache` in a file: the pages as `cache.storage` writes them, the 16-bit layers beside them, and which model they are of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from ...cache import storage
+from .layers import FP8Layer
+
+if TYPE_CHECKING:
+    from .cache import FP8Cache
+
+# What transformers' own layers hold; the last two are numbers of tokens, of sliding windows and static layers.
+_STATE = ("keys", "values", "cumulative_length", "cumulative_length_int")
+
+
+def save(cache: FP8Cache, path: str | Path, config: PreTrainedConfig, seqs: Sequence[int] | None) -> None:
+    """Write sequences of all layers; see `FP8Cache.save`."""
+    if cache.paged is None:
+        raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
+    tensors, metadata = storage.pack(cache.paged, seqs)
+    rows = list(range(cache.paged.num_seqs)) if seqs is None else cache.paged.table.indices(seqs)
+    for index, layer in _held(cache):
+        for name in _STATE:
+            value = getattr(layer, name, None)
+            if isinstance(value, torch.Tensor) and value.dim():
+                tensors[f"layers.{index}.{name}"] = value[rows].cpu().contiguous()
+            elif value is not None:
+                tensors[f"layers.{index}.{name}"] = torch.as_tensor(value).cpu()
+    written = {"model": _model(config), "fp8_layers": cache.fp8_layers, "max_cache_len": cache.shared.max_cache_len}
+    storage.write(path, tensors, metadata | {name: json.dumps(value) for name, value in written.items()})
+
+
+def load(make, path: str | Path, config: PreTrainedConfig, max_cache_len: int | None, device, backend: str) -> FP8Cache:
+    """The cache that `save` wrote; see `FP8Cache.load`. `make` is FP8Cache."""
+    tensors, metadata = storage.read(path)
+    if "model" not in metadata:
+        raise ValueError(f"{path} holds pages without a model: fp8attn.PagedKVCache.load reads it, FP8Cache.load what FP8Cache.save wrote")
+    try:
+        model, fp8_layers, key_dtype, saved_len = (
+            json.loads(metadata[name]) for name in ("model", "fp8_layers", "key_dtype", "max_cache_len")
+        )
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
+    cache = make(config, max_cache_len=max_cache_len, skip_layers=lambda i: i not in fp8_layers, key_dtype=key_dtype, backend=backend)
+    given = _model(cache.shared.config), list(cache.fp8_layers)
+    if given != (model, fp8_layers):
+        raise ValueError(
+            f"{path} is of another model: {model}, with FP8 layers {fp8_layers}; the config given is of {given[0]}, with {given[1]}. Load "
+            "it with that model's config, or prefill the prompt with this model"
+        )
+    if max_cache_len != saved_len and any(name.startswith("layers.") for name in tensors):
+        raise ValueError(
+            f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, and these do not change their form: load it with that"
+        )
+    cache.shared.paged = paged = storage.unpack(tensors, metadata, path, max_seqlen=max_cache_len, device=device, backend=backend)
+    for layer, pages in zip(cache.shared.layers, paged.layers, strict=True):
+        layer.rotate_keys = pages.rotate_keys
+    for index, layer in enumerate(cache.layers):
+        state = {name: tensors[f"layers.{index}.{name}"] for name in _STATE if f"layers.{index}.{name}" in tensors}
+        if "keys" in state:
+            _restore(layer, {name: value.to(paged.device) for name, value in state.items()})
+    return cache
+
+
+def _held(cache: FP8Cache) -> list[tuple[int, CacheLayerMixin]]:
+    """The 16-bit layers that hold tokens, with their numbers."""
+    return [(i, x) for i, x in enumerate(cache.layers) if not isinstance(x, FP8Layer) and getattr(x, "keys", None) is not None]
+
+
+def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
+    """Give one of transformers' own layers what it held; static ones keep their tensors."""
+    layer.lazy_initialization(state["keys"], state["values"])
+    for name, value in state.items():
+        old = getattr(layer, name)
+        if isinstance(old, torch.Tensor) and old.shape == value.shape:
+            old.copy_(value)
+        else:
+            setattr(layer, name, value if isinstance(old, torch.Tensor) else int(value))
+
+
+def _model(config: PreTrainedConfig) -> dict:
+    """What tells a model from others: folders differ from machine to machine, so of a path the last part."""
+    return {"type": config.model_type, "layers": config.num_hidden_layers, "name": Path(config.name_or_path).name}

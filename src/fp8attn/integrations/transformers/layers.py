@@ -1,0 +1,236 @@
+"""The FP8 layers of a transformers cache: shapes and errors as transformers has them, over one `PagedKVCache`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from ...cache import PagedKVCache
+from ...layout import HEAD_DIMS
+from ...scales import LayerScales
+from ...sdpa import autocast
+from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
+
+
+class FP8Layers:
+    """What the FP8 layers of a cache share: their `PagedKVCache`, made when the first K and V show its shape.
+
+    Attributes:
+        config: the decoder's config; its attention implementation decides what `update` returns.
+        layers: the FP8 layers, in the order of their slots in `paged`.
+        paged: the pages of all of them; None before the first K and V.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: str, backend: str) -> None:
+        self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
+        self.layers: list[FP8Layer] = []
+        self.paged: PagedKVCache | None = None
+        self.implementation, self.length = "", 0  # of attention, and of every sequence, in this forward
+
+    def make(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> PagedKVCache:
+        """Make the pages of all layers for K and V of layer `index`, `[B, num_kv_heads, S, head_dim]`; S may be 0.
+
+        Raises:
+            ValueError: a shape that no kernel takes.
+            RuntimeError: inside a compiled region, where nothing can be allocated for good.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the first append to a static FP8Cache is in a compiled region; run the prefill uncompiled, or call "
+                "cache.early_initialization(batch_size, num_heads, head_dim, dtype, device) before it"
+            )
+        head_dims = key_states.shape[-1], value_states.shape[-1]
+        if head_dims[0] != head_dims[1] or head_dims[0] not in HEAD_DIMS:
+            raise ValueError(
+                f"layer {index} has a K of head_dim {head_dims[0]} and a V of {head_dims[1]}; FP8 pages hold one head_dim for both, "
+                f"of {HEAD_DIMS}. Keep such layers in 16 bits (FP8Cache(config, skip_layers=[{index}, ...])), or use transformers' "
+                "own cache"
+            )
+        batch, num_kv_heads, _, head_dim = key_states.shape
+        scales = [layer.scales for layer in self.layers if layer.scales is not None]
+        self.paged = PagedKVCache(
+            num_kv_heads,
+            head_dim,
+            num_layers=len(self.layers),
+            num_seqs=batch,
+            max_seqlen=self.max_cache_len,
+            key_dtype=self.key_dtype,
+            rotate_keys=[layer.rotate_keys for layer in self.layers],
+            k_mean=[layer.k_mean for layer in self.layers],
+            v_mean=[layer.v_mean for layer in self.layers],
+            scales=scales or None,
+            device=key_states.device,
+            backend=self.backend,
+        )
+        return self.paged
+
+    def other_shape(self, index: int, key_states: torch.Tensor) -> None:
+        """K is of another shape than the pages: another batch is fine for an empty cache that grows, everything else raises ValueError."""
+        paged = self.paged
+        assert paged is not None
+        batch, num_kv_heads, _, head_dim = key_states.shape
+        if (num_kv_heads, head_dim) != (paged.num_kv_heads, paged.head_dim):
+            raise ValueError(
+                f"layer {index} has {num_kv_heads} KV heads of {head_dim}, and this cache's FP8 layers have {paged.num_kv_heads} of "
+                f"{paged.head_dim}: they share one page table and one shape. Use a new FP8Cache for another model; keep layers of another "
+                f"shape in 16 bits (FP8Cache(config, skip_layers=[{index}, ...]))"
+            )
+        if self.max_cache_len is not None or paged.num_pages:
+            raise ValueError(
+                f"this cache holds {paged.num_seqs} sequences; layer {index} got K {tuple(key_states.shape)}. Use a new FP8Cache for "
+                "another batch"
+            )
+        paged.select([0] * batch)
+
+    # Sequences moved, for all FP8 layers at once
+
+    def reset(self) -> None:
+        """Forget every token. The growing form also frees its pages; the static form keeps its tensors where they are."""
+        if self.paged is not None:
+            self.paged.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens."""
+        if self.paged is not None and tokens_to_remove:
+            self.paged.truncate([max(0, length + tokens_to_remove) for length in self.paged.lengths])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Sequence `i` becomes a copy of what sequence `beam_idx[i]` was; copies share pages until they differ."""
+        self._select(beam_idx.tolist(), "reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times, side by side."""
+        if self.paged is not None:
+            self._select([i for i in range(self.paged.num_seqs) for _ in range(repeats)], "batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices` (numbers, or a mask)."""
+        self._select((indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist(), "batch_select_indices")
+
+    def _select(self, indices: list[int], what: str) -> None:
+        if self.paged is None:
+            return
+        if self.max_cache_len is not None and len(indices) != self.paged.num_seqs:
+            raise ValueError(
+                f"{what} would change a static FP8Cache from {self.paged.num_seqs} to {len(indices)} sequences; use max_cache_len=None, or "
+                "give the prompt to generate with the final batch"
+            )
+        self.paged.select(indices)
+
+    def __deepcopy__(self, memo: dict) -> FP8Layers:
+        """A copy of its own, to go on from one prompt in several ways; the config stays the model's."""
+        memo[id(self.config)] = self.config
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return new
+
+
+class FP8Layer(CacheLayerMixin):
+    """One full-attention layer of an `FP8Cache`: what transformers calls, and the layer's own options.
+
+    Args:
+        index: the layer's number, for errors.
+        shared: what the FP8 layers share; the new layer takes the next slot of it.
+        scales, rotate_keys: as `PagedKVCache` takes them.
+    Attributes:
+        k_mean, v_mean: static means, as `PagedKVCache` takes them; None: zero.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    keys = values = None
+
+    def __init__(self, index: int, shared: FP8Layers, *, scales: LayerScales | None, rotate_keys: bool) -> None:
+        self.index, self.shared, self.slot = index, shared, len(shared.layers)
+        self.is_compileable = shared.max_cache_len is not None
+        self.scales, self.rotate_keys = scales, rotate_keys
+        self.k_mean: torch.Tensor | None = None
+        self.v_mean: torch.Tensor | None = None
+        shared.layers.append(self)
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.shared.paged is not None
+
+    @property
+    def batch_size(self) -> int:
+        if self.shared.paged is None:
+            raise AttributeError("the batch is known after the first update")
+        return self.shared.paged.num_seqs
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the pages of all FP8 layers for K and V of this shape."""
+        self.shared.make(self.index, key_states, value_states)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize new tokens onto the end, and return K and V of all.
+
+        Args:
+            key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens.
+        Returns:
+            K and V `[B, num_kv_heads, length, head_dim]` (the static form: `max_cache_len`, zero past its tokens): `PagedTensor` under the
+            attention implementation `fp8_kv`, plain dequantized tensors under any other.
+        Raises:
+            RuntimeError: a derivative is wanted.
+            ValueError: another batch, head count or head_dim than before.
+        """
+        shared = self.shared
+        key_states, value_states = autocast(key_states, value_states)
+        paged = shared.paged or shared.make(self.index, key_states, value_states)
+        batch, heads, _, head_dim = key_states.shape
+        if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.head_dim):
+            shared.other_shape(self.index, key_states)
+        paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
+        pages = paged.appended(self.slot)
+        if self.slot == 0:  # once in a forward: a config's attributes take time
+            shared.implementation = shared.config._attn_implementation
+            shared.length = paged.max_seqlen or paged.lengths[0]
+        if shared.implementation == ATTN_IMPLEMENTATION:
+            shape, dtype, backend = (batch, heads, shared.length, head_dim), key_states.dtype, paged.backend
+            return PagedTensor(pages, "k", shape, dtype, backend), PagedTensor(pages, "v", shape, dtype, backend)
+        if not torch.compiler.is_compiling():
+            # Python shows a warning of one text from one line once.
+            warnings.warn(
+                f"FP8Cache under attn_implementation={shared.implementation!r} dequantizes all of its K and V in every layer at every "
+                f"step, which is slower than a 16-bit cache. Call model.set_attn_implementation({ATTN_IMPLEMENTATION!r}), or make the "
+                "cache by FP8Cache.for_model(model), which does",
+                stacklevel=2,
+            )
+        return tuple(dequantize(pages, which, shared.length, key_states.dtype) for which in "kv")
+
+    # Sizes, as transformers asks for them
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(how many keys a mask for `query_length` new tokens covers, where they begin)."""
+        return self.shared.max_cache_len or self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Tokens held; in the static form, once it holds any, a scalar on the device."""
+        paged = self.shared.paged
+        if paged is None:
+            return 0
+        if paged.max_seqlen is None:
+            return paged.lengths[0]
+        return paged.pages(self.slot).cache_seqlens[0].long()  # a copy: what it is read for outlives the next append
+
+    def get_max_length(self) -> int:
+        """Tokens that fit; -1 without a limit."""
+        return self.shared.max_cache_len or -1
+
+    def reset(self) -> None:
+        """Raises NotImplementedError, as all that would move this layer's sequences alone."""
+        raise NotImplementedError("the FP8 layers of a cache share one page table: call reset, crop, reorder_cache, ... on the FP8Cache")
+
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset
+
+    def offload(self) -> None:
+        """Raises NotImplementedError: pages stay on their device."""
+        raise NotImplementedError(
+            "FP8Cache does not offload: its pages stay on the device. Use transformers' DynamicCache(offloading=True)"
+        )
+
+    prefetch = offload

@@ -1,0 +1,108 @@
+"""Sequences in files: the bytes that were saved, on which a cache goes on as the one that saved them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8attn import OutOfPagesError, PagedKVCache
+from fp8attn.cache.storage import FORMAT
+from fp8attn.scales import LayerScales
+
+HEADS, DIM = 2, 64
+
+
+def tokens(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, HEADS, DIM, generator=generator) + 1 for _ in range(2))
+
+
+def filled(lengths=(300, 0, 140), num_layers=2, **options):
+    cache = PagedKVCache(HEADS, DIM, num_layers=num_layers, num_seqs=len(lengths), **options)
+    for layer in range(num_layers):
+        cache.append(layer, *tokens(sum(lengths), layer), lengths=lengths)
+    return cache
+
+
+def go_on(cache):
+    """What caches hold after every layer appended two tokens more to each sequence."""
+    for layer in range(cache.num_layers):
+        cache.append(layer, *tokens(2 * cache.num_seqs, 10 + layer))
+    return [x for layer in range(cache.num_layers) for seq in range(cache.num_seqs) for x in cache.read(layer, seq)]
+
+
+SCALES = LayerScales(torch.full((HEADS,), 0.05), torch.full((HEADS,), 0.0625), torch.ones(HEADS, DIM), torch.ones(HEADS, DIM))
+MEANS = {"k_mean": [torch.full((HEADS, DIM), 0.3), None], "v_mean": torch.rand(HEADS, DIM)}
+
+
+@pytest.mark.parametrize("form", [{}, {"num_pages": 12}, {"max_seqlen": 384}])
+@pytest.mark.parametrize(
+    "options", [{}, {"key_dtype": "e4m3", "rotate_keys": [True, False]}, MEANS, {"scales": SCALES}], ids=["int8", "e4m3", "means", "scales"]
+)
+def test_what_is_loaded_has_the_bytes_that_were_saved(tmp_path, options, form):
+    cache = filled(**options)
+    cache.save(tmp_path / "folder" / "prompt.safetensors")
+    loaded = PagedKVCache.load(tmp_path / "folder" / "prompt.safetensors", **form)
+    assert loaded.lengths == cache.lengths == (300, 0, 140)
+    for layer in range(2):
+        pages = cache.pages(layer), loaded.pages(layer)
+        for seq, length in enumerate(cache.lengths):
+            mine, theirs = (x.pool[x.page_table[seq, : -(-length // 128)].long()] for x in pages)
+            assert torch.equal(mine, theirs)
+        assert (pages[0].key_dtype, pages[0].rotate_keys) == (pages[1].key_dtype, pages[1].rotate_keys)
+        for name in ("k_mean", "v_mean"):
+            mine, theirs = (getattr(x, name) for x in pages)
+            assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(go_on(cache), go_on(loaded), strict=True))
+
+
+def test_sequences_are_chosen_and_share_pages_as_they_did(tmp_path):
+    cache = filled()
+    cache.copy(0, 1, 200)
+    cache.save(tmp_path / "two", seqs=[1, 0])
+    assert load_file(tmp_path / "two")["pages.0"].shape[0] == 3
+    loaded = PagedKVCache.load(tmp_path / "two")
+    assert loaded.lengths == (200, 300) and loaded.num_pages == 3
+    cache.select([1, 0])
+    assert all(torch.equal(a, b) for a, b in zip(go_on(cache), go_on(loaded), strict=True))
+    loaded.reset()
+    assert loaded.lengths == (0, 0)
+
+
+def test_a_saved_static_cache_is_its_tokens_pages(tmp_path):
+    cache = filled((130, 5), max_seqlen=1000)
+    cache.save(tmp_path / "static")
+    assert load_file(tmp_path / "static")["pages.1"].shape[0] == 3
+    loaded = PagedKVCache.load(tmp_path / "static")
+    assert all(torch.equal(a, b) for a, b in zip(go_on(cache), go_on(loaded), strict=True))
+
+
+def test_files_that_are_refused(tmp_path):
+    cache, path = filled(), tmp_path / "prompt"
+    cache.save(path)
+    with pytest.raises(ValueError, match="no such file"):
+        PagedKVCache.load(tmp_path / "none")
+    with pytest.raises(ValueError, match="sequences of 300 tokens, which do not fit into max_seqlen=200; give a larger one"):
+        PagedKVCache.load(path, max_seqlen=200)
+    with pytest.raises(OutOfPagesError, match="needs 5 more pages"):
+        PagedKVCache.load(path, num_pages=3)
+    with pytest.raises(ValueError, match="the sequences 0 to 2; got 3"):
+        cache.save(path, seqs=[3])
+    tensors, written = load_file(path), {"format": FORMAT}
+    save_file(tensors, tmp_path / "bare", {"format": FORMAT})
+    with pytest.raises(ValueError, match=r"incomplete or not as written .*save it again"):
+        PagedKVCache.load(tmp_path / "bare")
+    save_file(tensors, tmp_path / "other", {"format": "fp8attn.kv_scales.2"})
+    with pytest.raises(ValueError, match=r"does not hold sequences of a cache .*'fp8attn.kv_scales.2'"):
+        PagedKVCache.load(tmp_path / "other")
+    names = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM, "page_size": 64, "key_dtype": "int8", "rotate_keys": [True, True]}
+    save_file(tensors, tmp_path / "small", written | {name: json.dumps(value) for name, value in names.items()})
+    with pytest.raises(ValueError, match="has pages of 64 tokens, and this version of fp8attn has pages of 128"):
+        PagedKVCache.load(tmp_path / "small")
+    (tmp_path / "cut").write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="not a safetensors file, or it is cut short"):
+        PagedKVCache.load(tmp_path / "cut")
+    cache.append(0, *tokens(3))
+    with pytest.raises(ValueError, match="save between the appends of a step: layers 1 have not"):
+        cache.save(path)

@@ -1,0 +1,107 @@
+"""A prompt that is prefilled once: FP8Cache in a file."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8attn import PagedKVCache
+from fp8attn.cache.storage import FORMAT
+from fp8attn.integrations.transformers import FP8Cache
+from tests.support.transformers_models import close, generated, make, one_thread, prompt  # noqa: F401
+
+
+@torch.no_grad()
+def prefilled(model, ids, **options):
+    cache = FP8Cache(model.config, **options)
+    model(ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"max_cache_len": 256, "key_dtype": "e4m3"}),
+        ("gemma3", {"skip_layers": [-1]}),
+        ("gemma3", {"max_cache_len": 256}),
+        ("gemma3n-shared-kv", {}),
+    ],
+)
+def test_generation_goes_on_from_a_loaded_cache_with_the_same_tokens(tmp_path, family, options):
+    """Windows and layers in 16 bits are in the file, too."""
+    model, ids = make(family), prompt(length=140)
+    cache = prefilled(model, ids, **options)
+    cache.save(tmp_path / "prompt")
+    loaded = FP8Cache.load(tmp_path / "prompt", model.config, max_cache_len=options.get("max_cache_len"))
+    assert int(loaded.get_seq_length()) == 140 and loaded.fp8_layers == cache.fp8_layers
+    more = torch.cat([ids, prompt(length=5)], 1)
+    mine, theirs = (generated(model, each, more) for each in (cache, loaded))
+    assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+
+
+def test_what_for_model_decided_is_in_the_file(tmp_path):
+    """Means of a model's biases, and that keys of such layers are not rotated."""
+    model, ids = make("qwen2"), prompt(length=140)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.bias.fill_(20.0)
+    cache = FP8Cache.for_model(model, key_dtype="e4m3")
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "prompt")
+    loaded = FP8Cache.load(tmp_path / "prompt", model.config)
+    assert [layer.rotate_keys for layer in loaded.layers] == [layer.rotate_keys for layer in cache.layers]
+    assert loaded.pages(1).v_mean is not None and torch.equal(loaded.pages(1).v_mean, cache.pages(1).v_mean)
+    more = torch.cat([ids, prompt(length=5)], 1)
+    assert torch.equal(generated(model, cache, more)[1], generated(model, loaded, more)[1])
+    loaded.reset()
+    with torch.no_grad():
+        ours, again = (model(ids, past_key_values=each).logits for each in (FP8Cache.for_model(model, key_dtype="e4m3"), loaded))
+    assert torch.equal(ours, again)
+
+
+def test_a_sequence_of_a_batch_serves_another_batch(tmp_path):
+    model, ids = make("gemma3"), prompt(3, 140)
+    prefilled(model, ids).save(tmp_path / "second", seqs=[1])
+    loaded = FP8Cache.load(tmp_path / "second", model.config)
+    loaded.batch_repeat_interleave(2)
+    token = torch.tensor([[5], [7]])
+    with torch.no_grad():
+        ours = model(token, past_key_values=loaded).logits
+        close(ours, model(token, past_key_values=prefilled(model, ids[[1, 1]])).logits)
+
+
+def test_files_that_are_refused(tmp_path):
+    model, path = make(), tmp_path / "prompt"
+    with pytest.raises(ValueError, match="run the prompt through the model first"):
+        FP8Cache(model.config).save(path)
+    prefilled(model, prompt()).save(path)
+    for other in (make("mistral").config, make(num_hidden_layers=2).config):
+        with pytest.raises(ValueError, match=r"is of another model: .*'llama'.*Load it with that model's config"):
+            FP8Cache.load(path, other)
+    with pytest.raises(ValueError, match="do not fit into max_seqlen=100"):
+        FP8Cache.load(path, model.config, max_cache_len=100)
+    paged = PagedKVCache.load(path)  # the pages alone
+    assert paged.lengths == (150, 150)
+    paged.save(path)
+    with pytest.raises(ValueError, match=r"holds pages without a model: fp8attn.PagedKVCache.load reads it"):
+        FP8Cache.load(path, model.config)
+    gemma = make("gemma3")
+    prefilled(gemma, prompt()).save(path)
+    with pytest.raises(ValueError, match="has 16-bit layers of a cache with max_cache_len=None"):
+        FP8Cache.load(path, gemma.config, max_cache_len=256)
+    tensors = load_file(path)
+    save_file(tensors, path, {"format": FORMAT, "model": json.dumps({})})
+    with pytest.raises(ValueError, match="incomplete or not as written"):
+        FP8Cache.load(path, gemma.config)
+
+
+def test_repr_says_what_it_is():
+    model = make("gemma3")
+    cache = FP8Cache(model.config)
+    assert repr(cache) == "FP8Cache(2 layers in FP8, 1 in 16 bits, empty)"
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+    paged = "PagedKVCache(2 layers, 2 seqs, lengths=(150, 150), 4 pages, 0.3 MiB, int8 keys, cpu)"
+    assert repr(cache) == f"FP8Cache(2 layers in FP8, 1 in 16 bits, {paged})"

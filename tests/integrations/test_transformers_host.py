@@ -1,0 +1,64 @@
+"""What an eager decode step asks of the host: bookkeeping once, and little Python in each layer."""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+import fp8attn
+from fp8attn.cache.page_table import PageTable
+from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention
+from tests.support.transformers_models import SHAPE
+
+LAYERS = 8
+OURS = Path(fp8attn.__file__).parent
+
+
+def step(cache, module, x, q):
+    for layer in range(LAYERS):
+        fp8_kv_attention(module, q, *cache.update(x, x, layer), None, scaling=0.1, position_ids=None, use_cache=True)
+
+
+def called(function) -> int:
+    """How many Python functions of fp8attn a call of `function` calls, those apart that a kernel calls."""
+    count = inside = 0
+
+    def note(frame, event, argument):
+        nonlocal count, inside
+        path = frame.f_code.co_filename
+        if event not in ("call", "return") or not path.startswith(str(OURS)):
+            return
+        if path.endswith("reference.py"):
+            inside += 1 if event == "call" else -1
+        elif event == "call" and not inside:
+            count += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@torch.no_grad()
+def test_a_step_keeps_its_accounts_once_for_all_layers(monkeypatch):
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": LAYERS}, head_dim=64)
+    config._attn_implementation = "fp8_kv"
+    module, calls = torch.nn.Module().eval(), []
+    for name in ("reserve", "advance", "to_device"):
+        method = getattr(PageTable, name)
+        monkeypatch.setattr(PageTable, name, lambda *args, method=method, name=name: (calls.append(name), method(*args))[1])
+    cache = FP8Cache(config)
+    x, q = torch.randn(2, 2, 127, 64), torch.randn(2, 4, 127, 64)
+    step(cache, module, x, q)
+    assert calls == []  # the first append makes the pages
+    x, q = x[:, :, :1], q[:, :, :1]
+    step(cache, module, x, q)
+    assert calls == ["advance"]
+    calls.clear()
+    step(cache, module, x, q)  # of new pages
+    assert calls == ["reserve", "to_device", "advance"]
+    # 64 for a layer when each kept its accounts; `docs/architecture.md` says which hops there are.
+    assert called(lambda: step(cache, module, x, q)) <= 47 * LAYERS
