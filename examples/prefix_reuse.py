@@ -1,8 +1,9 @@
 """One long prompt, several continuations: the prompt is computed once, and its 8-bit pages are reused.
 
-With the small model of this repository (on a GPU or a CPU), and with a model and a prompt of yours:
+With the small model of this repository (on a GPU or a CPU), and with a model and a prompt of yours. With --pages the first run writes the
+prompt's pages to a file, and later runs read them:
 
-    python examples/prefix_reuse.py
+    python examples/prefix_reuse.py --pages out/prefix.safetensors
     python examples/prefix_reuse.py --model meta-llama/Llama-3.1-8B-Instruct --prefix paper.txt "What is new?" "What is missing?"
 """
 
@@ -20,6 +21,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("continuations", nargs="*", default=["\ndef load(path):", "\nclass Reader:"])
 parser.add_argument("--model", default=Path(__file__).parent.parent / "models/stdlib-llama", help="a folder or a Hugging Face id")
 parser.add_argument("--prefix", type=Path, default=Path(__file__), help="a text file: the shared prompt")
+parser.add_argument("--pages", type=Path, help="a file for the prompt's pages")
 parser.add_argument("--tokens", type=int, default=12, help="new tokens")
 args = parser.parse_args()
 
@@ -29,9 +31,15 @@ model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if
 
 prefix = tokenizer(args.prefix.read_text(), return_tensors="pt").input_ids.to(device)
 start = time.perf_counter()
-cache = FP8Cache.for_model(model)
-with torch.inference_mode():
-    model(prefix, past_key_values=cache, logits_to_keep=1)
+if args.pages and args.pages.exists():
+    cache = FP8Cache.load(args.pages, model.config, device=device)
+    model.set_attn_implementation("fp8_kv")
+else:
+    cache = FP8Cache.for_model(model)  # also sets the attention implementation
+    with torch.inference_mode():
+        model(prefix, past_key_values=cache, logits_to_keep=1)
+    if args.pages:
+        cache.save(args.pages)
 print(f"prompt of {prefix.shape[1]} tokens: {time.perf_counter() - start:.2f} s, {cache.nbytes:,} bytes")
 
 for text in args.continuations:

@@ -58,8 +58,10 @@ def test_prefix_reuse_continues_as_a_fresh_cache_does(run, tmp_path):
     pytest.importorskip("transformers")
     prefix, continuations = "import os\n\ndef size(path):\n", ["    return os.path", "    with open("]
     (tmp_path / "prefix.txt").write_text(prefix)
-    printed = run("prefix_reuse.py", "--prefix", str(tmp_path / "prefix.txt"), "--tokens", "4", *continuations)
-    reused = [eval(text) for text in re.findall(r" s: ('.*'|\".*\")$", printed, re.MULTILINE)]
+    files = ["--prefix", str(tmp_path / "prefix.txt"), "--pages", str(tmp_path / "prefix.safetensors")]
+    computed, loaded = (run("prefix_reuse.py", *files, "--tokens", "4", *continuations) for _ in range(2))
+    reused, again = ([eval(text) for text in re.findall(r" s: ('.*'|\".*\")$", printed, re.MULTILINE)] for printed in (computed, loaded))
+    assert again == reused
     fresh = [run("generate.py", "--prompt", prefix + text, "--tokens", "4").rsplit("\n\n", 1)[0] for text in continuations]
     assert [prefix + text for text in reused] == fresh
 
