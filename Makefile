@@ -38,7 +38,7 @@ peers:
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there. Without git, FP8ATTN_COMMIT says what is measured.
 gpu:
 	$(PYTHON) -m tests.gpu --save
-	for name in accumulation accuracy prefill decode sdpa append slice overhead llama_decode llama_prefill wan perplexity drift \
+	for name in accumulation accuracy prefill decode sdpa append portable overhead llama_decode llama_prefill wan perplexity drift \
 		real_model agreement speculative; do \
 		$(PYTHON) -m benchmarks.run $$name --save || exit; \
 	done
