@@ -311,8 +311,8 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
     }  # fmt: skip
     assert tuple(given) == AttentionParams._fields
     q = torch.randn(4, 4, 64)
-    attention(q, cache.pages, **given)
-    torch.ops.fp8attn.attention(q, *cache.pages.state, *given.values(), "reference")
+    attention(q, cache.pages(0), **given)
+    torch.ops.fp8attn.attention(q, *cache.pages(0).state, *given.values(), "reference")
     assert len(seen) == 2
     for params in seen:
         for name, value in given.items():

@@ -23,7 +23,7 @@ FORMATS = [(dim, keys, True) for dim in HEAD_DIMS for keys in KEYS] + [(dim, key
 PROMPT = 0.005
 FEW_KEYS = 0.015  # rows that see few keys average over less
 PROMPT_LSE = {"int8": 0.03, "e4m3": 0.12}  # sums of weights that were rounded, and scores of 8-bit queries
-ODD = (  # (queries, keys): FlashAttention-3's tests
+ODD_PROMPTS = (  # (queries, keys): FlashAttention-3's tests
     (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211), (108, 256), (256, 512),
     (384, 256), (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (4096, 4096), (4224, 4224),
 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_prompts_of_every_format(head_dim, keys, rotate):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_prompts_of_odd_lengths(head_dim, causal):
-    for count, length in ODD:
+    for count, length in ODD_PROMPTS:
         pages = held([length], head_dim)
         check_prompt(queries(count, head_dim), pages, FEW_KEYS, **options(pages, count, causal=causal))
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ...cache import PagedKVCache
 from ...layout import HEAD_DIMS
 from ...scales import LayerScales
-from ...sdpa import autocast
+from ...dense.sdpa import autocast
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 
