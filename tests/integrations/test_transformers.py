@@ -316,7 +316,8 @@ def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, width
 
 def test_tokens_that_the_host_does_not_know_of_are_not_left_out(llama):
     cache, k = early(FP8Cache(llama.config, max_cache_len=1000)), torch.zeros(2, 2, 10, 64)
-    cache.paged.table.cache_seqlens.fill_(300)
+    for lengths in cache.paged.table.cache_seqlens:
+        lengths.fill_(300)
     cache.paged.sync()
     keys, _ = cache.update(k, k, 0)
     assert pages_of(keys).page_table.shape == (2, 8)

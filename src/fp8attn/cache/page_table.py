@@ -14,8 +14,6 @@ import torch
 
 from ..layout import PAGE_SIZE
 
-ALIGNMENT = 4  # of a layer's lengths, in int32: kernels take addresses that are multiples of 16 bytes
-
 
 class OutOfPagesError(RuntimeError):
     """A cache of fixed size has too few free pages; nothing was changed."""
@@ -43,7 +41,7 @@ class PageTable:
     """Lengths, pages and reference counts of `num_seqs` sequences.
 
     Args:
-        num_layers: rows of `cache_seqlens`.
+        num_layers: layers that share the table.
         num_seqs: sequences.
         num_pages: pages of the pool, for good. None: the pool grows.
         device: where the tensors are.
@@ -54,11 +52,12 @@ class PageTable:
         grows: whether the pools grow.
         free: pages that no table names; the last one is taken first.
         page_table: `[num_seqs, max_pages]` int32, `tables` on the device; entries past a sequence's last page are zero.
-        cache_seqlens: `[num_layers, num_seqs]` int32. The address of each row is a multiple of 16 bytes.
+        cache_seqlens: `[num_seqs]` int32 for each layer, in memory of its own: compiled code writes into each of them in place, which torch
+            does not do where they are views of one tensor.
     """
 
     def __init__(self, num_layers: int, num_seqs: int, num_pages: int | None, device: torch.device) -> None:
-        self.num_layers, self.device = num_layers, device
+        self.device = device
         self.lengths = [0] * num_seqs
         self.tables: list[list[int]] = [[] for _ in range(num_seqs)]
         self.references = [0] * (num_pages or 0)
@@ -68,7 +67,7 @@ class PageTable:
         # Tokens that every sequence can append without new pages or copies; set by `reserve`, cleared by what moves sequences.
         self.headroom = 0
         self.page_table = torch.zeros(num_seqs, 1, dtype=torch.int32, device=device)
-        self.cache_seqlens = self._new_lengths(torch.zeros)
+        self.cache_seqlens = [torch.zeros(num_seqs, dtype=torch.int32, device=device) for _ in range(num_layers)]
 
     @property
     def num_seqs(self) -> int:
@@ -112,7 +111,8 @@ class PageTable:
         self.lengths = [length] * self.num_seqs
         self.headroom = columns * PAGE_SIZE - length
         self.page_table = torch.arange(self.num_pages, dtype=torch.int32, device=self.device).view(self.num_seqs, columns)
-        self.cache_seqlens.fill_(length)
+        for lengths in self.cache_seqlens:
+            lengths.fill_(length)
 
     def fill(self, lengths: list[int], tables: list[list[int]]) -> list[int]:
         """Give the sequences of an empty table these lengths, and a page for each that `tables` name of another pool, shared as there.
@@ -157,12 +157,12 @@ class PageTable:
         in_place = len(chosen) == len(self.lengths)  # compiled code and CUDA graphs hold these tensors
         self.lengths = [self.lengths[i] for i in chosen]
         index = torch.tensor(chosen, device=self.device)
-        table, lengths = self.page_table[index], self.cache_seqlens[:, index]
         if in_place:
-            self.page_table.copy_(table)
+            self.page_table.copy_(self.page_table[index])
         else:
-            self.page_table, self.cache_seqlens = table, self._new_lengths(torch.empty)
-        self.cache_seqlens.copy_(lengths)
+            self.page_table = self.page_table[index]
+            self.cache_seqlens = [torch.empty_like(index, dtype=torch.int32) for _ in self.cache_seqlens]
+        self.write_lengths()
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Make sequence `target` a copy of the first `length` tokens of `source`, with which it shares pages."""
@@ -178,12 +178,14 @@ class PageTable:
 
     def sync(self) -> None:
         """Read the lengths back from the device: tokens that every layer has."""
-        self.lengths = self.cache_seqlens.amin(0).tolist()
+        self.lengths = torch.stack(self.cache_seqlens).amin(0).tolist()
         self.headroom = 0
 
     def write_lengths(self) -> None:
         """Bring the lengths to the device, for every layer."""
-        self.cache_seqlens.copy_(self.to_device(self.lengths, torch.int32))
+        given = self.to_device(self.lengths, torch.int32)
+        for lengths in self.cache_seqlens:
+            lengths.copy_(given)
 
     # Arguments
 
@@ -284,7 +286,3 @@ class PageTable:
             pages = [page for seq, start, stop in written for page in self.tables[seq][start:stop]]
             on_device = self.to_device([places, pages])
             table.view(-1)[on_device[0]] = on_device[1].int()
-
-    def _new_lengths(self, make: Any) -> torch.Tensor:
-        columns = -(-self.num_seqs // ALIGNMENT) * ALIGNMENT
-        return make(self.num_layers, columns, dtype=torch.int32, device=self.device)[:, : self.num_seqs]

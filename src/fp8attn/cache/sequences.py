@@ -104,7 +104,7 @@ class Sequences:
     def nbytes(self) -> int:
         """Bytes on the device, all of them: pages (free ones too), means, the table, lengths."""
         held = [x for layer in self.layers for x in (layer.pool, layer.k_mean, layer.v_mean) if x is not None]
-        return sum(x.nbytes for x in (*held, self.table.page_table, self.table.cache_seqlens))
+        return sum(x.nbytes for x in (*held, self.table.page_table, *self.table.cache_seqlens))
 
     def __repr__(self) -> str:
         lengths = "" if self.max_seqlen is not None else f"lengths=({', '.join(map(str, self.table.lengths))}), "
@@ -254,7 +254,7 @@ class Sequences:
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Tensors that are replaced when they are too small; those of the layers are replaced together."""
-        return self.table.page_table, self.table.cache_seqlens, self.layers[0].pool
+        return self.table.page_table, self.table.cache_seqlens[0], self.layers[0].pool
 
     def _renew(self, held: tuple[torch.Tensor | None, ...]) -> None:
         """Make `pages` anew if a tensor was replaced: otherwise they stay, because compiled code and CUDA graphs hold them."""

@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import PagedKVCache
+from ...dense.sdpa import autocast
 from ...layout import HEAD_DIMS
 from ...scales import LayerScales
-from ...dense.sdpa import autocast
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 
