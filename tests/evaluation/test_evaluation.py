@@ -159,11 +159,11 @@ def test_cache_names_and_factory(loaded):
     formats = {"fp8": ("int8", True), "fp8-int8-keys": ("int8", True), "fp8-e4m3-keys": ("e4m3", True), "fp8-e4m3-plain": ("e4m3", False)}
     for name, expected in formats.items():
         for given in (None, model):
-            layer = cache_factory(name, model.config, model=given)().layers[0]
-            assert (layer.key_dtype, layer.rotate_keys) == expected
+            cache = cache_factory(name, model.config, model=given)()
+            assert (cache.shared.key_dtype, cache.layers[0].rotate_keys) == expected
     plain = calibrate(model, [torch.arange(50)[None]], key_dtype="e4m3", rotate_keys=False)
-    layer = cache_factory("fp8-static", model.config, scales=plain)().layers[0]
-    assert (layer.key_dtype, layer.rotate_keys, layer.scales) == ("e4m3", False, plain.layer(0))
+    cache = cache_factory("fp8-static", model.config, scales=plain)()
+    assert (cache.shared.key_dtype, cache.layers[0].rotate_keys, cache.layers[0].scales) == ("e4m3", False, plain.layer(0))
 
 
 def test_greedy_is_generate(loaded, tokens):
