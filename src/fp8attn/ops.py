@@ -298,7 +298,7 @@ def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
         _check_tokens(q, "q", device)
         if rope_cos is None or q.shape[::2] != k.shape[::2]:
             raise ValueError(
-                f"append applies RoPE to q, so q must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
+                f"append applies RoPE to q, so q must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and needs rope_cos and rope_sin; "
                 f"got {tuple(q.shape)} {'without' if rope_cos is None else 'with'} them; leave q out if it needs no RoPE"
             )
     return resolve(backend, k)

@@ -121,7 +121,7 @@ def test_what_is_stored_is_said_by_the_pages():
 def test_append_rotates_queries_or_does_nothing_at_all():
     cache = PagedKVCache(HEADS, DIM)
     (k, v), q, angle = tokens(5), torch.randn(5, 2 * HEADS, DIM), torch.randn(5, DIM // 2)
-    with pytest.raises(ValueError, match="come with rope_cos and rope_sin"):
+    with pytest.raises(ValueError, match="needs rope_cos and rope_sin"):
         cache.append(0, k, v, q=q)
     assert cache.lengths == (0,) and cache.num_pages == 0
     turned = cache.append(0, k, v, q=q, rope_cos=angle.cos(), rope_sin=angle.sin())
