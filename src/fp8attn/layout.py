@@ -138,7 +138,7 @@ class KVPages:
             if getattr(self, name) is not None:
                 check_tensor(getattr(self, name), name, shape, dtype, self.device, contiguous=name != "page_table")
         if type(self.pool) is torch.Tensor and self.pool.data_ptr() % 16:  # the fake tensors of a compilation have no address
-            raise ValueError("pool must begin at a multiple of 16 bytes; this one begins inside another tensor: call .clone()")
+            raise ValueError("pool must begin at a multiple of 16 bytes; this one begins inside another tensor: clone it")
         if self.page_table.shape[1] > 1 and self.page_table.stride(1) != 1:
             raise ValueError(f"page_table must have its rows contiguous; got strides {self.page_table.stride()}: call .contiguous()")
 

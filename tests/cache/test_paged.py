@@ -298,7 +298,7 @@ def test_bad_calls_are_refused_and_change_nothing():
         (lambda: cache.read(0, 2), "the sequences 0 to 1; got 2"),
         (lambda: cache.read(0, -1), "the sequences 0 to 1; got -1"),
         (lambda: cache.copy(0, 0), "onto itself"),
-        (lambda: cache.copy(0, 1, 5), "cannot copy 5"),
+        (lambda: cache.copy(0, 1, 5), "length must be 0 to 0; got 5"),
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=message):
