@@ -114,9 +114,9 @@ class FP8Cache(Cache):
         """The cache of `model.config`, with static means where the model's biases are several deviations of K or V (`biases`).
 
         The model's attention implementation is set to `fp8_kv`, which reads pages directly. No data are needed. INT8 keys are rotated in
-        every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation would spread a large error over
-        all channels: layers whose K has an offset that no static mean removes, because RoPE rotates it; and layers where large channels of
-        K meet small channels of Q.
+        every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation would spread a large error
+        over all channels: layers whose K has an offset that no static mean removes, because RoPE rotates it; and layers where large
+        channels of K meet small channels of Q.
 
         Args:
             model: a transformers model.
