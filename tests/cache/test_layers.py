@@ -75,7 +75,7 @@ def test_attention_knows_the_lengths_of_the_last_append():
     expected = fp8attn.attention(q[:2], cache.pages(0), window=30, return_lse=True)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     cache.select([1, 0])
-    with pytest.raises(ValueError, match="comes first"):
+    with pytest.raises(ValueError, match="call append"):
         cache.attention(0, q[:2])
 
 
