@@ -189,7 +189,7 @@ def test_attention_turns_queries_first(cache, interleaved):
     [
         (torch.zeros(4, 4, 64), (torch.zeros(4, 32), None), "rope_cos and rope_sin together, or neither; rope_sin is None"),
         (torch.zeros(4, 4, 64), (torch.zeros(2, 32),) * 2, r"must both be \[T, R/2\] with T = 4"),
-        (torch.zeros(4, 4, 64), (torch.zeros(4, 32, device="meta"),) * 2, "what they turn is on cpu; move them there"),
+        (torch.zeros(4, 4, 64), (torch.zeros(4, 32, device="meta"),) * 2, "x is on cpu; move them there"),
         (torch.zeros(4, 4, 64), (torch.zeros(4, 32), torch.zeros(4, 32, device="meta")), "on cpu and meta"),
     ],
 )
@@ -245,9 +245,9 @@ def test_whoever_watches_sees_torch_ops(cache):
 
 def test_gradients_are_refused(cache):
     q, k = torch.randn(2, 4, 64, requires_grad=True), torch.randn(2, 2, 64, requires_grad=True)
-    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and no gradient flows"):
+    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and FP8 ops have no gradient"):
         attention(q, cache.pages(0))
-    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and no gradient flows"):
+    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and FP8 ops have no gradient"):
         cache.append(0, k, k)
     with torch.no_grad():
         cache.append(0, k, k)

@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`calibrate` is imported when it is first used, because it needs transformers."""
+    """Import `calibrate` when it is first used, because it needs transformers."""
     if name == "calibrate":
         from .integrations.transformers.calibrate import calibrate
 

@@ -1,7 +1,7 @@
-"""The torch ops, for `torch.compile` and everything else that traces or intercepts calls: schemas, implementations, fakes.
+"""The torch ops, for `torch.compile` and other code that traces or intercepts calls: schemas, implementations, fakes.
 
-`torch.library.custom_op` would wrap each op in Python kernels for autograd, aliasing and version counters: 25 to 90 us a call. They would
-have no work: `ops` refuses gradients, no output is an alias, and no graph saves pages for a backward pass.
+`torch.library.custom_op` would wrap each op in Python kernels for autograd, aliasing and version counters, which cost 25 to 90 us for each
+call. The ops do not need these kernels: `ops` refuses gradients, no output is an alias, and no graph saves pages for a backward pass.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ _LIBRARY = torch.library.Library("fp8attn", "DEF")
 
 
 def unobserved(x: torch.Tensor) -> bool:
-    """Whether nothing traces or intercepts torch ops now. Then `ops` calls the backend directly: a torch op in Python costs 12 us more."""
+    """Whether torch ops are neither traced nor intercepted now. Then `ops` calls the backend directly, which saves 12 us for each call."""
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
 def resolve(backend: str, x: torch.Tensor) -> str:
-    """The backend's name, as an argument of an op. While Dynamo traces, which cannot look at the machine, it stays as given: then the op
-    resolves it."""
+    """The backend's name, as an argument of an op. Dynamo cannot query the machine, so while it traces, the op gets the name unresolved."""
     return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype).name
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> None:
-    """Define `torch.ops.fp8attn.NAME`: its schema, its implementation on every device, and what makes empty outputs in their shapes."""
+    """Define `torch.ops.fp8attn.NAME`: its schema, its implementation on every device, and its fake, which makes empty outputs."""
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8attn::{name}", fake, lib=_LIBRARY)
 
 
-# What the ops on pages have in common: the tensors and constants of `KVPages.state`, in its order.
+# The arguments that all ops on pages have: the fields of `KVPages.state`, in its order.
 _STATE = "Tensor pool, Tensor page_table, Tensor cache_seqlens, Tensor? k_mean, Tensor? v_mean, ScalarType key_dtype, bool rotate_keys"
 _CHANGED_STATE = _STATE.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
 

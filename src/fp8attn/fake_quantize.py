@@ -1,4 +1,4 @@
-"""What an 8-bit cache would give back, with gradients: to train a model against it, or to score RL samples as it was sampled."""
+"""The K and V that an 8-bit cache returns, with gradients: to train a model for the cache, or to score RL samples as they were sampled."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def fake_quantize(
     rotate_keys: bool = True,
     backend: BackendName = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as a cache gives them back: `KVPages.from_dense(k, v)` read again, bit for bit, in their dtype.
+    """Quantize and dequantize K and V: the same bits as `KVPages.from_dense(k, v)` followed by `KVPages.read`, in their dtype.
 
-    The gradient is that of no rounding (straight-through, Bengio et al., arXiv:1308.3432): V's passes as it is, K's through RoPE alone.
-    Masks, dropout and the attention itself are the caller's. A token's values depend on the tokens before it on its page of 128 (their
-    largest sets the scale) and on none after it but those that make the scale grow.
+    The gradient ignores the rounding (straight-through estimator, Bengio et al., arXiv:1308.3432): V's is unchanged, K's goes through RoPE.
+    A token's values depend on the tokens before it on its page of 128 tokens, which set the scale, and on tokens after it if they make the
+    scale grow.
 
     Args:
-        k, v: `[B, num_kv_heads, S, head_dim]`, from the first token of each sequence; otherwise as `KVPages.from_dense` takes them.
+        k, v: `[B, num_kv_heads, S, head_dim]` from the first token of each sequence, in a dtype that `KVPages.from_dense` takes.
         rope_cos, rope_sin, rope_interleaved: apply RoPE to K first; the result is K after RoPE.
         k_mean, v_mean, key_dtype, rotate_keys, backend: as `KVPages.from_dense` takes them.
     Returns:
-        K and V `[B, num_kv_heads, S, head_dim]`.
+        K and V, each `[B, num_kv_heads, S, head_dim]` in the dtype of k and v.
     Raises:
-        ValueError: a shape, dtype or backend that does not fit, with what would.
+        ValueError: a shape, dtype or backend does not fit; the message says what would.
     """
     options = dict(
         rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype,
@@ -51,7 +51,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.options = options
         pages = KVPages.from_dense(k, v, **options)
         batch, _, length, _ = k.shape
-        # All sequences as one, whose table names every page: one gather.
+        # Read all sequences as one sequence whose table names every page, with one gather.
         tokens = PAGE_SIZE * pages.num_pages
         table = pages.page_table.view(1, -1)
         merged = KVPages.trusted(pages.pool, table, table.new_full((1,), tokens), *pages.state[3:])

@@ -1,9 +1,11 @@
-"""The one page layout: everything writes it, every kernel reads it.
+"""The page layout, which every writer and every kernel uses, and `KVPages`, the pages of one layer.
 
-A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their scales. V is in groups of
-16 tokens, each transposed: an FP8 tensor-core operand must be contiguous along the contracted axis, which V's tokens are, and 8 channels of
-a group are 128 bytes in a row: the unit that those cores read (a core matrix), and no more than `D / 8` lines of memory for a token that is
-appended. The tokens of a group are in `V_ORDER`: then the registers of a softmax accumulator are the operand of P·V with no shuffle.
+A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their scales.
+
+V has groups of 16 tokens, and each group is transposed. An FP8 tensor-core operand must be contiguous along the contracted axis, which is
+V's tokens. 8 channels of a group are 128 contiguous bytes, the unit that a tensor core reads (a core matrix). A token that is appended
+touches `D / 8` of these units. The tokens of a group are in `V_ORDER`, so that the registers of a softmax accumulator are the operand of
+P·V without a shuffle.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from .params import BackendName
 from .rotation import rotate_back
 
 PAGE_SIZE = 128
-V_GROUP = 16  # tokens of V that lie together
+V_GROUP = 16  # tokens of a group of V
 FP8 = torch.float8_e4m3fn
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-HEADER = 128  # bytes: the scales of K and V in FP32, and zeros
+HEADER = 128  # bytes: the scales of K and V in float32, then zeros
 KeyDtype = Literal["int8", "e4m3"]
 KEY_TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "e4m3": FP8}
 DEFAULT_KEY_DTYPE: KeyDtype = "int8"
 
-# V_ORDER[position] is the token that lies there; V_POSITION is its inverse.
+# V_ORDER[position] is the token at a position of a group; V_POSITION is the inverse.
 V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 V_POSITION = tuple(V_ORDER.index(token) for token in range(V_GROUP))
 
@@ -72,7 +74,7 @@ def key_type(name: str) -> torch.dtype:
 def check_tensor(
     x: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device, *, contiguous: bool = True
 ) -> None:
-    """Raise a ValueError, with what to do, for a tensor whose address a kernel cannot take; `dtype` None: any floating-point one."""
+    """Raise ValueError, and say how to fix it, if a kernel cannot take the tensor's address. `dtype` None: any floating-point dtype."""
     right_dtype = x.is_floating_point() if dtype is None else x.dtype == dtype
     if x.shape != shape or not right_dtype or x.device != device:
         wanted, given = ("floating point" if x is None else str(x).removeprefix("torch.") for x in (dtype, x.dtype))
@@ -83,26 +85,26 @@ def check_tensor(
 
 @dataclass(frozen=True, eq=False)
 class KVPages:
-    """The device state of one layer's cache: what the kernels read and write, and nothing else.
+    """The device state of one layer's cache: the tensors that kernels read and write.
 
-    A page of one KV head is one run of bytes, which depend on the page's tokens alone (and on what is static: the format and the means):
-    K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and a header of 128 bytes, which holds K's scale and V's scale in
-    FP32 and zeros. So to copy, share, save or move a page is to copy its bytes.
+    A page of one KV head is one run of bytes: K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and a header of 128
+    bytes, which holds K's scale, V's scale (float32) and zeros. The bytes depend only on the page's tokens and on the static format and
+    means. So a page is copied, shared, saved or moved by its bytes.
 
         rotate(k) ~ k_8bit * k_scale[page, head] + k_mean[head]        v ~ v_fp8 * v_scale[page, head] + v_mean[head]
 
-    Kernels take the addresses of these tensors, so each must be as described here, contiguous (the table may have a stride between its
-    rows), and on one device. Bytes past a sequence's length are unspecified in K and finite in V (0 * NaN would be NaN).
+    Kernels take the addresses of these tensors. So each must have the shape and dtype below, be contiguous (the rows of the page table may
+    have a stride), and be on the same device. Bytes past a sequence's length are unspecified in K and finite in V (0 * NaN would be NaN).
 
     Attributes:
-        pool: `[num_pages, num_kv_heads, 256 * head_dim + 128]` uint8; its first byte at a multiple of 16.
-        page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order; entries past its length are any valid page.
-        cache_seqlens: `[num_seqs]` int32, tokens held.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, static, subtracted before quantization (K's after the rotation); None: zero.
+        pool: `[num_pages, num_kv_heads, 256 * head_dim + 128]` uint8, with an address that is a multiple of 16 bytes.
+        page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order. Entries past its length name any valid page.
+        cache_seqlens: `[num_seqs]` int32, number of tokens of each sequence.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, static, subtracted before quantization (from K after the rotation). None: zero.
         key_dtype: `torch.int8` or `torch.float8_e4m3fn`. Values are always E4M3.
-        rotate_keys: whether K is stored as `rotation.rotate` makes it. `attention` rotates queries likewise.
+        rotate_keys: whether K is stored rotated (`rotation.rotate`). Then `attention` rotates queries, too.
     Raises:
-        ValueError: a tensor that is not so, with what it should be.
+        ValueError: a tensor has another shape, dtype, device or stride; the message says which one is required.
     """
 
     pool: torch.Tensor
@@ -114,7 +116,7 @@ class KVPages:
     rotate_keys: bool = True
 
     def __post_init__(self) -> None:
-        # Dynamo traces this with tensors that are checked already, or makes pages of proxies to write its graph.
+        # Dynamo traces this with checked tensors, or with proxies to write its graph.
         if torch.compiler.is_compiling() or isinstance(self.pool, torch.fx.Proxy):
             return
         if self.key_dtype not in KEY_TYPES.values():
@@ -142,8 +144,8 @@ class KVPages:
 
     @classmethod
     def trusted(cls, *fields: Any) -> KVPages:
-        """Pages of what this package made or has checked, in the order of the fields, all of them: the checks would cost 15 us."""
-        if torch.compiler.is_compiling():  # Dynamo traces the constructor, which checks nothing there
+        """`KVPages` of fields that this package made or has checked, in their order. Without the checks this is 15 us faster."""
+        if torch.compiler.is_compiling():  # Dynamo traces the constructor, which then checks nothing
             return cls(*fields)
         pages = object.__new__(cls)
         vars(pages).update(zip(FIELDS, fields, strict=True))
@@ -164,7 +166,7 @@ class KVPages:
         k_mean: torch.Tensor | None = None,
         v_mean: torch.Tensor | None = None,
     ) -> KVPages:
-        """No tokens: all bytes and lengths are zero."""
+        """Pages without tokens: all bytes and lengths are zero."""
         return cls.trusted(
             torch.zeros(num_pages, num_kv_heads, page_bytes(head_dim), dtype=torch.uint8, device=device),
             torch.zeros(num_seqs, max_pages, dtype=torch.int32, device=device),
@@ -187,21 +189,23 @@ class KVPages:
         rotate_keys: bool = True,
         backend: BackendName = "auto",
     ) -> KVPages:
-        """Quantize dense K and V into pages, for `attention`. Each is read once, in place. The bytes are those of an `append` to an empty
-        cache, whose sequence b has pages `[b * n, (b + 1) * n)` in order.
+        """Quantize dense K and V into pages, for `attention`.
+
+        K and V are read once, without a copy. The bytes are the same as after an `append` to an empty cache. Sequence b has the pages
+        `b * n` to `(b + 1) * n - 1` in order, with n pages for S tokens.
 
         Args:
-            k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64 as well), any strides but for the
-                last dimension, which is contiguous; not empty.
-            rope_cos, rope_sin: apply RoPE to K first; `[S, R / 2]` and other forms (`rope.dense_tables`).
+            k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), of any strides, not empty.
+                The last dimension is contiguous.
+            rope_cos, rope_sin: `[S, R / 2]` and other forms (`rope.dense_tables`), tables of RoPE for K. None: no RoPE.
             rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
             k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. None: zero.
             key_dtype: `"int8"` or `"e4m3"`.
             rotate_keys: rotate K before quantization (`rotation.rotate`).
             backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
         Raises:
-            ValueError: a shape, dtype or backend that does not fit, with what would.
-            RuntimeError: a gradient is wanted.
+            ValueError: a shape, dtype or backend does not fit; the message says what would.
+            RuntimeError: an input requires a gradient.
         """
         from .ops import from_dense  # which imports this module
 
@@ -215,7 +219,7 @@ class KVPages:
         )
 
     def __deepcopy__(self, memo: dict) -> KVPages:
-        """The tensors' own copies, with what `torch.compile` noted on them."""
+        """Copies of the tensors, with the attributes that `torch.compile` set on them."""
         return KVPages.trusted(*(copy.deepcopy(x, memo) for x in self.state))
 
     @property
@@ -265,17 +269,21 @@ class KVPages:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The fields in their order, as the torch ops take them."""
+        """The fields in the order in which the torch ops take them."""
         return (self.pool, self.page_table, self.cache_seqlens, self.k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: pages, means, table and lengths, whether filled or not."""
+        """Bytes of all tensors, whether their pages hold tokens or not."""
         return sum(x.nbytes for x in self.state if isinstance(x, torch.Tensor))
 
     def read(self, seq: int, length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `length` tokens of sequence `seq`, dequantized: K (rotated back) and V, each `[length, num_kv_heads, head_dim]` in
-        `dtype`, computed in float32, or float64 where `dtype` is that."""
+        """The first `length` tokens of sequence `seq`, dequantized.
+
+        Returns:
+            K (rotated back) and V, each `[length, num_kv_heads, head_dim]` in `dtype`. They are computed in float64 if `dtype` is float64,
+            otherwise in float32.
+        """
         wide = torch.promote_types(dtype, torch.float32)
         ids = self.page_table[seq, : -(-length // PAGE_SIZE)].long()
         taken = KVPages.trusted(self.pool[ids], *self.state[1:])

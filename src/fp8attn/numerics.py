@@ -1,10 +1,11 @@
-"""8-bit numerics in plain PyTorch: formats, scales, quantization, and how the scale of a page that fills up grows.
+"""8-bit numerics in plain PyTorch: formats, scales, quantization, and the growth of a page's scale.
 
-Everything here is the definition that the kernels repeat bit for bit. A value is stored as `x_8bit` with `x ~ x_8bit * scale + mean`.
+These functions are the definition. The kernels compute the same bits. A value `x` is stored as the code `x_8bit`, with
+`x ~ x_8bit * scale + mean`.
 
-A page's scale depends on its tokens in their order and on nothing else, so bytes do not depend on how the tokens came: in one append or in
-many. Its first token sets it, with headroom; a later token that does not fit sets it anew, and the codes of the tokens before it are
-rounded again to the larger scale (`settle`).
+A page's scale depends only on its tokens in their order. So the bytes are the same after one append and after many. The first token sets
+the scale, with headroom. A later token that does not fit raises it, and the codes of the tokens before it are rounded again to the larger
+scale (`settle`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """Facts of an 8-bit floating-point format (OCP 8-bit Floating Point Specification 1.0, table 1)."""
+    """An 8-bit floating-point format (OCP 8-bit Floating Point Specification 1.0, table 1)."""
 
     dtype: torch.dtype
     max: float  # largest finite magnitude
@@ -35,8 +36,8 @@ class Format:
 E4M3 = Format(torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3, 7, False)
 E5M2 = Format(torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2, 15, True)
 
-# Scales are kept to [2^-32, 2^32]: wide enough for any activation (values of 1e-7 keep their full relative precision, 1.9e12 does
-# not saturate) and narrow enough that the ratio of any two scales times a million-token accumulator stays inside FP32.
+# Scales are in [2^-32, 2^32]. This is wide enough for any activation: values of 1e-7 keep their full relative precision, and 1.9e12 does
+# not saturate. It is narrow enough that the ratio of any two scales, times a sum over a million tokens, is finite in FP32.
 MIN_SCALE_EXPONENT = -32
 MAX_SCALE_EXPONENT = 32
 MIN_SCALE = 2.0**MIN_SCALE_EXPONENT
@@ -44,29 +45,30 @@ MAX_SCALE = 2.0**MAX_SCALE_EXPONENT
 
 INT8_MAX = 127
 
-# How much larger than its first token needs a page's scale is. E4M3 is a floating-point format: headroom costs nothing but the smallest
-# numbers, and with 2^5 of it hardly any page's scale ever grows. INT8's error is proportional to its scale; 1.25 is what measured best.
+# The headroom: the factor by which a page's first scale is larger than its first token needs. Headroom costs E4M3 only its smallest
+# numbers, because it is a floating-point format. With 2^5, the scale of hardly any page grows. The error of INT8 is proportional to the
+# scale; 1.25 had the smallest error in measurements.
 HEADROOM = {torch.float8_e4m3fn: 32.0, torch.int8: 1.25}
 
 
 def finite_amax(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
-    """Largest finite magnitude of `x` along `dim`, in FP32 (0 where nothing is finite).
+    """Largest finite magnitude of `x` along `dim`, in FP32 (0 if no element is finite).
 
-    Inf and NaN are left out, so that one broken element coarsens nothing but itself.
+    Inf and NaN are ignored, so that one of them does not make the scale of the other elements coarser.
     """
     x = x.float().abs()
     return torch.where(x < torch.inf, x, 0.0).amax(dim)
 
 
 def power_of_two_scale(amax: torch.Tensor, fmt: Format = E4M3) -> torch.Tensor:
-    """Smallest power of two `s` with `amax <= fmt.max * s`, kept to [2^-32, 2^32].
+    """Smallest power of two `s` with `amax <= fmt.max * s`, clamped to [2^-32, 2^32].
 
-    FP8 is a floating-point format, so its relative precision does not depend on the scale: rounding the scale up to a power of two
-    loses nothing, and makes every later change of scale a shift of exponents.
+    The relative precision of a floating-point format does not depend on the scale. So rounding the scale up to a power of two costs no
+    precision, and every later change of scale is a shift of exponents.
 
     Args:
         amax: FP32, any shape, finite and >= 0.
-        fmt: the format that the scale is for.
+        fmt: the format of the codes.
     Returns:
         FP32 scales of the same shape.
     """
@@ -81,7 +83,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor | float = 1.0, fmt: Format = E
     """`round_to_nearest_even(clamp(x / scale, -fmt.max, fmt.max))` in FP8.
 
     Args:
-        x: floating point, any shape. NaN stays NaN; values outside the range (Inf too) saturate.
+        x: floating point, any shape. NaN stays NaN. Values outside the range saturate, also Inf.
         scale: powers of two, broadcastable to `x`.
         fmt: `E4M3` or `E5M2`.
     """
@@ -94,7 +96,7 @@ def dequantize(x_fp8: torch.Tensor, scale: torch.Tensor | float = 1.0, dtype: to
 
 
 def needed_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest scale under which a value of magnitude `amax` does not saturate: E4M3 a power of two, INT8 `amax / 127`.
+    """The smallest scale with which a value of magnitude `amax` does not saturate: a power of two for E4M3, `amax / 127` for INT8.
 
     Args:
         amax: FP32, any shape, finite and >= 0.
@@ -108,12 +110,12 @@ def needed_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def with_headroom(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale of a page whose first token, or whose first token that does not fit, needs `scale`."""
+    """The scale of a page, with headroom, if a token that sets or raises it needs `scale`."""
     return (scale * HEADROOM[dtype]).clamp_max(MAX_SCALE)
 
 
 def encode(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The codes of `x * factor` as FP32 numbers: rounded to nearest, ties to even, saturated."""
+    """The codes of `x * factor` as FP32 numbers: rounded to nearest (ties to even) and saturated."""
     y = x * factor
     if dtype == torch.int8:
         return y.clamp(-INT8_MAX, INT8_MAX).round()
@@ -123,18 +125,18 @@ def encode(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.T
 def settle(
     x: torch.Tensor, old: torch.Tensor, scale: torch.Tensor, held: torch.Tensor, dtype: torch.dtype, static: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize new tokens onto the ends of pages.
+    """Quantize new tokens at the ends of pages, and round the codes of older tokens again if a scale grows.
 
     Args:
-        x: `[N, P, D]` FP32, the new tokens of N pages (of one head each) at their places; zeros elsewhere.
-        old: `[N, P, D]` FP32, codes of the tokens held, anything elsewhere.
-        scale: `[N]` FP32, of the tokens held, or given.
-        held: `[N, P]` int8: 2 at tokens held, 1 at new ones, 0 at none. New tokens follow those held.
+        x: `[N, P, D]` FP32, the new tokens of N pages (of one head each) at their positions; zeros elsewhere.
+        old: `[N, P, D]` FP32, the codes of the older tokens at their positions; unspecified elsewhere.
+        scale: `[N]` FP32, the scale of the older tokens, or the static scale.
+        held: `[N, P]` int8: 2 at older tokens, 1 at new ones, 0 at positions without a token. New tokens follow the older ones.
         dtype: `torch.float8_e4m3fn` or `torch.int8`.
-        static: the scales are given and stay; larger values saturate.
+        static: the scales do not grow; larger values saturate.
     Returns:
-        codes `[N, P, D]` as FP32 numbers, of tokens held and new, and the pages' scales `[N]`. An INT8 page with a NaN in a token has NaN
-        for a scale, because its codes cannot say it.
+        The codes `[N, P, D]` of all tokens as FP32 numbers, and the pages' scales `[N]`. The scale of an INT8 page with a NaN in a token is
+        NaN, because INT8 has no code for NaN.
     """
     new = held == 1
     if not static:
@@ -162,15 +164,15 @@ def settle(
 
 
 def on_grid(mean: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`mean` rounded to a multiple of the spacing of `dtype`'s numbers at `amax`, the largest magnitude that it is to be taken off from.
+    """`mean` rounded to a multiple of the ulp (the spacing of numbers) of `dtype` at `amax`, the largest magnitude of the input.
 
-    One BF16 number in 16 lies halfway between two of FP8. Ties go to even, up as often as down, and so they do after a shift by a multiple
-    of the numbers' own spacing; a shift by anything else, however small, sends all of them the same way. Of V that is an error of a
-    thousandth of its spread in every output, and no average over keys makes it less.
+    One BF16 number in 16 is halfway between two FP8 numbers. Such ties round to even, up as often as down. After the subtraction of a
+    multiple of the ulp they still do. After the subtraction of any other number, they all round the same way. For V this is a bias of 0.001
+    standard deviations in every output, and averaging over keys does not remove it.
     """
     if dtype == torch.float32:
-        return mean  # its spacing is the mean's own
-    magic = binade(amax) * (1.5 * 2.0**23 * torch.finfo(dtype).eps)  # the last bit of numbers of this size is the spacing
+        return mean  # the input's ulp is the mean's ulp
+    magic = binade(amax) * (1.5 * 2.0**23 * torch.finfo(dtype).eps)  # the last bit of numbers of this size is the ulp
     return (mean + magic) - magic
 
 
@@ -186,6 +188,6 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def sqnr_db(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """Signal to quantisation-noise ratio in dB: `20 log10(||ref|| / ||out - ref||)`."""
+    """Signal to quantization-noise ratio in dB: `20 log10(||ref|| / ||out - ref||)`."""
     out, ref = out.double(), ref.double()
     return float(20 * torch.log10(ref.norm() / (out - ref).norm()))

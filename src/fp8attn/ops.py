@@ -1,8 +1,9 @@
-"""The functions on pages: check the arguments, choose a backend, run it; as a torch op where something traces or intercepts those.
+"""The functions on pages. Each checks its arguments, chooses a backend and runs it. While torch ops are traced or intercepted, it calls the
+torch op.
 
-They work on device state alone and never read it back to the host (but for `reference`, which is a loop over sequences), so they can be
-compiled and captured in CUDA graphs. `append` and `attention` are a cache's. `from_dense` (public as `KVPages.from_dense`), `apply_rope`
-and `quantize_rows` take dense `[B, H, S, D]` tensors, contiguous or transposed, as models pass them to attention.
+The functions read and write only device state and never read it back to the host, so they can be compiled and captured in CUDA graphs. The
+exception is the backend `reference`, a loop over sequences. `append` and `attention` take the pages of a cache. `from_dense` (public as
+`KVPages.from_dense`), `apply_rope` and `quantize_rows` take dense `[B, H, S, D]` tensors, contiguous or transposed.
 """
 
 from __future__ import annotations
@@ -34,28 +35,31 @@ def append(
     static_scales: bool = False,
     backend: BackendName = "auto",
 ) -> torch.Tensor | None:
-    """Quantize new tokens onto the end of every sequence: `x_8bit = round((x - mean) / scale)`; K is rotated first (`rotation.rotate`),
-    after RoPE, where the pages' `rotate_keys` says so.
+    """Quantize new tokens and write them at the end of their sequences.
 
-    A page's scale is set by its first token, with headroom, and grows when a later token does not fit (`numerics.settle`). So what is
-    stored does not depend on how tokens are divided over calls. The table must name a page for every token:
-    `PagedKVCache.append` sees to that, and is what most users want.
+        x_8bit = round((x - mean) / scale)
+
+    K goes through RoPE, then through the rotation (`rotation.rotate`) if `pages.rotate_keys` is True, then through this equation. The first
+    token of a page sets the page's scale, with headroom. The scale grows when a later token does not fit (`numerics.settle`). So the stored
+    bytes do not depend on how tokens are divided over calls. The page table must name a page for every token: `PagedKVCache.append`
+    allocates these pages and then calls this function.
 
     Args:
-        pages: the cache; its bytes and lengths are changed in place.
-        k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another, last dimension contiguous.
-        q: `[T, num_q_heads, head_dim]`, the same tokens' queries, to be rotated as K is; needs `rope_cos` and `rope_sin`.
-        cu_seqlens: `[num_seqs + 1]` int32, where each sequence's tokens begin in T. None: every sequence has T / num_seqs.
-        max_seqlen: the most new tokens of any sequence; needed with `cu_seqlens`. It must not be less: tokens would be left out.
-        rope_cos, rope_sin: `[T, R / 2]`: K is rotated first (see `rope.apply_rope`); V never is.
-        rope_interleaved: which channels are pairs.
-        static_scales: the pages' scales are given and stay (calibrated); larger values saturate.
+        pages: the cache. Its bytes and lengths change in place.
+        k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence. The last dimension is contiguous.
+        q: `[T, num_q_heads, head_dim]`, the queries of the same tokens, to apply RoPE to in the same launch. Needs `rope_cos` and
+            `rope_sin`.
+        cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has T / num_seqs.
+        max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, tokens are lost.
+        rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for K and Q (`rope.apply_rope`). None: no RoPE. V has no RoPE.
+        rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
+        static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
-        The rotated queries `[T, num_q_heads, head_dim]` in q's dtype, for `attention`; None without `q`.
+        The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.
     Raises:
-        ValueError: a shape, dtype or backend that does not fit, with what would.
-        RuntimeError: a gradient is wanted.
+        ValueError: a shape, dtype or backend does not fit; the message says what would.
+        RuntimeError: an input requires a gradient.
     """
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
@@ -83,27 +87,30 @@ def attention(
     return_lse: bool = False,
     backend: BackendName = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new queries over the cache: `softmax(mask(softcap(softmax_scale * q k^T))) v`.
+    """Attention of new queries over the cache, for prefill, chunked prefill and decode.
 
-    The queries of a sequence are its last tokens, already appended: query `i` of `n` has position `cache_seqlens - n + i`. One call serves
-    prefill, chunked prefill and decode.
+        out = softmax(mask(softcap(softmax_scale * q k^T))) v
+
+    The queries of a sequence are its last tokens, which were appended before: query `i` of `n` has position `cache_seqlens - n + i`.
 
     Args:
-        q: `[T, num_q_heads, head_dim]`, last dimension contiguous; `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA).
+        q: `[T, num_q_heads, head_dim]` with `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA). The last dimension is contiguous.
         pages: the cache.
+        softmax_scale: None: `1 / sqrt(head_dim)`.
+        window, softcap: None: no window, no softcap. `window` requires `causal`.
+        cu_seqlens_q, max_seqlen_q: the second is required with the first.
+        rope_cos, rope_sin: leave them out if `append` has applied RoPE to `q`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
 
-    `AttentionParams` describes the other arguments. Here `softmax_scale` may be None (then it is `1 / sqrt(head_dim)`), and `window` and
-    `softcap` (then there is none). `max_seqlen_q` is needed with `cu_seqlens_q` alone. `window` needs `causal`. `append` can apply RoPE to
-    queries as well, in the same launch as to K: pass those without tables.
+    `AttentionParams` has the shapes, dtypes and meanings of the options, and those of the arguments that are not listed here.
 
     Returns:
-        `out` of q's shape and dtype, contiguous. Rows that see no key are zero, and so are rows behind the last sequence's. With
-        `return_lse` also `lse [T, num_q_heads]` float32: `-inf` in rows that see neither a key nor a sink, unspecified behind the last
-        sequence's.
+        `out` of q's shape and dtype, contiguous. Rows that see no key are zero, and so are rows after those of the last sequence. With
+        `return_lse` also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and unspecified in rows
+        after those of the last sequence.
     Raises:
-        ValueError: a shape, dtype, option or backend that does not fit, with what would.
-        RuntimeError: a gradient is wanted.
+        ValueError: a shape, dtype, option or backend does not fit; the message says what would.
+        RuntimeError: an input requires a gradient.
     """
     if q.dim() == 4:
         raise ValueError(
@@ -179,11 +186,17 @@ def from_dense(
 def apply_rope(
     x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, *, rope_interleaved: bool = False, backend: BackendName = "auto"
 ) -> torch.Tensor:
-    """RoPE on a dense `x [B, H, S, D]`, with the tables of `KVPages.from_dense`; the result has the order in memory of `x`.
+    """Apply RoPE to a dense tensor (`rope.apply_rope` has the equation).
 
+    Args:
+        x: `[B, H, S, D]` bfloat16 or float16. The last dimension is contiguous.
+        rope_cos, rope_sin, rope_interleaved: as `KVPages.from_dense` takes them.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
+    Returns:
+        `[B, H, S, D]` in the dtype and memory order of `x`.
     Raises:
-        ValueError: a shape, dtype or backend that does not fit, with what would.
-        RuntimeError: a gradient is wanted.
+        ValueError: a shape, dtype or backend does not fit; the message says what would.
+        RuntimeError: an input requires a gradient.
     """
     _check_dense(x, "x")
     cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
@@ -204,22 +217,24 @@ def quantize_rows(
     dtype: KeyDtype = "e4m3",
     backend: BackendName = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A dense tensor in 8 bits in its own order of memory, for kernels that know no pages: `x ~ x_8bit * scale + mean`.
+    """Quantize a dense tensor to 8 bits in its own memory order, for kernels that take no pages.
+
+        x ~ x_8bit * scale + mean
 
     Args:
-        x: `[B, H, S, D]`, any strides but for the last dimension, which is contiguous; nothing empty.
+        x: `[B, H, S, D]` of any strides, not empty. The last dimension is contiguous.
         rope_cos, rope_sin, rope_interleaved: apply RoPE first (`KVPages.from_dense`).
-        rotate_keys: then rotate it (`rotation.rotate`): keys, and queries likewise. The equation and the mean are of the rotated tensor.
-        means: subtract each head's mean over the sequence (of K and V: it does not change attention but by `mean` added to the output,
-            for V). All of it, not a sample's: what is left of V's is what single-level sums lose (`accumulation`).
-        heads_per_scale: neighboring heads that share a scale (the queries of a KV head).
+        rotate_keys: then apply the rotation (`rotation.rotate`), to keys and to queries. The equation holds for the rotated tensor.
+        means: subtract each head's mean over the whole sequence. The mean of K does not change attention. The caller must add the mean of V
+            to the output. What remains of V's mean is lost in single-level accumulation (`accumulation`), so a sample is not enough.
+        heads_per_scale: number of neighboring heads that share a scale (the query heads of one KV head).
         dtype: `"e4m3"` or `"int8"`.
     Returns:
-        `x_8bit [B, H, S, D]` float8_e4m3fn or int8, in the order of memory of `x`; `scale [B, H / heads_per_scale]` float32 (of E4M3
-        powers of two); `mean [B, H, D]` float32, None without `means`.
+        `x_8bit [B, H, S, D]` float8_e4m3fn or int8, in the memory order of `x`; `scale [B, H / heads_per_scale]` float32 (powers of two for
+        E4M3); `mean [B, H, D]` float32, None without `means`.
     Raises:
-        ValueError: a shape, dtype or backend that does not fit, with what would.
-        RuntimeError: a gradient is wanted.
+        ValueError: a shape, dtype or backend does not fit; the message says what would.
+        RuntimeError: an input requires a gradient.
     """
     _check_dense(x, "x")
     if not x.numel() or heads_per_scale < 1 or x.shape[1] % heads_per_scale:
@@ -241,8 +256,8 @@ def run_append(
     name: str, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
 ) -> torch.Tensor | None:  # fmt: skip
-    """`append` by the backend `name`, of checked arguments; without `cu_seqlens` every sequence has `max_seqlen` new tokens."""
-    make = torch.empty if max_seqlen else torch.zeros  # an idle step launches nothing that writes
+    """`append` with checked arguments and the resolved backend `name`. Without `cu_seqlens`, every sequence has `max_seqlen` new tokens."""
+    make = torch.empty if max_seqlen else torch.zeros  # a step without tokens writes nothing
     q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
     if unobserved(k):
         load(name).append(
@@ -257,7 +272,7 @@ def run_append(
 
 
 def run_from_dense(name: str, k: torch.Tensor, v: torch.Tensor, **options: Any) -> KVPages:
-    """`from_dense` by the backend `name`, of checked arguments: all options, with tables as `rope.dense_tables` makes them."""
+    """`from_dense` with checked arguments, the resolved backend `name` and tables that `rope.dense_tables` made."""
     if unobserved(k):
         return load(name).from_dense(k, v, **options)
     pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *options.values(), name)
@@ -266,8 +281,8 @@ def run_from_dense(name: str, k: torch.Tensor, v: torch.Tensor, **options: Any) 
 
 
 def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
-    """All of `append`'s checks that need no lengths: raises as it does, returns the backend's name. `cache` is whatever has
-    `num_kv_heads`, `head_dim` and `device`: the pages, or a `PagedKVCache` that may have none yet."""
+    """Make all checks of `append` that need no lengths, and return the resolved name of the backend. `cache` is a `KVPages`, or a
+    `PagedKVCache`, which may have no pages yet."""
     device = cache.device
     _check_tokens(k, "k", device)
     if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
@@ -283,7 +298,7 @@ def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
         _check_tokens(q, "q", device)
         if rope_cos is None or q.shape[::2] != k.shape[::2]:
             raise ValueError(
-                f"append applies RoPE to q, so q must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and come with rope_cos and rope_sin; "
+                f"append applies RoPE to q, so q must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and needs rope_cos and rope_sin; "
                 f"got {tuple(q.shape)} {'without' if rope_cos is None else 'with'} them; leave q out if it needs no RoPE"
             )
     return resolve(backend, k)
@@ -300,16 +315,16 @@ def _check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
 
 
 def derivative_reason(*tensors: torch.Tensor) -> str | None:
-    """Why FP8, which has neither derivatives nor batching rules, cannot take these tensors; None: it can."""
+    """Why FP8 ops cannot take these tensors, or None. FP8 ops have no derivatives and no batching rules."""
     if torch.is_grad_enabled():
         for x in tensors:  # `any` costs a microsecond more
             if x.requires_grad:
-                return "a gradient is wanted, and no gradient flows through FP8; use torch.no_grad() or torch.inference_mode()"
-    if torch._C._are_functorch_transforms_active():  # as torch.autograd.Function checks it; there is no public function
+                return "a gradient is wanted, and FP8 ops have no gradient; use torch.no_grad() or torch.inference_mode()"
+    if torch._C._are_functorch_transforms_active():  # The same check as in torch.autograd.Function. There is no public function for it.
         return "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 attention has no rule for it"
-    # Dynamo guards on the level, but its tensors have no tangents: what is compiled inside of a level may be called with some.
+    # Dynamo guards on the level, but its tensors have no tangents. A function compiled inside a level may be called with tangents.
     if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, tensors))):
-        return "a forward-mode derivative is wanted, and no tangent flows through FP8"
+        return "a forward-mode derivative is wanted, and FP8 ops have none; leave out the tangents"
     return None
 
 
@@ -318,7 +333,7 @@ def _has_tangent(x: torch.Tensor) -> bool:
 
 
 def check_derivatives(*tensors: torch.Tensor) -> None:
-    """Raises RuntimeError where a derivative is wanted or a transform of torch.func is active."""
+    """Raise RuntimeError if a derivative is wanted or a transform of torch.func is active."""
     reason = derivative_reason(*tensors)
     if reason is not None:
         raise RuntimeError(f"FP8 pages are for inference: {reason}")
@@ -338,7 +353,7 @@ def _given_together(rope_cos, rope_sin) -> None:
 
 
 def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tables for a dense `x` as the kernels take them, `[B, S, R / 2]`."""
+    """The tables of RoPE for a dense `x`, in the form that kernels take: `[B, S, R / 2]`."""
     _given_together(rope_cos, rope_sin)
     if rope_cos is None:
         return None, None
@@ -348,10 +363,10 @@ def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tupl
 
 
 def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: str, max_name: str) -> int:
-    """The longest sequence of new tokens; every sequence's length where `cu_seqlens` is None."""
+    """The largest number of new tokens of a sequence. Without `cu_seqlens`, all sequences have this number."""
     if cu_seqlens is not None:
         if max_seqlen is None:
-            raise ValueError(f"{cu_name} needs {max_name}, the most tokens of one of its sequences, as a Python int")
+            raise ValueError(f"{cu_name} needs {max_name}, the largest number of tokens of a sequence, as a Python int; got none")
         if isinstance(max_seqlen, torch.Tensor) or max_seqlen < 0:
             raise ValueError(f"{max_name} must be a Python int >= 0, because the host sizes launches by it; got {max_seqlen!r}")
         check_tensor(cu_seqlens, cu_name, (pages.num_seqs + 1,), torch.int32, x.device)

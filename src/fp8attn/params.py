@@ -1,4 +1,4 @@
-"""What a call of attention is made of, besides its queries and pages; the names of backends."""
+"""The options of attention, and the names of backends."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ DENSE_BACKENDS: tuple[str, ...] = get_args(DenseBackendName)[1:]
 
 
 class AttentionParams(NamedTuple):
-    """The options of attention: `ops.attention` makes them once, and backends and kernels take them whole.
-
-    A new option is one field more, at the end, because kernels unpack this tuple; an argument of `ops.attention`; one of the torch op's
-    schema (`_torch_ops.py`); and the code of the kernels that serve it.
+    """The options of attention. `ops.attention` makes this tuple once, and passes it through the backend to the kernel.
 
         out = softmax(mask(softcap(softmax_scale * q k^T))) v
 
+    A new option needs a field at the end (kernels unpack this tuple), an argument of `ops.attention`, an argument in the torch op's schema
+    (`_torch_ops.py`), and code in the kernels that support it.
+
     Attributes:
-        cu_seqlens_q: `[num_seqs + 1]` int32, where each sequence's queries begin among all T. None: every sequence has T / num_seqs.
-        max_seqlen_q: the most queries of any sequence. It must not be less: rows would stay unwritten.
-        causal: query i of n sees the keys up to its own position, `cache_seqlens - n + i`; otherwise all keys of its sequence.
-        softmax_scale: what scores are multiplied by.
-        window: a query sees its own position and the `window - 1` positions before it; 0: no window.
-        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); 0: no cap.
-        sinks: `[num_q_heads]` logits, one more column of every row's softmax, without a value (gpt-oss).
-        leftpad_k: `[num_seqs]` int32, how many of a sequence's first tokens are padding, which no query sees.
-        rope_cos, rope_sin: `[T, R / 2]`: apply RoPE to the queries first, and round them to their dtype.
+        cu_seqlens_q: `[num_seqs + 1]` int32, the index in T of each sequence's first query, then T. None: every sequence has T / num_seqs.
+        max_seqlen_q: the largest number of queries of a sequence. With a smaller number, rows of the output are unspecified.
+        causal: query i of n sees the keys up to its own position, `cache_seqlens - n + i`. False: it sees all keys of its sequence.
+        softmax_scale: the factor of the scores.
+        window: number of positions that a query sees: its own and the `window - 1` before it. 0: no window.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118). 0: no softcap.
+        sinks: `[num_q_heads]` of any floating dtype, a logit that every softmax row of a head has in addition, without a value (gpt-oss).
+        leftpad_k: `[num_seqs]` int32, number of first tokens of each sequence that are padding. No query sees them.
+        rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for the queries, which are then rounded to their dtype. None: no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
     """

@@ -1,4 +1,4 @@
-"""The torch twin of every kernel: any device, no Triton, and the definition of right."""
+"""Append and attention in plain PyTorch, on any device, without Triton. The tests compare every kernel with these functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .layout import FP8, PAGE_SIZE, KVPages, pack_k, pack_v, unpack_k, unpack_v
 from .numerics import encode, finite_amax, needed_scale, settle
 from .params import AttentionParams
 
-QUERY_BLOCK = 512  # rows of scores held at a time
+QUERY_BLOCK = 512  # rows of scores in memory at a time
 
 
 def _bounds(cu_seqlens: torch.Tensor | None, max_seqlen: int, pages: KVPages) -> list[int]:
@@ -30,7 +30,10 @@ def append(
     rope_interleaved: bool,
     static_scales: bool,
 ) -> None:
-    """Quantize `k` and `v` onto the ends of the sequences, rotate `q` into `q_out`, advance `cache_seqlens`; see `ops.append`."""
+    """Quantize `k` and `v`, write them at the ends of the sequences, write `q` after RoPE to `q_out`, and advance `cache_seqlens`.
+
+    `ops.append` describes the arguments.
+    """
     k = k.float() if rope_cos is None else rope.apply_rope(k, rope_cos, rope_sin, rope_interleaved)
     if q is not None:
         q_out.copy_(rope.apply_rope(q, rope_cos, rope_sin, rope_interleaved))
@@ -59,7 +62,7 @@ def from_dense(
     k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
     k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
-    """Pages of dense K and V: the first append to an empty cache; see `KVPages.from_dense`. E4M3 inputs keep their bytes."""
+    """Pages of dense K and V (`KVPages.from_dense`), by an append to an empty cache. E4M3 inputs keep their bytes."""
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     pages = KVPages.empty(
@@ -82,7 +85,7 @@ def from_dense(
 
 
 def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """RoPE on a dense `[B, H, S, D]`; see `ops.apply_rope`."""
+    """RoPE on a dense `[B, H, S, D]` (`ops.apply_rope`)."""
     rotated = rope.apply_rope(x.transpose(1, 2).flatten(0, 1), rope_cos.flatten(0, 1), rope_sin.flatten(0, 1), rope_interleaved)
     return torch.empty_like(x).copy_(rotated.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
 
@@ -91,7 +94,7 @@ def quantize_rows(
     x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
     means: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """A dense `[B, H, S, D]` in 8 bits in its order in memory, one scale a sequence and group of heads; see `ops.quantize_rows`."""
+    """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads (`ops.quantize_rows`)."""
     y = x.float() if rope_cos is None else apply_rope(x.float(), rope_cos, rope_sin, rope_interleaved)
     y = rotation.rotate(y) if rotate_keys else y
     mean = None
@@ -107,7 +110,7 @@ def quantize_rows(
 
 
 def _append_tokens(x: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor, offset: int, pack, unpack, static_scales: bool) -> None:
-    """Write FP32 tokens `x [n, H, D]` into `pages [P, H, ...]` of codes, from token `offset` of the first; `scale [P, H]` is theirs."""
+    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`."""
     heads, dtype = x.shape[1], pages.dtype
     held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
     held[:offset] = 2
@@ -134,9 +137,9 @@ def attention(
     compute_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the dequantized cache: all of `AttentionParams` but RoPE, which comes before (`backends`).
+    """Attention over the dequantized cache, with all options of `AttentionParams` except RoPE, which the backend applies before.
 
-    `compute_dtype=torch.float64` with `out_dtype=torch.float64` is what kernel errors are measured against.
+    Kernel errors are differences from the result with `compute_dtype=torch.float64` and `out_dtype=torch.float64`.
     """
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype)
@@ -157,7 +160,7 @@ def attention(
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             scores = scores.unflatten(1, (group, -1)).flatten(0, 1)  # [Hq, S, keys]
-            # The last query's position is the last key's.
+            # The last query has the position of the last key.
             position = (length - q_len + start + torch.arange(scores.shape[1], device=q.device))[:, None]
             seen = (key >= skipped[seq]).expand(len(position), -1)
             if causal:
@@ -168,7 +171,7 @@ def attention(
             if sinks is not None:
                 column = sinks.to(compute_dtype)[:, None, None].expand(-1, scores.shape[1], 1)
                 scores = torch.cat([scores, column], -1)
-            # What is subtracted is the largest score, which is exact. The logarithm of the sum is rounded: at scores of 2e5 the weights
+            # The largest score is subtracted, because it is exact. The logarithm of the sum is rounded: at scores of 2e5 the weights
             # would add up to 1.004, and values of 65504 would exceed float16. A row that sees nothing has no weights: zeros, not 0 / 0.
             largest = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:2], -torch.inf)
             largest = largest.masked_fill(largest == -torch.inf, 0.0)
@@ -182,6 +185,6 @@ def attention(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` in their dtype, inside of `torch.autocast` too."""
+    """`a @ b` in their dtype, also inside `torch.autocast`."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864), the definition that the kernels fuse."""
+"""Rotary position embedding (Su et al., arXiv:2104.09864) in plain PyTorch, the definition of RoPE in the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 
     Args:
         x: `[T, H, D]`, any floating dtype.
-        cos, sin: `[T, R / 2]`, one row a token, `R <= D`.
+        cos, sin: `[T, R / 2]`, one row for each token, `R <= D`.
         interleaved: pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
     Returns:
         FP32 `[T, H, D]`.
@@ -31,7 +31,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 
 
 def check_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Raises ValueError unless `cos` and `sin` fit `x` as `apply_rope` says."""
+    """Raise ValueError unless `cos` and `sin` have the shapes that `apply_rope` takes with `x`."""
     if cos.shape != sin.shape or cos.shape[:-1] != x.shape[:1] or 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(
             f"cos and sin must both be [T, R/2] with T = {x.shape[0]} and R <= {x.shape[-1]}; got {tuple(cos.shape)}, {tuple(sin.shape)}"
@@ -41,23 +41,23 @@ def check_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def check_device(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Raises ValueError unless `cos` and `sin` are where `x` is: a kernel takes addresses, and would fault."""
+    """Raise ValueError unless `cos` and `sin` are on the device of `x`. A kernel takes addresses, and would read invalid memory."""
     if cos.device != x.device or sin.device != x.device:
-        raise ValueError(f"rotary tables are on {cos.device} and {sin.device}, and what they turn is on {x.device}; move them there")
+        raise ValueError(f"rotary tables are on {cos.device} and {sin.device}, and x is on {x.device}; move them there")
 
 
 def dense_tables(
     cos: torch.Tensor, sin: torch.Tensor, batch: int, length: int, head_dim: int, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables of a dense batch as `[batch, length, R / 2]`, nothing copied.
+    """Tables of a dense batch as views `[batch, length, R / 2]`.
 
     Args:
-        cos, sin: `[length, W]`, `[batch or 1, length, W]` or `[batch or 1, 1, length, W]`, the last dimension contiguous. W is R / 2, one
-            angle a pair; or, if it is more than half of head_dim, R, every angle twice as the channels of its pair lie (transformers:
-            the half repeats; interleaved: neighbours repeat). A partial rotation's repeated tables must be cut to R / 2 by the caller:
-            `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
+        cos, sin: `[length, W]`, `[batch or 1, length, W]` or `[batch or 1, 1, length, W]`. The last dimension is contiguous. W is R / 2,
+            one angle for each pair of channels. If W is more than half of head_dim, it is R, and each angle is repeated for both channels
+            of its pair (the second half repeats the first, or neighbors are equal if interleaved). If R is at most half of head_dim, the
+            caller must cut repeated tables to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
     Raises:
-        ValueError: anything else.
+        ValueError: another shape or stride.
     """
     given = tuple(cos.shape), tuple(sin.shape)
     width = cos.shape[-1]

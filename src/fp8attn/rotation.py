@@ -1,7 +1,7 @@
-"""The fixed rotation of keys and queries, which spreads channels that stand out over all of their block.
+"""The fixed rotation of keys and queries, which spreads outlier channels over all channels of their block.
 
-Scores do not change, since one orthogonal matrix is applied to both: `(R q) . (R k) = q . k`. What changes is the error of rounding K and
-Q to 8 bits: in trained models a few channels of both are many times larger than the others, and their errors decide the scores. This is
+Scores do not change, because the same orthogonal matrix is applied to both: `(R q) . (R k) = q . k`. The error of rounding K and Q to 8
+bits changes. In trained models a few channels of both are many times larger than the others, and their errors dominate the scores. This is
 the randomized Hadamard transform of QuIP# (Tseng et al., arXiv:2402.04396) and QuaRot (Ashkboos et al., arXiv:2404.00456).
 
     R = H diag(sign) / sqrt(n)        on each block of n channels
@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import torch
 
-LOW_SIGNS = 0x9E37  # bit c % 16 is set where the sign is negative,
-HIGH_SIGNS = 0x79  # and bit c // 16 % 8 likewise: the two multiply
+LOW_SIGNS = 0x9E37  # bit c % 16 is set if the sign is negative,
+HIGH_SIGNS = 0x79  # bit c // 16 % 8, too: the signs multiply
 MAX_BLOCK = 128
 
 
 def block_size(head_dim: int) -> int:
-    """Channels that are mixed with one another."""
+    """The number of channels in a block."""
     return min(head_dim & -head_dim, MAX_BLOCK)
 
 
 def signs(x: torch.Tensor) -> torch.Tensor:
     """`[head_dim]` of 1 and -1 in the dtype of `x [..., head_dim]`.
 
-    It is computed from x alone: a constant tensor would be a real one where this is traced with fake ones.
+    It is computed from x: a constant tensor would be a real tensor while this is traced with fake ones.
     """
     c = x.new_ones(x.shape[-1], dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1
     bits = ((LOW_SIGNS >> (c & 15)) ^ (HIGH_SIGNS >> ((c >> 4) & 7))) & 1
@@ -38,8 +38,8 @@ def signs(x: torch.Tensor) -> torch.Tensor:
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """`R x` on the last dimension, in x's dtype.
 
-    In FP32 this defines the bits that kernels store: the factor `sign / sqrt(n)` first, then `log2(n)` steps over channels 1, 2, 4, ...
-    apart, each `(a, b) -> (a + b, a - b)`, every operation rounded by itself.
+    In FP32 this defines the bits that kernels store. The factor `sign / sqrt(n)` is applied first. Then `log2(n)` steps compute
+    `(a, b) -> (a + b, a - b)` of channels 1, 2, 4, ... apart. Every operation is rounded.
 
     Args:
         x: `[..., head_dim]`, float32 or float64.
@@ -57,7 +57,7 @@ def _factor(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:
-    """H on blocks, not normalized."""
+    """Apply H to each block, without the factor `1 / sqrt(n)`."""
     step = 1
     while step < block_size(x.shape[-1]):
         pairs = x.unflatten(-1, (-1, 2, step))

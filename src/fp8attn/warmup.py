@@ -1,9 +1,9 @@
-"""Compiles every kernel that a model can meet before it serves: `warmup`, and the command `fp8attn warmup`.
+"""Compiles every kernel that a model can use, before it serves: `warmup`, and the command `fp8attn warmup`.
 
 Triton compiles a kernel when it is first launched with arguments of new types or constants. `warmup` runs the package's own functions on
-tensors without memory (the device "meta"), for a grid of prompts, chunks, steps and batches. They record what they would launch, and
-processes side by side compile each different kernel once. Triton's cache on disk (`TRITON_CACHE_DIR`) keeps the results: the first call
-in any process then loads its kernel, and compiles nothing.
+tensors without memory (the device "meta"), for a grid of prompts, chunks, steps and batches. Launches are recorded and not run. Several
+processes then compile each different kernel once. Triton's cache on disk (`TRITON_CACHE_DIR`) keeps the results. The first call in any
+process then loads its kernel from there and compiles nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .params import AttentionParams
 if TYPE_CHECKING:
     from .kernels.launch import Launch
 
-# What plans ask of a GPU, for targets that are compiled for without one.
+# The properties of a GPU that plans use, for targets that are compiled for without a GPU.
 TARGETS = {
     "sm_80": Machine(108, 166912, False),
     "sm_86": Machine(84, 101376, False),
@@ -44,7 +44,7 @@ TARGETS = {
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The grid: new tokens of a sequence, sequences, and pages held before them. `_calls` says which of them meet.
+# The grid: new tokens of a sequence, sequences, and pages before the new tokens. `_calls` combines them.
 STEPS = range(1, 17)
 PROMPTS = (
     17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 193, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768,
@@ -54,17 +54,17 @@ HELD = 0, 8, 64, 512
 MOST = 1 << 17  # new tokens of a call
 WINDOWS = 128, 1024, 4096  # tokens
 
-SERVE = f"from {__name__} import serve; serve()"  # what the process that compiles runs
-SLOWEST_FIRST = "prefill", "append", "decode", "portable"  # parts of `kernels`, by what a kernel takes to compile; then the others
+SERVE = f"from {__name__} import serve; serve()"  # the program of the process that compiles
+SLOWEST_FIRST = "prefill", "append", "decode", "portable"  # parts of `kernels`, then the others
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What decides which kernels an attention layer and its cache launch.
+    """The properties of an attention layer and its cache that determine the kernels.
 
     Attributes:
         num_q_heads, num_kv_heads, head_dim: the layer's shape.
-        dtype: of queries, keys and values: `"bfloat16"` or `"float16"`.
+        dtype: the dtype of queries, keys and values: `"bfloat16"` or `"float16"`.
         backend: `"hopper"` or `"triton"`.
         key_dtype, rotate_keys: as `PagedKVCache` takes them.
         k_mean, v_mean: whether there are static means.
@@ -96,11 +96,11 @@ class Layer:
 
 
 class Kernel(NamedTuple):
-    """A kernel that `warmup` compiled, or found in the cache.
+    """A kernel that `warmup` compiled, or found in Triton's cache.
 
     Attributes:
-        name: its function.
-        seconds: that it took, on one core.
+        name: the name of its function.
+        seconds: compile time in seconds, on one core.
     """
 
     name: str
@@ -127,38 +127,43 @@ def warmup(
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Kernel]:
-    """Compile, side by side, every kernel that a model's attention layers and their caches can meet, into Triton's cache on disk.
+    """Compile all kernels that a model's attention layers and their caches use, in parallel, into Triton's cache on disk.
 
-    These are the kernels of: prompts of 1 to 32,768 tokens, the first ones and chunks over a past; decode and verification steps of 1 to 16
-    tokens; batches of up to 64 sequences, of one length, with padding on the left, and ragged (`cu_seqlens_q`); appends of all of these as
-    `FP8Cache` makes them; and, without a softcap, sinks and calibrated scales, dense calls (`scaled_dot_product_attention`,
-    `fp8_attention`). Not those of calls that return the LSE, pass tables for RoPE, or are not causal and have few queries. A call that is
-    not among them works, and compiles its kernel.
+    Kernels are compiled for:
 
-    No memory of the GPU is used, and nothing runs on it. Kernels that the cache holds already take milliseconds. A process that has
-    launched none of them yet finds them there, this one too.
+    - prompts of 1 to 32,768 tokens, whole or in chunks;
+    - decode and verification steps of 1 to 16 tokens;
+    - batches of up to 64 sequences of equal lengths, with padding on the left, or of different lengths (`cu_seqlens_q`);
+    - the appends of `FP8Cache` for all of these;
+    - dense calls (`scaled_dot_product_attention`, `fp8_attention`), if there are no softcap, sinks or calibrated scales.
+
+    Kernels are not compiled for calls that return the LSE, that pass tables of RoPE, or that have few queries and are not causal. Such a
+    call works, and compiles its kernel when it runs.
+
+    `warmup` uses no memory of the GPU and runs nothing on it. Kernels that are in Triton's cache already take milliseconds. Any process,
+    also this one, loads the kernels from the cache when it first launches them.
 
     Args:
-        config: a transformers config: the shape, softcap and sinks are read from it. None: give the shape.
-        num_q_heads, num_kv_heads, head_dim: the shape of a layer, instead of a config.
+        config: a transformers config, which has the shape, softcap and sinks. None: give the shape.
+        num_q_heads, num_kv_heads, head_dim: the shape of a layer, if there is no config.
         device: the GPU to compile for.
-        dtype: of the model: bfloat16 or float16.
-        backend: `"auto"`, `"hopper"` or `"triton"`, as calls name it.
-        key_dtype, rotate_keys: as the cache has them (`PagedKVCache`).
-        means: static means too, of K, of V and of both (`FP8Cache.for_model`): four times as many kernels.
-        static_scales: calibrated scales and their means instead of the pages' own (`scales=` of a cache).
-        window: a window too. (Sliding layers of an `FP8Cache` stay in 16 bits, and need none.)
-        softcap, sinks: attention has them.
+        dtype: the model's dtype, bfloat16 or float16.
+        backend: `"auto"`, `"hopper"` or `"triton"`, as in the calls.
+        key_dtype, rotate_keys: the options of the cache (`PagedKVCache`).
+        means: also compile for static means of K, of V and of both (`FP8Cache.for_model`), four times as many kernels.
+        static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
+        window: also compile for a window. (Sliding layers of an `FP8Cache` are in 16 bits and do not use these kernels.)
+        softcap, sinks: whether attention has them.
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
             machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
             first launch, which needs the GPU's driver.)
-        processes: that compile side by side. Default: one for each core that this process may use.
-        progress: called with (kernels done, kernels).
+        processes: number of processes that compile in parallel. Default: one for each core that this process may use.
+        progress: called with (kernels done, number of kernels).
     Returns:
         The kernels.
     Raises:
-        UsageError: no shape; a device, target, dtype or shape that no kernel is for.
-        RuntimeError: a kernel did not compile, with the compiler's message.
+        UsageError: the shape is missing, or there are no kernels for the device, target, dtype or shape.
+        RuntimeError: a kernel did not compile; the message is the compiler's.
     """
     given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     shape = {name: value for name, value in given.items() if value is not None}
@@ -170,7 +175,7 @@ def warmup(
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
         raise UsageError(f"the kernels take bfloat16 and float16, not {dtype}: pass the dtype that the model runs in")
-    with _compiler() as process:  # it imports what it needs while this process looks at the GPU
+    with _compiler() as process:  # it imports modules while this process queries the GPU
         backend, triton_target, numbers = _aim(device, dtype, backend, target)
         layer = Layer(
             **shape, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, static_scales=static_scales,
@@ -195,7 +200,7 @@ def warmup(
 
 
 def _read(config: Any) -> tuple[dict[str, int], bool, bool]:
-    """Of a transformers config: the shape of its layers in 8 bits, and whether they have a softcap and sinks."""
+    """From a transformers config: the shape of its 8-bit layers, and whether they have a softcap and sinks."""
     from .integrations.transformers.config import FULL, has_sinks, has_softcap, layers_of, shape_of
 
     shape = shape_of(config)
@@ -205,7 +210,7 @@ def _read(config: Any) -> tuple[dict[str, int], bool, bool]:
 
 
 def _aim(device: torch.device | str, dtype: torch.dtype, backend: str, target: str | None) -> tuple[str, tuple, Machine]:
-    """The backend, the arguments of Triton's `GPUTarget`, and what plans ask of the machine."""
+    """The backend, the arguments of Triton's `GPUTarget`, and the properties of the machine that plans use."""
     if target is not None:
         if target not in TARGETS:
             raise UsageError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
@@ -216,7 +221,7 @@ def _aim(device: torch.device | str, dtype: torch.dtype, backend: str, target: s
         return backend, ("cuda", int(target.removeprefix("sm_")), 32), TARGETS[target]
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
-        found = f"{device} is no GPU" if device.type != "cuda" else "PyTorch finds no GPU"
+        found = f"{device} is not a GPU" if device.type != "cuda" else "PyTorch finds no GPU"
         raise UsageError(
             f"warmup compiles for a GPU, and {found}. Run it on the machine that will serve, or name the architecture to compile for: "
             "target='sm_90'"
@@ -233,23 +238,23 @@ def _aim(device: torch.device | str, dtype: torch.dtype, backend: str, target: s
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def _compiler() -> Iterator[subprocess.Popen]:
-    """A process that runs `serve`. It never initializes CUDA, so it can fork; and it keeps plans for "meta" out of this process."""
+    """A process that runs `serve`. It does not initialize CUDA, so it can fork. Plans for the device "meta" stay out of this process."""
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SERVE], env=environment, start_new_session=True, **pipes) as process:
         try:
             yield process
-        except BrokenPipeError:  # it has ended
+        except BrokenPipeError:  # the process has ended
             process.stdin = None
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has forked
+            os.killpg(process.pid, signal.SIGKILL)  # including the processes that it has forked
             raise
     if process.returncode:
         raise RuntimeError(f"the process that compiles ended with exit code {process.returncode}; its message is above")
@@ -261,10 +266,10 @@ def _compiler() -> Iterator[subprocess.Popen]:
 def serve() -> None:
     """Read a request of `warmup`, compile, and write a line for each kernel: how many there are, its name and its seconds."""
     lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what else is printed is no answer
+    os.dup2(2, 1)  # other prints must not mix with the answers
     from triton.backends.compiler import GPUTarget
 
-    from .kernels import append, compile, portable  # noqa: F401 - while the other process looks at the GPU
+    from .kernels import append, compile, portable  # noqa: F401 - while the other process queries the GPU
 
     request = json.load(sys.stdin)
     plan_for(Machine(*request["machine"]))
@@ -290,7 +295,7 @@ def serve() -> None:
 
 
 def _compile(number: int) -> float:
-    """Compile a kernel; the seconds that it took."""
+    """Compile a kernel, and return the compile time in seconds."""
     from .kernels.compile import build_launcher, compiled
 
     begun = time.perf_counter()
@@ -307,7 +312,7 @@ def _prepare() -> None:
 
 
 def launches(layer: Layer) -> dict[tuple, Launch]:
-    """One launch of each kernel that the layer's calls of the grid make, by its specialization, on the machine of `plan_for`."""
+    """One launch of each kernel that the layer's calls of the grid use, by its specialization, on the machine of `plan_for`."""
     from .kernels.compile import specialization
     from .kernels.launch import recording
 
@@ -323,7 +328,7 @@ def launches(layer: Layer) -> dict[tuple, Launch]:
 
 def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
     """The layer's calls of the grid."""
-    # Of few rows which kernel it is depends on every number of tokens, on whether sequences are many, and not on pages.
+    # With few rows, the kernel depends on the exact number of tokens and on whether there are many sequences, but not on the pages.
     most_few = 128 * layer.num_kv_heads // layer.num_q_heads if layer.backend == "hopper" else 0
     for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
         few = tokens <= most_few
@@ -340,7 +345,7 @@ def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
         for ragged in (False, True):
             yield partial(_append, layer, tokens, ragged)
         yield partial(_quantize, layer, tokens)
-    # Few points of the grid put parts together, in any number. Each of these kernels takes half a second.
+    # Few points of the grid combine parts of the keys, and the number of parts varies. Each of these kernels compiles in 0.5 s.
     for splits in (1 << bits for bits in range(1, 8)):
         for tokens in (1, 1024):
             yield partial(_combine, layer, splits, tokens)
@@ -363,7 +368,7 @@ def _means(layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True) -> None:
-    """Attention of `tokens` new tokens a sequence (`ragged` in all, where that is not zero) to a cache that held pages before."""
+    """Attention of `tokens` new tokens of each sequence (of `ragged` tokens in all, if it is not 0) to a cache with older pages."""
     dtype = DTYPES[layer.dtype]
     q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
     for window in WINDOWS if layer.window and causal else (0,):
@@ -381,7 +386,7 @@ def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool =
 
 
 def _append(layer: Layer, tokens: int, ragged: bool) -> None:
-    """To a cache of two sequences that holds tokens."""
+    """Append to a cache of two sequences that has tokens."""
     x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
     load(layer.backend).append(
         _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, q=None, q_out=None,
@@ -391,7 +396,7 @@ def _append(layer: Layer, tokens: int, ragged: bool) -> None:
 
 
 def _quantize(layer: Layer, tokens: int) -> None:
-    """The first tokens of a cache that grows, and the keys of a dense call."""
+    """Quantize the first tokens of a growing cache, or the keys of a dense call."""
     x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
     for k_mean, v_mean in (_means(layer), (None, None)):
         load(layer.backend).from_dense(
@@ -401,11 +406,11 @@ def _quantize(layer: Layer, tokens: int) -> None:
 
 
 def _combine(layer: Layer, splits: int, tokens: int) -> None:
-    """Parts of attention."""
+    """Combine attention over parts of the keys."""
     from .kernels.combine import combine
 
     rows = tokens * layer.num_q_heads
-    # `prefill` passes sinks in float32, and the portable kernels as they are.
+    # `prefill` passes sinks in float32, the portable kernels in their own dtype.
     sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else DTYPES[layer.dtype])
     combine(
         _empty(splits, rows, layer.head_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),

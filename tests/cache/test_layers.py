@@ -62,7 +62,7 @@ def test_a_first_append_with_queries_rotates_them():
 
 def test_attention_knows_the_lengths_of_the_last_append():
     cache, q = PagedKVCache(HEADS, DIM, num_seqs=2), tokens(600, 9, 4)
-    with pytest.raises(ValueError, match=r"append\(layer, k, v\) comes first"):
+    with pytest.raises(ValueError, match=r"call append\(layer, k, v\) first"):
         cache.attention(0, q)
     cache.append(0, tokens(600), tokens(600, 1), lengths=[500, 100])
     bounds = torch.tensor([0, 500, 600], dtype=torch.int32)
@@ -75,7 +75,7 @@ def test_attention_knows_the_lengths_of_the_last_append():
     expected = fp8attn.attention(q[:2], cache.pages(0), window=30, return_lse=True)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     cache.select([1, 0])
-    with pytest.raises(ValueError, match="comes first"):
+    with pytest.raises(ValueError, match="call append"):
         cache.attention(0, q[:2])
 
 

@@ -121,7 +121,7 @@ def test_what_is_stored_is_said_by_the_pages():
 def test_append_rotates_queries_or_does_nothing_at_all():
     cache = PagedKVCache(HEADS, DIM)
     (k, v), q, angle = tokens(5), torch.randn(5, 2 * HEADS, DIM), torch.randn(5, DIM // 2)
-    with pytest.raises(ValueError, match="come with rope_cos and rope_sin"):
+    with pytest.raises(ValueError, match="needs rope_cos and rope_sin"):
         cache.append(0, k, v, q=q)
     assert cache.lengths == (0,) and cache.num_pages == 0
     turned = cache.append(0, k, v, q=q, rope_cos=angle.cos(), rope_sin=angle.sin())
@@ -298,7 +298,7 @@ def test_bad_calls_are_refused_and_change_nothing():
         (lambda: cache.read(0, 2), "the sequences 0 to 1; got 2"),
         (lambda: cache.read(0, -1), "the sequences 0 to 1; got -1"),
         (lambda: cache.copy(0, 0), "onto itself"),
-        (lambda: cache.copy(0, 1, 5), "cannot copy 5"),
+        (lambda: cache.copy(0, 1, 5), "length must be 0 to 0; got 5"),
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=message):

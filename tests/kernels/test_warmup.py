@@ -64,7 +64,7 @@ def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
     [
         ({}, "give a transformers config, or all of"),
         ({"num_q_heads": 32, "target": "sm_90"}, "give a transformers config, or all of"),
-        (SHAPE | {"device": "cpu"}, "cpu is no GPU. Run it on the machine that will serve"),
+        (SHAPE | {"device": "cpu"}, "cpu is not a GPU. Run it on the machine that will serve"),
         (SHAPE | {"target": "sm_9"}, "target must be one of sm_80"),
         (SHAPE | {"target": "sm_80", "backend": "hopper"}, "'hopper' has no kernels for sm_80"),
         (SHAPE | {"target": "sm_90", "dtype": torch.float32}, "bfloat16 and float16"),

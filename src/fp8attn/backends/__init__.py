@@ -1,4 +1,4 @@
-"""Which implementation can serve a call, and why not.
+"""The backends, and which of them can serve a call.
 
 | backend | serves |
 |---|---|
@@ -7,7 +7,7 @@
 | `"reference"` | every device, slowly |
 | `"fa3"` | an installed FlashAttention-3: dense calls only |
 
-`"auto"` is the first of `hopper` and `triton` that can run, and on a CPU `reference`. A GPU never falls back to `reference`.
+On a GPU, `"auto"` is `hopper` if it can run, else `triton`, and never `reference`. On a CPU it is `reference`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
     """Resolve `backend` to the name of one that works on pages; `"auto"` in the order that this module describes.
 
     Raises:
-        UsageError: the backend cannot serve this, with the reason.
+        UsageError: the backend cannot serve this; the message has the reason.
     """
     device = torch.device(device)
     if backend == FlashAttention3.name:
@@ -64,13 +64,13 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
 
 @cache
 def load(name: str) -> Backend:
-    """The backend of a resolved name, its kernels imported."""
+    """The backend of a resolved name. Its kernels are imported at the first call."""
     return _CLASSES[name]()
 
 
-@cache  # a machine does not change
+@cache  # the result is the same for the life of the process
 def find(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """What serves a call, `"auto"` resolved.
+    """The backend for a call, with `"auto"` resolved.
 
     Raises:
         UsageError: as `select_backend`.
@@ -82,7 +82,7 @@ def load_fa3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:
     """The installed FlashAttention-3.
 
     Raises:
-        UsageError: it cannot serve this, with the reason.
+        UsageError: it cannot serve this; the message has the reason.
     """
     reason = unsupported_reason(FlashAttention3.name, device, dtype)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""What a backend is, and what backends share."""
+"""The interface of backends, and the code that they share."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ ApplyRope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Ten
 
 
 class Backend(Protocol):
-    """An implementation of everything that works on pages. Making an instance imports its kernels; the class itself imports none.
+    """The interface of a backend: all operations on pages. An instance imports the backend's kernels; the class imports none.
 
-    Arguments are checked already (`ops`). What each method computes is defined in `reference.py`.
+    `ops` has checked the arguments. `reference.py` defines the results of each method.
     """
 
     name: str
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it cannot serve `dtype` inputs on `device`; None if it can."""
+        """Why the backend cannot serve `dtype` inputs on `device`; None if it can."""
 
     def append(
         self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, q_out: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
         rope_interleaved: bool, static_scales: bool,
     ) -> None:  # fmt: skip
-        """Write tokens `[T, num_kv_heads, head_dim]` to the ends of the sequences, and Q after RoPE to `q_out`."""
+        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`."""
 
     def from_dense(
         self, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
         k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
     ) -> KVPages:  # fmt: skip
-        """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, under scales of one."""
+        """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, with scales of one."""
         ...
 
     def apply_rope(self, x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-        """RoPE on a dense `[B, H, S, D]` by tables `[B, S, R / 2]`."""
+        """RoPE on a dense `[B, H, S, D]` with tables `[B, S, R / 2]`."""
         ...
 
     def quantize_rows(
         self, x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
         means: bool, heads_per_scale: int, dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """A dense `[B, H, S, D]` in 8 bits, its scales and means."""
+        """The codes, scales and means of a dense `[B, H, S, D]`."""
         ...
 
     def takes_fp8_queries(self, rows: int) -> bool:
-        """Whether `attention` takes E4M3 queries, of so many query rows a KV head (query tokens x GQA group)."""
+        """Whether `attention` takes E4M3 queries with this number of query rows for each KV head (query tokens x GQA group)."""
         ...
 
     def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(out, lse)` of queries `[T, num_q_heads, head_dim]`. Without `params.return_lse` lse is anything.
+        """`(out, lse)` of queries `[T, num_q_heads, head_dim]`. Without `params.return_lse`, lse is unspecified.
 
-        Dense calls pass `[num_seqs, S, num_q_heads, head_dim]` of any strides, with RoPE tables `[num_seqs, S, R / 2]`, and get `out` in
-        q's order in memory.
+        Dense calls pass queries `[num_seqs, S, num_q_heads, head_dim]` of any strides, with RoPE tables `[num_seqs, S, R / 2]`. Then `out`
+        has the memory order of q.
         """
         ...
 
 
 def empty_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of rows that see no key."""
+    """The output and LSE of rows that see no key."""
     return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
 
 
 def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> tuple[torch.Tensor, AttentionParams]:
-    """Queries after RoPE, a launch of its own, for kernels that do not apply it; and what is left of the options."""
+    """Apply RoPE to queries in a separate launch, for kernels that do not apply it. Returns the queries and the options without RoPE."""
     cos, sin, interleaved = params.rope_cos, params.rope_sin, params.rope_interleaved
     if q.dim() == 4:
         q = apply_rope(q.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
@@ -82,8 +82,8 @@ def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> 
 def attend_tokens(
     kernel: Attention, apply_rope: ApplyRope, q: torch.Tensor, pages: KVPages, params: AttentionParams
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`Backend.attention` by a kernel that takes queries `[T, num_q_heads, head_dim]` alone, applies no RoPE and always returns an LSE."""
-    if not params.max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: an engine's idle step, whose rows are padding
+    """`Backend.attention` with a kernel that takes only queries `[T, num_q_heads, head_dim]`, has no RoPE and always returns an LSE."""
+    if not params.max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: all rows are padding
         return empty_rows(q)
     if params.rope_cos is not None:
         q, params = rotated(apply_rope, q, params)

@@ -1,4 +1,4 @@
-"""An installed FlashAttention-3: dense calls only, over rows in 8 bits."""
+"""An installed FlashAttention-3. It serves dense calls only, over 8-bit rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ..kernels import fa3
 
 
 class FlashAttention3:
-    """It takes no pages: pages hold V transposed. So it is no `Backend`; `dense/strategies.py` calls it."""
+    """The installed FlashAttention-3. It cannot read pages, because V is transposed there. So it is not a `Backend`, and
+    `dense/strategies.py` calls it."""
 
     name = "fa3"
 
@@ -30,7 +31,7 @@ class FlashAttention3:
         """Attention of float8_e4m3fn `[B, heads, S, head_dim]`, with scales `[B, num_kv_heads]`. Causal is aligned to the last key.
 
         Returns:
-            `[B, num_q_heads, S_q, head_dim]` bfloat16, in q's order in memory.
+            `[B, num_q_heads, S_q, head_dim]` bfloat16, in the memory order of q.
         """
         out = torch.empty_like(q, dtype=torch.bfloat16)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

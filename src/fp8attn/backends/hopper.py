@@ -17,7 +17,8 @@ from .base import attend_tokens, empty_rows, rotated
 
 
 class Hopper(triton.Writer):
-    """Few query rows are bound by memory and stay exact (`decode`). Many are bound by arithmetic and go to FP8 (`prefill`)."""
+    """`decode` serves few query rows, whose speed memory bandwidth limits; they stay in 16 bits. `prefill` serves many, whose speed
+    arithmetic limits; it rounds them to 8 bits."""
 
     name = "hopper"
 
@@ -53,12 +54,12 @@ class Hopper(triton.Writer):
 
 @cache
 def _has_gluon() -> bool:
-    """Whether Triton is new enough to hold Gluon as the kernels use it; looked up without importing Triton."""
+    """Whether the installed Triton has the Gluon that the kernels need. Triton is not imported."""
     if not triton.TRITON_INSTALLED:
         return False
     try:
         version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+    except importlib.metadata.PackageNotFoundError:  # Triton's source tree is on the path
         version = import_module("triton").__version__
     major, minor = (int(part) for part in re.findall(r"\d+", version)[:2])
     return (major, minor) >= (3, 6)

@@ -1,4 +1,4 @@
-"""The definition as a backend: any device, no Triton."""
+"""The reference as a backend, for any device, without Triton."""
 
 from __future__ import annotations
 

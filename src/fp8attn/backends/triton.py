@@ -1,4 +1,4 @@
-"""Kernels in Triton, for any GPU that it compiles for."""
+"""The portable kernels, for every GPU that Triton compiles for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 class Writer:
-    """What writes pages and rows: the same kernels on every GPU."""
+    """The methods that write pages and rows, with the same kernels on every GPU."""
 
     def __init__(self) -> None:
         from ..kernels.append import append, apply_rope, from_dense
@@ -28,7 +28,7 @@ class Writer:
 
 
 class Triton(Writer):
-    """`kernels/portable.py`: 16-bit arithmetic."""
+    """Attention of `kernels/portable.py`, in 16-bit arithmetic."""
 
     name = "triton"
 

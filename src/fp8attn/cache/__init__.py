@@ -1,5 +1,14 @@
-"""The cache of a model: `page_table` says which sequence has which page, `layer` holds a layer's pages, `paged` is what users call, and
-`storage` saves sequences to files."""
+"""The cache of a model.
+
+| file | what |
+|---|---|
+| `paged.py` | `PagedKVCache`: append and attention |
+| `sequences.py` | the rest of its methods: sizes, and operations that move sequences |
+| `page_table.py` | the pages of each sequence, copy-on-write |
+| `layer.py` | the pages of one layer |
+| `step.py` | one append of all layers; the static form |
+| `storage.py` | sequences in files |
+"""
 
 from .page_table import OutOfPagesError
 from .paged import PagedKVCache

@@ -1,4 +1,4 @@
-"""The pages of one layer: their bytes, and what is static about them."""
+"""The pages of one layer: their bytes, and their static means and scales."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .page_table import Change, PageTable
 
 
 class LayerPages:
-    """One layer's pool of pages, and how it stores K and V.
+    """One layer's pool of pages, and the format of its K and V.
 
     Args:
         num_kv_heads, head_dim: the layer's shape.
-        key_dtype: what keys are stored in, `"int8"` or `"e4m3"`.
+        key_dtype: the format of keys, `"int8"` or `"e4m3"`.
         rotate_keys: whether keys are rotated before quantization.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; K's before the rotation. None: zero.
-        scales: calibrated scales and means, in the place of pages' own scales and these means.
-        device: where the pool is.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. K's mean is not rotated. None: zero.
+        scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`.
+        device: the device of the pool.
     Attributes:
         pool: `[num_pages, num_kv_heads, page_bytes]` uint8. None before the first pages.
-        k_mean, v_mean: as `KVPages` has them, K's rotated.
+        k_mean, v_mean: the means in the form of `KVPages`, K's rotated.
     Raises:
-        ValueError: scales or means that do not fit.
+        ValueError: scales or means do not fit the layer.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LayerPages:
                     f"{key_dtype!r}, {rotate_keys}; pass the scales' own to the cache, or calibrate again"
                 )
             if k_mean is not None or v_mean is not None:
-                raise ValueError("scales bring their own means; leave out k_mean and v_mean")
+                raise ValueError("calibrated scales include means; leave out k_mean and v_mean")
             k_mean, v_mean = scales.k_mean, scales.v_mean
         for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
             if mean is not None and mean.shape != (num_kv_heads, head_dim):
@@ -66,21 +66,21 @@ class LayerPages:
 
     @property
     def format(self) -> dict:
-        """What is static, as `ops.run_from_dense` takes it."""
+        """The static options that `ops.run_from_dense` takes."""
         return {"k_mean": self.k_mean, "v_mean": self.v_mean, "key_dtype": self.key_dtype, "rotate_keys": self.rotate_keys}
 
     def use_means(self, k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:
-        """Take means as pages of another cache had them: K's is rotated already."""
+        """Set the means to those of another cache's pages. K's mean is rotated already."""
         self.k_mean, self.v_mean = (None if mean is None else mean.to(self.device) for mean in (k_mean, v_mean))
 
     def pages(self, table: PageTable, cache_seqlens: torch.Tensor) -> KVPages:
-        """The layer as kernels take it; makes the pool if there is none."""
+        """The layer as `KVPages`, for kernels. Makes the pool if there is none."""
         if self.pool is None:
             self.fit(table.num_pages)
         return KVPages.trusted(self.pool, table.page_table, cache_seqlens, self.k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
 
     def fit(self, num_pages: int) -> None:
-        """Make or enlarge the pool to so many pages; new ones are zero, but for static scales."""
+        """Allocate the pool, or enlarge it. New pages are zero, except for static scales."""
         old = self.pool
         self.pool = torch.zeros(num_pages, *self.shape, dtype=torch.uint8, device=self.device)
         if old is not None:
@@ -91,17 +91,17 @@ class LayerPages:
                 header[:, :, column] = calibrated.to(self.device, non_blocking=True)
 
     def write(self, pages: list[int], given: torch.Tensor, table: PageTable) -> None:
-        """Take the bytes of pages from another pool, `given`."""
+        """Copy the bytes of pages from another pool, `given`."""
         if self.pool is None or len(self.pool) < table.num_pages:
             self.fit(table.num_pages)
         self.pool[table.to_device(pages, torch.long)] = given.to(self.device)
 
     def apply(self, change: Change, table: PageTable) -> None:
-        """Clear and copy pages as `PageTable.reserve` says."""
+        """Clear and copy the pages that `PageTable.reserve` returned."""
         if self.pool is None or len(self.pool) < table.num_pages:
             self.fit(table.num_pages)
         if change.cleared:
-            kept = 0 if self.scales is None else HEADER  # calibrated scales stay
+            kept = 0 if self.scales is None else HEADER  # calibrated scales are kept
             self.pool[table.to_device(change.cleared), :, : self.shape[1] - kept] = 0
         if change.targets:
             index = table.to_device([change.targets, change.sources])

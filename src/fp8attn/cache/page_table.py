@@ -1,7 +1,7 @@
-"""Which sequence has which page: the bookkeeping that all layers of a cache share.
+"""The pages of each sequence: the bookkeeping that all layers of a cache share.
 
-The host has lengths, page tables and reference counts; the device has one table for all layers, and lengths layer by layer, because each
-layer's append advances its own. Sequences that were copied from each other share pages until one of them writes (copy-on-write).
+The host has the lengths, page tables and reference counts. The device has one page table for all layers. It has the lengths of each layer
+separately, because each layer's append advances its own. Sequences that were copied share pages until one of them writes (copy-on-write).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..layout import PAGE_SIZE
 
 
 class OutOfPagesError(RuntimeError):
-    """A cache of fixed size has too few free pages; nothing was changed."""
+    """A cache of fixed size has too few free pages. Nothing was changed."""
 
 
 class Change(NamedTuple):
-    """What every layer does to its pool before the next tokens are written.
+    """The changes that every layer makes to its pool before the next tokens are written.
 
     Attributes:
-        cleared: pages to set to zero. They have held tokens, and stale bytes of V could be NaN.
+        cleared: pages to set to zero. They held tokens before, and stale bytes of V could be NaN.
         sources, targets: pages to copy.
     """
 
@@ -43,17 +43,17 @@ class PageTable:
     Args:
         num_layers: layers that share the table.
         num_seqs: sequences.
-        num_pages: pages of the pool, for good. None: the pool grows.
-        device: where the tensors are.
+        num_pages: pages of each layer's pool, which never grows. None: it grows.
+        device: the device of the tensors.
     Attributes:
         lengths: tokens of each sequence.
         tables: the pages of each sequence, in order.
-        references: how many tables name each page.
+        references: the number of sequences that have each page.
         grows: whether the pools grow.
-        free: pages that no table names; the last one is taken first.
+        free: pages that no sequence has. The last one is used first.
         page_table: `[num_seqs, max_pages]` int32, `tables` on the device; entries past a sequence's last page are zero.
-        cache_seqlens: `[num_seqs]` int32 for each layer, in memory of its own: compiled code writes into each of them in place, which torch
-            does not do where they are views of one tensor.
+        cache_seqlens: a tensor `[num_seqs]` int32 for each layer, each in its own memory: compiled code writes to them in place, which torch
+            does not support for views of one tensor.
     """
 
     def __init__(self, num_layers: int, num_seqs: int, num_pages: int | None, device: torch.device) -> None:
@@ -63,8 +63,8 @@ class PageTable:
         self.references = [0] * (num_pages or 0)
         self.free = list(reversed(range(num_pages or 0)))
         self.grows = num_pages is None
-        self._stale: set[int] = set()  # free pages that have held tokens
-        # Tokens that every sequence can append without new pages or copies; set by `reserve`, cleared by what moves sequences.
+        self._stale: set[int] = set()  # free pages that held tokens before
+        # Tokens that every sequence can append without new pages or copies. `reserve` sets it; truncate, select and copy set it to zero.
         self.headroom = 0
         self.page_table = torch.zeros(num_seqs, 1, dtype=torch.int32, device=device)
         self.cache_seqlens = [torch.zeros(num_seqs, dtype=torch.int32, device=device) for _ in range(num_layers)]
@@ -78,17 +78,19 @@ class PageTable:
         """Pages of every layer's pool."""
         return len(self.references)
 
-    # Tokens in
+    # Appending tokens
 
     def reserve(self, lengths: list[int]) -> Change | None:
-        """Give each sequence the pages to hold its count of tokens, and pages of its own where it will write; None: it has them.
+        """Allocate pages for `lengths` tokens of each sequence, and copies of shared pages that the sequence will write to.
 
+        Returns:
+            The pages to clear and to copy; None: no page changes.
         Raises:
-            OutOfPagesError: the pool is of fixed size and too small; nothing was changed.
+            OutOfPagesError: the pool is of fixed size and too small. Nothing was changed.
         """
         added = [max(0, num_pages_of(length) - len(table)) for table, length in zip(self.tables, lengths, strict=True)]
         copied: list[tuple[int, int]] = []  # (sequence, column of its table)
-        leaving: dict[int, int] = {}  # how many of a page's sharers get copies; the last to write keeps the page
+        leaving: dict[int, int] = {}  # the number of copies of each shared page; the last sequence that writes to it keeps the page
         for seq, (table, length) in enumerate(zip(self.tables, lengths, strict=True)):
             if length > self.lengths[seq]:
                 for column in range(self.lengths[seq] // PAGE_SIZE, min(len(table), num_pages_of(length))):
@@ -103,8 +105,10 @@ class PageTable:
         return change
 
     def begin(self, length: int) -> None:
-        """Give every sequence of an empty table that grows the pages for its first `length` tokens, sequence after sequence, and count the
-        tokens, on the device too: `ops.quantize` writes pages in this order."""
+        """Allocate pages for the first `length` tokens of every sequence of an empty, growing table, and set its lengths.
+
+        The pages are in the order of the sequences, as `ops.from_dense` writes them.
+        """
         columns = num_pages_of(length)
         self.references = [1] * (self.num_seqs * columns)
         self.tables = [list(range(seq * columns, (seq + 1) * columns)) for seq in range(self.num_seqs)]
@@ -115,8 +119,11 @@ class PageTable:
             lengths.fill_(length)
 
     def fill(self, lengths: list[int], tables: list[list[int]]) -> list[int]:
-        """Give the sequences of an empty table these lengths, and a page for each that `tables` name of another pool, shared as there.
-        The pages, in the order of the other pool's."""
+        """Set the lengths of an empty table, and allocate a page for each page of another pool that `tables` name. Sharing stays the same.
+
+        Returns:
+            The new pages, in the order of the other pool's pages.
+        """
         taken, _ = self._take(1 + max((page for table in tables for page in table), default=-1))
         self.tables = [[taken[page] for page in table] for table in tables]
         self.references = [0] * len(self.references)
@@ -129,14 +136,14 @@ class PageTable:
         return taken
 
     def advance(self, new: list[int], longest: int) -> None:
-        """Count `new` tokens of each sequence, which the layers append on the device; `longest` is the largest of them."""
+        """Add `new` tokens to the host's length of each sequence. The layers append them on the device. `longest` is the largest number."""
         self.lengths = [old + n for old, n in zip(self.lengths, new, strict=True)]
         self.headroom = max(0, self.headroom - longest)
 
-    # Tokens out, and sequences moved
+    # Dropping tokens, moving sequences
 
     def truncate(self, lengths: list[int]) -> None:
-        """Keep each sequence's first tokens, at most as many as it has, and release the pages after them."""
+        """Keep the first `lengths` tokens of each sequence, or all if it has fewer, and release the pages after them."""
         self.headroom = 0
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
         for table, length in zip(self.tables, self.lengths, strict=True):
@@ -145,7 +152,7 @@ class PageTable:
         self.write_lengths()
 
     def select(self, chosen: list[int]) -> None:
-        """Replace the sequences by copies of the `chosen` ones, which share pages."""
+        """Replace the sequences with copies of the `chosen` ones. Copies share pages."""
         self.headroom = 0
         tables = [list(self.tables[i]) for i in chosen]
         for table in tables:
@@ -165,7 +172,7 @@ class PageTable:
         self.write_lengths()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make sequence `target` a copy of the first `length` tokens of `source`, with which it shares pages."""
+        """Make sequence `target` a copy of the first `length` tokens of `source`. The two share pages."""
         self.headroom = 0
         table = self.tables[source][: num_pages_of(length)]
         for page in table:
@@ -177,12 +184,12 @@ class PageTable:
         self.write_lengths()
 
     def sync(self) -> None:
-        """Read the lengths back from the device: tokens that every layer has."""
+        """Read back from the device the number of tokens that every layer has, which waits for the GPU."""
         self.lengths = torch.stack(self.cache_seqlens).amin(0).tolist()
         self.headroom = 0
 
     def write_lengths(self) -> None:
-        """Bring the lengths to the device, for every layer."""
+        """Copy the lengths to the device, for every layer."""
         given = self.to_device(self.lengths, torch.int32)
         for lengths in self.cache_seqlens:
             lengths.copy_(given)
@@ -190,7 +197,7 @@ class PageTable:
     # Arguments
 
     def sequences(self, numbers: list[Any]) -> list[int]:
-        """The numbers of sequences, checked; negative ones do not count from the end."""
+        """Check numbers of sequences. Negative numbers are errors."""
         try:
             found = [operator.index(number) for number in numbers]
         except TypeError:  # no integer
@@ -200,7 +207,7 @@ class PageTable:
         return found
 
     def indices(self, given: Iterable[int] | torch.Tensor) -> list[int]:
-        """The numbers of sequences that `given` selects: numbers, or a mask with a bool for each sequence."""
+        """The numbers of the sequences that `given` selects. It has numbers, or is a mask with a bool for each sequence."""
         chosen = given.tolist() if hasattr(given, "tolist") else list(given)
         if chosen and all(isinstance(i, bool) for i in chosen):
             if len(chosen) != self.num_seqs:
@@ -211,7 +218,7 @@ class PageTable:
         return self.sequences(chosen)
 
     def counts(self, lengths: int | Sequence[int]) -> list[int]:
-        """One count of tokens for each sequence; a single one is for all."""
+        """A number of tokens for each sequence. If one number is given, it is the same for all."""
         given = lengths.tolist() if hasattr(lengths, "tolist") else lengths
         try:
             counts = [operator.index(count) for count in given] if isinstance(given, Iterable) else [operator.index(given)] * self.num_seqs
@@ -222,13 +229,13 @@ class PageTable:
         return counts
 
     def to_device(self, values: list | torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`values` on the device, without waiting for what the GPU has to do before."""
+        """Copy `values` to the device, without waiting for earlier work of the GPU."""
         return torch.as_tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
     # Pages
 
     def _assign(self, added: list[int], copied: list[tuple[int, int]]) -> Change:
-        """So many more pages for each sequence, and one of its own for each (sequence, column) of `copied`."""
+        """Add this many pages to each sequence, and replace the page of each (sequence, column) in `copied` with a new one."""
         sources = [self.tables[seq][column] for seq, column in copied]
         taken, cleared = self._take(sum(added) + len(copied))
         targets = taken[: len(copied)]
@@ -244,7 +251,7 @@ class PageTable:
         return Change(cleared, sources, targets)
 
     def _take(self, count: int) -> tuple[list[int], list[int]]:
-        """`count` free pages, and those of them that must be cleared; the pool grows if that is allowed."""
+        """`count` free pages, and which of them must be cleared. A growing pool grows if it has too few."""
         short = count - len(self.free)
         if short > 0:
             size = len(self.references)
@@ -273,7 +280,7 @@ class PageTable:
                 self._stale.add(page)
 
     def _write_table(self, written: list[tuple[int, int, int]]) -> None:
-        """Bring columns of the tables, given as (sequence, start, stop), to the device; the table grows wider where it must."""
+        """Copy columns of the tables, given as (sequence, start, stop), to the device. Make the device's table wider if necessary."""
         table, width = self.page_table, max(map(len, self.tables))
         if width > table.shape[1]:
             # Entries past a sequence's length must name a valid page: zero does.

@@ -17,37 +17,38 @@ from .step import Step
 
 
 class PagedKVCache(Sequences):
-    """K and V of `num_seqs` sequences in 8 bits, of any lengths, of the layers of a model.
+    """K and V of all layers of a model in 8 bits, for `num_seqs` sequences of any lengths.
 
-    Half the bytes of BF16: a page of 128 tokens costs `256 * head_dim + 128` bytes a KV head. One page table serves all layers. The layers
-    append the same tokens one after another: the first one reserves pages for all.
+    It needs half the bytes of BF16: a page of 128 tokens has `256 * head_dim + 128` bytes for each KV head. One page table serves all
+    layers. The layers append the same tokens one after another. The first layer's append reserves pages for all.
 
-    Not for several threads at once.
+    A cache is not thread-safe.
 
     Args:
         num_kv_heads, head_dim: the shape of every layer; head_dim is one of `layout.HEAD_DIMS`.
-        num_layers: the layers; `append` and `attention` take their numbers.
-        num_seqs: sequences held side by side (the batch).
-        num_pages: pages of 128 tokens that each layer allocates at once and for good. None: the pools grow as tokens come.
-        max_seqlen: the static form, for steps that are compiled or captured in CUDA graphs: each sequence has the pages of so many tokens
-            from the start, tensors stay where they are, and a step uses nothing from the host.
-        key_dtype: what keys are stored in, `"int8"` or `"e4m3"`; values are E4M3.
-        rotate_keys: rotate keys before quantization (`rotation.rotate`); attention does not change, and rounding errors shrink. A bool, or
-            one for each layer.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, constants subtracted from K (after RoPE) and V before quantization. Attention
-            does not change; rounding errors shrink where an offset is several deviations. None: zero. Or a list of these, one a layer.
-        scales: calibrated scales and means to use instead of the pages' own scales and these means; `key_dtype` and `rotate_keys` must be
-            those that were calibrated. Or a list, one for each layer.
-        device: where the pages are.
+        num_layers: number of layers. `append` and `attention` take the number of a layer, from 0.
+        num_seqs: number of sequences (the batch).
+        num_pages: pages of 128 tokens that each layer allocates at the start. Its pool never grows. None: the pools grow with the tokens.
+        max_seqlen: tokens of the longest sequence, for the static form. Each sequence has all its pages from the start, tensors keep their
+            addresses, and a step needs nothing from the host, so it can be compiled or captured in a CUDA graph. None: not static.
+        key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3.
+        rotate_keys: rotate keys before quantization (`rotation.rotate`). This makes rounding errors smaller and does not change attention.
+            A bool, or a list with one for each layer.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted from K (after RoPE) and V before quantization. This makes rounding
+            errors smaller if a mean is several standard deviations, and does not change attention. None: zero. Or a list with one for each
+            layer.
+        scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`. `key_dtype` and `rotate_keys` must
+            be the calibrated ones. Or a list with one for each layer.
+        device: the device of the pages.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Attributes:
-        layers: each layer's pool and what is static about it.
-        table: which sequence has which page, for all layers.
+        layers: each layer's pool, static means and scales.
+        table: the pages of each sequence, for all layers.
     Raises:
-        ValueError: shapes that no kernel takes, or options that do not fit each other.
+        ValueError: no kernel takes the shape, or the options contradict each other.
     """
 
-    # Tokens in, and attention over them
+    # Append and attention
 
     def append(
         self,
@@ -61,22 +62,22 @@ class PagedKVCache(Sequences):
         rope_sin: torch.Tensor | None = None,
         rope_interleaved: bool = False,
     ) -> torch.Tensor | None:
-        """Quantize one layer's new tokens onto the sequences' ends; all of them or, when this raises, none.
+        """Quantize one layer's new tokens and write them at the ends of their sequences. If it raises, no token was appended.
 
-        Every layer appends the same number of tokens before any layer appends the next ones.
+        All layers append the same tokens, one layer after another, before a layer appends the next tokens.
 
         Args:
             layer: the layer's number.
-            k, v: `[T, num_kv_heads, head_dim]`, the sequences' new tokens one after another.
-            q: `[T, num_q_heads, head_dim]`, the same tokens' queries, to be rotated as K is.
-            lengths: how many of the T tokens each sequence gets, the same for all layers. None: all sequences get as many.
-            rope_cos, rope_sin, rope_interleaved: apply RoPE to K first (`ops.append`).
+            k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence.
+            q: `[T, num_q_heads, head_dim]`, the queries of the same tokens, to apply RoPE to.
+            lengths: number of new tokens of each sequence, T in all, equal for all layers. None: T / num_seqs for each.
+            rope_cos, rope_sin, rope_interleaved: RoPE for K and Q, as `fp8attn.append` takes them.
         Returns:
-            The rotated queries; None without `q`.
+            The queries after RoPE, in q's shape and dtype; None without `q`.
         Raises:
-            ValueError: shapes or lengths that do not fit, or a layer that has appended these tokens already.
+            ValueError: shapes or lengths do not fit, or the layer has appended these tokens already.
             OutOfPagesError: the pool is of fixed size and too small.
-            RuntimeError: a static cache is full. A GPU raises it some time later.
+            RuntimeError: a static cache is full. On a GPU the error is raised later, when the host waits for it.
         """
         static_scales = self._layer(layer).scales is not None
         if torch.compiler.is_compiling():
@@ -102,7 +103,7 @@ class PagedKVCache(Sequences):
         return rotated
 
     def appended(self, layer: int) -> KVPages:
-        """One layer as its last append left it: what its attention reads."""
+        """The pages of one layer after its last append, which its attention reads."""
         if torch.compiler.is_compiling():
             return self.pages(layer)
         pages = None if self._step is None else self._step.pages.get(layer)
@@ -110,7 +111,7 @@ class PagedKVCache(Sequences):
             self._layer(layer)
             raise ValueError(
                 f"layer {layer} has appended no tokens since the cache was made, its sequences were moved, or another layer began a step: "
-                "append(layer, k, v) comes first. fp8attn.attention(q, cache.pages(layer)) attends without an append"
+                "call append(layer, k, v) first. To attend without an append, call fp8attn.attention(q, cache.pages(layer))"
             )
         return pages
 
@@ -130,7 +131,9 @@ class PagedKVCache(Sequences):
         rope_interleaved: bool = False,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the queries of the last append over the layer's K and V: `softmax(mask(softcap(softmax_scale * q k^T))) v`.
+        """Attention of the queries of the last append over the layer's K and V.
+
+            out = softmax(mask(softcap(softmax_scale * q k^T))) v
 
         Args:
             layer: the layer's number.
@@ -138,9 +141,9 @@ class PagedKVCache(Sequences):
             causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse: as
                 `fp8attn.attention` takes them.
         Returns:
-            As `fp8attn.attention`: `[T, num_q_heads, head_dim]`, and with `return_lse` also the log-sum-exp `[T, num_q_heads]`.
+            `out [T, num_q_heads, head_dim]` in q's dtype, and with `return_lse` also the LSE `[T, num_q_heads]` float32.
         Raises:
-            ValueError: q has another number of tokens than the append, or the layer has appended nothing.
+            ValueError: q has another number of tokens than the last append, or the layer has appended nothing.
         """
         pages, cu_seqlens, longest = self.appended(layer), None, None
         if not torch.compiler.is_compiling():
@@ -160,11 +163,11 @@ class PagedKVCache(Sequences):
     # Files
 
     def save(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
-        """Write sequences to a safetensors file: their pages as they are, lengths, and how the pages are to be read.
+        """Write sequences to a safetensors file: the bytes of their pages, their lengths, and the format, means and scales.
 
         Args:
-            path: the file; folders above it are made.
-            seqs: numbers of sequences, in the order in which `load` gives them. None: all.
+            path: the file. The folders above it are made.
+            seqs: numbers of the sequences, in the order that `load` gives them. None: all.
         Raises:
             ValueError: there is no such sequence.
         """
@@ -180,21 +183,21 @@ class PagedKVCache(Sequences):
         device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> PagedKVCache:
-        """A cache of the sequences that `save` wrote, in the same format, means and scales included.
+        """Make a cache of the sequences that `save` wrote, with the same bytes, format, means and scales.
 
         Args:
-            path: the file. Only tensors and strings are read: nothing in it is executed.
+            path: the file. Only tensors and strings are read; nothing in it is executed.
             max_seqlen, num_pages, device, backend: as `PagedKVCache` takes them.
         Raises:
-            ValueError: there is no such file, it is damaged or not from `save`, or its sequences do not fit into max_seqlen.
-            OutOfPagesError: they do not fit into num_pages.
+            ValueError: the file does not exist, is damaged or is not from `save`; or its sequences are longer than max_seqlen.
+            OutOfPagesError: its sequences need more than num_pages.
         """
         return storage.unpack(*storage.read(path), path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
 
     # A step
 
     def _join(self, layer: int, num_tokens: int, lengths: Sequence[int] | None) -> Step:
-        """The step in which `layer` appends: the one that other layers have begun, or a new one."""
+        """The step of this append of `layer`: the one that other layers have begun, or a new one."""
         step = self._step
         if step is None or len(step.pages) == len(self.layers):
             step = self._step = self._new_step(num_tokens, lengths)
@@ -213,7 +216,7 @@ class PagedKVCache(Sequences):
         return step
 
     def _new_step(self, num_tokens: int, lengths: Sequence[int] | None) -> Step:
-        """Bookkeeping for all layers: reserve pages, and count the tokens."""
+        """Begin a step: reserve pages for all layers, and update the lengths on the host."""
         table, new = self.table, self._divide(num_tokens, lengths)
         longest, columns, begins, before = max(new), None, False, table.lengths
         if self._static is not None:
@@ -232,11 +235,11 @@ class PagedKVCache(Sequences):
         return Step(new, cu_seqlens, before, begins, columns)
 
     def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
-        """How many of the tokens each sequence gets."""
+        """The number of new tokens of each sequence."""
         num_seqs = self.num_seqs
         if lengths is None:
             if num_tokens % num_seqs:
-                raise ValueError(f"{num_tokens} tokens do not divide over {num_seqs} sequences; say how many each gets: lengths=[...]")
+                raise ValueError(f"{num_tokens} tokens do not divide over {num_seqs} sequences; give each sequence's number: lengths=[...]")
             return [num_tokens // num_seqs] * num_seqs
         new = self.table.counts(lengths)
         if sum(new) != num_tokens:
@@ -244,7 +247,7 @@ class PagedKVCache(Sequences):
         return new
 
     def _begin(self, name: str, layer: int, k, v, q, length: int, rope: dict[str, Any]) -> torch.Tensor | None:
-        """The first append to a pool without pages, by the backend `name`."""
+        """The first append of a layer without pages, with the resolved backend `name`."""
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         dense = rope
         if rope["rope_cos"] is not None:
@@ -257,11 +260,11 @@ class PagedKVCache(Sequences):
         return q.transpose(1, 2).flatten(0, 1)
 
     def _trace_append(self, layer: int, k: torch.Tensor, lengths: Sequence[int] | None) -> None:
-        """What `append` does first in compiled code: device work alone, so that this compiles once."""
+        """The bookkeeping of `append` in compiled code. It is work of the device only, so it compiles once."""
         if self._static is None or lengths is not None:
             raise RuntimeError(
-                "append in compiled code needs a cache with max_seqlen=..., which has all its memory from the start, and as many tokens in "
-                "every sequence (lengths=None)"
+                "append in compiled code needs a cache with max_seqlen=..., which has all its memory from the start, and one number of "
+                "tokens for all sequences (lengths=None)"
             )
         if layer == 0:  # all layers have the same lengths
             self._static.assert_fits(self.table.cache_seqlens[0], k.shape[0] // self.num_seqs)

@@ -1,4 +1,4 @@
-"""The layers of a cache and the sequences they hold: everything but appending and attending."""
+"""The layers and sequences of a cache: everything except append and attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .step import StaticForm, Step
 
 
 class Sequences:
-    """What `PagedKVCache` holds, and how its sequences are moved; see there for the arguments."""
+    """The base class of `PagedKVCache`, which describes the arguments: its state, and operations that move sequences."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Sequences:
         self.table = PageTable(num_layers, num_seqs, num_pages, self.device)
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append
-        self._pages: list[KVPages | None] = [None] * num_layers  # of each layer, as long as its tensors stay the same
+        self._pages: list[KVPages | None] = [None] * num_layers  # of each layer; valid until one of its tensors is replaced
         if num_pages is not None:
             for layer in self.layers:
                 layer.fit(num_pages)
@@ -65,11 +65,13 @@ class Sequences:
             self._reserve([max_seqlen] * num_seqs)
             self._mark_static()
 
-    # What it holds
+    # State
 
     def pages(self, layer: int) -> KVPages:
-        """The device state of one layer, for `fp8attn.attention` and `fp8attn.append`. It is valid until the cache changes: appends and
-        moves may replace its tensors, but for the static form, whose tensors stay."""
+        """The device state of one layer, for `fp8attn.attention` and `fp8attn.append`.
+
+        It is valid until the next append or move of sequences, which may replace its tensors. The static form never replaces them.
+        """
         pages = self._pages[layer] if 0 <= layer < len(self.layers) else None
         if pages is None:
             pages = self._pages[layer] = self._layer(layer).pages(self.table, self.table.cache_seqlens[layer])
@@ -85,24 +87,24 @@ class Sequences:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence. The static form reads them from the device, and waits for it."""
+        """Number of tokens of each sequence. The static form reads them back from the device, which waits for the GPU."""
         if self.max_seqlen is not None:
             self.table.sync()
         return tuple(self.table.lengths)
 
     @property
     def num_pages(self) -> int:
-        """Pages of each layer's pool."""
+        """Number of pages in each layer's pool."""
         return self.table.num_pages
 
     @property
     def num_free_pages(self) -> int:
-        """Pages of the pool that no sequence holds."""
+        """Number of pages in each layer's pool that no sequence has."""
         return len(self.table.free)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, all of them: pages (free ones too), means, the table, lengths."""
+        """Bytes of all tensors on the device: pages (also free ones), means, page table and lengths."""
         held = [x for layer in self.layers for x in (layer.pool, layer.k_mean, layer.v_mean) if x is not None]
         return sum(x.nbytes for x in (*held, self.table.page_table, *self.table.cache_seqlens))
 
@@ -115,8 +117,10 @@ class Sequences:
         )
 
     def read(self, layer: int, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one sequence, dequantized: each `[length, num_kv_heads, head_dim]` in `dtype`.
+        """Dequantize one sequence.
 
+        Returns:
+            K and V, each `[length, num_kv_heads, head_dim]` in `dtype`.
         Raises:
             ValueError: there is no such layer or sequence.
         """
@@ -124,28 +128,29 @@ class Sequences:
         (seq,) = self.table.sequences([seq])
         return pages.read(seq, self.lengths[seq], dtype)
 
-    # Sequences moved
+    # Moving sequences
 
     def reserve(self, lengths: int | Sequence[int]) -> None:
-        """Give each sequence the pages to hold `lengths` tokens, so that appends up to there need nothing from the host.
+        """Allocate pages for `lengths` tokens of each sequence, so that appends up to these lengths need nothing from the host.
 
-        Pages that a coming append would write and that another sequence shares are copied here, in every layer.
+        Shared pages that such an append would write to are copied, in every layer.
 
         Raises:
-            ValueError: lengths that are no counts, or not one for each sequence.
-            OutOfPagesError: the pool is of fixed size and too small; nothing was changed.
+            ValueError: `lengths` is not one number of tokens for each sequence.
+            OutOfPagesError: the pool is of fixed size and too small. Nothing was changed.
         """
         counts = self.table.counts(lengths)
         self.check_complete("reserve")
         self._reserve(counts)
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Keep each sequence's first `lengths` tokens (at most what it has) and release the pages after them.
+        """Keep the first `lengths` tokens of each sequence, or all if it has fewer, and release the pages after them.
 
-        Tokens that only some of the layers have appended are dropped: so it also ends a step that failed.
+        Tokens that only some layers have appended are dropped. So `truncate` also ends a step that failed. The static form reads its
+        lengths back from the device first, which waits for the GPU.
 
         Raises:
-            ValueError: lengths that are no counts, or not one for each sequence.
+            ValueError: `lengths` is not one number of tokens for each sequence.
         """
         counts, step = self.table.counts(lengths), self._step
         if step is not None and self._static is None and step.missing(len(self.layers)):
@@ -153,7 +158,7 @@ class Sequences:
         self._move(lambda table: table.truncate(counts))
 
     def reset(self) -> None:
-        """Forget every token. Pools that grow are freed; those of fixed size stay allocated."""
+        """Drop all tokens. The memory of growing pools is freed. Pools of fixed size stay allocated."""
         if self.table.grows:
             self.table = PageTable(len(self.layers), self.num_seqs, None, self.device)
             for layer in self.layers:
@@ -163,15 +168,15 @@ class Sequences:
             self.truncate(0)
 
     def select(self, indices: Iterable[int] | torch.Tensor) -> None:
-        """Replace the sequences by `[sequences[i] for i in indices]`: reorder beams, repeat prompts, drop what has finished.
+        """Replace the sequences with `[sequences[i] for i in indices]`, to reorder beams, repeat prompts or drop finished sequences.
 
-        Copies share pages until one of them writes. The number of sequences becomes `len(indices)`; the static form's must stay.
+        Copies share pages until one of them writes. The number of sequences becomes `len(indices)`. The static form must keep its number.
 
         Args:
-            indices: numbers of sequences; or a mask, one bool for each sequence, as torch indexes: those where it is true are kept. A
-                tensor on a GPU is read back, which waits for it.
+            indices: numbers of sequences; or a mask with one bool for each sequence, True for those to keep. A tensor on a GPU is read
+                back, which waits for the GPU.
         Raises:
-            ValueError: no sequence, one that does not exist, or a mask of another length.
+            ValueError: `indices` is empty, names a sequence that does not exist, or is a mask of another length.
         """
         chosen = self.table.indices(indices)
         self.check_complete("select")
@@ -183,34 +188,36 @@ class Sequences:
         self._move(lambda table: table.select(chosen))
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
-        """Make sequence `target` a copy of the first `length` tokens of `source` (all of them by default), sharing its pages.
+        """Make sequence `target` a copy of the first `length` tokens of `source` (None: of all its tokens). The two share pages.
+
+        The static form reads its lengths back from the device first, which waits for the GPU.
 
         Raises:
-            ValueError: a sequence that does not exist, one and the same, or more tokens than `source` has; nothing was changed.
+            ValueError: a sequence does not exist, `target` is `source`, or `source` has fewer tokens. Nothing was changed.
         """
         source, target = self.table.sequences([source, target])
         self.check_complete("copy")
         held = self.lengths[source]
         length = held if length is None else length
         if not 0 <= length <= held:
-            raise ValueError(f"sequence {source} has {held} tokens, so length must be 0 to that; cannot copy {length}")
+            raise ValueError(f"sequence {source} has {held} tokens, so length must be 0 to {held}; got {length}")
         if source == target:
             raise ValueError(f"sequence {source} cannot be copied onto itself; use truncate to shorten it")
         self._move(lambda table: table.copy(source, target, length))
 
     def sync(self) -> None:
-        """Read the lengths back from the device, after other code appended to `pages` or wrote to them."""
+        """Read the lengths back from the device. Call it after other code appended to `pages` or changed its lengths."""
         self.table.sync()
         self._step = None
         if self._static is not None:
             self._static.moved(self.table.lengths)
 
     def fill(self, lengths: list[int], tables: list[list[int]], pools: list[torch.Tensor]) -> None:
-        """Replace all tokens by those of other pools, one a layer.
+        """Replace all tokens with those of other pools, one pool for each layer.
 
         Args:
-            lengths: tokens of each sequence.
-            tables: the pages of each sequence, as numbers in `pools`.
+            lengths: number of tokens of each sequence.
+            tables: the pages of each sequence, as indices into `pools`.
             pools: `[num_pages, num_kv_heads, page_bytes]` uint8, for each layer.
         """
         self.table.truncate([0] * self.num_seqs)
@@ -218,7 +225,7 @@ class Sequences:
         for layer, pool in zip(self.layers, pools, strict=True):
             layer.write(pages, pool, self.table)
         self._move(lambda table: None)
-        self._pages = [None] * len(self.layers)  # means may be new, too
+        self._pages = [None] * len(self.layers)  # the means may also be new
         if self._static is not None:
             self._mark_static()
 
@@ -241,7 +248,7 @@ class Sequences:
             self._renew(held)
 
     def _move(self, move: Callable[[PageTable], None]) -> None:
-        """Move sequences. This is work of the host, so the static form reads its lengths back first."""
+        """Move sequences. The host does this, so the static form reads its lengths back from the device first."""
         held = self._tensors()
         if self._static is not None:
             self.table.sync()
@@ -249,15 +256,15 @@ class Sequences:
         self._step = None
         self._renew(held)
         if self._static is not None:
-            self._reserve([self._static.max_seqlen] * self.num_seqs)  # steps find every page again, and none shared that they write
+            self._reserve([self._static.max_seqlen] * self.num_seqs)  # a step needs all pages again, and no shared page where it writes
             self._static.moved(self.table.lengths)
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Tensors that are replaced when they are too small; those of the layers are replaced together."""
+        """Tensors that are replaced when they are too small. All layers replace them at the same time."""
         return self.table.page_table, self.table.cache_seqlens[0], self.layers[0].pool
 
     def _renew(self, held: tuple[torch.Tensor | None, ...]) -> None:
-        """Make `pages` anew if a tensor was replaced: otherwise they stay, because compiled code and CUDA graphs hold them."""
+        """Make new `KVPages` if a tensor was replaced. Otherwise keep them, because compiled code and CUDA graphs refer to them."""
         if any(old is not new for old, new in zip(held, self._tensors(), strict=True)):
             self._pages = [
                 None if layer.pool is None else layer.pages(self.table, self.table.cache_seqlens[index])
@@ -271,7 +278,7 @@ class Sequences:
                     torch._dynamo.mark_static_address(x)  # CUDA graphs write into it in place
 
     def check_complete(self, what: str) -> None:
-        """Raise ValueError, which names the call `what`, between the appends of a step."""
+        """Raise ValueError if some layers have not appended the tokens of the step. The message names the call `what`."""
         if self._step is not None and (missing := self._step.missing(len(self.layers))):
             raise ValueError(
                 f"{what} between the appends of a step: layers {missing} have not appended its tokens yet. Append them first, or drop the "
@@ -285,7 +292,7 @@ class Sequences:
 
 
 def _each(name: str, value: Any, num_layers: int) -> list[Any]:
-    """An option of every layer: one for all of them, or a list of one for each."""
+    """The values of an option, one for each layer, from one value for all layers or a list."""
     if not isinstance(value, list | tuple):
         return [value] * num_layers
     if len(value) != num_layers:

@@ -1,4 +1,4 @@
-"""An append that all layers make in turn, and the static form, in which it needs nothing from the host."""
+"""A step, in which all layers append the same tokens; and the static form, in which a step needs nothing from the host."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .page_table import num_pages_of
 
 
 class Step:
-    """One append of new tokens, which every layer makes in turn.
+    """One append of new tokens by all layers, one after another.
 
     Attributes:
-        lengths: new tokens of each sequence.
-        num_tokens, longest: their sum, and the most of one sequence.
-        cu_seqlens: `[num_seqs + 1]` int32 on the device, where each sequence's tokens begin. None: every sequence has `longest`.
-        before: tokens of each sequence before the step.
-        begins: these are the first tokens of a pool that grows: `ops.run_from_dense` makes the pages together with their contents.
-        columns: how many columns of the page table hold tokens after the step. None: the host does not know, and all may.
-        pages: of each layer that has appended, what its attention reads.
+        lengths: number of new tokens of each sequence.
+        num_tokens, longest: the sum and the maximum of `lengths`.
+        cu_seqlens: `[num_seqs + 1]` int32 on the device, cumulative `lengths` from 0. None: every sequence has `longest` tokens.
+        before: number of tokens of each sequence before the step.
+        begins: whether these are the first tokens of a growing pool. Then `ops.run_from_dense` makes the pages with their contents.
+        columns: number of columns of the page table that have tokens after the step. None: the host does not know it; use all columns.
+        pages: by layer that has appended, the pages that its attention reads.
     """
 
     def __init__(self, lengths: list[int], cu_seqlens: torch.Tensor | None, before: list[int], begins: bool, columns: int | None) -> None:
@@ -32,11 +32,11 @@ class Step:
 
 
 class StaticForm:
-    """What the host knows of a cache of fixed memory, whose steps may be compiled or replayed without it.
+    """What the host knows about a static cache, whose steps can be compiled, or replayed in a CUDA graph, without the host.
 
     Attributes:
-        known_empty: the cache holds no tokens. False: it may hold some.
-        captured: an append is in a CUDA graph, which may be replayed at any time.
+        known_empty: True while the host knows that the cache has no tokens. False: it may have some.
+        captured: whether a CUDA graph contains an append. It can be replayed at any time.
     """
 
     def __init__(self, max_seqlen: int) -> None:
@@ -44,10 +44,10 @@ class StaticForm:
         self.known_empty, self.captured = True, False
 
     def columns(self, longest: int, device: torch.device) -> int | None:
-        """How many columns of the page table an append of `longest` tokens and its attention need; None: all.
+        """Number of columns of the page table that an append of `longest` tokens and its attention need; None: all.
 
-        Kernels are launched for the tokens that the table has capacity for. Where the host knows that there are no other tokens, that is
-        `longest`. A CUDA graph needs all, because it may be replayed on a cache that has grown.
+        Kernels are launched for the capacity of the table. If the host knows that the cache is empty, `longest` tokens are enough. A CUDA
+        graph needs all columns, because it can be replayed when the cache has more tokens.
         """
         self.captured = self.captured or _is_capturing(device)
         narrow = self.known_empty and not self.captured
@@ -55,7 +55,7 @@ class StaticForm:
         return num_pages_of(longest) if narrow else None
 
     def assert_fits(self, cache_seqlens: torch.Tensor, longest: int) -> None:
-        """Tokens past the pages that the table names would overwrite others: stop there, as an index out of range does."""
+        """Raise RuntimeError, on a GPU later, if tokens would exceed the sequence's pages. They would overwrite other tokens."""
         torch._assert_async(
             cache_seqlens.max() <= self.max_seqlen - longest,
             "the cache is full: make it with a larger max_seqlen (FP8Cache: a larger max_cache_len). If other code than `append` wrote its "
@@ -63,10 +63,10 @@ class StaticForm:
         )
 
     def moved(self, lengths: list[int]) -> None:
-        """Note the lengths after sequences were moved."""
+        """Update what is known after sequences were moved."""
         self.known_empty = not (self.captured or any(lengths))
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Whether a CUDA graph captures the kernels that are launched now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Sequences of a cache in a safetensors file: a prompt that is prefilled once serves other processes.
+"""Sequences of a cache in a safetensors file. Other processes can load a prompt that was prefilled once.
 
 A file holds, for `n` sequences:
 
@@ -7,10 +7,10 @@ A file holds, for `n` sequences:
 | `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `layout` describes them |
 | `page_table` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one |
 | `lengths` | `[n]` int32 | tokens |
-| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | what pages do not hold; absent: zero |
-| `scales.LAYER.NAME` | as `LayerScales` has them | calibrated scales; absent: pages have their own |
+| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | static means, which pages do not contain; absent: zero |
+| `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
-and in its metadata the format of the file, the shape of a layer and how its keys are stored.
+Its metadata has the format of the file, the shape of a layer, and the format of keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AGAIN = "save it again with this version of fp8attn, or prefill the prompt again
 
 
 def pack(cache: PagedKVCache, seqs: Sequence[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file of these sequences; None: all of them."""
+    """The tensors and the metadata of a file with these sequences. None: all sequences."""
     cache.check_complete("save")
     lengths, table = cache.lengths, cache.table
     chosen = list(range(cache.num_seqs)) if seqs is None else table.indices(seqs)
@@ -52,7 +52,7 @@ def pack(cache: PagedKVCache, seqs: Sequence[int] | None = None) -> tuple[dict[s
         tensors[f"pages.{index}"] = cache.pages(index).pool[taken].cpu()
         for name, mean in (("k_mean", layer.k_mean), ("v_mean", layer.v_mean)):
             if mean is not None:
-                tensors[f"{name}.{index}"] = mean.cpu().clone()  # a file holds each tensor apart
+                tensors[f"{name}.{index}"] = mean.cpu().clone()  # tensors in a file share no memory
         if layer.scales is not None:
             tensors |= {f"scales.{index}.{name}": getattr(layer.scales, name).cpu().clone() for name in TENSORS}
     written = {
@@ -63,7 +63,7 @@ def pack(cache: PagedKVCache, seqs: Sequence[int] | None = None) -> tuple[dict[s
 
 
 def unpack(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path, **options) -> PagedKVCache:
-    """The cache that `pack` made these of; `options` are those of `PagedKVCache.load`."""
+    """A cache from what `pack` returned. `options` are those of `PagedKVCache.load`."""
     from .paged import PagedKVCache
 
     try:
@@ -83,7 +83,7 @@ def unpack(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str
         way = [{"key_dtype": found["key_dtype"], "rotate_keys": rotated} for rotated in rotate_keys]
         scales = [LayerScales(**{name: tensors[f"scales.{i}.{name}"] for name in TENSORS}, **way[i]) for i in range(len(pools))]
     cache = PagedKVCache(**found, rotate_keys=rotate_keys, scales=scales, num_seqs=len(lengths), **options)
-    for index, layer in enumerate(cache.layers):  # means as they were rotated then, to the bit
+    for index, layer in enumerate(cache.layers):  # the same bits, because K's mean is not rotated again
         layer.use_means(tensors.get(f"k_mean.{index}"), tensors.get(f"v_mean.{index}"))
     cache.fill(lengths, [pages[: num_pages_of(length)] for pages, length in zip(table, lengths, strict=True)], pools)
     return cache
@@ -99,10 +99,10 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors and metadata of a file that `write` made.
 
     Raises:
-        ValueError: there is no such file, it is damaged, or it holds something else.
+        ValueError: the file does not exist, is damaged, or has other contents.
     """
     if not Path(path).is_file():
-        raise ValueError(f"no such file: {path}; cache.save(path) makes one")
+        raise ValueError(f"no such file: {path}; write it with cache.save(path)")
     try:
         with safe_open(path, "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""`fp8attn demo`: the claims of the README that can be checked without a GPU."""
+"""`fp8attn demo`: measures on a CPU what the README reports and needs no GPU."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def page(meta: dict[str, Any], perplexities: Sequence[Sequence[Perplexity]], out
     Args:
         meta: as `evaluation.record.meta` returns it.
         perplexities: the results of `perplexity`, for each way of running it.
-        outcomes: as `needle.ask` returns them, of any tasks.
+        outcomes: the results of `needle.ask`, for any tasks.
     """
     parts = [
         f"<h1>{escape(str(meta['model']))} through its caches</h1>",

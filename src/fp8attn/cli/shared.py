@@ -219,7 +219,7 @@ def _lines(what: str) -> Tick:
 
 
 def about(model: Any) -> dict[str, Any]:
-    """Where a result comes from (`evaluation.record.meta`), and the command."""
+    """The versions, device and date of a run (`evaluation.record.meta`), and the command."""
     from ..evaluation.record import meta
 
     return {**meta(model), "command": " ".join(["fp8attn", *sys.argv[1:]])}

@@ -1,8 +1,8 @@
-"""Attention of dense Q, K and V, by torch's signatures.
+"""Attention of dense Q, K and V, with torch's signatures.
 
 | file | what |
 |---|---|
-| `sdpa.py` | `scaled_dot_product_attention` on 16 bits, with and without RoPE; `fallback_reason` |
+| `sdpa.py` | `scaled_dot_product_attention` of 16-bit tensors, with and without RoPE; `fallback_reason` |
 | `quantized.py` | `scaled_dot_product_attention_quantized` on operands that are FP8 already |
 | `strategies.py` | how both are computed: over pages, or over rows by FlashAttention-3 |
 """

@@ -1,4 +1,4 @@
-"""Attention on operands that are FP8 already: the signature of PyTorch's experimental op, and sums that keep what they add."""
+"""Attention on operands that are FP8 already, with the signature of PyTorch's experimental op and two-level accumulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ops import check_derivatives, derivative_reason
 from ..params import DenseBackendName
 from .strategies import Scale, fp8_strategy, padded, padded_size
 
-PER_HEAD = 0  # torch's DescaleType.PER_HEAD, an IntEnum's member
+PER_HEAD = 0  # torch's DescaleType.PER_HEAD, a member of an IntEnum
 
 
 def scaled_dot_product_attention_quantized(
@@ -32,27 +32,28 @@ def scaled_dot_product_attention_quantized(
     *,
     backend: DenseBackendName = "auto",
 ) -> torch.Tensor:
-    """`softmax(scale * q_descale k_descale * query key^T) value * v_descale`, in place of
-    `torch.nn.attention.experimental._scaled_dot_product_attention_quantized`.
+    """Attention on E4M3 operands, a replacement of `torch.nn.attention.experimental._scaled_dot_product_attention_quantized`.
 
-    The bytes are taken as they are. Where PyTorch's op leaves a row's sum to the tensor core, which keeps 14 bits of it, `"hopper"` adds
-    every 128 products in FP32; up to 128 query rows a KV head it computes in 16 bits (docs/kernels.md).
+        out = softmax(scale * q_descale * k_descale * query key^T) value * v_descale
+
+    The operands are not quantized again. PyTorch's op sums a whole row in the tensor core, which keeps 14 bits of the sum. `"hopper"` sums
+    128 products there and adds these sums in FP32. Up to 128 query rows for each KV head it computes in 16 bits (docs/kernels.md).
 
     Args:
         query: `[B, Hq, L, E]` float8_e4m3fn, any strides.
-        key: `[B, H, S, E]`, value: `[B, H, S, Ev]`, likewise; E and Ev up to 256, Hq a multiple of H.
-        is_causal: query i sees keys 0 to i + S - L: aligned to the last key, as FlashAttention-3 and so PyTorch's op do
-            (`scaled_dot_product_attention` aligns to the first). Rows that see no key are zero.
+        key, value: `[B, H, S, E]` and `[B, H, S, Ev]` float8_e4m3fn, any strides. E and Ev are at most 256, and Hq is a multiple of H.
+        is_causal: query i sees keys 0 to i + S - L, aligned to the last key, as in FlashAttention-3 and PyTorch's op.
+            (`scaled_dot_product_attention` aligns to the first key.) Rows that see no key are zero.
         scale: default `1 / sqrt(E)`.
-        q_descale, k_descale, v_descale: `[B, H]` float32, any values: a group's query heads share one. None: ones.
-        q_descale_type, k_descale_type, v_descale_type: `PER_HEAD`, which is all there is in PyTorch too.
-        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`: an installed FlashAttention-3, which is what PyTorch's op
-            runs, called without activating it.
+        q_descale, k_descale, v_descale: `[B, H]` float32, any values. The query heads of a GQA group share one. None: ones.
+        q_descale_type, k_descale_type, v_descale_type: `PER_HEAD`, PyTorch's only type.
+        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3, which PyTorch's op also runs
+            after its activation. Here it needs no activation.
     Returns:
-        `[B, Hq, L, Ev]` bfloat16, in the order of memory of query if Ev = E.
+        `[B, Hq, L, Ev]` bfloat16, in the memory order of query if Ev = E.
     Raises:
-        ValueError: a shape, dtype, device or backend that does not fit, with what would.
-        RuntimeError: a transform of torch.func is active (vmap, grad, jvp). Otherwise a derivative that is wanted costs a warning.
+        ValueError: a shape, dtype, device or backend does not fit; the message says what would.
+        RuntimeError: a transform of torch.func is active (vmap, grad, jvp). An input that requires a gradient causes a warning.
     """
     _check_operands(query, key, value)
     for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
@@ -68,7 +69,7 @@ def scaled_dot_product_attention_quantized(
 
 
 def _check_descale(descale: torch.Tensor | None, kind: int, name: str, query: torch.Tensor, key: torch.Tensor) -> None:
-    """PyTorch's own checks, in its words but for devices other than CUDA's."""
+    """The checks of PyTorch's op, with the same messages except for devices other than CUDA."""
     if kind != PER_HEAD:
         raise ValueError(f"{name}_descale_type must be DescaleType.PER_HEAD ({PER_HEAD}), got {kind}")
     if descale is None:
@@ -106,7 +107,7 @@ def _run(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, q_descale: Scale, k_descale: Scale,
     v_descale: Scale, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    """What is left once all is checked."""
+    """The computation, with checked arguments."""
     if not query.numel() or not value.numel():
         return _empty_out(query, key, value).zero_()
     size = padded_size(query.shape[3], value.shape[3])

@@ -1,7 +1,7 @@
-"""`scaled_dot_product_attention` in FP8: torch's signature and semantics, quantization included.
+"""`scaled_dot_product_attention` in FP8, with torch's signature and semantics.
 
-K and V are quantized in one pass over them (`strategies`). Queries stay in their dtype until the attention kernel rounds them. A call that
-has a `fallback_reason` goes to torch's own function, exactly and in the inputs' dtype: no mask and no dropout is ever dropped.
+K and V are quantized in one pass (`strategies`). Queries stay in their dtype until the attention kernel rounds them. A call that has a
+`fallback_reason` goes to torch's own function in the inputs' dtype, so no mask and no dropout is ignored.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def fallback_reason(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> str | None:
-    """Why a call of `scaled_dot_product_attention` goes to torch's own function, exactly and in the inputs' dtype; None: FP8 serves it.
+    """Why a call of `scaled_dot_product_attention` goes to torch's own function, in the inputs' dtype; None: it runs in FP8.
 
-    It looks at shapes, dtypes (under autocast, at those that torch's SDPA would compute in) and the device alone, never at values.
+    It depends on shapes, dtypes (under autocast, those that torch's SDPA computes in) and the device, never on values.
     """
     if attn_mask is not None:
         return "a mask is given; FP8 attention is causal or full"
@@ -54,7 +54,7 @@ def fallback_reason(
         dtype, k_dtype, v_dtype = (low if given in DTYPES else given for given in (dtype, k_dtype, v_dtype))
     if k_dtype != dtype or v_dtype != dtype or key.device != device or value.device != device:
         return "query, key and value differ in dtype or device"
-    # What does not fit together torch broadcasts, or refuses in its own words.
+    # torch broadcasts such shapes, or raises its own error.
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
     dims = len(q_shape)
     if len(k_shape) != dims or len(v_shape) != dims or dims < 2:
@@ -64,7 +64,7 @@ def fallback_reason(
     if 0 in q_shape or 0 in k_shape or 0 in v_shape:
         return "a dimension is empty"
     if dims > 2 and q_shape[-3] != k_shape[-3] and (not enable_gqa or q_shape[-3] % k_shape[-3]):
-        return "there are more or fewer query heads than KV heads, and enable_gqa does not say how they go together"
+        return "query and key differ in their number of heads, and enable_gqa is not given or the numbers are no multiples"
     if q_shape[-1] > HEAD_DIMS[-1] or v_shape[-1] > HEAD_DIMS[-1]:
         return f"a head_dim above {HEAD_DIMS[-1]} is not supported"
     if scale is not None and not scale > 0.0:
@@ -73,7 +73,7 @@ def fallback_reason(
         return None if dtype in DTYPES else f"on a CPU FP8 attention takes bfloat16, float16 and float32, not {dtype}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels take bfloat16 and float16, not {dtype}"
-    # Dynamo cannot look at the machine. The op does, and refuses if it must.
+    # Dynamo cannot query the machine. The op does so when it runs, and raises an error if no backend can run.
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
 
 
@@ -84,7 +84,7 @@ def log_fallback(reason: str, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def _described(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
-    """What was given, for an error."""
+    """The names, shapes, dtypes and devices of the given tensors, for an error."""
     given = (("query", query), ("key", key), ("value", value))
     return ", ".join(f"{name} {'nested' if x.is_nested else list(x.shape)} {x.dtype} on {x.device}" for name, x in given)
 
@@ -97,7 +97,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, all on one device, in the dtypes in which torch's SDPA takes them: changed inside of `torch.autocast` alone."""
+    """The tensors, all on one device, in the dtypes in which torch's SDPA computes. They change only inside `torch.autocast`."""
     low = _autocast_dtype(tensors[0].device)
     return tensors if low is None else tuple(x.to(low) if x.dtype in DTYPES else x for x in tensors)
 
@@ -121,26 +121,29 @@ def scaled_dot_product_attention(
     rotate_keys: bool = True,
     backend: DenseBackendName = "auto",
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` in FP8, quantization included.
+    """`torch.nn.functional.scaled_dot_product_attention` in FP8. K and V are quantized in the call.
+
+        out = softmax(mask(scale * query key^T)) value
 
     Args:
-        query: `[..., Hq, L, E]`, any strides; bfloat16 or float16 (float32 on a CPU). `torch.autocast` casts all three, as in torch.
-        key: `[..., H, S, E]`, value: `[..., H, S, Ev]`; E and Ev up to 256. Head dimensions that are not among `layout.HEAD_DIMS`, or
-            differ, cost a copy padded with zeros.
+        query: `[..., Hq, L, E]` bfloat16 or float16 (also float32 on a CPU), any strides. `torch.autocast` casts all three, as in torch.
+        key, value: `[..., H, S, E]` and `[..., H, S, Ev]` in query's dtype. E and Ev are at most 256. If they differ or are not in
+            `layout.HEAD_DIMS`, the tensors are copied and padded with zeros.
         attn_mask, dropout_p: a call with a mask or with dropout goes to torch's SDPA, like every call that has a `fallback_reason`. The
             reason is logged at the level DEBUG.
-        is_causal: query i sees keys 0 to i: aligned to the first key, as in torch, whatever the lengths are.
+        is_causal: query i sees keys 0 to i, aligned to the first key, as in torch.
             (`scaled_dot_product_attention_quantized` aligns to the last key.)
         scale: default `1 / sqrt(E)`.
         enable_gqa: Hq may be a multiple of H.
-        key_dtype: what keys are multiplied in, `"int8"` or `"e4m3"`; values are E4M3. `"fa3"` has no INT8: its keys are E4M3.
-        rotate_keys: rotate queries and keys before quantization (`rotation.rotate`): the scores are the same, and rounding errors shrink.
+        key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3. `"fa3"` has no INT8, so its keys are always E4M3.
+        rotate_keys: rotate queries and keys before quantization (`rotation.rotate`). This makes rounding errors smaller and does not change
+            scores.
         backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`kernels/fa3.py`). A backend
             other than `"auto"` refuses calls that have a `fallback_reason`.
     Returns:
-        `[..., Hq, L, Ev]` in query's dtype, and in the order of memory of query.
+        `[..., Hq, L, Ev]` in query's dtype and memory order.
     Raises:
-        ValueError: an unknown key_dtype; a named backend that cannot run here or cannot serve this call, with the reason.
+        ValueError: the key_dtype is unknown, or a named backend cannot run here or cannot serve this call; the message has the reason.
     """
     key_type(key_dtype)  # raises ValueError
     query, key, value = autocast(query, key, value)
@@ -175,19 +178,23 @@ def rope_scaled_dot_product_attention(
     rotate_keys: bool = True,
     backend: DenseBackendName = "auto",
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of queries and keys after RoPE, which is applied on their way to FP8. Keys are not rounded in between.
-    Queries are rounded to their dtype, as by RoPE before the call.
+    """`scaled_dot_product_attention` with RoPE (`rope.apply_rope`) on queries and keys.
+
+    Keys are rounded once, after RoPE, when they are quantized. Queries are first rounded to their dtype after RoPE, as if the caller had
+    applied RoPE.
 
     Args:
         query, key, value: `[B, H, S, D]`, as `scaled_dot_product_attention` takes them.
-        rope_cos, rope_sin: of the queries: `[L, R / 2]` and more (`rope.dense_tables`: full-width tables, one a sequence). A position
-            offset is a slice of longer tables.
-        key_rope_cos, key_rope_sin: of the keys; None: the same.
+        rope_cos, rope_sin: `[L, R / 2]` and other forms (`rope.dense_tables`), tables for the queries. For a position offset, pass a slice
+            of longer tables.
+        key_rope_cos, key_rope_sin: tables for the keys, `[S, R / 2]` and other forms. None: those of the queries.
         rope_interleaved: pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
         is_causal, scale, enable_gqa, key_dtype, rotate_keys, backend: as `scaled_dot_product_attention` takes them.
+    Returns:
+        `[B, Hq, L, Ev]` in query's dtype and memory order.
     Raises:
-        ValueError: tables that do not fit; an unknown key_dtype; a backend that cannot run here; a call that has a `fallback_reason`
-            (apply RoPE first, and call `scaled_dot_product_attention`).
+        ValueError: the tables do not fit, the key_dtype is unknown, the backend cannot run here, or the call has a `fallback_reason` (then
+            apply RoPE first, and call `scaled_dot_product_attention`).
     """
     if (key_rope_cos is None) != (key_rope_sin is None):
         missing = "key_rope_cos" if key_rope_cos is None else "key_rope_sin"
@@ -214,7 +221,7 @@ def rope_scaled_dot_product_attention(
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, *options: Any) -> torch.Tensor:
-    """`_attend`, as one torch op where something traces: a graph then holds no pages, whose number torch.export would fix."""
+    """`_attend`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would fix."""
     if unobserved(q):
         return _attend(q, k, v, q_rope, k_rope, *options)
     return torch.ops.fp8attn.sdpa(q, k, v, *(q_rope or (None, None)), *(k_rope or (None, None)), *options)
@@ -224,16 +231,16 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, rope_interleaved: bool, is_causal: bool,
     scale: float | None, key_dtype: KeyDtype, rotate_keys: bool, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    """`[B, H, S, D]` of one batch size, checked: cut, pad, quantize, attend."""
+    """Attention of checked tensors `[B, H, S, D]` of one batch size: cut, pad, quantize, attend."""
     q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    if is_causal and q_len < kv_len:  # no query sees the others
+    if is_causal and q_len < kv_len:  # no query sees the keys after these
         kv_len = q_len
         k, v, k_rope = k[:, :, :q_len], v[:, :, :q_len], _rows(k_rope, slice(q_len))
     size = padded_size(head_dim, v_dim)
     q, k, v = padded(q, size), padded(k, size), padded(v, size)
     attend = strategy(backend, k, v, k_rope, rope_interleaved, scale, key_dtype, rotate_keys)
-    if is_causal and q_len > kv_len:  # rows behind the last key see all of them
+    if is_causal and q_len > kv_len:  # rows after the last key see all keys
         out = torch.empty_like(q)
         for rows, causal in ((slice(kv_len), True), (slice(kv_len, None), False)):
             out[:, :, rows] = attend(q[:, :, rows], _rows(q_rope, rows), causal)
@@ -247,7 +254,7 @@ def _rows(tables: Tables, rows: slice) -> Tables:
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
-    """As `[B, H, S, D]` with the last dimension contiguous: a view where memory allows one."""
+    """As `[B, H, S, D]` with the last dimension contiguous: a view if the strides allow it, else a copy."""
     if x.dim() > 4:
         x = x.flatten(0, -4)
     while x.dim() < 4:

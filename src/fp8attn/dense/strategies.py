@@ -1,8 +1,7 @@
-"""How a dense call is computed. Each strategy brings K and V into 8 bits, or takes them so, and returns a function of the queries.
+"""How a dense call is computed. Each strategy quantizes K and V, or takes 8-bit ones, and returns a function of the queries.
 
-Over pages: K and V become pages that exist for this call, and a `Backend` attends over them. Over rows: FlashAttention-3 takes 8-bit
-tensors in their own order. Tensors are `[B, heads, S, head_dim]` of any strides, their last dimension contiguous. Causal is aligned to the
-last key.
+There are two: a `Backend` attends over pages that exist for this call, or FlashAttention-3 attends over 8-bit tensors in their own memory
+order. Tensors are `[B, heads, S, head_dim]` of any strides, with a contiguous last dimension. Causal is aligned to the last key.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, key_type
 from ..params import AttentionParams
 
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin `[B, S, R / 2]`, as `rope.dense_tables` makes them
-Attend = Callable[[torch.Tensor, Tables, bool], torch.Tensor]  # of queries, their tables and whether they are causal
+Attend = Callable[[torch.Tensor, Tables, bool], torch.Tensor]  # from queries, their tables and whether attention is causal
 Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
 
 
@@ -25,7 +24,7 @@ def strategy(
     backend: str, k: torch.Tensor, v: torch.Tensor, k_rope: Tables, rope_interleaved: bool, softmax_scale: float, key_dtype: KeyDtype,
     rotate_keys: bool,
 ) -> Attend:  # fmt: skip
-    """Attention over 16-bit K and V, quantized here."""
+    """Attention over 16-bit K and V, which are quantized here."""
     if backend == "fa3":
         return _quantized_rows(k, v, k_rope, rope_interleaved, softmax_scale, rotate_keys)
     paged, (cos, sin) = find(backend, k.device, k.dtype), k_rope or (None, None)
@@ -39,13 +38,13 @@ def strategy(
 def fp8_strategy(
     backend: str, k: torch.Tensor, v: torch.Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale, softmax_scale: float
 ) -> Attend:
-    """Attention over E4M3 K and V, of E4M3 queries without tables, to BF16."""
+    """Attention of E4M3 queries over E4M3 K and V, without RoPE. The output is BF16."""
     if backend == "fa3":
         fa3 = load_fa3(k.device, torch.bfloat16)
         return lambda q, rope, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
     paged = find(backend, k.device, torch.bfloat16)
-    # The bytes are stored as they are, under scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These may be any FP32
-    # numbers: kernels need the ratios of V's scales in a sequence and head to be powers of two, and here they are one.
+    # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any FP32 numbers:
+    # kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
     pages = paged.from_dense(
         k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
     )
@@ -75,8 +74,11 @@ def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, rope_int
 def _quantized_rows(
     k: torch.Tensor, v: torch.Tensor, k_rope: Tables, rope_interleaved: bool, softmax_scale: float, rotate_keys: bool
 ) -> Attend:
-    """FlashAttention-3's sums lose accuracy where V has a mean (`accumulation`). So V's mean is subtracted here and added to the output.
-    K's shifts all scores of a query alike."""
+    """Attention by FlashAttention-3 over K and V that are quantized here, without their means.
+
+    Single-level accumulation loses accuracy if V has a mean (`accumulation`), so V's mean is subtracted and added to the output. K's mean
+    shifts all scores of a query by the same number, which cancels in the softmax.
+    """
     fa3, rows, (cos, sin) = load_fa3(k.device, k.dtype), find("auto", k.device, k.dtype), k_rope or (None, None)
     none = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "dtype": FP8}
     rope = {"rope_cos": cos, "rope_sin": sin, "rope_interleaved": rope_interleaved, "dtype": FP8}
@@ -96,16 +98,16 @@ def _quantized_rows(
 
 
 def padded_size(head_dim: int, v_dim: int) -> int:
-    """The head_dim of the kernels that serve queries and values of these."""
+    """The smallest head_dim of the kernels that is large enough for queries and values of these sizes."""
     return next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
 
 
 def padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x [B, H, S, D]` with zeros behind its channels, up to `size`, in the same order in memory, the last dimension contiguous."""
+    """`x [B, H, S, D]` padded with zeros to `size` channels, in the same memory order, with a contiguous last dimension."""
     if x.shape[3] == size:
         return x if x.stride(3) == 1 else x.contiguous()
     if x.dtype == FP8:
-        return padded(x.view(torch.uint8), size).view(FP8)  # a byte 0 is a zero; torch pads no FP8
+        return padded(x.view(torch.uint8), size).view(FP8)  # the byte 0 is zero; torch cannot pad FP8
     if x.stride(1) < x.stride(2):
         return F.pad(x.transpose(1, 2), (0, size - x.shape[3])).transpose(1, 2)
     return F.pad(x, (0, size - x.shape[3]))

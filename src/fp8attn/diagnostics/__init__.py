@@ -1,4 +1,4 @@
-"""What this machine can run (`diagnose`), what 8 bits mean for a model (`examine`), and how exactly an FP8 kernel sums (`accumulation`)."""
+"""Reports of what this machine can run (`diagnose`), of a model's K and V (`examine`), and of an FP8 kernel's sums (`accumulation`)."""
 
 from .doctor import Check, diagnose, examine, offset_checks
 

@@ -1,4 +1,4 @@
-"""What this machine can run, with the reason for what it cannot; and what 8-bit keys mean for a model."""
+"""Reports what this machine can run, why it cannot run the rest, and whether a model's K and V are hard to store in 8 bits."""
 
 from __future__ import annotations
 

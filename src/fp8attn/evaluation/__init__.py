@@ -1,16 +1,16 @@
-"""Does an 8-bit cache change what a model says? The same tokens, through a BF16 cache and through others.
+"""Compares the outputs of a model with a BF16 cache and with 8-bit caches, on the same tokens.
 
 | module | is |
 |---|---|
 | `models`, `public` | models and texts |
 | `caches` | the caches by name, and running a model with one |
 | `perplexity` | loss, KL divergence and agreement of predictions |
-| `needle`, `outcomes`, `recall`, `ruler` | retrieval: asking, counting, and two sources of questions |
+| `needle`, `outcomes`, `recall`, `ruler` | retrieval: runs, scores, and two sources of questions |
 | `paired` | intervals and tests of paired outcomes |
 | `drift` | long decoding while pages are copied, reordered and truncated |
 | `stress` | models with worse keys and values, and the same answers |
 | `harness` | a model for lm-eval whose calls all go through a cache |
-| `record` | results as JSON, and where they come from |
+| `record` | results as JSON, with the versions, device and date of the run |
 
 Functions return dataclasses. `fp8attn.cli` draws them. These modules need the extra `eval`; `ruler` and `harness` need the extra `ruler`.
 """

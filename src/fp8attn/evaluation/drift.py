@@ -1,6 +1,6 @@
-"""Does an FP8 cache drift? Decodes thousands of tokens after a prompt, and does to the cache what a serving engine does.
+"""Measures the drift of an FP8 cache: decodes thousands of tokens after a prompt, and moves sequences as a serving engine does.
 
-The tokens are given, so that the baseline sees the same tokens and can read them in chunks. Before or after a segment, the sequences of
+The tokens are given, so that the baseline gets the same tokens and can read them in chunks. Before or after a segment, the sequences of
 both caches are
 
 - `copied`: the second of two sequences becomes a copy of the first. They share pages, and each continues with its own text;

@@ -1,4 +1,4 @@
-"""Retrieval at length: asks the same prompts through several caches.
+"""Retrieval from long prompts: runs the same prompts with several caches.
 
 A task makes `Sample`s (`ruler` makes those of the literature, `recall` needs no further package). `ask` runs a model on them through each
 cache; an `Outcome` is the answer to one sample through one cache. Scores are computed from outcomes (`outcomes`, `paired`).
@@ -33,7 +33,7 @@ def ask(
     stop: str | None = None,
     progress: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Ask every sample through every cache, greedily, with the same batches for all caches.
+    """Decode an answer to every sample with every cache, greedily, in the same batches for all caches.
 
     A row ends at its end of text or at `stop`. A batch ends as soon as each row has ended or contains all its answers, because later tokens
     cannot change that. Prompts of different lengths in a batch are padded on the left. A prompt that runs alone reuses the chunks that it

@@ -115,7 +115,7 @@ def load_outcomes(path: str | Path) -> list[Outcome]:
 
 
 def save_samples(path: str | Path, samples: Iterable[Sample]) -> None:
-    """Write samples to a zip file, and make the folders above. So samples can be made on one machine and asked on another.
+    """Write samples to a zip file, and make the folders above. So samples can be made on one machine and used on another.
 
     Each member is one sample: a line of JSON, then the prompt's ids as 32-bit integers of this machine. bzip2 compresses a token of RULER's
     texts to 2.7 bits, and a prompt of 131,072 tokens to 45 KB.

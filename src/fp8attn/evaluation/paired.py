@@ -1,4 +1,4 @@
-"""Two caches on the same samples: is a difference significant? Wilson's interval, Newcombe's for paired shares, McNemar's exact test."""
+"""Statistics of two caches on the same samples: Wilson's interval, Newcombe's interval for paired shares, McNemar's exact test."""
 
 from __future__ import annotations
 

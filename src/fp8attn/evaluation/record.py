@@ -1,4 +1,4 @@
-"""Results as JSON, and where they come from."""
+"""Results as JSON, with the versions, device and date of the run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""fp8attn inside other libraries. Each module imports its library, so the core imports these only when they are used."""
+"""fp8attn in other libraries. Each module imports its library, so the rest of the package imports these modules only when they are used."""

@@ -1,1 +1,1 @@
-"""Triton kernels, one file a kernel. Imported by `backends`, when a call needs them."""
+"""The Triton kernels. `backends` imports them when a call needs them."""

@@ -1,7 +1,7 @@
-"""Attention over all keys from attention over parts of them, which programs side by side have computed (Flash-Decoding).
+"""Attention over all keys from attention over parts of the keys, which several programs have computed (Flash-Decoding).
 
-`num_splits` is the number of parts, from what the host knows. (`prefill`, whose CTAs compute several items, has its own estimate.)
-`combine` adds the parts in a separate launch, and documents their layout.
+`num_splits` chooses the number of parts on the host. (`prefill`, whose CTAs compute several items, has its own estimate.) `combine` adds
+the parts in a separate launch, and documents their layout.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .fp8 import is_native, round_to
 from .launch import Constants, constants, launch
 
 MAX_SPLITS = 128
-MANY = 1024  # rows, from which on a program takes several
-_TILE_OVERHEAD = 1.5  # what a program costs besides its pages, in pages
+MANY = 1024  # from this number of rows on, a program computes several
+_TILE_OVERHEAD = 1.5  # the fixed cost of a program, in pages
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -26,9 +26,9 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @lru_cache(maxsize=4096)
 def num_splits(programs: int, pages: int, slots: int) -> int:
-    """Into how many parts each of `programs` programs over up to `pages` pages is cut, where `slots` run at a time.
+    """The number of parts that each of `programs` programs over up to `pages` pages is divided into, if `slots` programs run at a time.
 
-    The fewest waves times the longest program; from the host's knowledge alone, so that a launch reads nothing back.
+    It minimizes the number of waves times the longest program. It depends only on what the host knows, so a launch reads nothing back.
     """
     best, best_cost = 1, math.inf
     for splits in range(1, min(pages, MAX_SPLITS, max(1, 4 * slots // programs)) + 1):
@@ -40,7 +40,7 @@ def num_splits(programs: int, pages: int, slots: int) -> int:
 
 @triton.jit
 def finish(lse, mean_score, sinks_ptr, head):
-    """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centred scores and the score of k_mean."""
+    """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centered scores and the score of k_mean."""
     lse = tl.where(lse == float("-inf"), lse, lse + mean_score)
     if sinks_ptr is None:
         return 1.0 + tl.zeros_like(lse), lse * _LN2
@@ -64,9 +64,9 @@ def _combine_kernel(
     split = tl.arange(0, SPLITS)
     lse_ptrs = partial_lse_ptr + split[None, :].to(tl.int64) * num_rows + row[:, None]
     split_lse = tl.load(lse_ptrs, mask=real[:, None] & (split < num_splits)[None, :], other=float("-inf"))
-    written = split_lse != float("-inf")  # a split that saw no key wrote nothing else
+    written = split_lse != float("-inf")  # a part that saw no key wrote nothing else
     mean_score = tl.load(lse_ptrs + num_splits.to(tl.int64) * num_rows, mask=written, other=float("-inf"))
-    mean_score = tl.max(mean_score, 1)  # the same in every split
+    mean_score = tl.max(mean_score, 1)  # the same in every part
     top = tl.max(split_lse, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(split_lse - top[:, None]), 1)
@@ -76,7 +76,7 @@ def _combine_kernel(
     d = tl.arange(0, DP)
     out = tl.zeros((ROWS, DP), tl.float32)
     for first in range(0, num_splits, CHUNK):
-        part = first + tl.arange(0, CHUNK)  # of one row, or of each row one part
+        part = first + tl.arange(0, CHUNK)  # the parts of one row, or one part of each row
         offset = part.to(tl.int64) * num_rows + row
         part_lse = tl.load(partial_lse_ptr + offset, mask=real & (part < num_splits), other=float("-inf"))
         mask = (part_lse != float("-inf"))[:, None] & (d < D)[None, :]
@@ -95,14 +95,14 @@ def _combine_kernel(
 
 
 def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Attention over all keys from attention over parts of them, in the parts' order.
+    """Compute attention over all keys from attention over parts of them, added in the order of the parts.
 
     Args:
         parts: `[splits, T * num_q_heads, head_dim]` float32; unspecified in rows that see no key of a part.
         parts_lse: `[2, splits, T * num_q_heads]` float32, to base 2: the LSE without `k_mean` (-inf in such rows), and the score of
-            `k_mean`, the same in every part.
+            `k_mean`, which is the same in every part.
         sinks: `[num_q_heads]`; the parts do not include them.
-        out, lse: `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32, written; or a batch of both, out of any strides.
+        out, lse: the outputs, `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32; or a batch of both, with `out` of any strides.
     """
     grid, numbers, given = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())
     launch(_combine_kernel, grid, (parts, parts_lse, sinks, out, lse, *numbers), given)
@@ -116,7 +116,7 @@ def _plan(
     splits, num_rows, head_dim = parts
     padded = 1 << (head_dim - 1).bit_length()
     capacity = 1 << (splits - 1).bit_length()
-    # A row is a program, which has its parts on their way together; of many rows and few parts, several are.
+    # A program computes one row, and loads all its parts at the same time. With many rows and few parts, a program computes several rows.
     many = num_rows >= MANY and splits <= 8
     together = 8 if many else 1
     given = constants(

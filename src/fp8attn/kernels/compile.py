@@ -6,8 +6,8 @@
         kernel = compiled(made.kernel, made.args, made.given)
         print(kernel.metadata.shared, kernel.asm["ptx"])
 
-Triton itself binds and specializes the arguments, by `JITFunction.warmup`. Only its driver is replaced, which needs libcuda and a device.
-So Triton's cache on disk holds what is compiled here under the key that a launch looks for.
+Triton itself binds and specializes the arguments, in `JITFunction.warmup`. Only its driver, which needs libcuda and a device, is replaced.
+So Triton's cache on disk has each compiled kernel under the key that a launch uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class _Driver:
-    """The part of a Triton driver that compiling uses."""
+    """The part of a Triton driver that compilation uses."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -62,7 +62,7 @@ def _active(replacement: _Driver) -> Iterator[None]:
 
 
 def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any], target: GPUTarget = HOPPER) -> CompiledKernel:
-    """What Triton compiles for `kernel[grid](*args, **given)` on a GPU of `target`.
+    """The kernel that Triton compiles for `kernel[grid](*args, **given)` on a GPU of `target`.
 
     Args:
         kernel: a `triton.jit` or `gluon.jit` function.
@@ -86,7 +86,7 @@ def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any],
 
 
 def _argument(x: Any) -> Any:
-    """What Triton takes for an argument of `launch.launch`."""
+    """An argument of `launch.launch` in the form that Triton takes."""
     if isinstance(x, Tiles):
         return x.descriptor()
     if isinstance(x, Counters):
@@ -97,7 +97,7 @@ def _argument(x: Any) -> Any:
 def build_launcher(program: CompiledKernel) -> None:
     """Build the C function that launches `program` with Triton 3.6, whose first launch of every signature calls a C compiler.
 
-    Where there is no libcuda to link with, and for later versions of Triton, which build none, it does nothing.
+    It does nothing without a libcuda to link with, or with a later version of Triton, which needs no such function.
     """
     module, launcher = _driver(program.metadata.target)
     if hasattr(module, "make_launcher") and _links(module):
@@ -105,7 +105,7 @@ def build_launcher(program: CompiledKernel) -> None:
 
 
 def build_driver(target: GPUTarget) -> None:
-    """Build Triton's own C functions, which the first launch of all compiles, where there is a libcuda to link with."""
+    """Build Triton's own C functions, which the first launch compiles, if there is a libcuda to link with."""
     module, _ = _driver(target)
     if _links(module):
         backends[_BACKENDS[target.backend][0]].driver()
@@ -121,7 +121,7 @@ def _driver(target: GPUTarget) -> tuple[ModuleType, str]:
 
 
 def _links(module: ModuleType) -> bool:
-    """Whether what a driver's module builds can be linked here."""
+    """Whether the C functions of a driver's module can be linked here."""
     try:
         return bool(getattr(module, "libcuda_dirs", lambda: True)())
     except (AssertionError, OSError):  # no libcuda; no ldconfig to look for it
@@ -129,7 +129,7 @@ def _links(module: ModuleType) -> bool:
 
 
 def specialization(made: Launch) -> tuple:
-    """Launches with equal ones have one compiled kernel: at least what Triton looks at."""
+    """A key of a launch: launches with equal keys have the same compiled kernel. It covers at least what Triton specializes on."""
     kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(made.args, made.kernel.params, strict=False))
     return made.kernel.fn.__qualname__, tuple(sorted(made.given.items(), key=str)), kinds
 

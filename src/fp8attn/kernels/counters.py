@@ -1,12 +1,12 @@
-"""Counters for kernels whose blocks count what they have done: int32 zeros on the device, which every launch leaves zero.
+"""Counters for kernels whose blocks count finished work: int32 zeros on the device, which are zero again after every launch.
 
 Launches may share counters only if they never run at the same time. So:
 
-- Launches on one stream follow one another and share that stream's counters, whichever thread makes them.
-- A captured launch keeps its own counters: its CUDA graph may run at the same time as anything else, other graphs of its stream included.
+- Launches on one stream run one after another. They share the counters of the stream, also if several threads make them.
+- A captured launch has its own counters, because its CUDA graph can run at the same time as any other work, also graphs of its stream.
 
-Both come from a pool that is made before a graph needs it, since nothing that a graph allocates may outlive the graph. A capture that finds
-the pool empty allocates its zeros in the graph, which then clears them at each replay: one more node, the same result.
+Both are from a pool that is made before a graph needs it, because memory that a graph allocates must not outlive the graph. If the pool is
+empty, a capture allocates its zeros in the graph, which then clears them at each replay. The result is the same, with one more node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOW = POOL // 4  # with fewer left, the next launch outside a graph makes a new 
 ALIGNED = 4  # counters: 16 bytes, the alignment that kernels are compiled for
 
 _streams: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and count
-_pools: dict[int, torch.Tensor] = {}  # by device, what is left
+_pools: dict[int, torch.Tensor] = {}  # by device, the unused counters
 _low: set[int] = set()  # devices whose pool is to be replaced
 _lock = Lock()
 
@@ -57,10 +57,10 @@ def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
 
 
 def kept(make: Callable[[torch.device], T], device: torch.device) -> T:
-    """What `make(device)` allocates and fills on the GPU, ready for every stream; not while a stream is capturing.
+    """The result of `make(device)`, complete for use on every stream. It must not be called while a stream is capturing.
 
-    It runs in another thread. The calling thread may be warming up for a CUDA graph (`torch.compile(mode="reduce-overhead")`): memory
-    would then be allocated from the graph's pool, and a graph allows no tensor of its pool to outlive it.
+    `make` runs in another thread. The calling thread may be warming up for a CUDA graph (`torch.compile(mode="reduce-overhead")`). Its
+    memory would be allocated from the graph's pool, and no tensor of that pool may outlive the graph.
     """
 
     def work() -> T:

@@ -1,7 +1,7 @@
-"""What plans of launches use of a GPU: its speed, in a few measured numbers.
+"""The speed of GPUs, in a few measured numbers that plans of launches use.
 
-`python -m benchmarks.fit` measures the GPU that it runs on and prints its entry for this file. The numbers decide how a problem is cut: how
-long that takes, and in which order sums are added.
+`python -m benchmarks.fit` measures the GPU that it runs on and prints its entry for this file. The numbers determine how a problem is
+divided, and so the order in which sums are added.
 
 The number of multiprocessors is not here: the driver reports it (`launch.num_sms`).
 """
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Cost(NamedTuple):
-    """What a CTA of `prefill` takes, in microseconds: `item + tile * tiles` for the queries of one item over so many tiles of keys."""
+    """The time of a CTA of `prefill` for one item, in microseconds: `item + tile * tiles` for this number of tiles of keys."""
 
     tile: float
     item: float
@@ -30,18 +30,18 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chip:
-    """The numbers of one GPU.
+    """The measured numbers of one GPU.
 
     Attributes:
         name: `torch.cuda.get_device_name`.
-        bandwidth: of a copy in device memory, reads and writes together, in GB/s.
-        l2: bytes of K and V that the L2 cache holds beside all else that a launch of `prefill` touches.
-        prefill: by padded head_dim and warpgroups, with 16-bit queries.
+        bandwidth: GB/s of a copy in device memory, reads and writes together.
+        l2: bytes of K and V that fit into the L2 cache besides the other data of a launch of `prefill`.
+        prefill: times with 16-bit queries, by padded head_dim and number of warpgroups.
         combine: microseconds of a launch of `combine`, and microseconds for each byte of the partial outputs that it reads.
-        decode_stages: pages in the shared memory of a CTA of `decode`, by padded head_dim.
-        decode_ctas: CTAs of `decode` on a multiprocessor, by padded head_dim: as many as there are shared memory and registers for.
-        decode_min_pages: pages of a CTA's range, at least, when there is little work.
-        decode_whole_pages: a head of up to so many pages is in one range, since combining its parts would cost more.
+        decode_stages: number of pages in the shared memory of a CTA of `decode`, by padded head_dim.
+        decode_ctas: number of CTAs of `decode` on a multiprocessor, by padded head_dim. Shared memory and registers limit it.
+        decode_min_pages: the smallest number of pages in a CTA's range when there is little work.
+        decode_whole_pages: the largest number of pages of a head that stays in one range, because combining its parts would cost more.
     """
 
     name: str
@@ -61,7 +61,7 @@ H100 = Chip(
     name="NVIDIA H100 80GB HBM3",
     bandwidth=3000,
     l2=32 << 20,
-    # A third warpgroup saves a tenth of a tile's time for its rows, but items begin and end more slowly, and there are fewer to go around.
+    # A third warpgroup saves 10% of the time of a tile per row. But items begin and end more slowly, and there are fewer items.
     prefill={(64, 3): Cost(1.3, 5.0), (128, 2): Cost(1.1, 4.0), (128, 3): Cost(1.52, 5.9), (256, 2): Cost(2.2, 6.0)},
     combine=(6.0, 0.9e-6),
     decode_stages={64: 4, 128: 2, 256: 3},
@@ -77,7 +77,7 @@ CHIPS = {chip.name: chip for chip in (H100, H200)}
 
 
 def named(name: str) -> Chip:
-    """The numbers of the GPU of that name; of one that has none here (H100 PCIe, H20, GH200, a slice of a GPU), `DEFAULT`'s."""
+    """The numbers of the GPU of that name, or `DEFAULT`'s if it has none here (H100 PCIe, H20, GH200, a slice of a GPU)."""
     chip = CHIPS.get(name)
     if chip is None:
         log.debug(
@@ -91,6 +91,6 @@ def named(name: str) -> Chip:
 
 @lru_cache
 def chip(device: torch.device) -> Chip:
-    """The numbers of `device`; on a CPU, where kernels are interpreted or emulated, `DEFAULT`'s."""
+    """The numbers of `device`, or `DEFAULT`'s on a CPU, where kernels are interpreted or emulated."""
     name = "" if device.type == "cpu" else machine(device).name
     return named(name) if name else DEFAULT

@@ -1,10 +1,10 @@
-"""FlashAttention-3, as it is installed: FP8 operands in rows, one scale per sequence and KV head.
+"""The installed FlashAttention-3: FP8 operands in rows, with one scale per sequence and KV head.
 
     out = softmax(softmax_scale * q_scale k_scale * q_fp8 k_fp8^T) v_fp8 * v_scale
 
 There are several builds of this kernel (arXiv:2407.08608). Each registers its own torch op with its own schema. The op is found by its
-namespace and called by the names in its schema; nothing is registered or activated here. A build's version does not tell how it sums:
-`diagnostics/accumulation.py` measures that.
+namespace and called by the names in its schema; nothing is registered or activated here. A build's version does not determine how it sums.
+`diagnostics/accumulation.py` measures this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .hopper import no_hopper_reason
 
 INSTALL = "pip install fa3-fwd, or build flash_attn_interface from flash-attention/hopper, or install vllm"
 
-# Where the op is, and what registers it: by the name that users import, in the order of choice.
+# By the name that users import, in order of preference: the op's namespace, and the library that registers the op.
 BUILDS = {
     "flash_attn_interface": ("flash_attn_3", "flash_attn_3", "_C*.so"),  # also what PyTorch runs once its "FA3" is activated
     "fa3_fwd_interface": ("fa3_fwd", "fa3_fwd", "_C*.so"),
@@ -60,12 +60,12 @@ class Build:
         self.op(*args)
 
 
-@cache  # what is not found is looked for again
+@cache  # a build that was not found is searched again at the next call
 def find(name: str) -> Build:
-    """A build of `BUILDS`, its library loaded.
+    """Load the library of a build of `BUILDS`.
 
     Raises:
-        LookupError: it is not here, or not to be used; why.
+        LookupError: the build is not installed or cannot be used; the message has the reason.
     """
     namespace, package, pattern = BUILDS[name]
     ops = getattr(torch.ops, namespace)
@@ -97,10 +97,10 @@ def find(name: str) -> Build:
 
 @cache
 def default() -> Build:
-    """The first build of `BUILDS` that is here.
+    """The first build of `BUILDS` that is installed.
 
     Raises:
-        LookupError: there is none, and how to get one.
+        LookupError: there is none; the message says how to install one.
     """
     problems = {}
     for name in BUILDS:
@@ -143,10 +143,10 @@ def attention(
     Args:
         q: `[B, S_q, num_q_heads, head_dim]` float8_e4m3fn.
         k, v: `[B, S_kv, num_kv_heads, head_dim]` float8_e4m3fn.
-        q_scale, k_scale, v_scale: `[B, num_kv_heads]` float32: a group's query heads share one. None: ones.
+        q_scale, k_scale, v_scale: `[B, num_kv_heads]` float32. The query heads of a GQA group share one. None: ones.
         causal: the last query is at the position of the last key.
-        out: as q, bfloat16, any strides but for the last dimension; zeros where a query sees no key.
-        build: which one; default: `default()`.
+        out: the output in q's shape, bfloat16. The last dimension is contiguous. Rows that see no key are zero.
+        build: the build to call. None: `default()`.
     Raises:
         LookupError: none is installed.
     """
@@ -155,7 +155,7 @@ def attention(
     if build.name != "vllm":
         build(q=q, k=k, v=v, out=out, **given)
         return
-    # vLLM's takes its queries one sequence after another, and nothing else.
+    # vLLM's build takes only queries that are packed, sequence after sequence.
     batch, q_len, kv_len = *q.shape[:2], k.shape[1]
     bounds = {
         f"cu_seqlens_{name}": torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)

@@ -1,7 +1,7 @@
 """E4M3, INT8 and BF16 conversions and page scales inside Triton kernels, with the rounding of `numerics`.
 
-`NATIVE`: the target converts E4M3 by itself (NVIDIA from compute capability 8.9). Everywhere else, Triton's interpreter
-included (whose own conversions truncate), integer arithmetic does it, to the same bits.
+`NATIVE`: the target has instructions that convert E4M3 (NVIDIA from compute capability 8.9). Without them, and in Triton's interpreter
+(whose own conversions truncate), integer arithmetic computes the same bits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def from_int8(x):
 
 @triton.jit
 def to_e4m3(x, NATIVE: tl.constexpr):
-    """FP32 to E4M3 bytes: to nearest, ties to even; what is too large saturates, Inf too; NaN stays NaN."""
+    """FP32 to E4M3 bytes: to nearest, ties to even. Values that are too large saturate, also Inf. NaN stays NaN."""
     if NATIVE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -76,7 +76,7 @@ def to_e4m3(x, NATIVE: tl.constexpr):
 def pack_e4m3(x0, x1, x2, x3, NATIVE: tl.constexpr):
     """`to_e4m3` of four tensors as the bytes of int32 words, x0 the lowest."""
     if NATIVE:
-        # Triton's own conversion would pack neighbours of one tensor, to be taken apart again.
+        # Triton's own conversion would pack neighbors of one tensor, which would then be unpacked.
         asm: tl.constexpr = """{
             .reg .b16 low, high;
             cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
@@ -142,7 +142,7 @@ def encode(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def round_where(x, rows):
-    """The integers nearest to the rows `rows [N, 1]` of `x [N, C]`, whose magnitudes are up to 127.5; the other rows as they are."""
+    """Round the rows `rows [N, 1]` of `x [N, C]`, of magnitudes up to 127.5, to integers. The other rows do not change."""
     magic = tl.where(rows, _ROUND, 0.0)
     return (x + magic) - magic
 
@@ -167,7 +167,7 @@ def with_headroom(scale, INT8: tl.constexpr):
 
 @triton.jit
 def inverse(scale, INT8: tl.constexpr):
-    """`1 / scale`, rounded to nearest; of E4M3's powers of two exact."""
+    """`1 / scale`, rounded to nearest. It is exact for E4M3, whose scales are powers of two."""
     if INT8:
         return tl.div_rn(1.0, scale)
     else:
@@ -176,7 +176,7 @@ def inverse(scale, INT8: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """Magnitudes, zero where they are not finite."""
+    """Magnitudes, with zero for elements that are not finite."""
     magnitude = tl.abs(x)
     return tl.where(magnitude < float("inf"), magnitude, 0.0)
 
@@ -188,7 +188,7 @@ def _larger(a, b):
 
 @triton.jit
 def magnitude(x, NATIVE: tl.constexpr):
-    """The largest magnitude of each row of `x [N, C]`; NaN where there is one."""
+    """The largest magnitude of each row of `x [N, C]`; NaN if the row has a NaN."""
     if NATIVE:
         return tl.reduce(tl.abs(x), 1, _larger)
     else:

@@ -1,7 +1,7 @@
-"""The one place that names Gluon, whose API moves between Triton versions.
+"""All names of Gluon that the package uses. Gluon's API changes between Triton versions.
 
-Gluon ships inside Triton: its kernels say which warp does what and where every byte lies, which plain Triton leaves to the compiler.
-Written for Triton 3.6 (the one in PyTorch 2.11); what differs in a newer release is bridged here and nowhere else.
+Gluon is part of Triton. In Gluon, a kernel assigns work to warps and layouts to memory and registers; in plain Triton the compiler does.
+This file is for Triton 3.6 (PyTorch 2.11). It also hides all differences of newer releases.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinter
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 # send(descriptor, at, memory): start a TMA copy the other way; some of the partition's threads do.
 send = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-# send_wait(n): wait, if this thread sends, until all but the last n copies have read their memory.
+# send_wait(n): if this thread sends, wait until all copies except the last n have read their memory.
 send_wait = tma.store_wait
 # fetch_words(memory, pointers): start to copy a tensor of 32-bit words to shared memory.
 fetch_words = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-# arrive_with_words(barrier): its phase does not end before the words that were fetched so far have landed.
+# arrive_with_words(barrier): its phase does not end before the words that were fetched so far are in memory.
 arrive_with_words = async_copy.mbarrier_arrive
-# sync(): wait for the other threads of this partition, and see what they wrote to shared memory.
+# sync(): wait for the other threads of this partition; then their writes to shared memory are visible.
 sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 def aggregate(cls: type) -> type:
     """A class of values that kernels pass as one. Its constructor takes its annotated fields, by position or by name.
 
-    Triton 3.9 makes such a constructor; 3.6 does not, and takes no annotations that are strings.
+    Triton 3.9 makes such a constructor. Triton 3.6 does not, and does not accept annotations that are strings.
     """
     cls.__annotations__ = get_type_hints(cls)
     fields = tuple(cls.__annotations__)
@@ -110,7 +110,7 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8
 
 
 class Memory:
-    """What a TensorDescriptor asks of its tensor. A descriptor that is kept must not keep the tensor's memory."""
+    """The attributes of a tensor that a TensorDescriptor reads. So a descriptor that is kept does not keep the tensor's memory."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype

@@ -1,4 +1,4 @@
-"""Where the kernels that are for Hopper alone can run."""
+"""Which devices can run the kernels for Hopper."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def no_hopper_reason(device: torch.device, what: str) -> str | None:
-    """Why `device` is no Hopper GPU, in words that begin with `what` ("the kernels are"); None if it is one."""
+    """Why `device` is not a Hopper GPU, as a text that begins with `what` ("the kernels are"); None if it is one."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{what} for NVIDIA GPUs, not {'ROCm' if device.type == 'cuda' else device.type}"
     if not torch.cuda.is_available():

@@ -1,9 +1,9 @@
 """Makes the key of a kernel in Triton's cache the same in every process.
 
 The key covers the functions that a kernel calls and the constexpr globals that they read. Triton 3.6 adds a callee's globals to those of
-its caller before it has looked for them, so it finds them only if the callee's key was computed earlier, for another kernel say. A kernel
-then has another key, and is compiled again, in a process that launches the same kernels in another order. Where callees are keyed before
-their callers the key is always the same. (Triton 3.9 does that itself.)
+its caller before it has collected them, so it finds them only if the callee's key was computed earlier, for example for another kernel.
+Then a kernel has another key in a process that launches the same kernels in another order, and is compiled again. If the keys of callees
+are computed before those of their callers, the key is always the same. (Triton 3.9 does this itself.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _done: set[int] = set()  # the `id` of functions, which live as long as their mo
 
 
 def compute_key(function: Any) -> None:
-    """Compute the key of a `triton.jit` or `gluon.jit` function after those of all that it calls."""
+    """Compute the key of a `triton.jit` or `gluon.jit` function after the keys of all functions that it calls."""
     if not isinstance(function, JITCallable) or id(function) in _done:  # the interpreter's functions have no key
         return
     _done.add(id(function))
@@ -29,7 +29,7 @@ def compute_key(function: Any) -> None:
 
 
 def _callees(function: JITCallable) -> Iterator[Any]:
-    """Everything that may be called: what the names in a function mean."""
+    """The objects that the names in a function refer to, which it may call."""
     nodes = list(ast.walk(function.parse()))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     for name in {node.id for node in nodes if isinstance(node, ast.Name)}:

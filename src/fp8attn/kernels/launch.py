@@ -1,9 +1,9 @@
-"""Launching a Triton kernel at little cost to the CPU.
+"""Launches Triton kernels at low CPU cost.
 
-`kernel[grid](...)` finds out anew on every call what it found out before: it binds the arguments, specializes each on its type and
-alignment, makes a key of them and of the options, and looks the compiled kernel up. `launch` keeps the compiled kernel with the
-`Constants` of the call. A later launch checks that its arguments have the types and alignments that the kernel was compiled for, and
-calls `compiled[grid](*arguments)`, which Triton documents.
+`kernel[grid](...)` repeats the same work on every call. It binds the arguments, specializes each on its type and alignment, makes a key
+from them and the options, and looks up the compiled kernel. `launch` keeps the compiled kernel with the `Constants` of the call. A later
+launch checks that its arguments have the types and alignments that the kernel was compiled for, and calls `compiled[grid](*arguments)`,
+which Triton documents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class View:
         shape, strides: in elements.
         block: the shape of one copy.
         swizzled: shared memory has Triton's default (swizzled) layout; otherwise rows are contiguous.
-        dtype: what the tensor's bytes are taken as; None: the tensor's own dtype.
+        dtype: the dtype that the tensor's bytes are read as. None: the tensor's own dtype.
         offset: bytes before the first element; a multiple of 16.
     """
 
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
     view: View
 
     def descriptor(self) -> Any:
-        """As Triton takes it."""
+        """The argument in the form that Triton takes."""
         return _descriptor()(self.x.data_ptr() + self.view.offset, self.dtype, self.view)
 
     @property
@@ -76,7 +76,7 @@ class Counters(NamedTuple):
 class Constants(dict):
     """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
 
-    The compiled kernels are kept here, so `Constants` must be kept too: they are made by `constants`, or part of what is.
+    The compiled kernels are kept here, so `Constants` must be kept, too. `constants` makes them, or a kept object contains them.
     """
 
     def __init__(self, device: torch.device, **constants: Any) -> None:
@@ -113,7 +113,7 @@ class Compiled(NamedTuple):
     constants: tuple[Any, ...]  # the constexpr parameters, which Triton takes again and ignores
 
     def values(self, args: Sequence) -> list | None:
-        """`args` as `program` takes them, addresses in the place of tensors; None if the kernel was compiled for other types."""
+        """`args` in the form that `program` takes, with addresses instead of tensors; None if the kernel was compiled for other types."""
         values = [*args, *self.constants]
         bits = 0
         for i, dtype in self.pointers:
@@ -168,7 +168,7 @@ _recording = _Recording()
 
 @contextmanager
 def recording(dry: bool = False) -> Iterator[list[Launch]]:
-    """Note the launches of this thread. `dry`: they are noted and not made."""
+    """Record the launches of this thread. `dry`: record them without running them."""
     _recording.launches, _recording.dry = [], dry
     try:
         yield _recording.launches
@@ -182,8 +182,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
     Args:
         kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last.
         grid: up to three numbers of programs.
-        args: the run-time arguments, all of them, on that device.
-        given: the others.
+        args: all run-time arguments, on that device.
+        given: the constexpr parameters and options.
     Raises:
         ValueError: a second or third number of programs is more than CUDA launches.
     """
@@ -225,13 +225,13 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
 
 
 def _as_before(kernel: triton.JITFunction) -> bool:
-    """Whether a launch may use a kernel that was compiled before: no hook sees the arguments first, and no setting changes the code."""
+    """Whether a launch may use a kernel that was compiled before: there is no hook on launches, and no setting that changes the code."""
     runtime, stages = knobs.runtime, getattr(knobs.runtime, "add_stages_inspection_hook", None)
     return not (kernel.pre_run_hooks or runtime.debug or knobs.compilation.instrumentation_mode or stages)
 
 
 def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, given: Constants) -> Compiled | None:
-    """What `kernel`, just launched with `args`, was compiled for; None where that is more than `Compiled` says."""
+    """The types and alignments that `kernel`, just launched with `args`, was compiled for; None if `Compiled` cannot describe them."""
     pointers, absent, numbers, specialized, floats, zeros, tiles = [], [], [], [], [], [], []
     for i, (x, param) in enumerate(zip(args, kernel.params, strict=False)):
         if isinstance(x, Tiles):
@@ -256,5 +256,5 @@ def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, given: Cons
 
 @lru_cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
+    """Number of multiprocessors of a CUDA device."""
     return machine(device).num_sms

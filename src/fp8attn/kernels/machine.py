@@ -1,4 +1,4 @@
-"""What plans of launches depend on besides the problem: a few numbers of the GPU."""
+"""The properties of a GPU that plans of launches depend on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 class Machine(NamedTuple):
-    """The numbers.
+    """The properties of one GPU.
 
     Attributes:
-        num_sms: multiprocessors.
+        num_sms: number of multiprocessors.
         shared_memory: bytes of shared memory that one program may have.
         native_e4m3: whether kernels may use Triton's own E4M3 conversions.
-        name: the GPU's, by which `devices` has its measured numbers.
+        name: the GPU's name, with which `devices` finds its measured numbers.
     """
 
     num_sms: int

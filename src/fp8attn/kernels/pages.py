@@ -20,8 +20,8 @@ BUNDLE = ROW // V_GROUP  # channels of a row
 def tiles(pages: KVPages, width: int, part: int) -> tuple[Tiles, Tiles]:
     """A page of one head of K, and of V, as TMA copies them.
 
-    `width` is head_dim padded to a power of two; what is past head_dim becomes zeros. K's block is `[1, 128, width]`. V's has its channels
-    in parts, `[1, width / part, 8, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
+    `width` is head_dim padded to a power of two; the padding is zero. K's block is `[1, 128, width]`. V's block has its channels in parts,
+    `[1, width / part, 8, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
     """
     k, v = _views(pages.pool.shape, pages.key_dtype, width, part)
     return Tiles(pages.pool, k), Tiles(pages.pool, v)
@@ -29,7 +29,7 @@ def tiles(pages: KVPages, width: int, part: int) -> tuple[Tiles, Tiles]:
 
 @lru_cache(maxsize=4096)
 def _views(shape: tuple[int, ...], key_dtype: torch.dtype, width: int, part: int) -> tuple[View, View]:
-    """Of `tiles`, for a pool of this shape."""
+    """The arguments of `tiles`, for a pool of this shape."""
     num_pages, heads, nbytes = shape
     head_dim = (nbytes - HEADER) // (2 * PAGE_SIZE)
     slots, parts = num_pages * heads, -(-head_dim // part)

@@ -1,18 +1,18 @@
-"""Attention over 8-bit pages in plain Triton: 8-bit storage, 16-bit arithmetic, FP32 accumulation, for prefill and decode alike.
+"""Attention over 8-bit pages in plain Triton, for prefill and decode: 8-bit storage, 16-bit arithmetic, FP32 accumulation.
 
-Nothing but the cache is rounded to 8 bits. K, in INT8 or E4M3, and V are exact in FP16. Q is rotated in FP32 where K is rotated, and
-rounded to FP16 after a power of two for each row brings it into range. The weights P are held 2^15 times too large, so that FP16 keeps all
-its digits down to weights of 2^-29. The denominator sums the weights as they were rounded, so that their errors cancel where V is constant.
+Only the cache is rounded to 8 bits. K, in INT8 or E4M3, and V are exact in FP16. If K is rotated, Q is rotated in FP32. Q is rounded to
+FP16 after a power of two for each row brings it into range. The weights P are multiplied by 2^15, so that FP16 keeps all its digits down to
+weights of 2^-29. The denominator sums the rounded weights, so that their errors cancel where V is constant.
 
-Means cost nothing per key: `q . (k + k_mean)` is `q . k` and one constant per row. A softmax does not depend on that constant; the LSE,
-sinks and a softcap do. v_mean is added to the normalized output. A page's k_scale is multiplied into the row's factor. Its v_scale is the
+Means cost nothing per key: `q . (k + k_mean)` is `q . k` plus one constant per row. A softmax does not depend on that constant; the LSE,
+sinks and a softcap do. v_mean is added to the normalized output. A page's k_scale is a part of the row's factor. Its v_scale is the
 accumulator's unit, which changes from page to page in the rescaling by the running maximum (FlashAttention-2, arXiv:2307.08691).
 
 The query heads of one KV head are packed into the rows of a tile (row r: token r // G, head r % G), so that decode shares each K and V
-byte between them. Long sequences are split over programs (Flash-Decoding): each takes its share of the pages that its rows see, computed on
-the device, and `combine` puts the parts together. Where a tile has so few rows that warps could share it only by splitting keys, each warp
-gets its own quarter of the keys, with its own maximum, denominator and accumulator (a batched matrix product whose batch is the warp):
-the loop then has no exchange between warps, and they meet once, at the end.
+byte between them. Long sequences are split over programs (Flash-Decoding). Each program computes its share of the pages on the device, and
+`combine` adds the parts. If a tile has so few rows that warps can share it only by splitting keys, each warp gets a quarter of the keys,
+with its own maximum, denominator and accumulator (a batched matrix product whose batch is the warp). Then the loop has no exchange between
+warps, and their results are combined once, at the end.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .launch import constants, launch
 from .machine import machine
 from .rotation import hadamard
 
-CLEARING = 64  # programs that write zeros behind the last sequence of a ragged batch
+CLEARING = 64  # programs that write zeros after the last sequence of a ragged batch
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
 _HEADER = tl.constexpr(HEADER)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_P_BITS = tl.constexpr(15)  # P is held times 2^15: at most 32768 in FP16
-_Q_BITS = tl.constexpr(8)  # a row of Q is held with its largest value in [2^8, 2^9)
-_NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: finite, so that -inf scores need no care
+_P_BITS = tl.constexpr(15)  # P is multiplied by 2^15: at most 32768 in FP16
+_Q_BITS = tl.constexpr(8)  # a row of Q is scaled so that its largest value is in [2^8, 2^9)
+_NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: finite, so that scores of -inf make no NaN
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the kernel is compiled for. The host makes it, and device code reads it."""
+    """The compile-time options of the kernel. The host makes them, and device code reads them."""
 
     int8: bool  # keys; or else E4M3
     rotate: bool  # queries, as the keys are
@@ -65,13 +65,13 @@ class Options:
 
 @triton.jit
 def _page(pool_ptr, page, num_kv_heads, kv_head, D: tl.constexpr):
-    """Where the bytes of one head's page begin: K `[128, D]`, V `[8, D, 16]`, and the header with their scales."""
+    """Pointers to the parts of one head's page: K `[128, D]`, V `[8, D, 16]`, and the header with their scales."""
     return pool_ptr + (page.to(tl.int64) * num_kv_heads + kv_head) * (2 * _PAGE * D + _HEADER)
 
 
 @triton.jit
 def _scales(page_ptr, mask, D: tl.constexpr):
-    """k_scale and v_scale of a page; 1 where `mask` is false."""
+    """k_scale and v_scale of a page, or 1 if `mask` is False."""
     scale_ptr = (page_ptr + 2 * _PAGE * D).to(tl.pointer_type(tl.float32))
     return tl.load(scale_ptr, mask=mask, other=1.0), tl.load(scale_ptr + 1, mask=mask, other=1.0)
 
@@ -83,7 +83,7 @@ def _tiles(
 ):  # fmt: skip
     """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, denom, m` of a block of rows.
 
-    With several warps that split keys everything has one more axis in front: the tile's keys in as many parts, each with its own state.
+    If several warps split the keys, every tensor has a first axis of warps. Each warp has a part of the tile's keys and its own state.
     """
     INT8: tl.constexpr = OPTIONS.int8
     D: tl.constexpr = OPTIONS.head_dim
@@ -112,7 +112,7 @@ def _tiles(
     v_offsets = tl.arange(0, TILE // _GROUP)[:, None] * (D * _GROUP) + in_group
     v_mask = in_group < D * _GROUP
 
-    # A page's number and scales are loaded one tile ahead: nothing else hides their latency, and the pipeline need not.
+    # A page's number and scales are loaded one tile ahead, because the pipeline does not hide their latency.
     some = first < last
     page_ptr = _page(pool_ptr, tl.load(table_ptr + first // TILES, mask=some, other=0), num_kv_heads, kv_head, D)
     k_scale, v_scale = _scales(page_ptr, some, D)
@@ -132,7 +132,7 @@ def _tiles(
             # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
             s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
         elif INT8 and (MASK_START or MASK_END):
-            # A page with a NaN in a token has a NaN scale (`numerics.settle`). It is for the rows that see a key of the page.
+            # A page with a NaN in a token has a NaN scale (`numerics.settle`). Only rows that see a key of the page become NaN.
             s += k_scale - k_scale
             f = tl.where(k_scale == k_scale, f, 1.0)
         if MASK_START and MASK_END:
@@ -165,7 +165,7 @@ def _tiles(
 
 @triton.jit
 def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs, OPTIONS: tl.constexpr):
-    """Zeros for the rows from `first` on, which belong to no sequence; of parts, none that saw a key."""
+    """Write zeros to the rows from `first` on, which belong to no sequence. In parts, write that they saw no key."""
     D: tl.constexpr = OPTIONS.head_dim
     DP: tl.constexpr = OPTIONS.width
     d = tl.arange(0, DP)
@@ -187,7 +187,7 @@ def _attention_kernel(
     q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows, softmax_scale, softcap, window,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one KV head of a sequence in each program, over its part of the keys; behind these, programs that clear the rest."""
+    """The kernel. A program computes some rows of one KV head of a sequence over a part of the keys. The last programs clear other rows."""
     D: tl.constexpr = OPTIONS.head_dim
     DP: tl.constexpr = OPTIONS.width
     G: tl.constexpr = OPTIONS.group
@@ -356,7 +356,8 @@ def _attention_kernel(
 
 
 class Config(NamedTuple):
-    """How a block of rows is computed: its rows, keys of a tile, warps that split the keys (1: none), warps, pipeline stages."""
+    """How a block of rows is computed: numbers of its rows, of keys in a tile, of warps that split the keys (1: no split), of warps, of
+    pipeline stages."""
 
     rows: int
     tile: int
@@ -367,10 +368,10 @@ class Config(NamedTuple):
 
 @lru_cache
 def config(head_dim: int, rows: int, shared_memory: int) -> Config:
-    """The launch for `rows` packed rows a KV head (queries times group), where a program may have `shared_memory` bytes.
+    """The block for `rows` packed rows of each KV head (queries times group), if a program may have `shared_memory` bytes.
 
-    Chosen so that the frequent cases do not spill (`test_compile.py` checks it). GPUs with much shared memory (Hopper, Blackwell) also have
-    instructions that read operands from it. On the others tiles are smaller, because operands take registers.
+    The frequent cases do not spill registers (`test_compile.py` checks it). GPUs with much shared memory (Hopper, Blackwell) also have
+    instructions that read operands from it. On other GPUs tiles are smaller, because operands need registers.
     """
     wide = head_dim > 128
     if shared_memory >= 200_000:
@@ -388,7 +389,7 @@ def config(head_dim: int, rows: int, shared_memory: int) -> Config:
 
 @lru_cache
 def _device(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that one program may have."""
+    """Number of multiprocessors, and bytes of shared memory that one program may have."""
     return machine(device)[:2]
 
 
@@ -397,7 +398,7 @@ def attention(
     pages: KVPages,
     params: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attention` to within 3e-4, and what the output's dtype rounds off."""
+    """`reference.attention`, with a relative error of up to 3e-4 plus the rounding of the output's dtype."""
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     num_tokens, num_q_heads, head_dim = q.shape
     device = q.device

@@ -1,11 +1,11 @@
-"""Inline PTX: Hopper's instructions that Triton does not offer, or only as longer sequences."""
+"""Inline PTX for Hopper's instructions that Triton does not have, or only as longer sequences."""
 
 from __future__ import annotations
 
 from .gluon import gl, gluon
 
-# INT8 products are summed onto the bits of this number: then the bits of every sum are those of MAGIC + s in FP32 (|s| < 2^22 up to
-# head_dim 256), with no instruction that converts.
+# INT8 products are added to the bits of this number. Then the bits of a sum s are those of MAGIC + s in FP32 (|s| < 2^22 up to head_dim
+# 256), without an instruction that converts.
 MAGIC = gl.constexpr(12582912.0)
 MAGIC_PTX = "0f4B400000"
 
@@ -15,7 +15,7 @@ FILL_REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 16))
 TO_FP8 = gl.constexpr(
     "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
 )
-# What TO_FP8 rounds off, itself rounded to FP8.
+# The rounding error of TO_FP8, rounded to FP8.
 REST_TO_FP8 = gl.constexpr("""{ .reg .b16 lo, hi, h0, h1, h2, h3; .reg .b32 a, b; .reg .f32 x0, x1, x2, x3;
 cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
 cvt.rn.f16x2.e4m3x2 a, lo; cvt.rn.f16x2.e4m3x2 b, hi; mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b;
@@ -29,9 +29,9 @@ mul.rn.f32 x, $3, $4; mul.rn.f32 y, $2, $5; add.rn.f32 $1, x, y; }""")
 
 @gluon.constexpr_function
 def exp2_of(n, cubics):
-    """PTX for `n` exponentials, `cubics` of them evenly spread polynomials on the FMA pipe, which idles while ex2 is the bottleneck.
+    """PTX for `n` exponentials. `cubics` of them, evenly spread, are polynomials on the FMA pipe, which is idle while ex2 limits the speed.
 
-    2^x = 2^round(x) * 2^f, |f| <= 1/2: a cubic of relative error 1e-4 (E4M3 keeps 2^-4). A NaN stays one.
+    2^x = 2^round(x) * 2^f with |f| <= 1/2, and 2^f is a cubic with a relative error of 1e-4 (E4M3 keeps 2^-4). NaN stays NaN.
     """
     chosen = {int((i + 0.5) * n / cubics) for i in range(cubics)}
     lines = []
@@ -50,9 +50,9 @@ def exp2_of(n, cubics):
 
 @gluon.constexpr_function
 def fill_of(part):
-    """PTX for 16 registers that hold `MAGIC + 0 * c`, with another c for each.
+    """PTX for 16 registers that contain `MAGIC + 0 * c`, with a different c for each.
 
-    ptxas: it would copy equal ones by moves, which take a pipe of half the speed.
+    ptxas: it would copy equal values by moves, which use a pipe of half the speed.
     """
     lines = (f"fma.rn.f32 ${i}, ${16 + i}, 0f{0x3F800000 + (16 * part + i << 16):08X}, magic;" for i in range(16))
     return "{ .reg .f32 magic; mov.f32 magic, " + MAGIC_PTX + ";\n" + "\n".join(lines) + "}"
@@ -60,25 +60,25 @@ def fill_of(part):
 
 @gluon.jit
 def exp2(x, CUBICS: gl.constexpr):
-    """2^x; of 16 that a thread computes, CUBICS are polynomials."""
+    """2^x. Of each 16 values of a thread, CUBICS are polynomials."""
     return gl.inline_asm_elementwise(exp2_of(16, CUBICS), EXP2_REGISTERS, [x], dtype=gl.float32, is_pure=True, pack=16)
 
 
 @gluon.jit
 def fill_magic(zero, PART: gl.constexpr):
-    """MAGIC's bits in the place of every zero; `PART` tells apart the tiles of 16 registers that are filled."""
+    """MAGIC's bits instead of every zero. `PART` differs between tiles of 16 registers."""
     return gl.inline_asm_elementwise(fill_of(PART), FILL_REGISTERS, [zero], dtype=gl.int32, is_pure=True, pack=16)
 
 
 @gluon.jit
 def to_fp8(x, PURE: gl.constexpr = True):
-    """E4M3, rounded to nearest even and saturated. Not PURE: computed here and not later, whatever reads it."""
+    """E4M3, rounded to nearest even and saturated. It is volatile, so it is computed here and not later."""
     return gl.inline_asm_elementwise(TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=PURE, pack=4)
 
 
 @gluon.jit
 def rest_to_fp8(x, PURE: gl.constexpr = True):
-    """What `to_fp8` rounds off `x`, itself in E4M3."""
+    """The rounding error of `to_fp8(x)`, in E4M3."""
     return gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=PURE, pack=4)
 
 
@@ -90,19 +90,19 @@ def logistic(x):
 
 @gluon.jit
 def rotate_pair(a, b, cos, sin):
-    """`a cos - b sin` and `b cos + a sin`: every product and sum rounds by itself, as torch's do."""
+    """`a cos - b sin` and `b cos + a sin`. Every product and sum is rounded, as in torch."""
     return gl.inline_asm_elementwise(ROTATE_PAIR, "=f,=f,f,f,f,f", [a, b, cos, sin], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
 
 
 @gluon.jit
 def log2(x):
-    """Of a normal `x`: one instruction, where Triton's cares for the range."""
+    """log2 of a normal `x`, in one instruction. Triton's function also handles other values."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def reciprocal(x):
-    """Of a normal `x`, likewise: what Triton divides by has the same bits."""
+    """The reciprocal of a normal `x`, in one instruction, with the same bits as Triton's division."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -114,5 +114,5 @@ def pin(x):
 
 @gluon.jit
 def transpose_8x8(x):
-    """Each 8x8 of FP16 values, of which a thread holds one 32-bit register, transposed."""
+    """Transpose each 8x8 block of FP16 values, of which a thread has one 32-bit register."""
     return gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2)

@@ -1,8 +1,9 @@
-"""Dense tensors in 8 bits and their own layout, with one scale for a sequence and group of heads: for kernels without pages (`fa3.py`).
+"""Quantizes dense tensors in their own layout, with one scale for a sequence and group of heads, for kernels without pages (`fa3.py`).
 
-A scale needs the largest magnitude of a whole sequence without its mean, so there are three launches. The first reads everything. It writes
-each channel's sum, largest and smallest value for every part of a sequence. The second makes means and scales from these: once a constant
-is subtracted, the largest magnitude is that of the largest or of the smallest value. The third reads everything again and writes codes.
+A scale needs the largest magnitude of a whole sequence after its mean was subtracted, so there are three launches. The first reads the
+tensor, and writes each channel's sum, largest and smallest value for every part of a sequence. The second computes means and scales from
+these: after a constant was subtracted, the largest magnitude is at the largest or smallest value. The third reads the tensor again and
+writes codes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Options:
 
 @triton.jit
 def _load_tokens(x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS: tl.constexpr):
-    """Tokens of a head with RoPE, rotated, `[T, C]`. Past the last token, the last token again."""
+    """Tokens of a head `[T, C]`, after RoPE and the rotation. Rows past the last token repeat it."""
     ROW: tl.constexpr = TOKENS.row
     token = tl.minimum(token, last).to(tl.int64)[:, None]
     if ROW.rope_pairs > 0:
@@ -119,7 +120,7 @@ def _rows_kernel(
     x_ptr, out_ptr, mean_ptr, scale_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, out_stride_b, out_stride_h, out_stride_t,
     cos_stride_b, cos_stride, sin_stride_b, sin_stride, heads, length, heads_per_scale, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of some tokens of a head in each program."""
+    """The kernel of the third launch. A program writes the codes of some tokens of a head."""
     TOKENS: tl.constexpr = OPTIONS.tokens
     ROW: tl.constexpr = TOKENS.row
     T: tl.constexpr = TOKENS.count
@@ -144,7 +145,7 @@ def quantize_rows(
     x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
     means: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """`reference.quantize_rows`, bit for bit (NaN may lose its sign); but for means, whose sums are taken in another order."""
+    """`reference.quantize_rows` with the same bits, except for the sign of NaN, and for means, which are summed in another order."""
     device = x.device
     batch, heads, length, head_dim = x.shape
     row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)

@@ -27,12 +27,12 @@ def negative(c):
 
 @triton.jit
 def hadamard(x, D: tl.constexpr):
-    """`fp8attn.rotation.rotate` of rows `x [N, C]` in FP32, of which the first D channels count; every operation rounds by itself."""
+    """`fp8attn.rotation.rotate` of rows `x [N, C]` in FP32, in the first D channels. Every operation is rounded."""
     N: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     BLOCK: tl.constexpr = block_size(D)
     FACTOR: tl.constexpr = BLOCK**-0.5
-    minus = negative(tl.arange(0, C))  # a line of its own: Triton's interpreter loses `tl.where` in the call
+    minus = negative(tl.arange(0, C))  # a separate line, because Triton's interpreter loses `tl.where` in the call
     x = x * tl.where(minus, -FACTOR, FACTOR)[None, :]
     sign = tl.where(tl.arange(0, 2) > 0, -1.0, 1.0)[None, None, :, None]
     for step in tl.static_range(_log2(BLOCK)):

@@ -1,7 +1,7 @@
 """Rows of channels in Triton kernels: loaded in FP32, with RoPE, and stored.
 
-A row of `head_dim` (D) channels is held in their order, padded with zeros to C, a power of two. Of a row that is rotated as a whole, both
-halves are loaded by themselves: the two channels of a pair are then in one thread, and so are those of the last step of `hadamard`.
+A row of `head_dim` (D) channels is in their order, padded with zeros to C, a power of two. If RoPE rotates all channels of a row, both
+halves are loaded separately. Then the two channels of a pair are in one thread, and so are those of the last step of `hadamard`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .fp8 import from_e4m3
 
 @dataclass(frozen=True)
 class Row:
-    """What kernels are compiled for: a constexpr parameter. The host makes it (`row_of`)."""
+    """The compile-time options of rows, a constexpr parameter. The host makes it (`row_of`)."""
 
     head_dim: int
     width: int  # head_dim, padded to a power of two
-    rope_pairs: int  # of channels that RoPE rotates; 0 without RoPE
+    rope_pairs: int  # number of channels that RoPE rotates; 0 without RoPE
     rope_interleaved: bool  # pairs are neighbors
     rope_step: int  # stride of the tables' last dimension
 
 
 @triton.jit
 def _load(rows, at, inside, WHOLE: tl.constexpr):
-    """FP32 of elements `at [M]` of the rows at pointers `[N, 1]`; zero where not `inside [M]`. WHOLE: all are."""
+    """Elements `at [M]` of the rows at pointers `[N, 1]` in FP32; zero if not `inside [M]`. WHOLE: all are inside."""
     x = tl.load(rows + at) if WHOLE else tl.load(rows + at, mask=inside & tl.full(rows.shape, 1, tl.int1), other=0.0)
     if x.dtype == tl.uint8:  # E4M3 where that is not native
         return from_e4m3(x, False).to(tl.float32)
@@ -45,7 +45,7 @@ def load_rows(rows, ROW: tl.constexpr):
 
 @triton.jit
 def load_lanes(row, ROW: tl.constexpr):
-    """`[32, C / 32]` of the row at a pointer: all of it in each warp."""
+    """The row at a pointer as `[32, C / 32]`. Each warp has the whole row."""
     EACH: tl.constexpr = ROW.width // 32
     c = tl.arange(0, 32)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     return _load(row + tl.zeros((1, 1), tl.int32), c, c < ROW.head_dim, ROW.width == ROW.head_dim)
@@ -53,7 +53,7 @@ def load_lanes(row, ROW: tl.constexpr):
 
 @triton.jit
 def store_rows(rows, x, valid, ROW: tl.constexpr):
-    """What `load_rows` reads, where `valid [N, 1]`."""
+    """Store rows in the form that `load_rows` returns, where `valid [N, 1]`."""
     c = tl.arange(0, ROW.width)
     tl.store(rows + c, x, mask=valid & (c < ROW.head_dim))
 
@@ -67,13 +67,13 @@ def _together(c, HALF: tl.constexpr):
 
 @triton.jit
 def _rotate(a, b, cos, sin):
-    """`rope.apply_rope` on pairs; every product and sum rounds by itself, as torch's do (launches disable FMA contraction)."""
+    """`rope.apply_rope` on pairs. Every product and sum is rounded, as in torch (launches disable FMA contraction)."""
     return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
 def _load_pairs(first, rows, cos, sin, M: tl.constexpr, ROW: tl.constexpr):
-    """M channels from `first` on and those C / 2 behind them, each `[N, M]`, with RoPE."""
+    """M channels from `first` on and the channels C / 2 after them, each `[N, M]`, after RoPE."""
     STEP: tl.constexpr = ROW.rope_step
     i = first + tl.arange(0, M)
     a = _load(rows, i, i >= 0, True)
@@ -145,5 +145,5 @@ def row_of(
 
 
 def power_of_two(n: int) -> int:
-    """The smallest that is not below `n >= 1`. (`triton.next_power_of_2` takes 8 us.)"""
+    """The smallest power of two that is at least `n >= 1`. (`triton.next_power_of_2` takes 8 us.)"""
     return 1 << (n - 1).bit_length()

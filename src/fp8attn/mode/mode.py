@@ -86,7 +86,7 @@ def fp8_attention(
             _move_to_top(mode)
 
 
-_thread = threading.local()  # .mode: the innermost mode of this thread
+_thread = threading.local()  # its attribute `mode` is the innermost mode of this thread
 # The modes that the running asyncio task has entered, or inherited from the task that started it. A thread runs several tasks in turn and
 # has the modes of all of them. Dynamo cannot trace a ContextVar, so compiled code does not read it.
 _of_this_task: ContextVar[tuple[_Mode, ...]] = ContextVar("fp8attn.mode", default=())

@@ -35,7 +35,7 @@ class ModuleCalls:
     def count(self, query: torch.Tensor, key: torch.Tensor) -> None:
         """Add a call with this query and key."""
         self.calls += 1
-        if query.is_nested or key.is_nested:  # of many lengths
+        if query.is_nested or key.is_nested:  # nested: it has many lengths
             return
         self.queries = _widened(self.queries, query.shape[-2])
         self.keys = _widened(self.keys, key.shape[-2])

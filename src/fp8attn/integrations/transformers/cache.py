@@ -28,23 +28,23 @@ def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
 class FP8Cache(Cache):
     """A transformers cache with FP8 pages in its full-attention layers: half the bytes of BF16.
 
-    Sliding-window and chunked layers stay transformers' own, in 16 bits: they hold a window, which does not grow. (Their masks do: for a
-    long prompt to a model that has them, `generate(..., prefill_chunk_size=8192)`.)
+    Sliding-window and chunked layers are transformers' own, in 16 bits, because a window does not grow. (Its masks grow with the prompt:
+    for a long prompt, call `generate(..., prefill_chunk_size=8192)`.)
 
     Args:
         config: the model's config (`model.config`). Its attention implementation is read at every step: `fp8_kv` gets the pages.
-        max_cache_len: None grows as tokens come. A number makes the static form: all memory at once, no host work in a step, so that
-            decoding compiles once (`generate` does so on a GPU) and runs in CUDA graphs.
-        scales: calibrated scales and means (`KVScales.load`), of this key_dtype and rotate_keys. None: each page has scales of its own,
-            and there is nothing to calibrate.
-        key_dtype: what keys are stored in, `"int8"` or `"e4m3"`; values are E4M3.
+        max_cache_len: number of tokens of the static form, which allocates all memory at once and needs no host work in a step. So decoding
+            compiles once (`generate` does so on a GPU) and runs in CUDA graphs. None: the cache grows with its tokens.
+        scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. None: each page has its own scales, and
+            no calibration is needed.
+        key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
-        skip_layers: layers to keep in 16 bits: numbers (negative ones count from the end), or a function of the number. A choice for
-            whoever measured the model: `fp8attn calibrate` reports each layer's error; `edge_layers` names the first and last.
-        backend: `"auto"`, `"triton"` or `"reference"`, for writing and for attention.
+        skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. Measure a
+            model to choose them: `fp8attn calibrate` reports each layer's error. `edge_layers` names the first and last layers.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`, for append and attention.
     Raises:
-        TypeError: no config of a model.
-        UsageError: a model that it cannot serve, by name, with what to do instead; a `max_cache_len` that is no number of tokens; scales
+        TypeError: `config` is not the config of a model.
+        UsageError: the model cannot be served (the message says what to use), `max_cache_len` is not a number of tokens, or the scales are
             of another model, key_dtype or rotate_keys.
     """
 
@@ -113,14 +113,20 @@ class FP8Cache(Cache):
     ) -> FP8Cache:
         """The cache of `model.config`, with static means where the model's biases are several deviations of K or V (`biases`).
 
-        The model's attention implementation is set to `fp8_kv`, which reads pages as they are. No data are needed. INT8 keys are rotated in
-        every layer. E4M3's error is relative, so E4M3 keys are not rotated where that would spread a large error over all channels: where
-        K keeps an offset that no constant removes, because RoPE turns it, and where large channels of K meet small ones of Q.
+        The model's attention implementation is set to `fp8_kv`, which reads pages directly. No data are needed. INT8 keys are rotated in
+        every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation would spread a large error
+        over all channels: layers whose K has an offset that no static mean removes, because RoPE rotates it; and layers where large
+        channels of K meet small channels of Q.
 
         Args:
             model: a transformers model.
             max_cache_len, skip_layers, key_dtype, rotate_keys, backend: as `FP8Cache` takes them. K's bias is averaged over max_cache_len
-                positions; over the config's max_position_embeddings where it is None.
+                positions, or over the config's max_position_embeddings if max_cache_len is None.
+        Returns:
+            The `FP8Cache`.
+        Raises:
+            TypeError: `model` is not a transformers model.
+            UsageError: as `FP8Cache`.
         """
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
@@ -138,13 +144,13 @@ class FP8Cache(Cache):
         return cache
 
     def save(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
-        """Write sequences to a safetensors file, for `load` in another process: a prompt is prefilled once.
+        """Write sequences to a safetensors file. `load` reads them in another process, so a prompt is prefilled once.
 
         Args:
-            path: the file; folders above it are made.
-            seqs: numbers of sequences of the batch, in the order in which `load` gives them. None: all.
+            path: the file. The folders above it are made.
+            seqs: numbers of the sequences in the batch, in the order that `load` gives them. None: all.
         Raises:
-            ValueError: the cache holds no tokens yet, or there is no such sequence.
+            ValueError: the cache has no tokens yet, or there is no such sequence.
         """
         files.save(self, path, self.shared.config, seqs)
 
@@ -158,15 +164,15 @@ class FP8Cache(Cache):
         device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> FP8Cache:
-        """The cache that `save` wrote, in the same format: means and calibrated scales included.
+        """Make a cache from a file of `save`, with the same bytes, format, means and calibrated scales.
 
         Args:
-            path: the file. Only tensors and strings are read: nothing in it is executed.
+            path: the file. Only tensors and strings are read; nothing in it is executed.
             config: the config of the same model (`model.config`).
             max_cache_len, backend: as `FP8Cache` takes them.
-            device: where the pages will be: the model's device.
+            device: the model's device.
         Raises:
-            ValueError: there is no such file, it is damaged, or it is of another model, with what differs.
+            ValueError: the file does not exist, is damaged, or is of another model; the message says what differs.
         """
         return files.load(cls, path, config, max_cache_len, device, backend)
 
@@ -176,14 +182,14 @@ class FP8Cache(Cache):
         return self.shared.paged
 
     def pages(self, layer: int) -> KVPages:
-        """The pages of the FP8 layer that the model calls `layer`."""
+        """The pages of the model's layer `layer`, which must be in FP8."""
         if self.shared.paged is None or layer not in self.fp8_layers:
-            raise ValueError(f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}, and have pages after the first tokens")
+            raise ValueError(f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}, with pages after the first forward")
         return self.shared.paged.pages(self.layers[layer].slot)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device by all layers, FP8 and 16-bit."""
+        """Bytes of the tensors of all layers on the device, FP8 and 16-bit."""
         tensors = [x for layer in self.layers if not isinstance(layer, FP8Layer) for x in (layer.keys, layer.values)]
         return sum(x.nbytes for x in tensors if x is not None) + (0 if self.paged is None else self.paged.nbytes)
 
@@ -198,7 +204,7 @@ class FP8Cache(Cache):
         return f"FP8Cache({held} layers in FP8, {len(self.layers) - held} in 16 bits, {what})"
 
     def _all_layers(self, method: str, *args) -> None:
-        """Call `method` on every 16-bit layer and once for the FP8 layers, or on none: transformers' static layers lack some."""
+        """Call `method` on every 16-bit layer and once for all FP8 layers. If a 16-bit layer does not have the method, call nothing."""
         lacking = [index for index, layer in enumerate(self.layers) if not hasattr(layer, method)]
         if lacking:
             raise ValueError(
@@ -209,29 +215,29 @@ class FP8Cache(Cache):
             getattr(layer, method)(*args)
 
     def reset(self) -> None:
-        """Forget every token of every layer. The growing form also frees its pages."""
+        """Drop all tokens of all layers. The growing form also frees its pages."""
         self._all_layers("reset")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every layer.
+        """Drop the last `-tokens_to_remove` tokens of every layer.
 
         Raises:
-            ValueError: a positive number.
+            ValueError: the number is positive.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove}")
         self._all_layers("crop", tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Sequence `i` becomes a copy of what sequence `beam_idx[i]` was."""
+        """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`."""
         self._all_layers("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times, side by side."""
+        """Repeat every sequence `repeats` times. Copies of a sequence are neighbors."""
         self._all_layers("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices`."""
+        """Keep the sequences with these indices."""
         self._all_layers("batch_select_indices", indices)
 
 

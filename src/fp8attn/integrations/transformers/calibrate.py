@@ -41,8 +41,8 @@ def calibrate(
     The mean of head h and channel d is `E[x]` if that is several deviations, else 0. The scale of head h is `max |x - mean| / M`, or a
     percentile instead of the maximum; M is 448 for E4M3 and 127 for INT8. K's scale is for K as it is stored.
 
-    The model runs with a cache that sees K (after RoPE) and V where attention reads them. Nothing is hooked or patched, and the model is
-    not changed. K and V of a whole batch are in memory for one layer at a time; only statistics are kept.
+    The model runs with a cache that receives K (after RoPE) and V. There are no hooks or patches, and the model is not changed. K and V of
+    a whole batch are in memory for one layer at a time. Only statistics are kept.
 
     Args:
         model: a transformers causal language model.

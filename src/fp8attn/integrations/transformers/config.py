@@ -26,10 +26,10 @@ class LayerSpec:
     """One layer of a model, as its cache sees it.
 
     Attributes:
-        kind: transformers' name of the layer's type: `full_attention`, `sliding_attention`, `linear_attention`, ...
+        kind: the layer's type in transformers: `full_attention`, `sliding_attention`, `linear_attention`, ...
         num_q_heads, num_kv_heads, head_dim: the shape of the layer's attention.
         window: tokens that a sliding or chunked layer keeps; None: all.
-        options: keyword arguments of transformers' own cache layer of this kind.
+        options: keyword arguments of transformers' own cache layer of this type.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class LayerSpec:
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model's decoder: of a multimodal model, that of its text model."""
+    """The config of a model's decoder. For a multimodal model, it is the config of the text model."""
     return config.get_text_config(decoder=True)
 
 
@@ -114,8 +114,8 @@ def has_softcap(config: PreTrainedConfig) -> bool:
 
 
 def has_sinks(config: PreTrainedConfig) -> bool:
-    """Whether the model's attention has sinks. They are parameters, which a config does not name; models that have them name them in the
-    plan by which they are split over GPUs."""
+    """Whether the model's attention has sinks. They are parameters, which a config does not list. But a model with sinks lists them in the
+    plan that splits it over GPUs."""
     config = decoder_config(config)
     return config.model_type == "gpt_oss" or any("sinks" in name for name in getattr(config, "base_model_tp_plan", None) or ())
 

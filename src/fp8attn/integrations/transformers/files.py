@@ -1,4 +1,4 @@
-"""`FP8Cache` in a file: the pages as `cache.storage` writes them, the 16-bit layers beside them, and which model they are of."""
+"""`FP8Cache` in a file: the pages, which `cache.storage` writes, the 16-bit layers, and the name of the model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .layers import FP8Layer
 if TYPE_CHECKING:
     from .cache import FP8Cache
 
-# What transformers' own layers hold; the last two are numbers of tokens, of sliding windows and static layers.
+# The attributes of transformers' own layers; the last two are the numbers of tokens of sliding windows and static layers.
 _STATE = ("keys", "values", "cumulative_length", "cumulative_length_int")
 
 
 def save(cache: FP8Cache, path: str | Path, config: PreTrainedConfig, seqs: Sequence[int] | None) -> None:
-    """Write sequences of all layers; see `FP8Cache.save`."""
+    """Write sequences of all layers (`FP8Cache.save`)."""
     if cache.paged is None:
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
     tensors, metadata = storage.pack(cache.paged, seqs)
@@ -39,7 +39,7 @@ def save(cache: FP8Cache, path: str | Path, config: PreTrainedConfig, seqs: Sequ
 
 
 def load(make, path: str | Path, config: PreTrainedConfig, max_cache_len: int | None, device, backend: str) -> FP8Cache:
-    """The cache that `save` wrote; see `FP8Cache.load`. `make` is FP8Cache."""
+    """The cache of a file of `save` (`FP8Cache.load`). `make` is FP8Cache."""
     tensors, metadata = storage.read(path)
     if "model" not in metadata:
         raise ValueError(f"{path} holds pages without a model: fp8attn.PagedKVCache.load reads it, FP8Cache.load what FP8Cache.save wrote")
@@ -71,12 +71,12 @@ def load(make, path: str | Path, config: PreTrainedConfig, max_cache_len: int | 
 
 
 def _held(cache: FP8Cache) -> list[tuple[int, CacheLayerMixin]]:
-    """The 16-bit layers that hold tokens, with their numbers."""
+    """The 16-bit layers that have tokens, with their numbers."""
     return [(i, x) for i, x in enumerate(cache.layers) if not isinstance(x, FP8Layer) and getattr(x, "keys", None) is not None]
 
 
 def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
-    """Give one of transformers' own layers what it held; static ones keep their tensors."""
+    """Restore the tensors of one of transformers' own layers. Static layers keep their tensors and get the values."""
     layer.lazy_initialization(state["keys"], state["values"])
     for name, value in state.items():
         old = getattr(layer, name)
@@ -87,5 +87,5 @@ def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
 
 
 def _model(config: PreTrainedConfig) -> dict:
-    """What tells a model from others: folders differ from machine to machine, so of a path the last part."""
+    """The identity of a model. Only the last part of its name is used, because folders differ between machines."""
     return {"type": config.model_type, "layers": config.num_hidden_layers, "name": Path(config.name_or_path).name}

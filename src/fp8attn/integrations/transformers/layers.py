@@ -1,4 +1,4 @@
-"""The FP8 layers of a transformers cache: shapes and errors as transformers has them, over one `PagedKVCache`."""
+"""The FP8 layers of a transformers cache: transformers' interface to one `PagedKVCache`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 
 class FP8Layers:
-    """What the FP8 layers of a cache share: their `PagedKVCache`, made when the first K and V show its shape.
+    """The state that the FP8 layers of a cache share: their `PagedKVCache`, which is made when the first K and V show its shape.
 
     Attributes:
-        config: the decoder's config; its attention implementation decides what `update` returns.
-        layers: the FP8 layers, in the order of their slots in `paged`.
-        paged: the pages of all of them; None before the first K and V.
+        config: the decoder's config. Its attention implementation decides what `update` returns.
+        layers: the FP8 layers, in the order of their numbers in `paged`.
+        paged: the pages of all FP8 layers; None before the first K and V.
     """
 
     def __init__(self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: str, backend: str) -> None:
@@ -35,8 +35,8 @@ class FP8Layers:
         """Make the pages of all layers for K and V of layer `index`, `[B, num_kv_heads, S, head_dim]`; S may be 0.
 
         Raises:
-            ValueError: a shape that no kernel takes.
-            RuntimeError: inside a compiled region, where nothing can be allocated for good.
+            ValueError: no kernel takes the shape.
+            RuntimeError: the call is in a compiled region, which cannot allocate memory that outlives it.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError(
@@ -69,7 +69,7 @@ class FP8Layers:
         return self.paged
 
     def other_shape(self, index: int, key_states: torch.Tensor) -> None:
-        """K is of another shape than the pages: another batch is fine for an empty cache that grows, everything else raises ValueError."""
+        """Handle a K of another shape than the pages. An empty, growing cache takes another batch. All else raises ValueError."""
         paged = self.paged
         assert paged is not None
         batch, num_kv_heads, _, head_dim = key_states.shape
@@ -86,29 +86,29 @@ class FP8Layers:
             )
         paged.select([0] * batch)
 
-    # Sequences moved, for all FP8 layers at once
+    # Moving sequences, for all FP8 layers at once
 
     def reset(self) -> None:
-        """Forget every token. The growing form also frees its pages; the static form keeps its tensors where they are."""
+        """Drop all tokens. The growing form also frees its pages. The static form keeps its tensors."""
         if self.paged is not None:
             self.paged.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens."""
+        """Drop the last `-tokens_to_remove` tokens."""
         if self.paged is not None and tokens_to_remove:
             self.paged.truncate([max(0, length + tokens_to_remove) for length in self.paged.lengths])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Sequence `i` becomes a copy of what sequence `beam_idx[i]` was; copies share pages until they differ."""
+        """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`. Copies share pages until one of them writes."""
         self._select(beam_idx.tolist(), "reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times, side by side."""
+        """Repeat every sequence `repeats` times. Copies of a sequence are neighbors."""
         if self.paged is not None:
             self._select([i for i in range(self.paged.num_seqs) for _ in range(repeats)], "batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices` (numbers, or a mask)."""
+        """Keep the sequences that `indices` selects (numbers, or a mask)."""
         self._select((indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist(), "batch_select_indices")
 
     def _select(self, indices: list[int], what: str) -> None:
@@ -122,7 +122,7 @@ class FP8Layers:
         self.paged.select(indices)
 
     def __deepcopy__(self, memo: dict) -> FP8Layers:
-        """A copy of its own, to go on from one prompt in several ways; the config stays the model's."""
+        """A deep copy that refers to the same config, to continue one prompt in several ways."""
         memo[id(self.config)] = self.config
         new = memo[id(self)] = type(self).__new__(type(self))
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -130,14 +130,14 @@ class FP8Layers:
 
 
 class FP8Layer(CacheLayerMixin):
-    """One full-attention layer of an `FP8Cache`: what transformers calls, and the layer's own options.
+    """One full-attention layer of an `FP8Cache`: the methods that transformers calls, and the layer's own options.
 
     Args:
-        index: the layer's number, for errors.
-        shared: what the FP8 layers share; the new layer takes the next slot of it.
+        index: the layer's number in the model, for errors.
+        shared: the state that the FP8 layers share. The new layer gets the next number in it.
         scales, rotate_keys: as `PagedKVCache` takes them.
     Attributes:
-        k_mean, v_mean: static means, as `PagedKVCache` takes them; None: zero.
+        k_mean, v_mean: static means, as `PagedKVCache` takes them. None: zero.
     """
 
     is_sliding = False
@@ -167,16 +167,16 @@ class FP8Layer(CacheLayerMixin):
         self.shared.make(self.index, key_states, value_states)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize new tokens onto the end, and return K and V of all.
+        """Quantize and append new tokens, and return K and V of all tokens.
 
         Args:
             key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens.
         Returns:
-            K and V `[B, num_kv_heads, length, head_dim]` (the static form: `max_cache_len`, zero past its tokens): `PagedTensor` under the
-            attention implementation `fp8_kv`, plain dequantized tensors under any other.
+            K and V `[B, num_kv_heads, length, head_dim]`. In the static form, `length` is `max_cache_len`, and values past the tokens are
+            zero. They are `PagedTensor`s if the attention implementation is `fp8_kv`, otherwise plain dequantized tensors.
         Raises:
-            RuntimeError: a derivative is wanted.
-            ValueError: another batch, head count or head_dim than before.
+            RuntimeError: an input requires a gradient.
+            ValueError: the batch, number of heads or head_dim has changed.
         """
         shared = self.shared
         key_states, value_states = autocast(key_states, value_states)
@@ -186,7 +186,7 @@ class FP8Layer(CacheLayerMixin):
             shared.other_shape(self.index, key_states)
         paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
         pages = paged.appended(self.slot)
-        if self.slot == 0:  # once in a forward: a config's attributes take time
+        if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
             shared.implementation = shared.config._attn_implementation
             shared.length = paged.max_seqlen or paged.lengths[0]
         if shared.implementation == ATTN_IMPLEMENTATION:
@@ -202,33 +202,33 @@ class FP8Layer(CacheLayerMixin):
             )
         return tuple(dequantize(pages, which, shared.length, key_states.dtype) for which in "kv")
 
-    # Sizes, as transformers asks for them
+    # Sizes, for transformers
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(how many keys a mask for `query_length` new tokens covers, where they begin)."""
+        """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
         return self.shared.max_cache_len or self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Tokens held; in the static form, once it holds any, a scalar on the device."""
+        """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
         paged = self.shared.paged
         if paged is None:
             return 0
         if paged.max_seqlen is None:
             return paged.lengths[0]
-        return paged.pages(self.slot).cache_seqlens[0].long()  # a copy: what it is read for outlives the next append
+        return paged.pages(self.slot).cache_seqlens[0].long()  # a copy, because the caller uses it after the next append
 
     def get_max_length(self) -> int:
-        """Tokens that fit; -1 without a limit."""
+        """The largest number of tokens; -1 without a limit."""
         return self.shared.max_cache_len or -1
 
     def reset(self) -> None:
-        """Raises NotImplementedError, as all that would move this layer's sequences alone."""
+        """Raise NotImplementedError, like every method that would move the sequences of only this layer."""
         raise NotImplementedError("the FP8 layers of a cache share one page table: call reset, crop, reorder_cache, ... on the FP8Cache")
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset
 
     def offload(self) -> None:
-        """Raises NotImplementedError: pages stay on their device."""
+        """Raise NotImplementedError: pages stay on their device."""
         raise NotImplementedError(
             "FP8Cache does not offload: its pages stay on the device. Use transformers' DynamicCache(offloading=True)"
         )

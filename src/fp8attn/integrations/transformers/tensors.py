@@ -1,4 +1,4 @@
-"""How an FP8 layer's K and V travel from the cache to the attention function: as tensors that carry their pages."""
+"""`PagedTensor`, which passes an FP8 layer's pages from the cache to the attention function."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch.utils._pytree import tree_map
 from ...layout import FIELDS, PAGE_SIZE, KVPages
 from ...rotation import rotate_back
 
-ATTN_IMPLEMENTATION = "fp8_kv"  # transformers looks into names: "flash", "sdpa", "flex_attention" and "/" would mean something
+ATTN_IMPLEMENTATION = "fp8_kv"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
 _TENSORS = FIELDS[:5]
 
 
 def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """K (rotated back) or V of every sequence as `[num_seqs, num_kv_heads, length, head_dim]`, zero past `cache_seqlens`; device work
-    alone. Where a sequence has tokens the values are those of `KVPages.read`.
+    """Dequantize K (rotated back) or V of every sequence, as work of the device only.
 
     Args:
         pages: the cache.
         which: `"k"` or `"v"`.
-        length: tokens to return.
-        dtype: of the result. The arithmetic is FP32.
+        length: number of tokens to return.
+        dtype: the dtype of the result. The arithmetic is FP32.
+    Returns:
+        `[num_seqs, num_kv_heads, length, head_dim]`: the values of `KVPages.read`, and zeros past `cache_seqlens`.
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
     codes, scale, mean = getattr(pages, which), getattr(pages, f"{which}_scale"), getattr(pages, f"{which}_mean")
-    # FP8 tensors index through their bytes: a CPU has no gather for them.
+    # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
     x = codes.view(torch.uint8)[ids].view(codes.dtype).float()
     if which == "v":
         # `layout.V_ORDER` as axes: position 4a + 2b + c holds token 8b + 2a + c. Indices and aranges would be real tensors where this is
@@ -37,22 +38,22 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     x = x.transpose(1, 2).flatten(2, 3)[:, :, :length]
     x = x if mean is None else x + mean[:, None]
     x = rotate_back(x) if which == "k" and pages.rotate_keys else x
-    x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # a table may name no more pages than there are tokens for
-    # Bytes past the length are unspecified in K: a NaN there would survive a mask that is added.
+    x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # the table may have fewer columns than `length` needs
+    # Bytes of K past the length are unspecified. An additive mask would not remove a NaN there.
     held = pages.cache_seqlens.new_ones(length).cumsum(0) <= pages.cache_seqlens[:, None]
     return torch.where(held[:, None, :, None], x, 0.0).to(dtype)
 
 
 def tokens_of(x: torch.Tensor) -> torch.Tensor:
-    """`[B, heads, S, head_dim]` as `[B * S, heads, head_dim]`; in a decode step by one call of torch, not two."""
+    """`[B, heads, S, head_dim]` as `[B * S, heads, head_dim]`. In a decode step it makes one torch call instead of two."""
     return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 class PagedTensor(torch.Tensor):
-    """K or V of an FP8 layer: shape `[B, num_kv_heads, S, head_dim]`, the model's dtype, and no storage but the layer's pages.
+    """K or V of an FP8 layer: a tensor `[B, num_kv_heads, S, head_dim]` in the model's dtype that has no storage except the layer's pages.
 
-    The attention function takes the pages (`pages_of`); every other operation dequantizes first. `data_ptr()` is 0, so code that passes
-    raw pointers (a foreign kernel) must not get one: the cache hands it out only when the model's attention implementation is `fp8_kv`.
+    The attention function reads the pages (`pages_of`). Every other operation dequantizes first. `data_ptr()` is 0, so a kernel that takes
+    raw pointers must not get one. The cache returns it only if the model's attention implementation is `fp8_kv`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -64,13 +65,13 @@ class PagedTensor(torch.Tensor):
     def __init__(self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: str = "auto") -> None:
         self.which, self.backend, self.pages = which, backend, pages
 
-    # `__tensor_flatten__` names one attribute for each tensor.
+    # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
     _pool, _page_table, _cache_seqlens, _k_mean, _v_mean, _key_dtype, _rotate_keys = (
         property(attrgetter(f"pages.{name}")) for name in FIELDS
     )
 
     def dequantize(self) -> torch.Tensor:
-        """The plain tensor that this one represents."""
+        """The values as a plain tensor."""
         return dequantize(pages_of(self), self.which, self.shape[2], self.dtype)
 
     def __repr__(self, **_) -> str:
@@ -93,8 +94,8 @@ class PagedTensor(torch.Tensor):
 
 
 def pages_of(x: PagedTensor) -> KVPages:
-    """The pages that `x` stands for. A function, because Dynamo traces into no methods of a tensor; and by tensors, because it makes
-    tensors alone out of a tensor's attributes."""
+    """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor subclass, and of its
+    attributes traces only tensors."""
     if torch.compiler.is_compiling():
         return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._k_mean, x._v_mean, x._key_dtype, x._rotate_keys)
     return x.pages
