@@ -52,8 +52,8 @@ class PageTable:
         grows: whether the pools grow.
         free: pages that no sequence has. The last one is used first.
         page_table: `[num_seqs, max_pages]` int32, `tables` on the device; entries past a sequence's last page are zero.
-        cache_seqlens: `[num_seqs]` int32 for each layer, each in its own memory. Compiled code writes to them in place, which torch does not
-            support for views of one tensor.
+        cache_seqlens: `[num_seqs]` int32 for each layer, each in its own memory. Compiled code writes to them in place, and torch does not
+            support that for views of one tensor.
     """
 
     def __init__(self, num_layers: int, num_seqs: int, num_pages: int | None, device: torch.device) -> None:
