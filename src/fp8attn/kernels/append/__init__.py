@@ -186,7 +186,7 @@ def _queries(row: Row, native: bool, tokens: int, heads: int) -> tuple[Queries, 
 
 
 def _columns_ahead(device: torch.device, heads: int, width: int) -> int:
-    """Number of columns of pages that the programs of `page_kernel` read at a time. A program prefetches the page this many columns later."""
+    """Number of columns of pages that the programs of `page_kernel` read at a time, which is the distance of a prefetch."""
     if not is_native(device):
         return 0
     programs = num_sms(device) * max(1, 256 // width)  # of width / 16 warps with 128 registers a thread
