@@ -1,4 +1,4 @@
-"""The benchmarks. They measure the `src` folder of this checkout, or the one that FP8ATTN_SRC names (`base`), and never an installed one."""
+"""The benchmarks. They measure the `src` folder of this checkout, or the one that FP8ATTN_SRC names (`base`), not an installed one."""
 
 import os
 import sys
