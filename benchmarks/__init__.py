@@ -1,4 +1,4 @@
-"""Measurements. They measure the `src` beside this folder, whichever fp8attn is installed; or the one that FP8ATTN_SRC names (`base`)."""
+"""The benchmarks. They measure the `src` folder of this checkout, or the one that FP8ATTN_SRC names (`base`), not an installed one."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How exactly every FP8 kernel here sums, by length: what `fp8attn doctor` measures."""
+"""Measures how exactly every FP8 kernel on this machine sums, by length, as `fp8attn doctor` does."""
 
 from __future__ import annotations
 

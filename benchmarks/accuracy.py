@@ -1,4 +1,4 @@
-"""The accuracy suite: ours and the peers, at lengths from 1 to a million and on data made to go wrong.
+"""The accuracy suite: our kernels and the peers, at lengths from 1 to a million tokens, also on data with large errors.
 
 A case is `{phase}-{data}-D{head_dim}-S{length}`. Phases: `causal`, a prompt; `full`, 128 queries that see every key; `decode`, one query.
 `rel_err` is against float64 on the bytes that each system was given, over the first and the last 64 queries; `last` is over the last alone.

@@ -1,4 +1,4 @@
-"""How far apart are the predictions of prefill and of decode on the same tokens?
+"""Measures the difference between the predictions of prefill and of decode on the same tokens.
 
 The tokens go through the same cache, once all in a prompt, and once with the last ones decoded one at a time. Reinforcement learning, whose
 trainer and sampler take different paths, needs them close.

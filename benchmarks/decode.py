@@ -1,4 +1,4 @@
-"""A decode step's attention beside vLLM's and beside a kernel that only reads.
+"""A decode step's attention, compared with vLLM's and with a kernel that only reads.
 
 Each implementation (`peers` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is measured; the L2 cache is
 flushed before every run. `gbps` counts the live bytes of K and V. `stream-ceiling` is the same producer with a consumer that only releases

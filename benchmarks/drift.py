@@ -1,4 +1,4 @@
-"""How far predictions are from BF16's over a hundred thousand decoded tokens.
+"""The difference of predictions from BF16's over 100,000 decoded tokens.
 
 They are decoded behind a prompt, one at a time, while the cache's pages are copied, reordered, truncated and grown in scale. Two sequences
 of held-out text run side by side; a step through our cache is a CUDA graph. BF16 reads the same tokens in chunks.

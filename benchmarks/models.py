@@ -1,4 +1,4 @@
-"""Whole models with random weights, which cost what trained ones cost, and what computes their attention.
+"""Whole models with random weights, which take the same time as trained ones, and the systems that compute their attention.
 
 | name | is |
 |---|---|

@@ -1,4 +1,4 @@
-"""What `needle` compares, and how it is asked: whatever decides an answer.
+"""The systems that `needle` compares, and everything that determines their answers.
 
 A change here makes everybody's answers stale (`fingerprint.NEEDLE`): the implementations and their scales, and in `Work` which
 prompts run side by side, in what chunks, and where an answer ends. What is measured is RULER's, but that an answer ends with its first

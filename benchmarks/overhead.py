@@ -1,4 +1,4 @@
-"""What calls cost the CPU: an op, a launch, and a decode step of a transformers model that its GPU does not slow down.
+"""The CPU time of calls: an op, a launch, and a decode step of a transformers model whose GPU is never the bottleneck.
 
 Microseconds of the host's time; the GPU has so little to do that its queue stays empty. Hosts differ (by half, seen on machines of one
 type) and are not always idle: so all calls take turns, the least mean of many short turns counts, and `torch.relu`, which takes its turn

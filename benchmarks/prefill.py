@@ -1,4 +1,4 @@
-"""Prefill attention beside its peers.
+"""Prefill attention, compared with its peers.
 
 `fp8attn` has BF16 queries and keys of the default format, rotated; `fp8attn-e4m3-keys` (or `-int8-keys`) has keys of the other format.
 `fp8attn-q8` has FP8 queries over E4M3 keys that are not rotated, as the peers have (`peers`). All read pages as `append` writes them:

@@ -1,4 +1,4 @@
-"""What this repository claims, and the measurements behind it.
+"""The results of this repository, and the measurements that support them.
 
 A **row** is one measurement of one implementation in one case: `{"case", "impl", ...}` in `results/<device>/NAME.json` (`results`). Its
 `provenance` says with which versions, when, at which commit and by which command it was measured. Rows of one provenance were measured by

@@ -1,4 +1,4 @@
-"""The answers to RULER's samples that runs of `needle` gave: which are kept, how those of several runs are put together and counted.
+"""The answers of runs of `needle` to RULER's samples: which of them are kept, and how the answers of several runs are merged and counted.
 
 A results folder has the rows in `needle.json` and all answers beside it. Provenance and fingerprint are of an implementation: a change of
 our kernels leaves other systems' answers as they are. Answers count if they are of this machine, torch and Triton, and if the code of
@@ -32,7 +32,7 @@ def key(outcome: Outcome) -> tuple:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one or more runs answered on one machine.
+    """The answers of one or more runs on one machine.
 
     Attributes:
         folder: of the files; `machine`: `results.meta` of it.

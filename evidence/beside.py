@@ -1,4 +1,4 @@
-"""A function in a process beside this one."""
+"""Runs a function in a separate process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from multiprocessing import get_context
 
 
 class Beside:
-    """`function` in a process beside this one. A kernel that hangs or crashes ends with that process."""
+    """`function` in a separate process. If a kernel hangs or crashes, it ends with that process."""
 
     def __init__(self, function: Callable, seconds: float) -> None:
         self.function, self.seconds, self.process = function, seconds, None

@@ -1,4 +1,4 @@
-"""Which rows of results are stale: what they measured is no longer what would run.
+"""Finds stale rows of results: rows whose code has changed since they were measured.
 
     python -m evidence.check [--count] [substring of a file, a case or an implementation ...]
 

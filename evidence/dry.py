@@ -1,4 +1,4 @@
-"""Runs cases of a benchmark without a GPU: gives the fingerprints of what they would launch on one, or compiles that ahead.
+"""Runs cases of a benchmark without a GPU: returns the fingerprints of their launches on a GPU, or compiles their kernels ahead of time.
 
     python -m evidence.dry NAME < {"machine": {...}, "rows": [[case, impl], ...]}
 

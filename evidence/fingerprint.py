@@ -1,6 +1,6 @@
-"""What a row of results depends on, as a short hash: what a call launched, the syntax trees of code, or the version of a library.
+"""A short hash of what a row of results depends on: the launches of a call, the syntax trees of code, or the version of a library.
 
-The package's docstring says what the three kinds are.
+The package's docstring describes these three types.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A decode step's milliseconds by context as a line: how it grows, and from which context on ours is faster (rows of `llama_decode`)."""
+"""A decode step's milliseconds as a linear function of the context: its slope, and where ours becomes faster (`llama_decode`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OURS = "fp8attn"
 
 @dataclass(frozen=True)
 class Line:
-    """Our steps beside those of the better BF16 system.
+    """Our steps compared with those of the faster BF16 system.
 
     Attributes:
         beside: the BF16 system that is faster at its longest context.

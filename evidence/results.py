@@ -1,4 +1,4 @@
-"""Results files, `results/<device>/<name>.json`: what was measured, where, when and of which code.
+"""Results files, `results/<device>/<name>.json`: measurements, and the machine, date and code of each.
 
     {"meta": {"device", "capability", "sms", "shared"},
      "provenance": {id: {"torch", "triton", "date", "commit", "command", "code"}},

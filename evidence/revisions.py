@@ -1,7 +1,7 @@
 """Times of a benchmark's cases in two revisions (`python -m benchmarks.run NAME --base REV`). Nothing is kept.
 
-Each revision has a process of its own on the same GPU, with its own `src` and these benchmarks, on the same data. The processes take turns:
-in a turn every implementation runs several times, as a CUDA graph, the L2 cache flushed before each. A ratio is the median over the turns
+Each revision has its own process on the same GPU, with its own `src` and these benchmarks, on the same data. The processes alternate: each
+time, every implementation runs several times, as a CUDA graph, the L2 cache flushed before each. A ratio is the median over the turns
 of the base's time over ours; its interval holds the true median with a probability of 95%.
 """
 

@@ -1,4 +1,4 @@
-"""Reads rows by device, case and implementation. A ratio is of rows that one command timed together: this file makes no other one."""
+"""Reads rows by device, case and implementation. All ratios are of rows that one command timed together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def every(name: str) -> list[dict]:
 
 
 def together(a: dict, b: dict) -> bool:
-    """Whether two rows were timed in turns."""
+    """Whether two rows were timed together, interleaved."""
     return all(a.get(part) == b.get(part) for part in ("case", "provenance", "timed"))
 
 

@@ -1,4 +1,4 @@
-"""One thread a worker; Triton's interpreter where there is no GPU; a model and a tokenizer small enough to build in every session."""
+"""One thread for each worker; Triton's interpreter where there is no GPU; a small model and tokenizer, built in every session."""
 
 import lzma
 import os

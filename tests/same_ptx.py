@@ -1,4 +1,4 @@
-"""Whether a change leaves the kernels what they are: the PTX of every compile case, here and at another commit. No GPU is needed.
+"""Checks that a change does not change the kernels: compares the PTX of every compile case here and at another commit, without a GPU.
 
     python tests/same_ptx.py [case substring ...] [--base REV]
 

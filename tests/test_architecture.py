@@ -1,4 +1,4 @@
-"""The direction of imports, and what importing the package does: nothing."""
+"""The direction of imports, and that importing the package has no side effects."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""`fake_quantize` is what a cache gives back, and a model can be trained against it."""
+"""`fake_quantize` returns the values of a cache, and a model can be trained with it."""
 
 import copy
 

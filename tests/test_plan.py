@@ -1,4 +1,4 @@
-"""What `plan` counts, against caches that exist."""
+"""The bytes that `plan` counts, against real caches."""
 
 import pytest
 

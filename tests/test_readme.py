@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/quickstart.md runs: a page's blocks in their order, in one namespace, as a reader types them.
+"""Every Python block of README.md and docs/quickstart.md runs: a page's blocks in their order, in one namespace.
 
 This machine has no GPU and no network, so `HERE` replaces the GPU and the model. `pipe` is a small pipeline, as README says that it is
 the reader's.

@@ -1,4 +1,4 @@
-"""KVScales: what is saved comes back, and what is not right is refused with a way out."""
+"""KVScales: files keep all values, and invalid scales are refused with a message that says what to do."""
 
 import os
 import pickle

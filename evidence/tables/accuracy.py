@@ -1,4 +1,4 @@
-"""Errors of kernels, by what they sum and how."""
+"""Errors of kernels, by data and accumulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models, the host's time, and what the sanitizer found."""
+"""Whole models, the host's time, and the sanitizer's findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks count, fit, sample and call right, where no GPU is needed for it."""
+"""Counts, fits, samples and checks of the benchmarks, as far as they need no GPU."""
 
 import math
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The comparison of retrieval runs whole on a CPU, with a kernel of torch's in the place of the others'."""
+"""The whole comparison of retrieval runs on a CPU, with a kernel of torch instead of the peers' kernels."""
 
 import json
 import sys

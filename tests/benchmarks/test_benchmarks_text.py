@@ -1,4 +1,4 @@
-"""The benchmarks of losses, divergences and drift run whole on a CPU."""
+"""The whole benchmarks of losses, divergences and drift run on a CPU."""
 
 import json
 import math

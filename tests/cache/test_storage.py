@@ -1,4 +1,4 @@
-"""Sequences in files: the bytes that were saved, on which a cache goes on as the one that saved them."""
+"""Sequences in files: a loaded cache has the saved bytes, and its later appends give the same bytes as the saved cache."""
 
 import json
 

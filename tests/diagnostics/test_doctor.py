@@ -1,4 +1,4 @@
-"""The diagnosis says what runs here, and why not the rest."""
+"""The diagnosis reports what this machine can run, and why it cannot run the rest."""
 
 import pytest
 import torch

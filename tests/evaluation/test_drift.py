@@ -1,4 +1,4 @@
-"""Decoding at length: exact caches do not drift, whatever is done to them; FP8 stays where it began."""
+"""Long decoding: an exact cache does not drift after any move of sequences, and an FP8 cache stays within its first error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The evaluations measure what they say: against direct computation, and with a model whose memory is known."""
+"""The evaluations against direct computation, and with a model whose use of its cache is known."""
 
 import json
 import math

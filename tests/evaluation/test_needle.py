@@ -1,4 +1,4 @@
-"""Retrieval: samples are what they say, what is found is what the cache remembers, and differences are counted as the literature does."""
+"""Retrieval: samples have their length and depth, answers depend on the tokens in the cache, and statistics agree with the literature."""
 
 import re
 from array import array

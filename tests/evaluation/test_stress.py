@@ -1,4 +1,4 @@
-"""What is planted cancels: the model computes what it did, and only its keys and values are worse."""
+"""The offsets and outliers of a stress cancel: the outputs of the model stay the same, and its keys and values are harder to quantize."""
 
 import pytest
 import torch

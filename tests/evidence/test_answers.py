@@ -1,4 +1,4 @@
-"""Which answers to needles are kept, and how those of several runs are put together."""
+"""Which answers to needles are kept, and how the answers of several runs are merged."""
 
 import json
 

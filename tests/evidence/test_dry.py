@@ -1,4 +1,4 @@
-"""A dry run launches what a run launches."""
+"""A dry run records the same launches as a run."""
 
 import json
 import types

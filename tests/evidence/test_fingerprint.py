@@ -1,4 +1,4 @@
-"""What the fingerprint of a syntax tree is of."""
+"""What the fingerprint of a syntax tree depends on."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A decode step's time as a line."""
+"""A decode step's time as a linear function of the context."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the results must show."""
+"""Conditions that the committed results must satisfy."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What results files hold, and how rows get there."""
+"""The contents of results files, and how rows are added."""
 
 import argparse
 import json

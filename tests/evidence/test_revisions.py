@@ -1,4 +1,4 @@
-"""Two revisions in turns, each in a process of its own."""
+"""Two revisions that run alternately, each in its own process."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""README's and docs' tables are those of the results."""
+"""The tables of README.md and docs/ agree with the results."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the tests of the Hopper kernels share."""
+"""Fixtures of the tests of the Hopper kernels."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What `tests.gpu.sanitizer` runs below NVIDIA's compute-sanitizer: reduced grids of the kernels, and controls with and without a fault.
+"""The program that `tests.gpu.sanitizer` runs in NVIDIA's compute-sanitizer: reduced grids of the kernels, and controls.
 
 python tests/gpu/sanitized.py TOOL GRID
 """

@@ -1,4 +1,4 @@
-"""Graphs, streams, threads and devices beside each other: every result has the bits of the same call made alone.
+"""Graphs, streams, threads and devices at the same time: every result has the same bits as the call without the others.
 
 Kernels whose CTAs meet in counters and scratch memory go wrong where two launches share these and overlap. So each piece of work here is
 small (many launches run at once), is repeated, and is compared bit by bit.

@@ -1,4 +1,4 @@
-"""FlashAttention-3 as a backend, and attention on FP8 operands, on a Hopper GPU; builds may also lie in `.peers` (benchmarks/peers)."""
+"""FlashAttention-3 as a backend, and attention on FP8 operands, on a Hopper GPU; builds in `.peers` (benchmarks/peers) are used, too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FP8 in a whole model on a GPU: eager, lowered by Inductor into CUDA graphs, and by its blocks, all one result."""
+"""FP8 in a whole model on a GPU: eager, compiled by Inductor into CUDA graphs, and compiled by blocks, with equal results."""
 
 import pytest
 import torch

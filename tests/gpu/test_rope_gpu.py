@@ -1,4 +1,4 @@
-"""RoPE on queries inside the Hopper prefill kernel: the bits of a call whose queries were turned before, in a launch of their own."""
+"""RoPE on queries inside the Hopper prefill kernel: the same bits as a call whose queries got RoPE in a separate launch before."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the sanitizer's report says; no GPU is needed."""
+"""The sanitizer's report; no GPU is needed."""
 
 import pytest
 

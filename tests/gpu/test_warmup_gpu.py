@@ -1,4 +1,4 @@
-"""After `warmup` another process compiles nothing."""
+"""After `warmup`, another process compiles nothing."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Models whose K has large biases (Qwen2.5's failure): what `FP8Cache.for_model` and `calibrate` make of them, beside a plain cast."""
+"""Models whose K has large biases (Qwen2.5's failure): the errors with `FP8Cache.for_model`, with `calibrate` and with a plain cast."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FP8 attention in diffusers' transformers: which blocks and steps, how close, and that nothing stays behind."""
+"""FP8 attention in diffusers' transformers: which blocks and steps run in FP8, the errors, and that the model is not changed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Drafts that are appended and cropped change nothing: speculative decoding gives plain greedy's tokens on the committed model."""
+"""Drafts that are appended and cropped change nothing: speculative and greedy decoding give the same tokens on the committed model."""
 
 import copy
 

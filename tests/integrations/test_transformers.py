@@ -1,4 +1,4 @@
-"""transformers models on an FP8 cache, against the same models on a plain cache that holds the dequantized values."""
+"""transformers models on an FP8 cache, against the same models with a plain cache of the dequantized values."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What an FP8Cache holds, the tensors and masks that reach the attention function, and what is refused."""
+"""The contents of an FP8Cache, the tensors and masks that reach the attention function, and what is refused."""
 
 import copy
 import pickle

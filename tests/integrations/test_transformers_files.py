@@ -1,4 +1,4 @@
-"""A prompt that is prefilled once: FP8Cache in a file."""
+"""FP8Cache in a file, for a prompt that is prefilled once."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What an eager decode step asks of the host: bookkeeping once, and little Python in each layer."""
+"""The work of the host in an eager decode step: bookkeeping once, and little Python in each layer."""
 
 import sys
 from pathlib import Path

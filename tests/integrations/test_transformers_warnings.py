@@ -1,4 +1,4 @@
-"""A slow path is never taken in silence: `FP8Cache` under an attention implementation that dequantizes, SDPA that falls back to torch's."""
+"""Slow paths cause a warning or a log message: `FP8Cache` under an attention implementation that dequantizes, and fallbacks of SDPA."""
 
 import logging
 import warnings

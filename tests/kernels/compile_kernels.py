@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels would launch, compiled without a GPU, and what the compiler says of it.
+"""Compiles the launches of the Triton kernels without a GPU, and reports spills and sizes.
 
 `test_compile.py` calls this in a process where Triton compiles. By hand:
 

@@ -1,4 +1,4 @@
-"""What `kernels.prefill.attention` would launch, compiled without a GPU: what ptxas and the machine code say of it.
+"""Compiles the launches of `kernels.prefill.attention` without a GPU, and checks the report of ptxas and the machine code.
 
 `test_compile_prefill.py` calls this in a process where Triton compiles. By hand:
 

@@ -1,4 +1,4 @@
-"""Launches a kernel by Triton and then by its compiled kernel (`kernels.launch`) on a libcuda that only notes its arguments; prints JSON.
+"""Launches a kernel by Triton and then by its compiled kernel (`kernels.launch`) on a libcuda that only records its arguments; prints JSON.
 
 A process of its own (`test_launch.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
 

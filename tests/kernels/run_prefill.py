@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel on the CPU (`tests/emulator`), and how far it is from float64.
+"""The Hopper prefill kernel on the CPU (`tests/emulator`), and its error against float64.
 
 `test_prefill.py` calls this in a process where Triton compiles. By hand:
 

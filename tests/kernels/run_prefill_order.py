@@ -1,4 +1,4 @@
-"""In which order `kernels.prefill` takes the sequences of a ragged batch: its search, compiled for sm_90 and emulated on the CPU.
+"""The order in which `kernels.prefill` takes the sequences of a ragged batch: its search, compiled for sm_90 and emulated on the CPU.
 
 `test_prefill_order.py` calls this in a process where Triton compiles.
 """

@@ -1,4 +1,4 @@
-"""Makes calls of many lengths and batches as users make them, dry, and prints as JSON which of their kernels `warmup` does not list.
+"""Makes dry calls of many lengths and batches with the public functions, and prints as JSON which of their kernels `warmup` does not list.
 
 A process of its own (`test_warmup.py` runs it), because plans for the device "meta" are kept for one machine.
 

@@ -1,4 +1,4 @@
-"""The Hopper decode kernel without a GPU: fragment maps, what the compiler makes of it, and its PTX run on the CPU."""
+"""The Hopper decode kernel without a GPU: fragment maps, the compiled code, and its PTX run on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is known of a GPU, and the fit that measures it."""
+"""The numbers of a GPU, and the fit that measures them."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""FlashAttention-3 without one: builds of the schemas that are about, their kernels emulated; what the probe says of how they sum."""
+"""FlashAttention-3 without an installed build: published schemas with emulated kernels, and the probe of their sums."""
 
 import pytest
 import torch

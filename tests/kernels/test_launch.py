@@ -1,4 +1,4 @@
-"""Launches of a kept kernel hand the driver what Triton's own would: no GPU, but a libcuda that notes what it is given."""
+"""Launches of a kept kernel pass the same arguments to the driver as Triton's launches. A stub of libcuda records them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A page's bytes depend on its tokens alone: not on how appends were cut, on copies, or on drafts that fitted and were taken back."""
+"""A page's bytes depend only on its tokens: not on how appends were divided, on copies, or on drafts that were cropped."""
 
 import pytest
 import torch

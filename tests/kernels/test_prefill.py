@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel without a GPU: its PTX, run on the CPU. (What the compiler makes of it: `test_compile_prefill.py`.)"""
+"""The Hopper prefill kernel without a GPU: its PTX, run on the CPU. (`test_compile_prefill.py` checks the compiled code.)"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How a problem is cut, and what the host thinks that it takes, beside what an H100 took (microseconds; a lab run, 16-bit queries)."""
+"""How a problem is cut, and the estimated times against those of an H100 (microseconds, from one lab run with 16-bit queries)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`warmup` lists every kernel that calls meet, few enough, and says what it needs; no GPU."""
+"""`warmup` lists every kernel that calls use, and not many more, and its errors say what it needs. No GPU is needed."""
 
 import importlib
 import json

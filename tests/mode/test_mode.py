@@ -1,4 +1,4 @@
-"""FP8 attention in whole models: what the mode catches, what it leaves alone, what the policy and the report say."""
+"""FP8 attention in whole models: which calls the mode takes, the policy, and the report."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""Python in processes of their own, where Triton compiles: in a test's it may be the interpreter (`conftest.py`), which is chosen once."""
+"""Runs Python in a separate process in which Triton compiles. The test's process may have the interpreter (`conftest.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds of FlashAttention-3 that are none: the schemas of real ones, with an emulated kernel. (`conftest.builds` installs them.)"""
+"""Imitations of builds of FlashAttention-3: the schemas of real builds, with an emulated kernel. (`conftest.builds` installs them.)"""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the kernel tests share, in the interpreter and on a GPU: caches with poison in them, cases, and the one tolerance."""
+"""What the kernel tests share, in the interpreter and on a GPU: caches with poison in unused bytes, cases, and the one tolerance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A libcuda for a machine without a GPU: it notes what a launch is given (`stub_cuda.c`)."""
+"""A libcuda for a machine without a GPU: it records the arguments of a launch (`stub_cuda.c`)."""
 
 import shutil
 import subprocess

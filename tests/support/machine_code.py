@@ -1,4 +1,4 @@
-"""What ptxas says of a recorded launch, and what its machine code is: compiled without a GPU, as a launch on one would be.
+"""The report of ptxas and the machine code of a recorded launch, compiled without a GPU to the same code as on one.
 
 Only in a process where Triton compiles (`compiling.call`).
 """

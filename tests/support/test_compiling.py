@@ -1,4 +1,4 @@
-"""Processes beside a test's, in which Triton compiles."""
+"""Separate processes in which Triton compiles."""
 
 import json
 from pathlib import Path

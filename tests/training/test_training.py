@@ -1,4 +1,4 @@
-"""The retrieval contexts of training: as long as asked for, answerable, in RULER's form, and never what RULER asks."""
+"""The retrieval contexts of training: of the given length, answerable, in RULER's form, and without RULER's questions."""
 
 import re
 import sys

@@ -1,17 +1,17 @@
-"""Quantize and append: new tokens of K and V become 8-bit codes in pages, a cache's (`append`) or pages made for them (`from_dense`).
+"""Quantizes new tokens of K and V into the pages of a cache (`append`), or into new pages (`from_dense`).
 
 | file | what |
 |---|---|
 | `__init__.py` | the launches |
-| `step.py` | up to 16 new tokens a sequence, token by token: a decode step, one launch |
+| `step.py` | up to 16 new tokens of each sequence, token by token: a decode step, one launch |
 | `page.py` | more tokens, and dense K and V, page by page |
 | `settle.py` | how `page.py` finds a page's scale |
-| `e4m3.py` | pages of what is E4M3 already |
+| `e4m3.py` | pages of E4M3 inputs |
 | `queries.py` | RoPE on Q |
-| `slot.py`, `words.py` | where tokens and scales are in a page |
-| `options.py` | what the kernels are compiled for |
+| `slot.py`, `words.py` | the positions of tokens and scales in a page |
+| `options.py` | the compile-time options of the kernels |
 
-All settle scales as `numerics.settle` does.
+The scales of all pages are those of `numerics.settle`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .page import page_kernel
 from .queries import queries_kernel
 from .step import MAX_PROGRAMS, step_kernel
 
-MAX_TOKENS = 16  # appends of up to this many tokens go token by token, longer ones page by page
+MAX_TOKENS = 16  # appends of up to this many tokens are written token by token, longer ones page by page
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
 
@@ -50,7 +50,7 @@ def append(
     rope_interleaved: bool,
     static_scales: bool,
 ) -> None:
-    """`reference.append`, bit for bit (NaN may lose its sign)."""
+    """`reference.append` with the same bits, except for the sign of NaN."""
     if not k.shape[0] or not max_seqlen:
         return
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
@@ -90,7 +90,7 @@ def from_dense(
     k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
     k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
-    """`reference.from_dense`, bit for bit, as `append` is `reference.append`."""
+    """`reference.from_dense` with the same bits, except for the sign of NaN."""
     device = k.device
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
@@ -99,11 +99,11 @@ def from_dense(
     table = torch.empty(batch, columns, dtype=torch.int32, device=device)
     lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
-    if batch == 1:  # a stride that leads nowhere can be anything
+    if batch == 1:  # the stride of a dimension with one element can be any number
         k_b = v_b = 0
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
-        # Targets without native E4M3 have no type for it; its bytes are copied as they are.
+        # Targets without native E4M3 have no type for it, so its bytes are copied.
         given = constants("e4m3", device, ROW=_without_rope(row), num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
@@ -119,7 +119,7 @@ def from_dense(
 
 
 def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """`reference.apply_rope`, bit for bit."""
+    """`reference.apply_rope` with the same bits."""
     out = torch.empty_like(x)
     if x.numel():
         row, angles, angle_strides = row_of(x.shape[3], rope_cos, rope_sin, rope_interleaved)
@@ -138,12 +138,12 @@ def _rotate_dense(x: torch.Tensor, out: torch.Tensor, row: Row, angles: tuple, a
 
 
 def _launch_sequences(kernel, grid: tuple[int, ...], num_seqs: int, args: tuple, given: Constants) -> None:
-    """A launch for all sequences, which are the grid's last dimension; several where CUDA has no more of that."""
+    """Launch for all sequences, which are the grid's last dimension, in several launches if CUDA's limit of that dimension is too small."""
     for first in range(0, num_seqs, MAX_GRID):
         launch(kernel, (*grid, min(MAX_GRID, num_seqs - first)), (*args, first), given)
 
 
-# What launches are compiled for
+# Compile-time options of launches
 
 
 @lru_cache(maxsize=4096)
@@ -179,14 +179,14 @@ def _without_rope(row: Row) -> Row:
 
 
 def _queries(row: Row, native: bool, tokens: int, heads: int) -> tuple[Queries, int]:
-    """What a program rotates of so many tokens and heads of Q, and how many programs there are."""
+    """The tokens and heads of Q to which one program applies RoPE, and the number of programs."""
     block = min(power_of_two(heads), QUERY_ELEMENTS // row.width)
     queries = Queries(row, native, QUERY_ELEMENTS // (row.width * block), block)
     return queries, -(-tokens // queries.tokens) * -(-heads // block)
 
 
 def _columns_ahead(device: torch.device, heads: int, width: int) -> int:
-    """How many columns of pages all programs of `page_kernel` read at a time: a program prefetches the page so many columns on."""
+    """Number of columns of pages that the programs of `page_kernel` read at a time, which is the distance of a prefetch."""
     if not is_native(device):
         return 0
     programs = num_sms(device) * max(1, 256 // width)  # of width / 16 warps with 128 registers a thread

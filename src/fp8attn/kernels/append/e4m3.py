@@ -1,4 +1,4 @@
-"""Pages of K and V that are E4M3 already: their bytes as they are, and scales of one."""
+"""Pages of K and V that are E4M3 already, with unchanged bytes and scales of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .words import store_words
 
 @triton.jit
 def _load_bytes(x_ptr, token, end, stride_t, ROW: tl.constexpr):
-    """Bytes of tokens, `[T, C]`; past the end the last one's."""
+    """Bytes of tokens `[T, C]`. Rows past the end repeat the last token."""
     D: tl.constexpr = ROW.head_dim
     C: tl.constexpr = ROW.width
     c = tl.arange(0, C)
@@ -28,7 +28,7 @@ def e4m3_kernel(
     k_ptr, v_ptr, pool_ptr, table_ptr, seqlens_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads,
     length, first_seq, ROW: tl.constexpr,
 ):  # fmt: skip
-    """K or V of a head of a page in each program."""
+    """The kernel. A program writes K or V of a head of a page."""
     D: tl.constexpr = ROW.head_dim
     k_ptr = k_ptr.to(tl.pointer_type(tl.uint8))
     v_ptr = v_ptr.to(tl.pointer_type(tl.uint8))

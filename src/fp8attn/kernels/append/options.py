@@ -1,4 +1,4 @@
-"""What the kernels are compiled for. The host makes it, and device code reads it."""
+"""The compile-time options of the kernels. The host makes them, and device code reads them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Queries:
-    """The one constexpr parameter of what applies RoPE to Q."""
+    """The one constexpr parameter of the code that applies RoPE to Q."""
 
     row: Row
     native: bool

@@ -1,7 +1,8 @@
-"""A prompt, or dense K and V: page by page. A program reads 128 tokens of a head's K or V once, and holds them in registers while the
-page's scale is settled.
+"""Writes a prompt, or dense K and V, page by page. A program reads 128 tokens of a head's K or V once, and keeps them in registers while it
+settles the page's scale.
 
-They are two tiles `[64, C]`: of K 64 tokens in a row, of V the first two and the last two tokens of each word.
+The tokens are two tiles `[64, C]`. A tile of K has 64 consecutive tokens. The tiles of V have the first two and the last two tokens of each
+word.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAX_GRID = tl.constexpr(MAX_GRID)
 
 @triton.jit
 def _prefetch(x_ptr, stride_t, ROW: tl.constexpr):
-    """Prefetch a page's rows to the L2 cache, the first of them at `x_ptr`: one line of 128 bytes a thread in 16 bits."""
+    """Prefetch a page's rows, from `x_ptr` on, to the L2 cache. For 16-bit inputs, each thread requests one line of 128 bytes."""
     SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = ROW.width * SIZE // 128
     i = tl.arange(0, PAGE * LINES)
@@ -33,11 +34,11 @@ def _prefetch(x_ptr, stride_t, ROW: tl.constexpr):
 
 @triton.jit
 def _load_keys(first, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.constexpr):
-    """The tile of a K page from its token `first` on, with RoPE, and where its rows are in the page."""
+    """The tile of a K page from its token `first` on, after RoPE, and the positions of its rows in the page."""
     cos_ptr, sin_ptr = angles
     cos_stride, sin_stride = angle_strides
     position = first + tl.arange(0, PAGE // 2)
-    token = tl.minimum(tl.maximum(position, old), end - 1)  # outside, a new one again: it changes no maximum, and nothing is masked
+    token = tl.minimum(tl.maximum(position, old), end - 1)  # rows outside repeat a new token: no maximum changes, so no mask is needed
     rows = (token * stride_t)[:, None]
     if ROW.rope_pairs > 0:
         cos = cos_ptr + (token * cos_stride)[:, None]
@@ -50,7 +51,7 @@ def _load_keys(first, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.
 
 @triton.jit
 def _round(x, CODES: tl.constexpr):
-    """Codes of what `settle` returns."""
+    """The codes of the tiles that `settle` returns."""
     return to_int8(x) if CODES.int8 else to_e4m3(x, CODES.native)
 
 
@@ -77,7 +78,7 @@ def _store_keys(x, position, page_ptr, old, end, CODES: tl.constexpr):
 def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, angle_strides, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
     """Write tokens `[old, end)` of a head's K page, and prefetch the page `ahead` tokens on.
 
-    The pointers `x_ptr` and `angles` (cos and sin) are token 0's: before the tensors begin, if `old` > 0.
+    The pointers `x_ptr` and `angles` (cos and sin) are those of token 0. If `old` > 0, they point before the tensors.
     """
     ROW: tl.constexpr = CODES.row
     HALF_PAGE: tl.constexpr = PAGE // 2
@@ -111,7 +112,7 @@ def _load_values(first, x_ptr, stride_t, old, end, ROW: tl.constexpr):
 
 @triton.jit
 def _take_apart(x):
-    """The two that `_load_values` has put together."""
+    """The two tiles of tokens that `_load_values` has joined."""
     return tl.split(tl.permute(tl.reshape(x, (PAGE // 4, 2, x.shape[1])), (0, 2, 1)))
 
 
@@ -124,7 +125,7 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, CODES: t
         _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     x0 = _load_values(first, x_ptr, stride_t, old, end, ROW)
     x1 = _load_values(first + 8, x_ptr, stride_t, old, end, ROW)
-    token = load_lanes(x_ptr + old * stride_t, ROW)  # the first again, by every warp: cheaper than to pick it out
+    token = load_lanes(x_ptr + old * stride_t, ROW)  # every warp loads the first token again, which is cheaper than to select it
     if mean_ptr is not None:
         mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW)
         x0 -= mean
@@ -143,7 +144,7 @@ def page_kernel(
     cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
     sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, columns_ahead, first_seq, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """K or V of a head of a page in each program. Dense pages follow one another, and their table is written along with them."""
+    """The kernel. A program writes K or V of a head of a page. Dense pages are consecutive, and the kernel also writes their page table."""
     K: tl.constexpr = OPTIONS.k
     V: tl.constexpr = OPTIONS.v
     D: tl.constexpr = K.row.head_dim

@@ -1,4 +1,4 @@
-"""RoPE on Q: of a step in programs of its launch, of a prompt or a dense tensor in a launch of its own."""
+"""RoPE on Q. In a step, programs of the step's launch apply it; for a prompt or a dense tensor it is a separate launch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def queries_kernel(
     q_ptr, out_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, out_stride_b, out_stride_t, out_stride_h, cos_stride_b, cos_stride,
     sin_stride_b, sin_stride, num_tokens, num_heads, first_seq, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """A sequence of `[B, T, H, D]` for each program of the second dimension."""
+    """The kernel. The second dimension of the grid is the sequence of `[B, T, H, D]`."""
     seq = (first_seq + tl.program_id(1)).to(tl.int64)
     program = tl.program_id(0)
     pointers = q_ptr + seq * stride_b, out_ptr + seq * out_stride_b, cos_ptr + seq * cos_stride_b, sin_ptr + seq * sin_stride_b

@@ -1,8 +1,8 @@
-"""The scale of a page from many tokens at once (`numerics.settle`), which a program holds as two tiles `[64, C]`.
+"""Settles the scale of a page from many tokens at once (`numerics.settle`), which a program has as two tiles `[64, C]`.
 
-The first token sets the scale. A later one that does not fit makes it grow, and the tokens before that one are rounded again: in
-registers what this launch has read (`round_again`), in memory what the page held (`rescale`). Which token is next follows from the rows'
-largest magnitudes alone. Every warp has all 128 of them, four a lane (`_lanes`), so that looking for it takes no barrier.
+The first token sets the scale. A later token that does not fit makes it grow, and the tokens before it are rounded again: new tokens in
+registers (`round_again`), older tokens of the page in memory (`rescale`). The rows' largest magnitudes determine which token is next. Every
+warp has all 128 magnitudes, four in each lane (`_lanes`), so the search needs no barrier.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import triton.language as tl
 from ..fp8 import finite, inverse, magnitude, needed_scale, saturate_int8, with_headroom
 from .slot import HEADER_WORDS, PAGE, rescale, round_again, scale_ptr_of, word_token
 
-_LARGE = tl.constexpr(2.0**38)  # values below it do not saturate under a scale that was settled for them
+_LARGE = tl.constexpr(2.0**38)  # values below it do not saturate with a scale that was settled for them
 
 
 @triton.jit
 def _token(tile: tl.constexpr, row, IS_V: tl.constexpr):
-    """Which token of its page a row of tile 0 or 1 is."""
+    """The token of its page that a row of tile 0 or 1 is."""
     if IS_V:
         return word_token(row // 2) + row % 2 + 8 * tile
     else:
@@ -27,7 +27,7 @@ def _token(tile: tl.constexpr, row, IS_V: tl.constexpr):
 
 @triton.jit
 def bits_of(x):
-    """FP32 as int32. Of numbers that are not negative the order stays, and NaN is the largest."""
+    """FP32 as int32. Numbers that are not negative keep their order, and NaN is the largest."""
     return x.to(tl.int32, bitcast=True)
 
 
@@ -39,7 +39,7 @@ def float_of(bits):
 
 @triton.jit
 def _lanes(x0, x1):
-    """Of two `[64]` the halves, four `[32]`: every warp has all of them, and reductions need no barrier."""
+    """The halves of two `[64]`, as four `[32]`. Every warp has all of them, and reductions need no barrier."""
     x = tl.permute(tl.reshape(tl.join(x0, x1), (2, PAGE // 4, 2)), (1, 2, 0))
     first, second = tl.split(x)
     a, c = tl.split(first)
@@ -57,14 +57,14 @@ def _lane_tokens(IS_V: tl.constexpr):
 
 @triton.jit
 def _largest(lanes):
-    """Of all elements, which are integers."""
+    """The maximum of all elements, which are integers."""
     a, b, c, d = lanes
     return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
 
 
 @triton.jit
 def _at(lanes, token, IS_V: tl.constexpr):
-    """The element of `token`, of integers that are not negative."""
+    """The element of `token`. All elements are integers that are not negative."""
     a, b, c, d = lanes
     t, u, v, w = _lane_tokens(IS_V)
     return _largest((tl.where(t == token, a, 0), tl.where(u == token, b, 0), tl.where(v == token, c, 0), tl.where(w == token, d, 0)))
@@ -94,7 +94,7 @@ def _first_token_over(needs, scale, old, IS_V: tl.constexpr):
 
 @triton.jit
 def _factor(token, fresh, ratio, inverse_scale):
-    """What the rows of tokens `[N]` are multiplied by before they are rounded: before `fresh` they are codes."""
+    """The factors of the rows of tokens `[N]` before they are rounded. Tokens before `fresh` are codes."""
     return tl.where(token < fresh, ratio, inverse_scale)[:, None]
 
 
@@ -106,8 +106,15 @@ def _finite_rows(x0, x1):
 
 @triton.jit
 def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURATE: tl.constexpr):
-    """Of a page with `scale`, whose new tokens reach up to `amax` (`_lanes` of bits) and need `most`: what is to be rounded of each tile,
-    and the scale that fits all; codes held are multiplied to it. Of V `amax` is computed here."""
+    """Round tokens again until one scale fits all.
+
+    Args:
+        scale: the scale of the page.
+        amax: the magnitudes of the new tokens (`_lanes` of bits). For V, they are computed here.
+        most: the scale that the new tokens need.
+    Returns:
+        The values to round of each tile, and the scale that fits all. Codes in the page have been rounded again to it.
+    """
     IS_V: tl.constexpr = CODES.is_v
     INT8: tl.constexpr = CODES.int8
     t0 = _token(0, tl.arange(0, PAGE // 2), IS_V)
@@ -146,8 +153,8 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURA
 def settle(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
     """Settle the scale of a page from its tokens from `old` on, and write it.
 
-    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns what is to be rounded of each tile; of INT8 it
-    is saturated.
+    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns the values to round of each tile, saturated
+    for INT8.
     """
     D: tl.constexpr = CODES.row.head_dim
     IS_V: tl.constexpr = CODES.is_v
@@ -156,7 +163,7 @@ def settle(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
     scale_ptr = scale_ptr_of(slot_ptr, D, IS_V)
     codes_ptr = slot_ptr + PAGE * D if IS_V else slot_ptr
     if IS_V:
-        amax = first, first, first, first  # rows' maxima are needed where the scale grows alone
+        amax = first, first, first, first  # rows' maxima are needed only if the scale grows
         worst = tl.max(tl.maximum(tl.abs(x0), tl.abs(x1)))
     else:
         amax = _lanes(bits_of(magnitude(x0, CODES.native)), bits_of(magnitude(x1, CODES.native)))
@@ -185,11 +192,11 @@ def settle(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
         if DENSE or old == 0:
             scale = with_headroom(needed_scale(first, INT8), INT8)
         most = needed_scale(worst, INT8)
-        if INT8 and large:  # two paths: most pages have nothing that saturates, and it would cost them a sixth of their instructions
+        if INT8 and large:  # two paths: few pages have values that saturate, and saturation would add a sixth to the instructions
             x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, True)
         else:
             x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False)
-    if INT8:  # it has no code for NaN
+    if INT8:  # INT8 has no code for NaN
         tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
     elif not CODES.static:
         tl.store(scale_ptr, scale)

@@ -1,4 +1,4 @@
-"""A slot: a page of one head, `[K | V | header]` (`layout`). Where tokens and scales are in it, and how its codes change scales."""
+"""A slot is a page of one head, `[K | V | header]` (`layout`). Positions of tokens and scales in it, and new scales for its codes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def v_token(position):
 
 @triton.jit
 def word_token(word):
-    """The first token of a 32-bit word of V: the others are 1, 8 and 9 behind it (`layout.V_ORDER`)."""
+    """The first token of a 32-bit word of V. The others are the tokens 1, 8 and 9 after it (`layout.V_ORDER`)."""
     return word // (GROUP // 4) * GROUP + v_token(word % (GROUP // 4) * 4)
 
 
 @triton.jit
 def new_tokens(cu_seqlens_ptr, seq, max_seqlen):
-    """Where a sequence's new tokens begin, and how many there are."""
+    """The index of a sequence's first new token, and the number of its new tokens."""
     if cu_seqlens_ptr is None:
         start = seq * max_seqlen
         new = max_seqlen
@@ -59,7 +59,7 @@ def new_tokens(cu_seqlens_ptr, seq, max_seqlen):
 
 @triton.jit
 def round_again(x, before, factor, CODES: tl.constexpr, SATURATE: tl.constexpr):
-    """Codes, as FP32 numbers, of the rows `before [N, 1]` of `x * factor`; the other rows of `x [N, C]` as they are."""
+    """Round the rows `before [N, 1]` of `x * factor` to codes, as FP32 numbers. The other rows of `x [N, C]` do not change."""
     y = x * tl.where(before, factor, 1.0)
     if CODES.int8 and not SATURATE:
         return round_where(y, before)
@@ -69,7 +69,7 @@ def round_again(x, before, factor, CODES: tl.constexpr, SATURATE: tl.constexpr):
 
 @triton.jit
 def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
-    """Multiply the codes of the first `old` tokens at `codes_ptr`, K's or V's of a slot, by `ratio`: their scale has grown."""
+    """Multiply the codes of the first `old` tokens at `codes_ptr` (K or V of a slot) by `ratio`, because their scale has grown."""
     # Bytes in the order of memory, 2048 at a time: few enough for registers, and a divisor of every page.
     SIZE: tl.constexpr = 2048
     D: tl.constexpr = CODES.row.head_dim

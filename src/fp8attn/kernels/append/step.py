@@ -1,6 +1,6 @@
-"""A step: up to 16 new tokens a sequence, in one launch.
+"""A step: up to 16 new tokens of each sequence, in one launch.
 
-A program writes a few heads of a sequence's K or V, others apply RoPE to Q, and the last of a sequence's programs to read its length
+A program writes a few heads of a sequence's K or V. Other programs apply RoPE to Q. The last program that reads a sequence's length
 advances it.
 """
 
@@ -23,10 +23,10 @@ _NONE = tl.constexpr(1 << 62)  # where all tokens fit (`_first_over`)
 
 @triton.jit
 def _take_turn(length_ptr, new, programs):
-    """The length of a sequence before this launch, and `new` more for what reads it after.
+    """Read the length of a sequence before this launch, and add `new` to it for later launches.
 
-    Each of the sequence's programs reads the length once, and counts that in the upper bits. When the count is complete, all programs have
-    the length, and the last one writes the new length.
+    Each of the sequence's programs reads the length once, and counts its read in the upper bits. When the count is complete, all programs
+    have the length, and the last one writes the new length.
     """
     found = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
     length = found % _TURN
@@ -43,25 +43,26 @@ def _rows(x):
 
 @triton.jit
 def _first_over(need, token, scale, new):
-    """Of tokens that are `new`, the first whose `need` is above `scale`: `token << 32 | the bits of need`, or `_NONE`. Along the last axis.
+    """The first `new` token whose `need` is above `scale`, along the last axis: `token << 32 | the bits of need`, or `_NONE`.
 
-    A scale of zero is a page's that holds nothing: its first token is above."""
+    An empty page has a scale of zero, so its first token is above it.
+    """
     key = (token.to(tl.int64) << 32) | need.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.min(tl.where(new & (need > scale), key, _NONE), len(need.shape) - 1)
 
 
 @triton.jit
 def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr):
-    """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which hold `old` tokens, from what their tokens need.
+    """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which have `old` tokens, from the scales that their tokens need.
 
     Args:
         x: `[HEADS * T, C]` FP32.
-        need, token, new: `[HEADS, T]`; which of the step's tokens each is, and whether it is one of these pages.
-        scale: `[HEADS]`, zero where a page holds nothing.
-        held: `[HEADS]`, whether there is such a head.
+        need, token, new: `[HEADS, T]`, the scale that a token needs, its number in the step, and whether it is in these pages.
+        scale: `[HEADS]`, zero for an empty page.
+        held: `[HEADS]`, whether the head exists.
     Returns:
-        `x`, with codes where a later token made the scale grow; what its rows are multiplied by before they are rounded, `[HEADS, T]`; and
-        the scales.
+        `x`, with codes where a later token made the scale grow; the factors of its rows before they are rounded, `[HEADS, T]`; and the
+        scales.
     """
     HEADS: tl.constexpr = need.shape[0]
     T: tl.constexpr = need.shape[1]
@@ -110,11 +111,11 @@ def _store_scale(scale_ptr, scale, broken, held, CODES: tl.constexpr):
 
 @triton.jit
 def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr):
-    """Quantize `x [HEADS * T, C]` to the end of a sequence.
+    """Quantize `x [HEADS * T, C]` and write it at the end of a sequence.
 
     Args:
-        token: `[T]`, of `new`.
-        heads: which heads, `[HEADS]`, and whether there are such.
+        token: `[T]`, the numbers of the tokens; those below `new` exist.
+        heads: the heads' numbers `[HEADS]`, and whether they exist.
         sequence: pointers to its length and to its row of the page table.
     """
     head, held = heads
@@ -173,7 +174,7 @@ def step_kernel(
     q_out_stride_h, cos_stride, sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, num_tokens, num_q_heads,
     OPTIONS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of K or V of a sequence in each program; behind these, programs for Q."""
+    """The kernel. A program writes some heads of K or V of a sequence. The last programs apply RoPE to Q."""
     K: tl.constexpr = OPTIONS.k
     V: tl.constexpr = OPTIONS.v
     ROW: tl.constexpr = K.row
@@ -191,7 +192,7 @@ def step_kernel(
     start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
     if new <= 0:
         return
-    token = tl.minimum(tl.arange(0, T), new - 1)  # past the end the last one again: nothing to mask before the stores
+    token = tl.minimum(tl.arange(0, T), new - 1)  # past the end, repeat the last token, so that only the stores need a mask
     row = (start + token).to(tl.int64)[None, :]
     head = program // 2 * HEADS + tl.arange(0, HEADS)
     held = head < num_kv_heads

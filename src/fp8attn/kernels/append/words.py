@@ -1,4 +1,4 @@
-"""V in a page: 32-bit words of four tokens of a channel."""
+"""V in a page is 32-bit words of four tokens of a channel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr):
     group = tl.arange(0, GROUPS)[:, None, None]
     ptrs = page_ptr.to(tl.pointer_type(tl.int32)) + (group * D + d[None, :, None]) * WORDS + tl.arange(0, WORDS)[None, None, :]
     inside = (d < D)[None, :, None]
-    if (old > 0) | (end < PAGE):  # bytes of older tokens stay; those past the end become zero: 0 * NaN would be NaN
+    if (old > 0) | (end < PAGE):  # bytes of older tokens stay; those past the end become zero, because 0 * NaN would be NaN
         new = tl.where((first >= old) & (first < end), 0xFF, 0)
         new |= tl.where((first + 1 >= old) & (first + 1 < end), 0xFF00, 0)
         new |= tl.where((first + 8 >= old) & (first + 8 < end), 0xFF0000, 0)

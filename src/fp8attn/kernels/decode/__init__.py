@@ -1,8 +1,8 @@
-"""Attention of a few query tokens over the cache, on Hopper: bound by memory, and exact.
+"""Attention of a few query tokens over the cache, on Hopper. Memory bandwidth limits its speed, and its results are exact.
 
-The arithmetic is 16-bit with FP32 accumulation, all of it on the tensor cores. The operands have changed places: a tile's tokens (then V's
-channels) are the MMA's 16 rows, and the query rows (query tokens x GQA group) are its 8 columns. So eight query rows need no padding, and
-the accumulator of a warp is `[head_dim, 8]`.
+The arithmetic is 16-bit with FP32 accumulation, on the tensor cores. The operands are swapped: a tile's tokens (then V's channels) are the
+MMA's 16 rows, and the query rows (query tokens x GQA group) are its 8 columns. So eight query rows need no padding, and the accumulator of
+a warp is `[head_dim, 8]`.
 
     S^T [tokens, rows] = K [tokens, d] Q^T [d, rows]        O^T [d, rows] += V [d, tokens] P^T [tokens, rows]
 
@@ -11,11 +11,11 @@ E4M3 is converted to FP16 in registers. INT8 keys are not converted: queries are
 the two bytes of these are multiplied apart and summed exactly in INT32. V is transposed and in `V_ORDER`: four bytes of a channel are the
 four tokens of one thread's A fragment. P^T's fragments are the accumulators of the scores, transposed 8x8 by `movmatrix`.
 
-Work is cut flat over (sequence, head, page): every CTA finds its range from `cache_seqlens` by itself. A head that several ranges share
-is combined, in order, by the last of them to end.
+Work is one flat list of (sequence, head, page), which is cut into ranges. Every CTA computes its range from `cache_seqlens`. If several
+ranges share a head, the CTA that ends last combines their results, in order.
 
-The host: `plan` (how a launch is laid out), `attention`. The device, from the outside in: `kernel`, `load` (the producer), `consume`,
-`queries`, `combine`. All of it uses `work` (which worker has which pages) and `options`.
+Host: `plan` (the numbers of a launch), `attention`. Device, from the outside in: `kernel`, `load` (the producer), `consume`, `queries`,
+`combine`. All of them use `work` (the pages of each worker) and `options`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attention(
     pages: KVPages,
     params: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attention` for up to 128 rows (query tokens x GQA group) a sequence: one launch, nothing read back to the host."""
+    """`reference.attention` for up to 128 rows (query tokens x GQA group) per sequence, in one launch without a read-back to the host."""
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     device = q.device
     num_tokens, num_q_heads, head_dim = q.shape
@@ -62,7 +62,7 @@ def attention(
         q, stride_t, stride_h,
         *tiles(pages, width, width),
         pages.pool, pages.k_mean, pages.v_mean, table, table.stride(0), lengths,
-        # The lengths take the place of what is not given, and not read.
+        # The lengths are passed instead of arguments that are not given; the kernel does not read them.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
         out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
         float(softmax_scale), softcap * LOG2E.value,

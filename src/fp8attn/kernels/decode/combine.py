@@ -1,4 +1,4 @@
-"""The results of a head: from one range's sums, or from the parts that several ranges have left of it."""
+"""The results of a head, from one range's sums or from the partial results of several ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_SCORE = gl.constexpr(-1e28)  # the maximum of no scores: far above consume's 
 
 @aggregate
 class Output:
-    """Where results go, and what they need besides the keys and values. All of them are pointers."""
+    """Pointers to the outputs, and to the inputs that results need besides keys and values."""
 
     out: gl.tensor  # [tokens, heads, head_dim]
     lse: gl.tensor  # [tokens, heads]
@@ -21,9 +21,9 @@ class Output:
 
 @aggregate
 class Parts:
-    """What ranges leave of the heads that they share: `[2 * workers, rows]` partial results.
+    """Partial results `[2 * workers, rows]` of heads that several ranges share.
 
-    Part r is range r's of the head that began before it, part workers + r is range r's of the head that ends after it.
+    Part r is from range r, of the head that began before it. Part workers + r is from range r, of the head that ends after it.
     """
 
     o: gl.tensor  # pointers; [..., width]
@@ -77,7 +77,7 @@ def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options:
     result = o * weight[None, :]
     if output.v_mean is not None:
         result += gl.convert_layout(mean, COLUMN)[:, None] * (row_sum * weight)[None, :]
-    result = gl.where((row_sum == 0)[None, :], 0.0, result)  # of a row that sees no key; NaN is left
+    result = gl.where((row_sum == 0)[None, :], 0.0, result)  # for a row that sees no key; a NaN stays
     mask = inside[None, :] & (d < options.head_dim)[:, None]
     gl.store(output.out + out_row[None, :] * options.head_dim + d[:, None], result.to(output.out.dtype.element_ty), mask=mask)
     gl.store(output.lse + out_row, (row_max + gl.log2(total) + offset) * LN2, mask=inside)
@@ -85,7 +85,7 @@ def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options:
 
 @gluon.jit
 def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.constexpr, options: gl.constexpr):
-    """The results of one head from the parts of the ranges `[start, last]`, in this order, whichever range ended first.
+    """Compute the results of one head from the parts of the ranges `[start, last]`, in this order, so that equal inputs give equal bits.
 
     Only `used_rows` of `rows` exist. Layouts are such that what a thread loads is at constant distances from one address.
     """
@@ -150,7 +150,7 @@ def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.c
 
 @gluon.jit
 def clear_rest(batch, num_tokens, output, options: gl.constexpr):
-    """Zeros in the output, and -inf in the LSE, of tokens past the last sequence's: they belong to no sequence."""
+    """Write zeros to the output, and -inf to the LSE, of tokens after the last sequence's."""
     d = gl.arange(0, options.width, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     heads = batch.heads * batch.GROUP
     rest = gl.load(batch.bounds + batch.num_seqs) * heads

@@ -1,6 +1,6 @@
 """The consumer: four warps that attend over the pages of their worker's range.
 
-Each warp has 32 of a page's 128 tokens, and an online softmax of its own. After the last page of a head, the four are merged.
+Each warp has 32 of a page's 128 tokens, and its own online softmax. After the last page of a head, the four results are merged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .options import LOG2E
 from .queries import load_mean, mma_layout
 
 MASKED = gl.constexpr(-1e30)  # a score that is masked; finite, so that no inf - inf can arise
-WEIGHT_BITS = gl.constexpr(14)  # weights are 2^14 times the softmax's: small ones are then no subnormals of FP16
+WEIGHT_BITS = gl.constexpr(14)  # weights are multiplied by 2^14, so that small ones are not subnormals of FP16
 
 
 @aggregate
@@ -32,7 +32,7 @@ class Mask:
 
     @gluon.jit
     def sees(self, key):
-        """Which rows see which keys."""
+        """The masks: which rows see which keys."""
         return (key < self.end) & (key >= self.first)
 
 
@@ -100,7 +100,7 @@ def _load_v(pipe, stage, phase, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _attend(pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, last_v_scale, options: gl.constexpr):
-    """Adds one page, number `tile` of the range, to the online softmax of a head.
+    """Add one page, number `tile` of the range, to the online softmax of a head.
 
     Returns the accumulator, in units of the page's scale of V, the rows' maxima and sums, and that scale.
     """
@@ -182,7 +182,7 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
                 )
                 tile += 1
 
-            # The four warps' sums become one.
+            # Merge the sums of the four warps.
             v_mean = load_mean(output.v_mean, head, channel, options.head_dim)
             o = gl.convert_layout(acc, MERGED)
             all_max, all_sum = gl.split(gl.convert_layout(gl.join(row_max, row_sum), PAIRS))

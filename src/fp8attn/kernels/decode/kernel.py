@@ -1,4 +1,4 @@
-"""The kernel: what is computed before the warps are specialized, and what each partition is given."""
+"""The kernel: the code before warp specialization, and the arguments of each partition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .work import Batch, assign
 def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride, lengths_ptr,
                   bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q, num_tokens,
                   window, workers, scale, softcap, OPTIONS: gl.constexpr):  # fmt: skip
-    """A CTA for each worker and row tile. Neighbors read the same pages at the same time for different row tiles: memory is read once."""
+    """A CTA for each worker and row tile. Neighbors read the same pages at the same time for other row tiles, so memory is read once."""
     ROWS: gl.constexpr = OPTIONS.rows
     row_tiles = 1
     if not OPTIONS.one_row_tile:
@@ -32,7 +32,7 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
     source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
     queries = Queries(q_ptr, q_stride_t, q_stride_h, k_mean_ptr, scale)
     output = Output(out_ptr, lse_ptr, v_mean_ptr, sinks_ptr)
-    # Before the warps are specialized, only what the first page has to wait for; and the first queries, which would otherwise wait behind
+    # Before warp specialization, do only the work that the first page waits for, and load the first queries. Later they would wait for
     # the pages that the SM has requested.
     count = batch.counts(0, OPTIONS.block)
     pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)

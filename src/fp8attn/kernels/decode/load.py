@@ -43,7 +43,7 @@ def make_pipe(k_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
 
 @aggregate
 class Source:
-    """Where the pages and their scales are."""
+    """The addresses of the pages and their scales."""
 
     k_desc: tensor_descriptor
     v_desc: tensor_descriptor
@@ -78,10 +78,10 @@ def request_first(pipe, batch, work, source):
 
 @gluon.jit
 def produce(pipe, batch, work, requested, source):
-    """The producer's warp: requests the pages of a range, but for the first page if that has been `requested`.
+    """The producer's warp: requests the pages of a range, except the first page if that has been `requested`.
 
-    Nor does it wait for the stage of that first page. The stage was free then, and the consumer may have freed it again since. A wait would
-    be for the free after that one, and the second page would never be requested.
+    It does not wait for the stage of that first page either. The stage was free then, and the consumer may have freed it again since. A
+    wait would be for the next release, and the second page would never be requested.
     """
     index, head, begin = work.seq, work.head, work.begin
     done = requested.to(gl.int32)  # pages of the head

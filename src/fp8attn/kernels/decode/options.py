@@ -1,4 +1,4 @@
-"""What the kernel is compiled for."""
+"""The compile-time options of the kernel."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Options:
     """The one constexpr parameter of the kernel. The host makes it (`plan`), and device code reads it."""
 
     head_dim: int
-    width: int  # head_dim, padded to a power of two: TMA fills up with zeros
+    width: int  # head_dim, padded to a power of two; TMA pads with zeros
     group: int  # query heads of a KV head
     rows: int  # query rows of a tile
-    used_rows: int  # of them, those that exist, padded to a power of two
+    used_rows: int  # rows that exist, padded to a power of two
     one_row_tile: bool  # of a KV head; else as many as the rows of `max_q` take, in one kernel for any number
     stages: int  # of shared memory: pages
     block: int  # sequences whose lengths a CTA loads at once
@@ -29,7 +29,7 @@ class Options:
     softcap: bool
     sinks: bool
     leftpad: bool
-    rotate: bool  # keys are rotated (`rotation`), so queries have to be
+    rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
     min_pages: int  # `devices.Chip.decode_min_pages`
     whole_pages: int  # `devices.Chip.decode_whole_pages`
-    early_v: bool  # V goes to registers before the scores are computed, if there are registers enough
+    early_v: bool  # V is loaded to registers before the scores are computed, if there are enough registers

@@ -1,4 +1,4 @@
-"""How a launch is laid out, from what the host knows of a problem."""
+"""The plan of a launch, from what the host knows about a problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARPS = 4  # that consume. The producer's warp counts as four more, since warps 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is laid out for one shape of problem: everything that is compiled in, and the number of CTAs."""
+    """The shape of a launch: everything that the compiled kernel depends on, and the number of CTAs."""
 
     head_dim: int
     group: int
@@ -47,13 +47,13 @@ class Launch:
     @property
     def stages(self) -> int:
         stages = self.chip.decode_stages[self.width]
-        return min(stages, 2) if self.width == 256 and self.rows > 8 else stages  # shared memory has no place for a third
+        return min(stages, 2) if self.width == 256 and self.rows > 8 else stages  # shared memory is too small for a third
 
     def workers(self, num_sms: int, heads: int) -> int:
-        """Ranges that the work of one row tile is cut into.
+        """Number of ranges that the work of one row tile is cut into.
 
-        One on each SM; or as many as fit on an SM, if there are so many heads that ranges share none. (If ranges share heads, more ranges
-        leave more parts to combine.) A few less, if sequences of one length are then divided equally.
+        It is one for each SM. If there are so many heads that ranges share none, it is as many as run on all SMs. (If ranges share heads,
+        more ranges make more parts to combine.) It is a few less if sequences of one length are then divided equally.
         """
         for ctas in range(self.chip.decode_ctas[self.width], 0, -1):
             most = max(1, ctas * num_sms // self.tiles)
@@ -64,7 +64,7 @@ class Launch:
         return workers
 
     def constants(self) -> dict[str, Any]:
-        """Under warp specialization all registers are given out, so `maxnreg` is a multiprocessor's 65,536 over all of its threads."""
+        """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its threads."""
         options = Options(
             head_dim=self.head_dim, width=self.width, group=self.group, rows=self.rows,
             used_rows=min(self.rows, 1 << (self.max_rows - 1).bit_length()), one_row_tile=self.tiles == 1, stages=self.stages,
@@ -77,7 +77,7 @@ class Launch:
 
 
 class Plan(NamedTuple):
-    """What the host computes from a problem's shape, once."""
+    """The numbers that the host computes from a problem's shape, once."""
 
     workers: int  # ranges of a row tile
     grid: tuple[int]

@@ -1,4 +1,4 @@
-"""The queries: loaded, rotated, and rounded to the 16-bit operand that K is multiplied with."""
+"""Loads the queries, rotates them, and rounds them to the 16-bit operand of the product with K."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_mean(mean_ptr, head, d, D: gl.constexpr):
 
 @aggregate
 class Queries:
-    """Where the queries are, and what the scores need besides."""
+    """The queries, K's mean and the scale of the softmax."""
 
     q: gl.tensor  # pointer to [tokens, heads, head_dim]
     stride_t: gl.tensor | gl.constexpr  # constexpr if it is 1
@@ -36,7 +36,7 @@ class Queries:
 
     @gluon.jit
     def load(self, batch, seq, head, options: gl.constexpr):
-        """Q^T `[warps, channels, rows]` of a row tile, the same in every warp; and K's mean of the head, by channel."""
+        """Q^T `[warps, channels, rows]` of a row tile, the same in every warp; and the mean of the head's K, by channel."""
         WARPS: gl.constexpr = gl.num_warps()
         OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(WARPS), 4)
         warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, OPERAND)))[:, None, None]
@@ -52,11 +52,11 @@ class Queries:
 
     @gluon.jit
     def operand(self, q, k_mean, VECTOR: gl.constexpr, INT8: gl.constexpr, options: gl.constexpr):
-        """What `load` returned as the operand that `scores` takes; by row, the factor that makes the products exponents of two; and
+        """The result of `load` as the operand that `scores` takes; by row, the factor that makes the products exponents of two; and
         by row, the score of K's mean, as an exponent of two.
 
-        The sign of the softmax scale goes into the operand. So the factor is positive, and the largest score can be found before the factor
-        is applied. A row of tiny values alone is scaled as if its largest were 2^-60: no factor may underflow.
+        The operand includes the sign of the softmax scale. So the factor is positive, and the largest score can be found before the factor
+        is applied. A row of only tiny values is scaled as if its largest were 2^-60, so that no factor underflows.
         """
         q = q.to(gl.float32)
         if options.rotate:
@@ -64,7 +64,7 @@ class Queries:
         offset = gl.zeros([q.shape[0], q.shape[2]], gl.float32, gl.SliceLayout(1, q.type.layout))
         if self.k_mean is not None:
             offset = gl.sum(q * k_mean, 1) * (self.scale * LOG2E)
-        largest = gl.maximum(gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23)  # NaN is the largest of all
+        largest = gl.maximum(gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23)  # NaN is larger than all numbers here
         sign = gl.where(self.scale < 0, -1.0, 1.0)
         if INT8:
             largest = largest.to(gl.float32, bitcast=True)
@@ -92,7 +92,7 @@ def _log2_block(head_dim):
 
 @gluon.jit
 def _rotate(q, D: gl.constexpr):
-    """`rotation.rotate` of Q^T `[warps, channels, rows]` in FP32, up to rounding. Padding is in blocks of its own, and remains zero."""
+    """`rotation.rotate` of Q^T `[warps, channels, rows]` in FP32, up to rounding. Padding is in separate blocks and remains zero."""
     WARPS: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     ROWS: gl.constexpr = q.shape[2]

@@ -1,4 +1,4 @@
-"""What there is to read, and which worker reads it: the pages of all heads of all sequences, cut into ranges of one length.
+"""The work of a launch: the pages of all heads of all sequences, cut into one range for each worker, of equal lengths.
 
 Every CTA computes its own range from the lengths of the sequences. The host does not read them, and there is no launch before this one.
 """
@@ -11,7 +11,7 @@ from ..pages import PAGE
 
 @aggregate
 class Sequence:
-    """One sequence: its queries, its keys, and which of its pages a row tile has to read."""
+    """One sequence: its queries, its keys, and the pages that a row tile must read."""
 
     length: gl.tensor  # keys
     query: gl.tensor  # index of the first query token
@@ -23,7 +23,7 @@ class Sequence:
 
 @aggregate
 class Batch:
-    """The sequences, and which of their pages a row tile has to read."""
+    """The sequences, and the pages that a row tile must read."""
 
     lengths: gl.tensor  # pointers to int32: tokens held, bounds of the queries, tokens of padding
     bounds: gl.tensor
@@ -44,7 +44,7 @@ class Batch:
     def pages(self, length, num_q, pad):
         """The first page that some row sees, and the number of pages from it on. Scalars or vectors.
 
-        A sequence without rows has no pages. One with rows has at least one page, even if it is empty: its zeros have to be written.
+        A sequence without rows has no pages. One with rows has at least one page, even if it is empty, because its zeros must be written.
         """
         last = gl.maximum(length - 1, 0) // PAGE
         first = last * 0
@@ -87,7 +87,7 @@ class Batch:
 
     @gluon.jit
     def after(self, page, count, base, before, BLOCK: gl.constexpr):
-        """Where the flat index `page` is among the sequences `[base, base + BLOCK)`, of `count` pages each and `before` pages before them.
+        """Find the flat index `page` among the sequences `[base, base + BLOCK)`, with `count` pages each and `before` pages before them.
 
         Returns the number of sequences that end at or before `page`, the flat index at which the last of these ends, and the number of
         pages of all.
@@ -100,7 +100,7 @@ class Batch:
     def portion(self, begin, count, low, high):
         """The pages `[i, j)` of a head that belong to the range `[low, high)`. The head's flat indices are `[begin, begin + count)`.
 
-        A short head belongs as a whole to the range that holds its middle.
+        A short head belongs completely to the range that contains its middle.
         """
         middle = begin + count // 2
         mine = gl.where((low <= middle) & (middle < high), count, 0)
@@ -129,7 +129,7 @@ def _divide(a, b):
 class Work:
     """The pages of all heads in one flat order, cut into a range for each worker; and the range of this worker.
 
-    The cuts depend on the lengths alone, and so does the order of every sum. A worker without work has a range that begins at its end.
+    The cuts, and so the order of every sum, depend only on the lengths. A worker without work has an empty range.
     """
 
     worker: gl.tensor
@@ -144,7 +144,7 @@ class Work:
 
     @gluon.jit
     def worker_of(self, page):
-        """The worker whose range holds a page."""
+        """The worker whose range contains a page."""
         longer = self.rest * (self.share + 1)
         return gl.where(page < longer, _divide(page, self.share + 1), self.rest + _divide(page - longer, gl.maximum(self.share, 1)))
 

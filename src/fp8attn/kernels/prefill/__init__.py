@@ -1,12 +1,12 @@
-"""FP8 attention for Hopper: many queries over the pages, FP32 accumulation at every tile. See docs/kernels.md.
+"""FP8 attention for Hopper, for many queries: FP32 accumulation after every tile (docs/kernels.md).
 
-    s = (q_fp8 . k_fp8) * (q_scale * k_scale * softmax_scale)        one factor a row and tile
-    acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     the partial starts from zero: the tensor core's short accumulator
-    out = acc * v_scale / L + v_mean * l / L                         never holds more than 128 products
+    s = (q_fp8 . k_fp8) * (q_scale * k_scale * softmax_scale)        one factor for each row and tile
+    acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     p v starts from zero for each tile, so the tensor core's short
+    out = acc * v_scale / L + v_mean * l / L                         accumulator sums at most 128 products
 
-The host: `cut` (how a problem is divided), `plan` (a launch's numbers), `attention`. The device, from the outside in: `kernel`, `producer`
-(with `schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`. What both share: `options`, and the
-aggregates `items.Items`, `ring.Ring`, `queries.Queries`, `means.Means`, `epilogue.Output`.
+Host: `cut` (how a problem is divided), `plan` (a launch's numbers), `attention`. Device, from the outside in: `kernel`, `producer` (with
+`schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`. Both: `options`, and the aggregates
+`items.Items`, `ring.Ring`, `queries.Queries`, `means.Means`, `epilogue.Output`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def attention(
     pages: KVPages,
     params: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over the pages in FP8 with FP32 accumulation; see `AttentionParams` and, for what is rounded, docs/kernels.md.
+    """Attention over the pages in FP8 with FP32 accumulation. docs/kernels.md describes the rounding.
 
-    Nothing is read back from the device: lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give
-    equal bits.
+    Nothing is read back from the device, so lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give equal
+    bits.
 
     Args:
-        q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]` bfloat16 or float16, rotated as K is, scaled
-            per row and rounded to K's dtype here; or float8_e4m3fn, taken as it is.
-        params: its `rope_cos` and `rope_sin` are `[T, R / 2]` or `[num_seqs, S, R / 2]`, and such that `takes_tables` is true. Without
-            `return_lse` `lse` may be None, and an item costs less.
+        q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]`. bfloat16 or float16 queries are rotated if K is, scaled
+            by row and rounded to K's dtype. float8_e4m3fn queries are used without a change.
+        params: `rope_cos` and `rope_sin` are `[T, R / 2]` or `[num_seqs, S, R / 2]`, and `takes_tables` is True for them.
     Returns:
-        `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32; `ops.attention` says their order of memory.
+        `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32, in the memory order of `ops.attention`. Without
+        `return_lse`, `lse` may be None.
     Raises:
         ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
     """
@@ -103,5 +103,5 @@ def attention(
 
 
 def takes_tables(rope_cos: torch.Tensor) -> bool:
-    """Whether the kernel rotates queries by such tables itself: it reads their rows sixteen bytes at a time."""
+    """Whether the kernel can apply RoPE to queries with these tables. It reads their rows 16 bytes at a time."""
     return rope_cos.shape[-1] % 8 == 0

@@ -1,4 +1,4 @@
-"""How a problem is cut into CTAs, items and parts of the keys, from what the host knows: see docs/kernels.md, "How a problem is cut"."""
+"""Divides a problem into CTAs, items and parts of the keys, on the host (docs/kernels.md, "How a problem is cut")."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .options import ROWS, TILE
 
 @dataclass(frozen=True)
 class Shape:
-    """How the kernel is cut for one (padded) head_dim; measured, see docs/kernels.md."""
+    """The shape of a CTA for one (padded) head_dim, from measurements (docs/kernels.md)."""
 
     warpgroups: int
-    parts: int  # of V's channels, each of them one product: one to a half or a quarter where registers are short
+    parts: int  # number of parts of V's channels, each of them one product; more than one if registers are scarce
     stages: int
-    cubics: int  # of every 16 exponentials, how many run on the FMA pipe
-    registers: int  # of a multiplying thread; what is left of 64 K goes to the feeding warp
+    cubics: int  # how many of 16 exponentials are computed on the FMA pipe
+    registers: int  # registers of a multiplying thread; the producer's warp gets the rest of 64 K
     producer_registers: int
 
     @property
@@ -33,23 +33,23 @@ SHAPES = {
     128: (Shape(2, 1, 3, 1, 240, 24), Shape(3, 2, 3, 0, 160, 24)),
     256: (Shape(2, 4, 2, 0, 240, 24),),
 }
-PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA fills up with zeros
-PART, LONG_PART = 8, 128  # tiles of a part, at least: of items that leave SMs idle, and of others
-# Heads of Q whose items are in one order (a wave): as many as L2 holds K and V of, up to MAX_HEADS. (Of groups, which share theirs, no
-# more.) Causal items differ in length and go longest first, which balances SMs if each has CLAIMS of them, or the order MIN_HEADS heads.
-# Measured.
+PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA pads with zeros
+PART, LONG_PART = 8, 128  # the smallest number of tiles in a part: if items leave SMs idle, and otherwise
+# The number of heads of Q whose items are in one order (a wave): as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share K
+# and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
+# items, or if the order has MIN_HEADS heads. The numbers are measured.
 MAX_HEADS, MIN_HEADS, CLAIMS = 32, 8, 10
 
 
 class Problem(NamedTuple):
-    """What decides how a launch is cut, of what the host knows."""
+    """What the host knows about a problem, from which it chooses a cut."""
 
     num_seqs: int
     num_q_heads: int
     head_dim: int
     tokens: int  # of a ragged batch, or 0
     max_seqlen_q: int
-    tiles: int  # of keys that a query sees, at most
+    tiles: int  # the largest number of tiles of keys that a query sees
     causal: bool  # and the first query of a sequence sees fewer
 
 
@@ -59,10 +59,10 @@ def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape,
 
 
 def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
-    """The ways to cut a problem: a shape, and into how many parts the keys.
+    """The ways to cut a problem: a shape, and a number of parts of the keys.
 
-    Of items that fill the GPU parts can only make the last wave fuller. How many keys each sequence of a ragged batch has only the device
-    knows, so there they are left whole.
+    If items fill the GPU, parts can only make the last wave fuller. Only the device knows the lengths of the sequences in a ragged batch,
+    so their keys are not divided then.
     """
     for shape in SHAPES[width]:
         items = max(1, problem.num_seqs * problem.num_q_heads * -(-problem.max_seqlen_q // shape.rows))
@@ -75,7 +75,7 @@ def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
 
 
 def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Chip) -> float:
-    """What a launch takes, about."""
+    """The estimated time of a launch, in microseconds."""
     num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, tiles, causal = problem
     tile, item = chip.prefill[PADDED[head_dim], shape.warpgroups]
     most = -(-max_seqlen_q // shape.rows)  # blocks of a sequence
@@ -84,7 +84,7 @@ def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Ch
     fewest = max(1, tiles - (most - 1) * shape.rows // TILE.value) if causal else tiles
     longest = item + tile * tiles / splits
     shortest = item + tile * fewest / splits
-    # Long items go first, so those that wait for the last of them have just done a short one.
+    # Long items are first. So CTAs that wait for the end of the last item have just computed a short one.
     time = max(longest, (items * (longest + shortest) / 2 + -items % sms * shortest) / sms)
     if splits > 1:
         once, byte = chip.combine
@@ -93,11 +93,14 @@ def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Ch
 
 
 def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:
-    """Keys may be far fewer than the table has pages. Parts that only were to make waves even are then worth nothing."""
+    """The smallest number of tiles in a part.
+
+    It is larger if parts only make waves even, which does not help if there are far fewer keys than the table has pages.
+    """
     return PART if items < sms else max(PART, tiles // splits // 2)
 
 
 def heads_per_wave(rows: int, sms: int, max_seqlen_q: int, head_dim: int, tiles: int, causal: bool, chip: Chip) -> int:
-    """Heads of Q whose items are in one order; `rows` are those of an item."""
+    """Number of heads of Q whose items are in one order. `rows` is the number of rows of an item."""
     heads = min(MIN_HEADS, -(-CLAIMS * sms * rows // max(1, max_seqlen_q))) if causal else 1
     return min(max(heads, chip.l2 // (2 * head_dim * TILE.value * tiles)), MAX_HEADS)

@@ -1,4 +1,4 @@
-"""The end of an item: sums become an output and an LSE, with sinks and V's mean, and are stored."""
+"""The end of an item: computes the output and the LSE from the sums, with sinks and V's mean, and stores them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .softmax import P_SHIFT
 
 @aggregate
 class Output:
-    """Where the output and the LSE go. With `Options.split` they are those of parts, as `combine` takes them."""
+    """The addresses of the output and the LSE. With `Options.split` they are the parts that `combine` takes."""
 
     desc: tensor_descriptor | gl.constexpr  # None: by way of `ptr`
     memory: gl.shared_memory_descriptor | gl.constexpr  # [warpgroups, 1, 64, 1, width], with `desc`
@@ -29,20 +29,20 @@ class Output:
 
     @gluon.jit
     def send(self, WG: gl.constexpr, batch, token, head, y):
-        """A warpgroup's rows by TMA, which leaves out what is beside a sequence's queries or behind the last channel."""
+        """Store a warpgroup's rows by TMA, which skips rows outside a sequence's queries and channels after the last."""
         SHAPE: gl.constexpr = [ROWS, y.shape[1]]
         FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, self.desc.dtype)
         memory = self.memory.index(WG)
         send_wait(0)  # the threads that sent the item before wait until it has left this memory,
         sync()  # and the others for them
         reinterpret(memory, self.desc.dtype, SHAPE, FLAT).store(y.to(self.desc.dtype))
-        fence_async_shared()  # each thread shows TMA what it wrote,
+        fence_async_shared()  # each thread makes its writes visible to TMA,
         sync()  # before some start the copy
         send(self.desc, [batch, token, head, 0], memory)
 
     @gluon.jit
     def store(self, batch, token, head, count, y, first: gl.constexpr, options: gl.constexpr):
-        """A warpgroup's rows, of which `count` are queries; `y` are channels from `first` on."""
+        """Store a warpgroup's rows, of which `count` are queries. `y` has the channels from `first` on."""
         N: gl.constexpr = y.shape[1]
         y = y.to(self.ptr.dtype.element_ty)
         if options.width < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
@@ -52,7 +52,7 @@ class Output:
         mask = (row < count)[:, None]
         if first + N > options.head_dim:
             mask = mask & (channel < options.head_dim)[None, :]
-        # Strides are given in units of 16 bytes: that they are multiples makes for wide stores.
+        # Strides are in units of 16 bytes, so that the compiler knows they are multiples and uses wide stores.
         ptr = self.ptr + (batch.to(gl.int64) * self.stride_b + token.to(gl.int64) * self.stride_t + head.to(gl.int64) * self.stride_h) * 8
         gl.store(ptr + (row * (self.stride_t * 8))[:, None] + channel[None, :], y, mask=mask)
 
@@ -60,12 +60,12 @@ class Output:
 @gluon.jit
 def write_channels(WG: gl.constexpr, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind,
                    first: gl.constexpr, options: gl.constexpr):  # fmt: skip
-    """Channels of the output, from `first` on: `acc * inverse + v_mean * share`, zero in rows that saw no key.
+    """Store channels of the output, from `first` on: `acc * inverse + v_mean * share`, and zero in rows that saw no key.
 
     Args:
-        batch, token, head: where the rows begin.
-        share: None is 1.
-        unseen, blind: rows that saw no key, and whether there are any, or None where there may be.
+        batch, token, head: the position of the first row.
+        share: None: 1.
+        unseen, blind: rows that saw no key, and whether there are any (None: not known).
     """
     if first < options.head_dim:
         OUT: gl.constexpr = acc.type.layout
@@ -84,7 +84,7 @@ def write_channels(WG: gl.constexpr, output, batch, token, head, count, v_mean, 
         elif blind:  # ptxas: volatile moves, or the branch would become the 64 selections that it saves
             y = gl.where(unseen, 0.0, pin(y))
         if output.desc is not None:
-            if count > 0:  # TMA refuses to store rows that are all before the first
+            if count > 0:  # TMA cannot store a block whose rows are all before the first
                 output.send(WG, batch, token, head, y)
         else:
             output.store(batch, token, head, count, y, first, options)
@@ -92,7 +92,7 @@ def write_channels(WG: gl.constexpr, output, batch, token, head, count, v_mean, 
 
 @gluon.jit
 def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.constexpr):
-    """Writes the output and the LSE of a warpgroup's rows; `acc`, `m` and `sums` are what `tiles` returned."""
+    """Write the output and the LSE of a warpgroup's rows. `acc`, `m` and `sums` are the results of `tiles`."""
     items = rows.items
     slot = rows.slot
     count = items.count(slot, rows.WG)
@@ -103,7 +103,7 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
     v_scale = number(items.v_scale.index(slot))
     shift = rows.shift
     if options.softcap:
-        shift = shift * 0.0  # already in the scores
+        shift = shift * 0.0  # K's mean is already in the scores
     elif means.SHIFT:
         shift = queries.shift.index(rows.WG).load(gl.SliceLayout(1, SCORES))
     if output.sinks is not None:
@@ -125,7 +125,7 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
             lse = gl.where(unseen, HIDDEN, m - P_SHIFT + log2(sums))
             gl.store(output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, shift, mask=row < count)
         gl.store(output.lse + at + row * output.num_q_heads, lse, mask=row < count)
-    if options.split:  # what a part without keys would write is not read
+    if options.split:  # the output of a part without keys is not read
         count = gl.where(items.get(slot, LENGTH) > 0, count, 0)
     if means.v is not None:
         v_mean = means.of_v(items, slot, options)

@@ -1,6 +1,6 @@
-"""Items of work, as the producer announces them to the multiplying warpgroups.
+"""Items of work, which the producer announces to the multiplying warpgroups.
 
-An item is `64 * warpgroups` query rows of one head, over their tiles of keys. Two are in flight, in two slots.
+An item is `64 * warpgroups` query rows of one head, over their tiles of keys. Two items are in flight, in two slots.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Items:
 
     @gluon.jit
     def put(self, slot, FIELD: gl.constexpr, x):
-        """By the producer's one warp."""
+        """Write an item's fields. Only the producer's warp calls it."""
         self.fields.index(slot * FIELDS + FIELD).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
     @gluon.jit
     def count(self, slot, WG: gl.constexpr):
-        """Rows of a warpgroup that are queries, its first ones; none where that is zero or less."""
+        """Number of a warpgroup's rows that are queries (its first rows); none if it is zero or less."""
         return gl.where(self.get(slot, FIRST) > WG * ROWS, 0, self.get(slot, COUNT) - WG * ROWS)
 
 
 @aggregate
 class Rows:
-    """A warpgroup's 64 rows of an item: what its tiles of scores are made from and masked by."""
+    """A warpgroup's 64 rows of an item: the inputs of its scores and masks."""
 
     WG: gl.constexpr  # the warpgroup
     items: Items

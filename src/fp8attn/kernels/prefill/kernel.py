@@ -1,7 +1,7 @@
-"""The kernel: its arguments, its shared memory, and what its warps do.
+"""The kernel: its arguments, its shared memory, and the work of its warps.
 
-A CTA is `Options.warpgroups` warpgroups that multiply 64 query rows each (`multiply`), and one warp that claims work, reads the page table
-and loads their operands by TMA (`producer`). Registers are scarce, and shared memory is not. A comment that begins with `ptxas` explains an
+A CTA has `Options.warpgroups` warpgroups that multiply 64 query rows each (`multiply`), and one warp that claims work, reads the page table
+and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A comment that begins with `ptxas` explains an
 expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py` that spills without it.
 """
 
@@ -31,7 +31,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
                    sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
                    num_kv_heads, table_width, causal, window, parts, min_tiles, heads_per_wave, plane, scale, cap, cos_ptr, sin_ptr,
                    angle_stride_b, angle_stride_t, OPTIONS: gl.constexpr):  # fmt: skip
-    """The arguments of a launch, as `plan` and `attention` make them. Strides of the output and of angles are in units of 8 elements."""
+    """The arguments of a launch, which `plan` and `attention` make. Strides of the output and of angles are in units of 8 elements."""
     WARPGROUPS: gl.constexpr = OPTIONS.warpgroups
     WIDTH: gl.constexpr = OPTIONS.width
     STAGES: gl.constexpr = OPTIONS.stages
@@ -39,7 +39,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     SHIFT: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or OPTIONS.softcap or sinks_ptr is not None)
     headers = (pool_ptr + 2 * PAGE * OPTIONS.head_dim).to(gl.pointer_type(gl.float32))
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_desc.dtype)
-    ITEMS: gl.constexpr = 1 if Q16 else 2  # 16-bit rows leave their memory when they are rounded, FP8 rows when they were multiplied
+    ITEMS: gl.constexpr = 1 if Q16 else 2  # the memory of 16-bit rows is free after rounding, that of FP8 rows after the products
     blocks = gl.allocate_shared_memory(q_desc.dtype, [ITEMS * WARPGROUPS, 1, ROWS, 1, WIDTH], q_desc.layout)
     given = reinterpret(blocks, q_desc.dtype, [ITEMS * WARPGROUPS, ROWS, WIDTH], FLAT)
     if Q16:
@@ -89,7 +89,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         bounds=bounds_ptr, lengths=lengths_ptr, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads,
         window=window, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
     work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles, heads_per_wave=heads_per_wave)
-    gdc_wait()  # launched while the kernel before ends: from here on memory is read that it wrote, and written that it read
+    gdc_wait()  # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous kernel uses.
     shared = (queries, ring, items, means, output, rope, causal, window, scale, cap)
     if WARPGROUPS == 2:
         gl.warp_specialize(

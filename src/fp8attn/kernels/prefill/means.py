@@ -8,9 +8,9 @@ from .items import KV_HEAD
 
 @aggregate
 class Means:
-    """K's mean where it is needed (weights alone do without) and V's mean, if there are any.
+    """K's mean, if it is needed (weights do not need it), and V's mean, if there is one.
 
-    An item's are copied to shared memory. head_dim 256 leaves no shared memory for them: there they are read from global memory.
+    The means of an item are copied to shared memory. With head_dim 256, shared memory is full, and they are read from global memory.
     """
 
     memory: gl.shared_memory_descriptor  # float32 [4, width]: K's of two items, V's of two items
@@ -20,7 +20,7 @@ class Means:
 
     @gluon.jit
     def of_k(self, items, slot, options: gl.constexpr):
-        """Of an item's head, if it is needed: memory, or a pointer."""
+        """K's mean of an item's head, if it is needed: shared memory, or a pointer."""
         if options.width < 256:
             return self.memory.index(slot)
         else:
@@ -28,7 +28,7 @@ class Means:
 
     @gluon.jit
     def of_v(self, items, slot, options: gl.constexpr):
-        """Likewise, if there is one."""
+        """V's mean of an item's head, if there is one: shared memory, or a pointer."""
         if options.width < 256:
             return self.memory.index(2 + slot)
         else:
@@ -37,7 +37,7 @@ class Means:
 
 @gluon.jit
 def channels_of_mean(mean, first: gl.constexpr, N: gl.constexpr, options: gl.constexpr, LAYOUT: gl.constexpr):
-    """Channels `first` to `first + N` of what `Means.of_k` or `of_v` returned; zeros behind the last."""
+    """Channels `first` to `first + N` of a mean from `Means.of_k` or `of_v`; zeros after the last channel."""
     if options.width < 256:
         x = mean.slice(first, N).load(LAYOUT)
     elif first + N <= options.head_dim:

@@ -7,7 +7,7 @@ from ..gluon import gl, gluon, mbarrier
 
 @gluon.jit
 def allocate_numbers(DTYPE: gl.constexpr, N: gl.constexpr, LENGTH: gl.constexpr):
-    """`[N, LENGTH]`, row behind row."""
+    """A layout of `[N, LENGTH]` with contiguous rows, one after another."""
     return gl.allocate_shared_memory(DTYPE, [N, LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 

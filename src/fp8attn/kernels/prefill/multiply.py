@@ -1,4 +1,4 @@
-"""A multiplying warpgroup."""
+"""The program of a multiplying warpgroup."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .ring import Place
 from .tiles import attend_few, attend_in_turn, attend_overlapped
 from .tiles_wide import attend_wide
 
-# Rows that see fewer keys are multiplied twice, for roundings of Q and P do not average away: prompts, whose other rows see more, and
-# queries that all see the same keys.
+# Rows that see fewer keys are multiplied twice, because rounding errors of Q and P do not average out. The numbers are for prompts, whose
+# other rows see more keys, and for queries that all see the same keys.
 FEW = gl.constexpr(256)
 FEW_IN_ALL = gl.constexpr(640)
 
 
 @gluon.jit
 def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, means, output, rope, causal, window, scale, cap):
-    """The 64 rows of warpgroup `WG` of every item that the producer announces."""
+    """Compute the 64 rows of warpgroup `WG` of every item that the producer announces."""
     item = 0
     stage = 0
     phase = 0
@@ -57,7 +57,7 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
         factor, shift = load_queries(q, given, k_mean, scale, item >> 30, options, queries.Q16)
         rows = Rows(WG=WG, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift, cap=cap)
         if means.SHIFT and not options.softcap:
-            queries.shift.index(WG).store(shift)  # wanted again at the end: no registers for it until then
+            queries.shift.index(WG).store(shift)  # loaded again at the end, because there are no registers for it until then
 
         whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
         top = gl.maximum(gl.minimum(gl.maximum(hi_max, 0) // TILE, last), bottom)
@@ -82,7 +82,7 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             if queries.Q16:
                 keep_rest(queries.rest.index(2 * WG), queries.given.index(WG), item >> 30, options)
             else:
-                mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have memory of their own
+                mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory
             if options.width == 256:
                 acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
             else:

@@ -1,4 +1,4 @@
-"""What the kernel is compiled for (`Options`), and the sizes and layouts that all of it shares."""
+"""The compile-time options of the kernel (`Options`), and the sizes and layouts that all its files share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def output_layout(width):
 class Options:
     """The one constexpr parameter of the kernel, which the host makes (`plan`). Device code reads it.
 
-    What follows from the types of arguments is a field of the aggregate that has them: `Queries.Q16`, `Means.SHIFT`.
+    An option that follows from the types of arguments is a field of the aggregate that contains them: `Queries.Q16`, `Means.SHIFT`.
     """
 
     head_dim: int
-    width: int  # head_dim, padded: TMA fills up with zeros
+    width: int  # head_dim, padded; TMA pads with zeros
     warpgroups: int  # that multiply
     stages: int  # of the ring
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
@@ -41,11 +41,11 @@ class Options:
     producer_registers: int
     mask_left: bool  # keys on the left may be masked: there is a window, or padding
     softcap: bool
-    split: bool  # an item has a part of its tiles, and `combine` puts them together
-    rope_pairs: int  # of channels that RoPE rotates; 0 without RoPE
+    split: bool  # an item has a part of its tiles, and `combine` adds the parts
+    rope_pairs: int  # number of channels that RoPE rotates; 0 without RoPE
     rope_interleaved: bool  # pairs are neighbors
     rope_step: int  # stride of the tables' last dimension
-    rotate: bool  # keys are rotated (`rotation`), so queries have to be
+    rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
 
     def __post_init__(self) -> None:
         for field in fields(self):  # Triton 3.6 takes no plain numbers in shapes

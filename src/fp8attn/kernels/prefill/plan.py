@@ -1,4 +1,4 @@
-"""What the host works out of a problem's shape, once."""
+"""The plan of a launch, which the host computes once for a problem's shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     outputs: View | None  # the output, where TMA stores it
     width: int  # head_dim, padded
     part: int  # V's channels in one product
-    splits: int  # parts of the keys, which `combine` puts together
+    splits: int  # parts of the keys, which `combine` adds
     grid: tuple[int]
     counter: Counters
     numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
@@ -56,7 +56,7 @@ def make_plan(
     rope_pairs, (*angle_strides, rope_step), interleaved = rope or (0, (0,) * (len(shape) - 2) + (1,), False)
     if len(shape) == 4:
         batch, tokens = shape[:2]
-    else:  # a batch of sequences of one length, or of one that `cu_seqlens_q` takes apart
+    else:  # the batch: sequences of one length, or one packed batch that `cu_seqlens_q` divides
         batch, tokens = (1, shape[0]) if ragged else (num_seqs, max_seqlen_q)
         q_strides, out_strides, angle_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides, angle_strides))
     width = PADDED[head_dim]
@@ -64,7 +64,7 @@ def make_plan(
     tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
     problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, tiles, causal and not window)
     cut, splits = best_cut(width, sms, problem, chip(device))
-    # Of a ragged batch at most: every sequence, and the rows behind the last, have a block that is not full.
+    # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not full.
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
     if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
         out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
@@ -90,12 +90,12 @@ def make_plan(
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Of all dimensions but the last; of those of one element, whose own may be anything, one that TMA takes."""
+    """The strides of all dimensions except the last. A dimension of one element can have any stride, and gets one that TMA takes."""
     *sizes, last = shape
     return tuple([stride if size > 1 else last for size, stride in zip(sizes, strides, strict=False)])
 
 
 @lru_cache(maxsize=4096)
 def tma_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether TMA, which counts in 16 bytes, can fetch queries at these strides."""
+    """Whether TMA can fetch queries with these strides, which must be multiples of 16 bytes."""
     return strides[-1] == 1 and all(stride and not stride * itemsize & 15 for stride in _strides(shape, strides))

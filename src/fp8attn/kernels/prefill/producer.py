@@ -1,4 +1,4 @@
-"""The feeding warp."""
+"""The producer: the warp that claims items and loads their operands."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .schedule import advance_to, claim_next, scheduler_init
 
 @aggregate
 class Source:
-    """Where queries, pages and their scales are fetched from."""
+    """The addresses of queries, pages and scales."""
 
     q: tensor_descriptor
     k: tensor_descriptor
     v: tensor_descriptor
     queries: gl.shared_memory_descriptor  # `Queries.given`, as blocks of TMA
-    headers: gl.tensor  # float32, a pointer: the first page's scale of K, which V's is behind
+    headers: gl.tensor  # float32, a pointer to the first page's scale of K; V's follows it
     table: gl.tensor  # int32 [num_seqs, table_width], a pointer: pages
     table_width: gl.tensor
     num_kv_heads: gl.tensor
 
     @gluon.jit
     def header(self, slot, HEAD_DIM: gl.constexpr):
-        """Of `slot` (page x heads + head)."""
+        """The scales of `slot` (page x heads + head)."""
         return self.headers + slot.to(gl.int64) * (page_bytes(HEAD_DIM) // 4)
 
 
@@ -38,14 +38,14 @@ class Work:
     causal: gl.tensor
     parts: gl.tensor  # of an item's tiles, with `Options.split`,
     min_tiles: gl.tensor  # each of so many or more
-    heads_per_wave: gl.tensor  # whose items are in one order: L2 holds their K and V
+    heads_per_wave: gl.tensor  # heads whose items are in one order, because their K and V fit into L2
 
 
 @gluon.jit
 def produce(options: gl.constexpr, queries, ring, items, means, source, batch, work):
-    """Claims items (64 * warpgroups query rows of one head), announces them, and keeps the ring of tiles full.
+    """Claim items (64 * warpgroups query rows of one head), announce them, and keep the ring of tiles full.
 
-    With `options.split` an item is one of `parts` parts of its tiles, and its output one of as many.
+    With `options.split`, an item is one of `parts` parts of the tiles, and writes one of `parts` outputs.
     """
     BLOCK: gl.constexpr = batch.BLOCK
     WARPGROUPS: gl.constexpr = options.warpgroups
@@ -56,9 +56,9 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
     phase = 1
     place = Place(stage, phase)
     item = 0
-    # Items in order: sequence by sequence; in one, `heads_per_wave` heads at a time (whose K and V L2 holds), of these the last block of
-    # queries first, which sees most keys. Blocks end where the last query's warpgroup does: so the one that is not full, which takes no
-    # less time for it, is the first block, of fewest keys, and begins before the sequence.
+    # The order of items: sequence by sequence; in a sequence, `heads_per_wave` heads at a time, whose K and V fit into L2; of these heads,
+    # the last block of queries first, because it sees the most keys. The last block ends with the sequence. So the partial block, which
+    # takes the time of a full one, is the first block, which has the fewest keys, and it begins before the sequence.
     claim = gl.program_id(0)
     part = 0
     if options.split:
@@ -66,7 +66,7 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
         claim = claim // work.parts
     if batch.bounds is not None:
         q_len = 0
-        seqs = batch.num_seqs + 1  # rows behind the last sequence belong to one more, that has no keys
+        seqs = batch.num_seqs + 1  # rows after the last sequence belong to one more sequence, which has no keys
         heads = batch.num_q_heads
     else:
         q_len = work.max_q
@@ -92,14 +92,14 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
         held = gl.minimum(owner, batch.num_seqs - 1)
         length = gl.load(batch.lengths + held)
         kv_head = head // group
-        # What needs no length is on its way before the length is there. A copy may be done before its barrier expects it: the phase does
-        # not end without that arrival, and until then the count of bytes is below zero.
+        # Copies that need no length start before the length is loaded. A copy may end before its barrier expects it: the phase does not end
+        # without that arrival, and until then the count of bytes is below zero.
         slot = item & 1
         for i in gl.static_range(WARPGROUPS):
             mbarrier.wait(queries.empty.index(i), slot ^ 1)
         if options.width < 256:
             channel = gl.arange(0, options.width, gl.BlockedLayout([options.width // 32], [32], [1], [0]))
-            if means.v is not None:  # zeros where the mask is not
+            if means.v is not None:  # zeros outside the mask
                 fetch_words(means.memory.index(2 + slot), means.v + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
             if means.SHIFT:
                 fetch_words(means.memory.index(slot), means.k + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
@@ -123,7 +123,7 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
         if options.split:
             tiles = gl.maximum((last - bottom + work.parts) // work.parts, work.min_tiles)
             bottom += part * tiles
-            length = gl.where(bottom > last, 0, length)  # nothing is left for this part
+            length = gl.where(bottom > last, 0, length)  # this part has no tiles
             bottom = gl.minimum(bottom, last)
             last = gl.minimum(bottom + tiles - 1, last)
             out_slab += part * (batch.num_seqs if batch.bounds is None else 1)
@@ -158,7 +158,7 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
         before = gl.load(scales + 1, cache_modifier=".ca")
         for j in range(last - bottom + 1):
             mbarrier.wait(ring.k_empty.index(place.stage), place.phase)
-            fetch_k(source.k, at, ring.k_full.index(place.stage), ring.k.index(place.stage))  # before its scale is there
+            fetch_k(source.k, at, ring.k_full.index(place.stage), ring.k.index(place.stage))  # before its scale has been loaded
             ring.scales.index(place.stage).store(k_scale)
             # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
             ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
@@ -188,7 +188,7 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
     if options.split:
         claim = claim * work.parts + part
         base = base * work.parts
-    if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: leave the counter as it was found
+    if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: set the counter back to zero
         gl.store(work.counter, 0)
     slot = item & 1
     for i in gl.static_range(WARPGROUPS):

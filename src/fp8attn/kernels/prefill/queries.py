@@ -1,4 +1,4 @@
-"""Queries in shared memory: rotated by RoPE, then as keys are, scaled, rounded to 8 bits; and what rounding cuts off."""
+"""Queries in shared memory: RoPE, the rotation, the scale of each row, and rounding to 8 bits; and the error of this rounding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .means import channels_of_mean
 from .options import ROWS, SCORES
 from .registers import join, split
 
-TINY = gl.constexpr(2.0**-100)  # the least that a row of queries is scaled by
+TINY = gl.constexpr(2.0**-100)  # the smallest scale of a row of queries
 LOW_SIGNS, HIGH_SIGNS = (gl.constexpr(bits) for bits in (rotation.LOW_SIGNS, rotation.HIGH_SIGNS))
 BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 channels of rotated queries
 
 
 @aggregate
 class Queries:
-    """Shared memory of an item's queries, 64 rows a warpgroup."""
+    """Shared memory of an item's queries, 64 rows for each warpgroup."""
 
     codes: gl.shared_memory_descriptor  # [warpgroups, 64, width]: 8 bits (FP8 queries: the same memory as `given`)
     given: gl.shared_memory_descriptor  # [warpgroups, 64, width] of 16 bits, or [2 * warpgroups, 64, width] of FP8, for two items
@@ -32,7 +32,7 @@ class Queries:
 
 @aggregate
 class Rope:
-    """The tables that queries are rotated with. Strides are in units of eight elements."""
+    """RoPE's tables for queries. Strides are in units of eight elements."""
 
     cos: gl.tensor | gl.constexpr
     sin: gl.tensor | gl.constexpr
@@ -45,7 +45,7 @@ class Rope:
 
 @gluon.jit
 def rotate_pairs(a, b, cos, sin, row, first: gl.constexpr, STEP: gl.constexpr):
-    """RoPE on pairs of channels, from the pair `first` on; `row` is where each row's angles begin."""
+    """RoPE on pairs of channels, from the pair `first` on. `row` is the index of each row's first angle."""
     row = gl.convert_layout(row, gl.SliceLayout(1, a.type.layout), assert_trivial=True)
     at = row[:, None] + (first + gl.arange(0, a.shape[1], gl.SliceLayout(0, a.type.layout))[None, :]) * STEP
     x, y = rotate_pair(a.to(gl.float32), b.to(gl.float32), gl.load(cos + at).to(gl.float32), gl.load(sin + at).to(gl.float32))
@@ -56,9 +56,9 @@ def rotate_pairs(a, b, cos, sin, row, first: gl.constexpr, STEP: gl.constexpr):
 def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.constexpr):
     """RoPE on a warpgroup's rows of Q, of which `count` are queries, in place, with the bits of `rope.apply_rope`.
 
-    Channels are taken as tiles of so many that pairs are a whole number of tiles apart: then a thread has both of a pair, and what goes
-    with what is a matter of names. Lanes go down the rows first: eight rows of 16 bytes meet no bank of shared memory twice, and the
-    angles of a row are one line.
+    The channels are divided into tiles such that the channels of a pair are a whole number of tiles apart. Then a thread has both channels
+    of a pair, in two tiles, and no data move. Lanes are along the rows first: eight rows of 16 bytes have no bank conflict in shared
+    memory, and the angles of a row are one line.
     """
     PAIRS: gl.constexpr = options.rope_pairs
     TILE_PAIRS: gl.constexpr = PAIRS & -PAIRS if (PAIRS & -PAIRS) < 32 else 32
@@ -74,7 +74,7 @@ def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.
     sin = rope.sin + angles * 8
     memory = queries.given.index(WG)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    row = gl.minimum(row, count - 1) * (rope.stride_t * 8)  # what is behind the last query has no angles, and counts for nothing
+    row = gl.minimum(row, count - 1) * (rope.stride_t * 8)  # rows after the last query have no angles, and their results are not used
     x = split(memory.load(LAYOUT), options.width // WIDTH)
     first = ()
     second = ()
@@ -98,7 +98,7 @@ def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.
 def rotation_operand(DTYPE: gl.constexpr, zero):
     """`H diag(sign)` of 16 channels, transposed, as the right operand of `mma_v2`.
 
-    ptxas: `zero` is 0, which it cannot know: what it could compute ahead of the items would keep registers.
+    ptxas: `zero` is 0, which the compiler cannot know. It would compute a constant before the items, and keep it in registers.
     """
     LAYOUT: gl.constexpr = gl.DotOperandLayout(1, BLOCK, 2)
     channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None] + zero
@@ -125,7 +125,7 @@ def hadamard(blocks, STEP: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def load_rows(given, zero, options: gl.constexpr):
-    """A warpgroup's rows of 16-bit queries in FP32, 16 channels at a time; rotated, but for the factor `block ** -0.5`
+    """A warpgroup's rows of 16-bit queries in FP32, 16 channels at a time, rotated without the factor `block ** -0.5`
     (`rotation.rotate`)."""
     WIDTH: gl.constexpr = options.width
     blocks = ()
@@ -150,7 +150,7 @@ def load_rows(given, zero, options: gl.constexpr):
 
 @gluon.jit
 def largest_magnitude(blocks):
-    """Of each row; NaN counts for nothing."""
+    """The largest magnitude of each row. NaN is ignored."""
     x = gl.abs(blocks[0])
     for j in gl.static_range(1, len(blocks)):
         x = gl.maximum(x, gl.abs(blocks[j]))
@@ -159,13 +159,13 @@ def largest_magnitude(blocks):
 
 @gluon.jit
 def rounded(x):
-    """The nearest integers, |x| < 2^22, as they are in the last bits of FP32."""
+    """The nearest integers for |x| < 2^22, in the last bits of FP32."""
     return x + MAGIC
 
 
 @gluon.jit
 def powers_of_two(largest):
-    """By how much to scale rows for E4M3, and its inverse: `numerics.power_of_two_scale`, in bits."""
+    """The scale of rows for E4M3 and its inverse: `numerics.power_of_two_scale`, computed from bits."""
     bits = largest.to(gl.int32, bitcast=True)
     exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
     exponent = gl.minimum(gl.maximum(exponent, -60), 120)
@@ -174,7 +174,7 @@ def powers_of_two(largest):
 
 @gluon.jit
 def quantize_rows(codes, blocks):
-    """Rounds rows to 8 bits into `codes`; their factors."""
+    """Round rows to 8 bits into `codes`, and return their factors."""
     if codes.dtype == gl.int8:
         largest = gl.maximum(largest_magnitude(blocks), TINY)
         up = 127.0 / largest
@@ -195,8 +195,10 @@ def quantize_rows(codes, blocks):
 
 @gluon.jit
 def load_queries(codes, given, k_mean, scale, zero, options: gl.constexpr, Q16: gl.constexpr):
-    """A warpgroup's rows, rounded to 8 bits into `codes` unless they are FP8 already; the factors of their scores and, unless `k_mean` is
-    None, their scores against it (in powers of two)."""
+    """Round a warpgroup's rows to 8 bits into `codes`, unless they are FP8 already.
+
+    Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
+    """
     if Q16:
         blocks = load_rows(given, zero, options)
         if options.rotate:
@@ -219,9 +221,9 @@ def load_queries(codes, given, k_mean, scale, zero, options: gl.constexpr, Q16: 
 
 @gluon.jit
 def keep_rest(rest, given, zero, options: gl.constexpr):
-    """What rounding cut off 16-bit queries, in 8 bits, in their own memory: of INT8 in units of 1 / 256.
+    """Write the rounding error of 16-bit queries, in 8 bits, to the queries' own memory. For INT8 the unit is 1 / 256.
 
-    ptxas: d256. The rows are loaded again: from the registers that held them it would spill.
+    ptxas: d256. The rows are loaded again, because keeping them in registers would spill.
     """
     blocks = load_rows(given, zero, options)
     largest = largest_magnitude(blocks)

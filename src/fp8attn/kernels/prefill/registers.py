@@ -1,4 +1,4 @@
-"""Tiles of registers under other names: nothing here moves a value."""
+"""Reinterprets tiles of registers without moving a value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def split(x, N: gl.constexpr):
 
 @gluon.jit
 def join(tiles):
-    """What `split` took apart."""
+    """The inverse of `split`."""
     if len(tiles) == 1:
         return tiles[0]
     else:
@@ -35,6 +35,6 @@ def whole(a, b, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def as_operand(p, P: gl.constexpr):
-    """Weights as the left operand of P V: V's tokens are in `layout.V_ORDER`, so a thread has them already."""
+    """Weights as the left operand of P V. V's tokens are in `layout.V_ORDER`, so a thread already has its part."""
     p = p.reshape([ROWS, TILE // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([ROWS, TILE])
     return gl.convert_layout(p, P, assert_trivial=True)

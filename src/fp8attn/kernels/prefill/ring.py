@@ -8,7 +8,7 @@ from .memory import number
 
 @aggregate
 class Place:
-    """Where a partition is in the ring: the stage, and the parity of the barrier phase that it waits for."""
+    """The position of a partition in the ring: the stage, and the parity of the barrier phase that it waits for."""
 
     stage: gl.tensor
     phase: gl.tensor
@@ -16,12 +16,12 @@ class Place:
 
 @aggregate
 class Ring:
-    """Stages of a tile of K and of V each. The producer fills what is empty, every warpgroup empties what is full."""
+    """Stages for a tile of K and of V each. The producer fills empty stages, and every warpgroup reads full ones."""
 
     k: gl.shared_memory_descriptor  # [STAGES, 128, width]
     v: gl.shared_memory_descriptor  # [STAGES * parts, width / parts, 128]: each part of V's channels is one product
     scales: gl.shared_memory_descriptor  # float32 [2 * STAGES, 1]: of K; of V of the tile before, in units of this one's
-    ones: gl.shared_memory_descriptor  # E4M3 [8, 128]: what weights are multiplied by for their sums
+    ones: gl.shared_memory_descriptor  # E4M3 [8, 128]: ones, whose product with the weights is their sums
     k_full: gl.shared_memory_descriptor  # barriers; k_full's phase ends when the scales are there, too
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
@@ -30,7 +30,7 @@ class Ring:
 
     @gluon.jit
     def open(self, WARPGROUPS: gl.constexpr):
-        """Makes the barriers."""
+        """Initialize the barriers."""
         for stage in gl.static_range(self.STAGES):
             mbarrier.init(self.k_full.index(stage), 1)
             mbarrier.init(self.v_full.index(stage), 1)

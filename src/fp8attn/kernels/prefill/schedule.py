@@ -1,4 +1,4 @@
-"""In which order items are taken: sequence by sequence, of a ragged batch those of many keys first."""
+"""The order of items: sequence by sequence, and in a ragged batch the sequences with many keys first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..gluon import aggregate, gl, gluon
 
 @aggregate
 class Batch:
-    """The sequences. Pointers may be None: no bounds is a dense batch, no padding is none."""
+    """The sequences. Pointers may be None: without bounds the batch is dense, and without padding no key is masked on the left."""
 
     bounds: gl.tensor | gl.constexpr  # int32 [num_seqs + 1], of the queries of a ragged batch
     lengths: gl.tensor  # int32 [num_seqs]: keys
@@ -21,17 +21,17 @@ class Batch:
 
 @aggregate
 class Search:
-    """Where the search for a sequence of a ragged batch goes on, which takes no item before it."""
+    """The state of the search for a sequence of a ragged batch."""
 
-    exponent: gl.tensor  # of the sequences that are taken now
-    below: gl.tensor  # the largest exponent below it that was met since
-    first: gl.tensor  # the first of the 32 sequences that are looked at
+    exponent: gl.tensor  # the exponent of the sequences that are taken now
+    below: gl.tensor  # the largest exponent below it that was found so far
+    first: gl.tensor  # the first of the 32 sequences that are searched
     before: gl.tensor  # items before them
 
 
 @aggregate
 class Sequence:
-    """The sequence that a claim is of: a dense batch is one, of all sequences' heads."""
+    """The sequence of a claim. A dense batch is one sequence with the heads of all sequences."""
 
     index: gl.tensor
     base: gl.tensor  # items before it
@@ -55,7 +55,7 @@ def scheduler_init(q_len, BLOCK: gl.constexpr):
     index = 0
     base = 0
     start = 0
-    exponent = 255  # no sequence has a float's largest exponent
+    exponent = 255  # the largest exponent of a float, which no sequence has
     below = -1
     first = 0
     before = 0
@@ -69,13 +69,14 @@ def add(a, b):
 
 @gluon.jit
 def seek(search, claim, batch):
-    """The sequence of a ragged batch that item `claim` is of, and where the next claim's search begins.
+    """Find the sequence of item `claim` in a ragged batch.
 
-    Sequences go by the power of two below the keys that their longest items see, largest first, in order where it is the same: a launch
-    ends when its last item does. 32 of them are looked at together; those without queries have no items.
+    Sequences are sorted by the power of two below the number of keys that their longest items see, largest first, and then by their
+    number. So no long item begins last. 32 sequences are searched at a time. Those without queries have no items.
 
     Returns:
-        The search; the sequence, or `num_seqs + 1` behind the last item; the items before it; its first query; its queries.
+        The state for the next claim's search; the sequence, or `num_seqs + 1` after the last item; the number of items before it; its first
+        query; its number of queries.
     """
     BLOCK: gl.constexpr = batch.BLOCK
     num_seqs = batch.num_seqs
@@ -116,11 +117,11 @@ def seek(search, claim, batch):
 
 @gluon.jit
 def advance_to(claim, sequence, seqs, heads, batch):
-    """The sequence that item `claim` is of, from that of the claim before.
+    """The sequence of item `claim`, from the sequence of the previous claim.
 
     Args:
-        seqs: sequences, and the index behind the last item.
-        heads: of a sequence.
+        seqs: number of sequences, and the index after the last item.
+        heads: number of heads of a sequence.
     """
     search = sequence.search
     index = sequence.index

@@ -1,4 +1,4 @@
-"""A tile of online softmax: scores, the mask, weights, and their sums."""
+"""The online softmax of a tile: scores, the mask, weights, and their sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .items import LEFT
 from .options import HIDDEN, LOG2E, ROWS, SCORES, SUMS, TILE
 from .registers import join, split
 
-P_SHIFT = gl.constexpr(8.0)  # weights are held as 2^8 p: E4M3 keeps 17 binades below them
+P_SHIFT = gl.constexpr(8.0)  # weights are stored as 2^8 p, because E4M3 keeps 17 binades below this
 UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 
 
@@ -17,7 +17,7 @@ UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite
 
 @gluon.jit
 def begin_scores(q, k, m):
-    """Q K, begun; `m` are the rows' maxima so far, of which nothing is used but that they are finite."""
+    """Begin Q K. `m` are the rows' maxima so far; only the fact that they are finite is used."""
     if k.dtype == gl.int8:
         zero, _ = gl.broadcast((m * 0.0)[:, None], gl.zeros([ROWS, TILE], gl.float32, SCORES))
         a, b, c, d = split(zero, 4)
@@ -31,7 +31,7 @@ def begin_scores(q, k, m):
 
 @gluon.jit
 def end_scores(s):
-    """Q K, waited for, in FP32; of INT8 keys it is `MAGIC + s`."""
+    """Wait for Q K, and return it in FP32; for INT8 keys it is `MAGIC + s`."""
     s = warpgroup_mma_wait(0, deps=[s])
     if s.dtype == gl.int32:
         s = s.to(gl.float32, bitcast=True)
@@ -40,7 +40,7 @@ def end_scores(s):
 
 @gluon.jit
 def scores_of_both(q, rest, k):
-    """Q K, done, in FP32, of Q and of what rounding cut off it."""
+    """Compute Q K in FP32, for Q and its rounding error together."""
     if k.dtype == gl.int8:  # the rest counts 1 / 256: all of it is an integer below 2^30
         s = warpgroup_mma(q, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.int32, SCORES), use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s]) * 256
@@ -84,9 +84,9 @@ def mask_scores(s, factor, rows, tile, options: gl.constexpr, MASK: gl.constexpr
 
 @gluon.jit
 def softmax_tile(s, factor, m, options: gl.constexpr, INT: gl.constexpr):
-    """Weights 2^8 p, what sums under the row's old maximum shrink by, and its new maximum. With INT the scores are `MAGIC + s`.
+    """Weights 2^8 p, the factor of sums that used the row's old maximum, and its new maximum. With INT the scores are `MAGIC + s`.
 
-    Maxima ignore NaN, weights keep it.
+    Maxima ignore NaN. Weights keep it.
     """
     if options.softcap:
         m_new = gl.maximum(m, gl.max(s, 1))
@@ -110,7 +110,7 @@ def softmax_tile(s, factor, m, options: gl.constexpr, INT: gl.constexpr):
 def row_sum_mma(p8, ones, total, ACCUMULATE: gl.constexpr):
     """Begin `total` (+)= row sums of FP8 weights, eight times each: a product with ones takes less time than 64 additions.
 
-    They are the weights that P V multiplies, so what rounding does to all of them alike cancels.
+    The sums use the same rounded weights as P V, so a common rounding error cancels.
     """
     p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, SUMS, 4), assert_trivial=True)
     return warpgroup_mma(p8, ones.permute([1, 0]), total, use_acc=ACCUMULATE, is_async=True)
@@ -118,7 +118,7 @@ def row_sum_mma(p8, ones, total, ACCUMULATE: gl.constexpr):
 
 @gluon.jit
 def rescale_sums(sums, alpha, total):
-    """The rows' sums with another tile's; a thread keeps one of its two equal columns."""
+    """Add another tile's sums to the rows' sums. A thread keeps one of its two equal columns."""
     total, _ = total.reshape([ROWS, 4, 2]).split()
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
     return sums * alpha[:, None] + gl.convert_layout(total, sums.type.layout, assert_trivial=True)
@@ -126,7 +126,7 @@ def rescale_sums(sums, alpha, total):
 
 @gluon.jit
 def no_sums():
-    """What `row_sum_mma` and `rescale_sums` start from."""
+    """The initial sums of `row_sum_mma` and `rescale_sums`."""
     total = gl.zeros([ROWS, 8], gl.float32, SUMS)
     sums, _ = total.reshape([ROWS, 4, 2]).split()
     return total, sums
@@ -139,5 +139,5 @@ def no_maximum():
 
 @gluon.jit
 def sum_of_rows(sums):
-    """`[64]`, one a row."""
+    """The sums as `[64]`, one for each row."""
     return gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, SCORES), assert_trivial=True)

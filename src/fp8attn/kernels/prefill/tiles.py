@@ -1,8 +1,8 @@
 """The loops over tiles at head_dim up to 128: of two warpgroups, of three, and of rows that see few keys.
 
-Each returns `(acc, m, sums, place)`: the output not yet divided `[64, width]`, the rows' maxima and sums of weights `[64]`, and the place
-in the ring behind the last tile. Tiles go from the last to the first: first `n_hi` that end beyond some row's last key, then `n_free` that
-all rows see whole, then `n_lo` with keys left of a window or padding.
+Each returns `(acc, m, sums, place)`: the output before the division `[64, width]`, the rows' maxima and sums of weights `[64]`, and the
+position in the ring after the last tile. The order of tiles is from the last to the first: `n_hi` tiles that end after some row's last key,
+then `n_free` tiles that all rows see completely, then `n_lo` tiles with keys left of a window or in padding.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .softmax import (
 
 @gluon.jit
 def tile_weights(rows, ring, rest, tile, m, place, options: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, REST: gl.constexpr):
-    """A tile's weights as operands of P V, in FP32 and FP8; what sums and the output so far shrink by; the rows' new maxima.
+    """A tile's weights as operands of P V, in FP32 and FP8; the factor of the sums and output so far; the rows' new maxima.
 
-    With REST `rest` holds, for every other index, what rounding cut off the queries: their products are added.
+    With REST, every other index of `rest` has the rounding error of the queries, whose products are added.
     """
     INT: gl.constexpr = ring.k.dtype == gl.int8 and not REST
     ring.wait_k(place)
@@ -49,7 +49,7 @@ def tile_weights(rows, ring, rest, tile, m, place, options: gl.constexpr, P: gl.
     return p, p8, alpha, alpha * ratio, m
 
 
-# Two warpgroups: the next tile's Q K is multiplied during this one's softmax
+# Two warpgroups: the next tile's Q K is computed during this tile's softmax
 
 
 @gluon.jit
@@ -124,12 +124,12 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.c
     return acc, m, sum_of_rows(rescale_sums(sums, alpha, total)), k_place
 
 
-# Three warpgroups: one thing after the other, and the other two fill the pipes meanwhile
+# Three warpgroups: each works sequentially, and the other two fill the pipes in that time
 
 
 @gluon.jit
 def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr):
-    """A whole tile."""
+    """Compute a whole tile."""
     OUT: gl.constexpr = output_layout(options.width)
     INT: gl.constexpr = ring.k.dtype == gl.int8
     ring.wait_k(place)
@@ -202,8 +202,8 @@ def add_both(acc, shrink, zero, rest, p8, v):
 
 @gluon.jit
 def attend_few(rows, ring, queries, tile, n, place, options: gl.constexpr):
-    """All `n` tiles, masked, where rows of few keys do not average roundings away: Q and P are multiplied twice, what FP8 cuts off them as
-    well."""
+    """Compute all `n` tiles, masked, of rows with few keys, whose rounding errors do not average out. Q and P are multiplied twice: once
+    their FP8 values, once their rounding errors."""
     OUT: gl.constexpr = output_layout(options.width)
     acc = gl.zeros([ROWS, options.width], gl.float32, OUT)
     m = no_maximum()

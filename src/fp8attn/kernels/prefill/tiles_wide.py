@@ -1,4 +1,4 @@
-"""The loop over tiles at head_dim 256, as those of `tiles`. The output is a tuple of four slices of channels, `[64, width / 4]` each."""
+"""The loop over tiles at head_dim 256, like those in `tiles`. The output is a tuple of four slices of channels, `[64, width / 4]` each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .tiles import add_both, tile_weights
 
 @gluon.jit
 def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr, FEW: gl.constexpr):
-    """A whole tile. P V in four slices of channels, for want of registers; the other warpgroup fills the tensor core meanwhile.
+    """Compute a whole tile. P V is in four slices of channels, because registers are scarce. Meanwhile the other warpgroup
+    uses the tensor core.
 
-    With FEW Q and P are multiplied twice, as in `tiles.attend_few`.
+    With FEW, Q and P are multiplied twice, as in `tiles.attend_few`.
 
     ptxas: d256. It would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic
     block), keep the life of one slice's partial apart from the next but one.
