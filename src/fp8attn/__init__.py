@@ -16,8 +16,8 @@ from .layout import PAGE_SIZE, KVPages
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention
 from .params import AttentionParams
+from .precompile import warmup
 from .scales import KVScales, LayerScales
-from .warmup import warmup
 
 if TYPE_CHECKING:
     from .integrations.transformers.calibrate import calibrate

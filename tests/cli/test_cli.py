@@ -236,7 +236,7 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("evaluate", "perplexity", *model, "--text", tmp_path / "none"): "no such text file",
         ("evaluate", "perplexity", *model, "--context", 10**6): "and the text has 16384",
         ("evaluate", "drift", *model, "--cache", "both"): "drift takes one cache at a time; got 'both'",
-        ("calibrate", *model, "--out", tmp_path / "s", "--method", "mse"): "method must be one of",
+        ("calibrate", *model, "--out", tmp_path / "s", "--method", "mse"): "'mse' is not one of",
         ("generate", "", *model): "the prompt '' has no tokens; give some text to continue",
         ("generate", "x", *model, "--device", "foo"): "the device 'foo' cannot be used here (",
         ("generate", "x", *model, "--device", "meta"): "the device 'meta' cannot be used here (",
