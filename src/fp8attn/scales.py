@@ -26,7 +26,7 @@ SEVERAL = 4.0
 _NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS)})")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerScales:
     """Static scales and means of one layer, which a cache uses instead of its pages' own scales.
 
@@ -45,6 +45,10 @@ class LayerScales:
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     rotate_keys: bool = True
 
+    def __repr__(self) -> str:
+        kept = "rotated" if self.rotate_keys else "not rotated"
+        return f"LayerScales({len(self.k_scale)} KV heads of {self.k_mean.shape[1]}, {self.key_dtype} keys, {kept})"
+
     @cached_property
     def page_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K's and V's scales in the form that pages have. Cached, because every cache reads them."""
@@ -55,7 +59,7 @@ class LayerScales:
         return k, v
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KVScales:
     """Calibrated `LayerScales` of a model's layers, and how they were found.
 
@@ -104,6 +108,10 @@ class KVScales:
         ways = {(layer.key_dtype, layer.rotate_keys) for layer in self.layers.values()}
         if len(ways) > 1:
             raise UsageError(f"the layers differ in (key_dtype, rotate_keys): {', '.join(map(str, sorted(ways)))}; {RECALIBRATE}")
+
+    def __repr__(self) -> str:
+        first, of = next(iter(self.layers.values())), f" of {self.model_id!r}" if self.model_id else ""
+        return f"KVScales(layers {ranges(self.layers)}{of}, {self.method or 'no method'}, {self.tokens} tokens, {first!r} each)"
 
     @property
     def key_dtype(self) -> KeyDtype:

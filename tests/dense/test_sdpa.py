@@ -1,6 +1,6 @@
 """scaled_dot_product_attention in FP8: torch's semantics, what goes to torch instead, the two errors, the dense kernels interpreted.
 
-The kernel error is against float64 attention over the same bytes. The quantisation error is an SQNR against attention on the unrounded
+The kernel error is against float64 attention over the same bytes. The quantization error is an SQNR against attention on the unrounded
 inputs, beside that of attention whose inputs alone are rounded to FP8, by the largest value of each head: no more than 1.2 dB below it.
 """
 

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention(backend="fa3")`: quantised rows, means taken off, torch's alignment; the build is emulated."""
+"""`scaled_dot_product_attention(backend="fa3")`: quantized rows, means taken off, torch's alignment; the build is emulated."""
 
 import pytest
 import torch

@@ -75,7 +75,7 @@ def _convert(codes_ptr, halves_ptr, integers_ptr, x_ptr, quantized_ptr, bf16_ptr
 @pytest.mark.triton36
 def test_conversions_without_hardware_are_exact():
     exact = EVERY_CODE.view(torch.float8_e4m3fn).float()
-    # Every value, every tie, and both neighbours of each; what is out of range, and what is hardly there.
+    # Every value, every tie, and both neighbors of each; what is out of range, and what is hardly there.
     ties = torch.cat([exact[:-1], (exact[:-1] + exact[1:]) / 2])
     edges = torch.tensor([0.0, -0.0, 449.0, 464.0, 1e30, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-20, 2.0**-10, 2.0**-126])
     x = torch.cat([ties, torch.nextafter(ties, torch.tensor(torch.inf)), torch.nextafter(ties, torch.tensor(-torch.inf)), edges])
