@@ -252,7 +252,8 @@ def quantize_rows(
         rope_cos, rope_sin, rope_interleaved: apply RoPE first (`KVPages.from_dense`).
         rotate_keys: then apply the rotation (`rotation.rotate`), to keys and to queries. The equation holds for the rotated tensor.
         subtract_mean: subtract each head's mean over the whole sequence. The mean of K does not change attention. The caller must add the
-            mean of V to the output. What remains of V's mean is lost in single-level accumulation (`accumulation`), so a sample is not enough.
+            mean of V to the output. What remains of V's mean is lost in single-level accumulation (`accumulation`), so a sample
+            is not enough.
         heads_per_scale: number of neighboring heads that share a scale (the query heads of one KV head).
         dtype: `"e4m3"` or `"int8"`.
     Returns:
@@ -316,7 +317,7 @@ def run_from_dense(
 
 
 class HoldsKV(Protocol):
-    """What `check_append` reads of a cache: of pages, or of a `PagedKVCache` that may have none yet."""
+    """The part of `KVPages` and of `PagedKVCache` that `check_append` reads."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -407,14 +408,14 @@ def _both(rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None) -> tuple
 def _tables_if_any(
     x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tables of RoPE for a dense `x`, in the form that kernels take: `[B, S, R / 2]`."""
+    """`_tables`; None without tables."""
     if rope_cos is None and rope_sin is None:
         return None, None
     return _tables(x, *_both(rope_cos, rope_sin), rope_interleaved)
 
 
 def _tables(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables for a dense `x` as the kernels take them, `[B, S, R / 2]`."""
+    """The tables of RoPE for a dense `x`, in the form that kernels take: `[B, S, R / 2]`."""
     check_device(x, rope_cos, rope_sin)
     batch, _, length, head_dim = x.shape
     return dense_tables(rope_cos, rope_sin, batch, length, head_dim, rope_interleaved)

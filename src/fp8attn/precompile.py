@@ -202,7 +202,7 @@ def warmup(
 
 
 def _read(config: Any) -> tuple[tuple[int, int, int], bool, bool]:
-    """From a transformers config: the shape of its 8-bit layers, and whether they have a softcap and sinks."""
+    """From a transformers config: `(num_q_heads, num_kv_heads, head_dim)` of its 8-bit layers, whether they have a softcap, and sinks."""
     from .integrations.transformers.config import FULL, has_sinks, has_softcap, layers_of, shape_of
 
     shape = shape_of(config)

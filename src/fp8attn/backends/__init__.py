@@ -68,7 +68,7 @@ def load(name: BackendName) -> Backend:
     return _CLASSES[name]()
 
 
-@cache  # a machine does not change
+@cache  # the result is the same for the life of the process
 def find(backend: BackendName, device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend for a call, with `"auto"` resolved.
 

@@ -104,7 +104,7 @@ class LayerPages:
         """Clear and copy the pages that `PageTable.reserve` returned."""
         pool = self._fitted(table)
         if change.cleared:
-            kept = 0 if self.scales is None else HEADER  # calibrated scales stay
+            kept = 0 if self.scales is None else HEADER  # calibrated scales are kept
             pool[table.to_device(change.cleared), :, : self.shape[1] - kept] = 0
         if change.targets:
             index = table.to_device([change.targets, change.sources])

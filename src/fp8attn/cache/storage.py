@@ -67,7 +67,7 @@ def unpack(
     tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path, *, max_seqlen: int | None,
     device: torch.device | str | None, backend: BackendName, num_pages: int | None = None,
 ) -> PagedKVCache:  # fmt: skip
-    """A cache from what `pack` returned. `options` are those of `PagedKVCache.load`."""
+    """A cache from what `pack` returned; see `PagedKVCache.load`."""
     from .paged import PagedKVCache
 
     try:
