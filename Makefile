@@ -21,6 +21,7 @@ test: check .venv/.dev
 check: .venv/.dev docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/python -m evidence.tables --check
 
 # The documentation as a site, in site/. A broken link or an unknown name fails.
@@ -70,4 +71,4 @@ gpu:
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .cache out site
+	rm -rf .venv .pytest_cache .mypy_cache .cache out site

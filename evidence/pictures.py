@@ -34,7 +34,7 @@ from .tables.texts import STORED, TEXTS
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
 
 FOLDER = RESULTS / "h100"  # of the device whose results are drawn; `main` sets it
-COLOURS = {
+COLORS = {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
     "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
@@ -65,7 +65,7 @@ def bars(axes: Axes, name: str, unit: str, cases: Sequence[str], impls: Sequence
     for i, impl in enumerate(impls):
         heights = [rows.get((case, impl), {}).get(unit, 0) for case in cases]
         at = [x + (i - (len(impls) - 1) / 2) * width for x in range(len(cases))]
-        axes.bar(at, heights, width * 0.94, label=impl, color=COLOURS[impl])
+        axes.bar(at, heights, width * 0.94, label=impl, color=COLORS[impl])
         if i == 0:
             for x, height in zip(at, heights, strict=True):
                 axes.text(x, 0.98 * height, f"{height:.0f}", ha="center", va="top", rotation=90, fontsize=8, color="white")
@@ -79,12 +79,12 @@ def series(rows: Rows, case: str, impl: str, value: Callable[[dict], float]) -> 
 
 
 def draw(axes: Axes, impl: str, points: dict[int, float], style: str = "o-", **look) -> None:
-    axes.plot(points.keys(), points.values(), style, **{"ms": 3.5, "lw": 1.6, "label": impl, "color": COLOURS[impl]} | look)
+    axes.plot(points.keys(), points.values(), style, **{"ms": 3.5, "lw": 1.6, "label": impl, "color": COLORS[impl]} | look)
 
 
 def by_length(axes: Axes, lengths: dict[int, str], of: str) -> None:
     """Speed over the best BF16 kernel or attention by tokens, whose labels `lengths` are."""
-    axes.axhline(1, color=COLOURS["fa3-bf16"], lw=1, label=f"best BF16 {of}", zorder=1.9)
+    axes.axhline(1, color=COLORS["fa3-bf16"], lw=1, label=f"best BF16 {of}", zorder=1.9)
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(lengths), list(lengths.values()), fontsize=8)
     axes.minorticks_off()
@@ -208,7 +208,7 @@ def plot_llama_prefill() -> None:
         points = series(rows, r"S(\d+)", impl, lambda row: row["speedup"])
         draw(axes, impl, points, style, ms=4)
     for n, speedup in points.items():
-        axes.annotate(f"{speedup:.2f}", (n, speedup), (-4, 5), textcoords="offset points", ha="right", fontsize=8, color=COLOURS["fp8attn"])
+        axes.annotate(f"{speedup:.2f}", (n, speedup), (-4, 5), textcoords="offset points", ha="right", fontsize=8, color=COLORS["fp8attn"])
     axes.margins(x=0.08, y=0.12)
     axes.set_ylabel("speed over the best BF16 attention")
     finish("llama_prefill", figure, axes, f"Prefill of a Llama-3.1-8B-shaped model on an {device()}, everything in it")
@@ -221,7 +221,7 @@ def plot_wan() -> None:
     for axes, case in zip(panels, ("block-720p", "stack-720p", "block-1080p", "stack-1080p"), strict=True):
         found = {impl: rows[case, impl] for impl in ("fp8attn", "fa3-bf16", "cudnn-bf16") if (case, impl) in rows}
         for x, (impl, row) in enumerate(found.items()):
-            axes.bar(x, row["ms"] / 1e3, 0.8, label=impl, color=COLOURS[impl])
+            axes.bar(x, row["ms"] / 1e3, 0.8, label=impl, color=COLORS[impl])
             axes.text(x, row["ms"] / 1e3, f"{row['ms'] / 1e3:.3g}", ha="center", va="bottom", fontsize=8)
         ours = found["fp8attn"]
         what = f"{ours['layers']} blocks, {ours['bf16_layers']} in BF16" if "layers" in ours else "one block"
@@ -240,7 +240,7 @@ def plot_needle() -> None:
     for n, strength in enumerate(STRENGTHS):
         case = f"{task}-stress{n}-S{length}" if n else f"{task}-S{length}"
         what = f"V {strength.offset:g} σ off zero, outlier channels × {strength.outlier:g}" if strength.offset else "as trained"
-        if here := [row for (name, impl), row in rows.items() if name == case and impl.partition(":")[0] in COLOURS]:
+        if here := [row for (name, impl), row in rows.items() if name == case and impl.partition(":")[0] in COLORS]:
             panels.append((what, here))
     lines = -(-len(panels) // 2)
     figure, grid = plt.subplots(lines, 2, figsize=(12, 2.9 * lines), squeeze=False, sharey=True)
@@ -250,7 +250,7 @@ def plot_needle() -> None:
         for at, row in enumerate(here):
             impl, share, (low, high) = row["impl"], row["accuracy"], row["interval"]
             kernel, _, options = impl.partition(":")
-            axes.bar(at, share, 0.85, color=COLOURS[kernel], hatch=HATCHES[options], edgecolor="white", lw=0)
+            axes.bar(at, share, 0.85, color=COLORS[kernel], hatch=HATCHES[options], edgecolor="white", lw=0)
             axes.errorbar(at, share, [[max(0, share - low)], [max(0, high - share)]], color="#333333", lw=1, capsize=2)
             axes.text(at, 1.05, f"{share:.1%}", ha="center", fontsize=8)
             words = impl.replace("fp8attn-", "fp8attn\n").replace("-fa3-fp8", "\nfa3-fp8").replace(":", "\n").replace("+", "\n")
@@ -278,7 +278,7 @@ def plot_drift() -> None:
     for impl, aside in ((OTHER_KEYS, 0.94), ("fp8attn-static", 1.06), ("fp8attn", 1.0)):
         if (row := rows.get((f"chunks-S{context}", impl))) is None:
             continue
-        look = {"color": COLOURS[impl], "label": impl, "marker": "o", "ms": 3.5, "ls": ":" if impl == "fp8attn-static" else "-", "lw": 1.4}
+        look = {"color": COLORS[impl], "label": impl, "marker": "o", "ms": 3.5, "ls": ":" if impl == "fp8attn-static" else "-", "lw": 1.4}
         parts, at = row["positions"], [aside * (part["start"] + part["stop"]) / 2 for part in base]
         differences = [percent(part["nll"] - before["nll"]) for part, before in zip(parts, base, strict=True)]
         change.errorbar(at, differences, [percent(part["standard_error"]) for part in parts], elinewidth=0.8, **look)
@@ -288,9 +288,9 @@ def plot_drift() -> None:
         at = [(row["start"] + row["stop"]) / 2 for row in segments]
         changes = [percent(row["nll"] - row["baseline_nll"]) for row in segments]
         for axes, values in ((long_change, changes), (long_kl, [row["kl"] for row in segments])):
-            axes.plot(at, values, ".", ms=5, alpha=0.35, color=COLOURS[impl], markeredgewidth=0)
+            axes.plot(at, values, ".", ms=5, alpha=0.35, color=COLORS[impl], markeredgewidth=0)
             means = [statistics.fmean(values[n : n + SMOOTHED]) for n in range(len(values) - SMOOTHED + 1)]
-            axes.plot(at[SMOOTHED // 2 :][: len(means)], means, lw=1.8, color=COLOURS[impl], label=impl)
+            axes.plot(at[SMOOTHED // 2 :][: len(means)], means, lw=1.8, color=COLORS[impl], label=impl)
     first, last = segments[0], segments[-1]  # alike for all
     decoded = f"{last['stop'] - first['start']:,} tokens decoded, {first['sequences']} sequences"
     for axes in (change, kl):
@@ -302,7 +302,7 @@ def plot_drift() -> None:
         axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
         axes.set_title(decoded, loc="left", fontsize=10)
     for axes in (change, long_change):
-        axes.axhline(0, color=COLOURS["bf16-sdpa"], lw=1)
+        axes.axhline(0, color=COLORS["bf16-sdpa"], lw=1)
         axes.set_ylabel("perplexity over BF16's, %")
     for axes in (kl, long_kl):
         axes.set(ylabel="KL divergence from BF16, nats", ylim=(0, None))

@@ -28,12 +28,13 @@ ALLOWED = {
     "ops": {"_torch_ops", "backends", "layout", "params", "rope"},
     "dense": {"_torch_ops", "backends", "layout", "ops", "params", "rope"},
     "mode": {"dense", "errors", "layout", "params"},
-    "cache": {"layout", "ops", "rotation", "scales"},
+    "cache": {"layout", "ops", "params", "rotation", "scales"},
     "kernels": {"layout", "numerics", "params", "rotation"},
-    "fake_quantize": {"layout", "params", "reference", "rope"},
+    "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
-    "warmup": {"backends", "errors", "integrations", "kernels", "layout", "params"},
-    "integrations": {"cache", "dense", "errors", "layout", "mode", "numerics", "ops", "plan", "rope", "rotation", "scales", "statistics"},
+    "precompile": {"backends", "errors", "integrations", "kernels", "layout", "params"},
+    "integrations": {"cache", "dense", "errors", "layout", "mode", "numerics", "ops", "params"}
+    | {"plan", "rope", "rotation", "scales", "statistics"},
     "diagnostics": {"backends", "dense", "integrations", "kernels", "layout", "numerics", "scales"},
 }
 
@@ -76,12 +77,17 @@ def test_the_core_does_not_import_integrations():
     for path in SOURCE.rglob("*.py"):
         part = path.relative_to(SOURCE).with_suffix("").parts[0]
         if "integrations" in imports(path):
-            assert part in ("integrations", "evaluation", "cli", "diagnostics", "warmup", "__init__"), path
+            assert part in ("integrations", "evaluation", "cli", "diagnostics", "precompile", "__init__"), path
 
 
 def test_importing_the_package_imports_no_optional_library():
     code = "import sys, fp8attn; print([m for m in ('triton', 'transformers', 'diffusers', 'vllm', 'typer') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_public_functions_shadow_no_module():
+    modules = {path.name.removesuffix(".py") for path in SOURCE.iterdir()}
+    assert not modules & set(fp8attn.__all__)
 
 
 def test_calibrate_is_a_function_and_shadows_no_module():

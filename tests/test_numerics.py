@@ -74,7 +74,7 @@ def test_rounding_is_to_nearest_and_ties_to_even(fmt):
     middle = (low + high) / 2
     nudge = (high - low) / 1024
     codes = torch.arange(len(low))
-    even = codes + codes % 2  # of two neighbours, the one whose last bit is zero
+    even = codes + codes % 2  # of two neighbors, the one whose last bit is zero
     for sign, bit in ((1, 0), (-1, 0x80)):
         got = lambda x, sign=sign: quantize((sign * x).float(), fmt=fmt).view(torch.uint8).int()  # noqa: E731
         assert torch.equal(got(middle), (even + bit).int())

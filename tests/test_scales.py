@@ -76,6 +76,11 @@ def test_how_keys_are_stored_is_saved(tmp_path, way):
         made.check(**shape, key_dtype="int8", rotate_keys=True)
 
 
+def test_a_repr_says_what_they_are():
+    each = "LayerScales(2 KV heads of 64, int8 keys, rotated)"
+    assert repr(scales()) == f"KVScales(layers 0, 2 of 'acme/tiny-7', percentile 99.9, 4096 tokens, {each} each)"
+
+
 def test_layers_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"differ in \(key_dtype, rotate_keys\): \('e4m3', True\), \('int8', True\)"):
         scales(layers={0: layer(0), 2: layer(2, key_dtype="e4m3")})

@@ -1,7 +1,7 @@
 """The text that the small model is trained on, its tokenizer, and the words that the retrieval tasks (`retrieval.py`) make keys of.
 
 The text is the Python source of the standard library of the interpreter that runs this file. Run it once, where `fp8attn[ruler]` is
-installed, to train the tokenizer, write the held-out modules next to the model, tokenise the rest and write `.train/words.json`:
+installed, to train the tokenizer, write the held-out modules next to the model, tokenize the rest and write `.train/words.json`:
 
     python training/data.py
 """
@@ -26,7 +26,7 @@ END = "<|endoftext|>"
 HEADER = "# === Lib/{} ===\n"
 
 # A newline and every digit are tokens of their own. So the tokens of a text are those of its lines put end to end
-# (a line can be inserted without tokenising the rest again), and a value of seven digits is always seven tokens.
+# (a line can be inserted without tokenizing the rest again), and a value of seven digits is always seven tokens.
 PIECES = r"\n|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
 
 
@@ -100,7 +100,7 @@ def load_tokenizer():
     return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 
 
-def tokenise(tokenizer, texts):
+def tokenize(tokenizer, texts):
     """All texts as one array of token ids, each after an end-of-text token."""
     ids = (i for e in tokenizer.encode_batch(list(texts), add_special_tokens=False) for i in [0, *e.ids])
     return np.fromiter(ids, dtype=np.uint16)
@@ -150,7 +150,7 @@ def main():
     }
     (MODEL / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
-    tokens = tokenise(tokenizer, kept)
+    tokens = tokenize(tokenizer, kept)
     tokens.tofile(SCRATCH / "train.bin")
     size = sum(len(text.encode()) for text in kept)
     print(f"training: {len(kept)} modules, {size} bytes, {len(tokens)} tokens ({size / len(tokens):.2f} bytes each)")

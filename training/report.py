@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data import MODEL, ROOT, is_test, load_tokenizer, read_held_out, tokenise
+from data import MODEL, ROOT, is_test, load_tokenizer, read_held_out, tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(ROOT))
@@ -45,7 +45,7 @@ def compression_rows(model, tokenizer, documents):
     for name, kind in (("modules", [False]), ("tests", [True]), ("all", [False, True])):
         texts = [text for path, text in documents if is_test(path) in kind]
         raw = "".join(texts).encode()
-        tokens = [tokenise(tokenizer, [text]) for text in texts]
+        tokens = [tokenize(tokenizer, [text]) for text in texts]
         rows.append(
             {
                 "case": f"bits_per_byte-{name}",

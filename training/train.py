@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from data import CONFIG, SCRATCH, load_tokenizer, read_held_out, read_words, tokenise
+from data import CONFIG, SCRATCH, load_tokenizer, read_held_out, read_words, tokenize
 from model import Llama, save_hf
 from retrieval import RetrievalTask
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -75,7 +75,7 @@ class Evaluation:
 
     def __init__(self, tokenizer, words, settings, device):
         self.settings, self.device = settings, device
-        tokens = tokenise(tokenizer, [text for _, text in read_held_out()])
+        tokens = tokenize(tokenizer, [text for _, text in read_held_out()])
         length = 4096
         windows = [tokens[i * length : (i + 1) * length + 1].astype(np.int32) for i in range(min(64, (len(tokens) - 1) // length))]
         self.text = torch.from_numpy(np.stack(windows))

@@ -11,13 +11,13 @@ from .dense import (
     scaled_dot_product_attention_quantized,
 )
 from .errors import UsageError
-from .fake_quantize import fake_quantize
 from .layout import PAGE_SIZE, KVPages
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention
 from .params import AttentionParams
+from .precompile import warmup
 from .scales import KVScales, LayerScales
-from .warmup import warmup
+from .straight_through import fake_quantize
 
 if TYPE_CHECKING:
     from .integrations.transformers.calibrate import calibrate

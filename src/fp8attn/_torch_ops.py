@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import find
 from .layout import FIELDS, PAGE_SIZE, KVPages, page_bytes
-from .params import AttentionParams
+from .params import AttentionParams, BackendName
 
 _LIBRARY = torch.library.Library("fp8attn", "DEF")
 
@@ -24,7 +24,7 @@ def unobserved(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
-def resolve(backend: str, x: torch.Tensor) -> str:
+def resolve(backend: BackendName, x: torch.Tensor) -> BackendName:
     """The backend's name, as an argument of an op. Dynamo cannot query the machine, so while it traces, the op gets the name unresolved."""
     return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype).name
 
@@ -63,7 +63,7 @@ def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]
     *options, backend = args[len(FIELDS) :]
     params = AttentionParams(*options)
     out, lse = find(backend, q.device, q.dtype).attention(q, KVPages.trusted(*args[: len(FIELDS)]), params)
-    return out, lse if params.return_lse else q.new_empty(0, dtype=torch.float32)
+    return out, q.new_empty(0, dtype=torch.float32) if lse is None or not params.return_lse else lse
 
 
 def _attention_fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +82,7 @@ register(  # after the pages, the fields of `AttentionParams`
 
 def _from_dense(
     k: torch.Tensor, v: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-    k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool, backend: str,
+    k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool, backend: BackendName,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     pages = find(backend, k.device, k.dtype).from_dense(
         k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype,
@@ -106,7 +106,9 @@ register(
 )
 
 
-def _apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool, backend: str) -> torch.Tensor:
+def _apply_rope(
+    x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool, backend: BackendName
+) -> torch.Tensor:
     return find(backend, x.device, x.dtype).apply_rope(x, rope_cos, rope_sin, rope_interleaved)
 
 
@@ -118,27 +120,27 @@ register(
 
 
 def _quantize_rows(
-    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool, means: bool,
-    heads_per_scale: int, dtype: torch.dtype, backend: str,
+    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
+    subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype, backend: BackendName,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     x_8bit, scale, mean = find(backend, x.device, x.dtype).quantize_rows(
-        x, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, means=means,
-        heads_per_scale=heads_per_scale, dtype=dtype,
+        x, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys,
+        subtract_mean=subtract_mean, heads_per_scale=heads_per_scale, dtype=dtype,
     )  # fmt: skip
     return x_8bit, scale, scale.new_empty(0) if mean is None else mean
 
 
 def _quantize_rows_fake(
-    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool, means: bool,
-    heads_per_scale: int, dtype: torch.dtype, backend: str,
+    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
+    subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype, backend: BackendName,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, _, head_dim = x.shape
     scale = x.new_empty((batch, heads // heads_per_scale), dtype=torch.float32)
-    return torch.empty_like(x, dtype=dtype), scale, x.new_empty((batch, heads, head_dim) if means else 0, dtype=torch.float32)
+    return torch.empty_like(x, dtype=dtype), scale, x.new_empty((batch, heads, head_dim) if subtract_mean else 0, dtype=torch.float32)
 
 
 register(
-    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool rotate_keys, bool means, "
+    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool rotate_keys, bool subtract_mean, "
     "SymInt heads_per_scale, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
     _quantize_rows,
     _quantize_rows_fake,

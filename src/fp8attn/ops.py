@@ -9,14 +9,14 @@ exception is the backend `reference`, a loop over sequences. `append` and `atten
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Literal, Protocol, overload
 
 import torch
 from torch.autograd import forward_ad
 
 from ._torch_ops import resolve, unobserved
 from .backends import find, load
-from .layout import FIELDS, FP8, HEAD_DIMS, KeyDtype, KVPages, check_tensor, key_type
+from .layout import FP8, HEAD_DIMS, KeyDtype, KVPages, check_tensor, key_type
 from .params import AttentionParams, BackendName
 from .rope import check_device, check_rope, dense_tables
 
@@ -67,6 +67,33 @@ def append(
         name, pages, k, v, q=q, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
         rope_interleaved=rope_interleaved, static_scales=static_scales,
     )  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
+    softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
+    leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
+    rope_interleaved: bool = ..., return_lse: Literal[False] = ..., backend: BackendName = ...,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
+    softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
+    leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
+    rope_interleaved: bool = ..., return_lse: Literal[True], backend: BackendName = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
+    softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
+    leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
+    rope_interleaved: bool = ..., return_lse: bool, backend: BackendName = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def attention(
@@ -134,8 +161,7 @@ def attention(
     if leftpad_k is not None:
         check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
     if rope_cos is not None or rope_sin is not None:
-        _given_together(rope_cos, rope_sin)
-        check_rope(q, rope_cos, rope_sin)
+        check_rope(q, *_both(rope_cos, rope_sin))
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     params = AttentionParams(
         cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved,
@@ -145,7 +171,7 @@ def attention(
         out, lse = find(backend, q.device, q.dtype).attention(q, pages, params)
     else:
         out, lse = torch.ops.fp8attn.attention(q, *pages.state, *params, resolve(backend, q))
-    return (out, lse) if return_lse else out
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def from_dense(
@@ -176,7 +202,7 @@ def from_dense(
             f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
             "fp8attn.scaled_dot_product_attention_quantized"
         )
-    cos, sin = _tables(k, rope_cos, rope_sin, rope_interleaved)
+    cos, sin = _tables_if_any(k, rope_cos, rope_sin, rope_interleaved)
     return run_from_dense(
         resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
         key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
@@ -199,7 +225,7 @@ def apply_rope(
         RuntimeError: an input requires a gradient.
     """
     _check_dense(x, "x")
-    cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
+    cos, sin = _tables(x, *_both(rope_cos, rope_sin), rope_interleaved)
     if unobserved(x):
         return find(backend, x.device, x.dtype).apply_rope(x, cos, sin, rope_interleaved)
     return torch.ops.fp8attn.apply_rope(x, cos, sin, rope_interleaved, resolve(backend, x))
@@ -212,7 +238,7 @@ def quantize_rows(
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
     rotate_keys: bool = False,
-    means: bool = False,
+    subtract_mean: bool = False,
     heads_per_scale: int = 1,
     dtype: KeyDtype = "e4m3",
     backend: BackendName = "auto",
@@ -225,13 +251,14 @@ def quantize_rows(
         x: `[B, H, S, D]` of any strides, not empty. The last dimension is contiguous.
         rope_cos, rope_sin, rope_interleaved: apply RoPE first (`KVPages.from_dense`).
         rotate_keys: then apply the rotation (`rotation.rotate`), to keys and to queries. The equation holds for the rotated tensor.
-        means: subtract each head's mean over the whole sequence. The mean of K does not change attention. The caller must add the mean of V
-            to the output. What remains of V's mean is lost in single-level accumulation (`accumulation`), so a sample is not enough.
+        subtract_mean: subtract each head's mean over the whole sequence. The mean of K does not change attention. The caller must add the
+            mean of V to the output. What remains of V's mean is lost in single-level accumulation (`accumulation`), so a sample
+            is not enough.
         heads_per_scale: number of neighboring heads that share a scale (the query heads of one KV head).
         dtype: `"e4m3"` or `"int8"`.
     Returns:
         `x_8bit [B, H, S, D]` float8_e4m3fn or int8, in the memory order of `x`; `scale [B, H / heads_per_scale]` float32 (powers of two for
-        E4M3); `mean [B, H, D]` float32, None without `means`.
+        E4M3); `mean [B, H, D]` float32, None without `subtract_mean`.
     Raises:
         ValueError: a shape, dtype or backend does not fit; the message says what would.
         RuntimeError: an input requires a gradient.
@@ -241,19 +268,21 @@ def quantize_rows(
         raise ValueError(
             f"x must not be empty, and heads_per_scale must be a divisor of its heads; got x {tuple(x.shape)} and {heads_per_scale=}"
         )
-    cos, sin = _tables(x, rope_cos, rope_sin, rope_interleaved)
-    options = dict(
-        rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, means=means,
-        heads_per_scale=heads_per_scale, dtype=key_type(dtype),
-    )  # fmt: skip
+    cos, sin = _tables_if_any(x, rope_cos, rope_sin, rope_interleaved)
+    stored = key_type(dtype)
     if unobserved(x):
-        return find(backend, x.device, x.dtype).quantize_rows(x, **options)
-    x_8bit, scale, mean = torch.ops.fp8attn.quantize_rows(x, *options.values(), resolve(backend, x))
-    return x_8bit, scale, mean if means else None
+        return find(backend, x.device, x.dtype).quantize_rows(
+            x, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, subtract_mean=subtract_mean,
+            heads_per_scale=heads_per_scale, dtype=stored,
+        )  # fmt: skip
+    x_8bit, scale, mean = torch.ops.fp8attn.quantize_rows(
+        x, cos, sin, rope_interleaved, rotate_keys, subtract_mean, heads_per_scale, stored, resolve(backend, x)
+    )
+    return x_8bit, scale, mean if subtract_mean else None
 
 
 def run_append(
-    name: str, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """`append` with checked arguments and the resolved backend `name`. Without `cu_seqlens`, every sequence has `max_seqlen` new tokens."""
@@ -271,16 +300,39 @@ def run_append(
     return q_out
 
 
-def run_from_dense(name: str, k: torch.Tensor, v: torch.Tensor, **options: Any) -> KVPages:
+def run_from_dense(
+    name: BackendName, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
+    rope_interleaved: bool, k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+) -> KVPages:  # fmt: skip
     """`from_dense` with checked arguments, the resolved backend `name` and tables that `rope.dense_tables` made."""
     if unobserved(k):
-        return load(name).from_dense(k, v, **options)
-    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *options.values(), name)
-    fixed = (options[field] for field in FIELDS[3:])
-    return KVPages(pool, table, lengths, *fixed)
+        return load(name).from_dense(
+            k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
+            key_dtype=key_dtype, rotate_keys=rotate_keys,
+        )  # fmt: skip
+    pool, table, lengths = torch.ops.fp8attn.from_dense(
+        k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, name
+    )
+    return KVPages(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)
 
 
-def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
+class HoldsKV(Protocol):
+    """The part of `KVPages` and of `PagedKVCache` that `check_append` reads."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def check_append(
+    cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, rope_cos: torch.Tensor | None,
+    rope_sin: torch.Tensor | None, backend: BackendName,
+) -> BackendName:  # fmt: skip
     """Make all checks of `append` that need no lengths, and return the resolved name of the backend. `cache` is a `KVPages`, or a
     `PagedKVCache`, which may have no pages yet."""
     device = cache.device
@@ -291,9 +343,8 @@ def check_append(cache, k, v, q, rope_cos, rope_sin, backend: str) -> str:
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
     _check_tokens(v, "v", device)
-    _given_together(rope_cos, rope_sin)
-    if rope_cos is not None:
-        check_rope(k, rope_cos, rope_sin)
+    if rope_cos is not None or rope_sin is not None:
+        check_rope(k, *_both(rope_cos, rope_sin))
     if q is not None:
         _check_tokens(q, "q", device)
         if rope_cos is None or q.shape[::2] != k.shape[::2]:
@@ -347,22 +398,30 @@ def _check_dense(x: torch.Tensor, name: str) -> None:
     check_derivatives(x)
 
 
-def _given_together(rope_cos, rope_sin) -> None:
-    if (rope_cos is None) != (rope_sin is None):
+def _both(rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables, where at least one is given."""
+    if rope_cos is None or rope_sin is None:
         raise ValueError(f"give rope_cos and rope_sin together, or neither; rope_{'cos' if rope_cos is None else 'sin'} is None")
+    return rope_cos, rope_sin
 
 
-def _tables(x: torch.Tensor, rope_cos, rope_sin, rope_interleaved: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tables of RoPE for a dense `x`, in the form that kernels take: `[B, S, R / 2]`."""
-    _given_together(rope_cos, rope_sin)
-    if rope_cos is None:
+def _tables_if_any(
+    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`_tables`; None without tables."""
+    if rope_cos is None and rope_sin is None:
         return None, None
+    return _tables(x, *_both(rope_cos, rope_sin), rope_interleaved)
+
+
+def _tables(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables of RoPE for a dense `x`, in the form that kernels take: `[B, S, R / 2]`."""
     check_device(x, rope_cos, rope_sin)
     batch, _, length, head_dim = x.shape
     return dense_tables(rope_cos, rope_sin, batch, length, head_dim, rope_interleaved)
 
 
-def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens, max_seqlen, cu_name: str, max_name: str) -> int:
+def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens: torch.Tensor | None, max_seqlen: int | None, cu_name: str, max_name: str) -> int:
     """The largest number of new tokens of a sequence. Without `cu_seqlens`, all sequences have this number."""
     if cu_seqlens is not None:
         if max_seqlen is None:

@@ -8,8 +8,8 @@ import torch
 
 BackendName = Literal["auto", "hopper", "triton", "reference"]  # of calls over pages
 DenseBackendName = Literal["auto", "hopper", "triton", "reference", "fa3"]  # of calls on dense tensors
-BACKENDS: tuple[str, ...] = get_args(BackendName)[1:]
-DENSE_BACKENDS: tuple[str, ...] = get_args(DenseBackendName)[1:]
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)[1:]
+DENSE_BACKENDS: tuple[DenseBackendName, ...] = get_args(DenseBackendName)[1:]
 
 
 class AttentionParams(NamedTuple):

@@ -109,16 +109,17 @@ def plan(shape: CacheShape, memory: int, *, weights: int = 0, context: int = 327
         raise UsageError(
             f"the weights ({human(weights)}) do not fit into a memory of {human(memory)}; pass more memory, or the weights of one GPU"
         )
-    return tuple(
-        Fit(
+
+    def fit(cache: str) -> Fit:
+        return Fit(
             cache,
             shape.bytes_per_token(cache),
             shape.nbytes(cache, context, batch),
-            _largest(lambda tokens, cache=cache: shape.nbytes(cache, tokens, batch), free),
-            _largest(lambda sequences, cache=cache: shape.nbytes(cache, context, sequences), free),
+            _largest(lambda tokens: shape.nbytes(cache, tokens, batch), free),
+            _largest(lambda sequences: shape.nbytes(cache, context, sequences), free),
         )
-        for cache in CACHES
-    )
+
+    return tuple(fit(cache) for cache in CACHES)
 
 
 def parse_bytes(text: str) -> int:

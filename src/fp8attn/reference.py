@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from . import rope, rotation
@@ -34,9 +36,12 @@ def append(
 
     `ops.append` describes the arguments.
     """
-    k = k.float() if rope_cos is None else rope.apply_rope(k, rope_cos, rope_sin, rope_interleaved)
-    if q is not None:
-        q_out.copy_(rope.apply_rope(q, rope_cos, rope_sin, rope_interleaved))
+    if rope_cos is None or rope_sin is None:
+        k = k.float()
+    else:
+        k = rope.apply_rope(k, rope_cos, rope_sin, rope_interleaved)
+        if q is not None and q_out is not None:
+            q_out.copy_(rope.apply_rope(q, rope_cos, rope_sin, rope_interleaved))
     k = rotation.rotate(k) if pages.rotate_keys else k
     k = k if pages.k_mean is None else k - pages.k_mean
     v = v.float() if pages.v_mean is None else v.float() - pages.v_mean
@@ -75,7 +80,7 @@ def from_dense(
         for scale in (pages.k_scale, pages.v_scale):
             scale.fill_(1.0)
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-    if rope_cos is not None:
+    if rope_cos is not None and rope_sin is not None:
         rope_cos, rope_sin = (x.flatten(0, 1) for x in (rope_cos, rope_sin))
     append(
         pages, k, v, cu_seqlens=None, max_seqlen=length, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
@@ -92,13 +97,15 @@ def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, 
 
 def quantize_rows(
     x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
-    means: bool, heads_per_scale: int, dtype: torch.dtype,
+    subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads (`ops.quantize_rows`)."""
-    y = x.float() if rope_cos is None else apply_rope(x.float(), rope_cos, rope_sin, rope_interleaved)
+    y = x.float()
+    if rope_cos is not None and rope_sin is not None:
+        y = apply_rope(y, rope_cos, rope_sin, rope_interleaved)
     y = rotation.rotate(y) if rotate_keys else y
     mean = None
-    if means:
+    if subtract_mean:
         mean = y.mean(2)
         mean = torch.where(torch.isfinite(mean), mean, 0.0)
         y = y - mean[:, :, None]
@@ -109,7 +116,10 @@ def quantize_rows(
     return x_8bit, scale, mean
 
 
-def _append_tokens(x: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor, offset: int, pack, unpack, static_scales: bool) -> None:
+def _append_tokens(
+    x: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor, offset: int, pack: Callable[[torch.Tensor], torch.Tensor],
+    unpack: Callable[[torch.Tensor], torch.Tensor], static_scales: bool,
+) -> None:  # fmt: skip
     """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`."""
     heads, dtype = x.shape[1], pages.dtype
     held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)

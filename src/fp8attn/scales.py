@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from .errors import UsageError
-from .layout import DEFAULT_KEY_DTYPE, FP8, key_type
+from .layout import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
 from .numerics import E4M3, INT8_MAX, needed_scale
 
 FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
@@ -26,7 +26,7 @@ SEVERAL = 4.0
 _NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS)})")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerScales:
     """Static scales and means of one layer, which a cache uses instead of its pages' own scales.
 
@@ -42,19 +42,24 @@ class LayerScales:
     v_scale: torch.Tensor
     k_mean: torch.Tensor
     v_mean: torch.Tensor
-    key_dtype: str = DEFAULT_KEY_DTYPE
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     rotate_keys: bool = True
+
+    def __repr__(self) -> str:
+        kept = "rotated" if self.rotate_keys else "not rotated"
+        return f"LayerScales({len(self.k_scale)} KV heads of {self.k_mean.shape[1]}, {self.key_dtype} keys, {kept})"
 
     @cached_property
     def page_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K's and V's scales in the form that pages have. Cached, because every cache reads them."""
-        return tuple(
+        k, v = (
             needed_scale(scale * (INT8_MAX if dtype == torch.int8 else E4M3.max), dtype)
             for scale, dtype in ((self.k_scale, key_type(self.key_dtype)), (self.v_scale, FP8))
         )
+        return k, v
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KVScales:
     """Calibrated `LayerScales` of a model's layers, and how they were found.
 
@@ -104,8 +109,12 @@ class KVScales:
         if len(ways) > 1:
             raise UsageError(f"the layers differ in (key_dtype, rotate_keys): {', '.join(map(str, sorted(ways)))}; {RECALIBRATE}")
 
+    def __repr__(self) -> str:
+        first, of = next(iter(self.layers.values())), f" of {self.model_id!r}" if self.model_id else ""
+        return f"KVScales(layers {ranges(self.layers)}{of}, {self.method or 'no method'}, {self.tokens} tokens, {first!r} each)"
+
     @property
-    def key_dtype(self) -> str:
+    def key_dtype(self) -> KeyDtype:
         """What keys are stored in: `"int8"` or `"e4m3"`."""
         return next(iter(self.layers.values())).key_dtype
 
@@ -138,7 +147,7 @@ class KVScales:
         num_kv_heads: int,
         head_dim: int,
         model_id: str | None = None,
-        key_dtype: str | None = None,
+        key_dtype: KeyDtype | None = None,
         rotate_keys: bool | None = None,
     ) -> None:
         """Refuse scales that were calibrated on another model, or for other key_dtype or rotate_keys.
@@ -209,24 +218,27 @@ class KVScales:
             if metadata.get("format") == "fp8attn.kv_scales.1":
                 found = "it was written by an older fp8attn, whose scales mean other values"
             raise UsageError(f"{path} does not hold fp8attn scales ({FORMAT}): {found}; {RECALIBRATE}")
-        layers: dict[int, dict[str, torch.Tensor]] = {}
+        given: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             match = _NAME.fullmatch(name)
             if match is None:
                 raise UsageError(f"{path} has a tensor {name!r} that fp8attn does not write; {RECALIBRATE}")
-            layers.setdefault(int(match[1]), {})[match[2]] = tensor
-        for index, found in layers.items():
-            if len(found) < len(TENSORS):
-                raise UsageError(f"{path}: layer {index} has no {', '.join(sorted(set(TENSORS) - set(found)))}; {RECALIBRATE}")
+            given.setdefault(int(match[1]), {})[match[2]] = tensor
+        for index, named in given.items():
+            if len(named) < len(TENSORS):
+                raise UsageError(f"{path}: layer {index} has no {', '.join(sorted(set(TENSORS) - set(named)))}; {RECALIBRATE}")
         try:
             provenance = {name: kind(metadata[name]) for name, kind in _METADATA.items()}
-            way = {"key_dtype": metadata["key_dtype"], "rotate_keys": {"true": True, "false": False}[metadata["rotate_keys"]]}
+            key_dtype, rotate_keys = metadata["key_dtype"], {"true": True, "false": False}[metadata["rotate_keys"]]
             sqnr_db = {int(index): (float(k), float(v)) for index, (k, v) in json.loads(metadata["sqnr_db"]).items()}
             offsets = {int(index): float(offset) for index, offset in json.loads(metadata["k_offsets"]).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}") from error
-        found = {index: LayerScales(**layers[index], **way) for index in sorted(layers)}
-        return cls(found, sqnr_db=sqnr_db, k_offsets=offsets, **provenance)
+        layers = {}
+        for index in sorted(given):
+            k_scale, v_scale, k_mean, v_mean = (given[index][name] for name in TENSORS)
+            layers[index] = LayerScales(k_scale, v_scale, k_mean, v_mean, key_dtype, rotate_keys)
+        return cls(layers, sqnr_db=sqnr_db, k_offsets=offsets, **provenance)
 
 
 _METADATA = {"num_layers": int, "num_kv_heads": int, "head_dim": int, "model_id": str, "tokens": int, "method": str}

@@ -31,7 +31,11 @@ class Range:
     def __init__(self, dtype: torch.dtype, rotated: bool = False, rope: bool = False) -> None:
         self.dtype, self.rotated, self.rope = dtype, rotated, rope
         self.largest_code = INT8_MAX if dtype == torch.int8 else E4M3.max
-        self.count = 0
+        self.count = 0  # tokens; the other sums exist once it is not zero
+        self._low: torch.Tensor
+        self._high: torch.Tensor
+        self._sums: list[torch.Tensor]
+        self._given: torch.dtype
         self._mean: torch.Tensor | None = None
         self._sample: list[torch.Tensor] = []
 
@@ -73,10 +77,10 @@ class Range:
             mean, square = (total / self.count for total in self._sums[:2])
             variance = (square - mean.square()).clamp_min(0)
             if self.rope:
-                found = []  # for each convention: variance, offset and mean of the pair that each channel is in
+                both = []  # for each convention: variance, offset and mean of the pair that each channel is in
                 for (offset, noise), (a, b), spread in zip(self._offsets(), _pairings(mean), _SPREAD, strict=True):
-                    found.append(torch.stack([spread(y) for y in (noise, offset, a.square() + b.square())]))
-                found = torch.where(found[0][:1] <= found[1][:1], *found)
+                    both.append(torch.stack([spread(y) for y in (noise, offset, a.square() + b.square())]))
+                found = torch.where(both[0][:1] <= both[1][:1], *both)
                 variance = torch.minimum(variance, found[0])  # RoPE makes an offset look like variance
                 mean = torch.where(found[2] >= MIN_SHARE_OF_OFFSET * found[1], mean, 0.0)
             mean = torch.where(mean.abs() >= SEVERAL * variance.sqrt(), mean, 0.0)

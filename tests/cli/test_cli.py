@@ -207,6 +207,12 @@ def test_version():
     assert run("--version") == f"fp8attn {__version__}\n"
 
 
+@pytest.mark.parametrize("choice", [("--method", "mse"), ("--key-dtype", "int4")])
+def test_a_choice_that_does_not_exist_is_an_error(choice):
+    result = CliRunner().invoke(app, ["calibrate", *choice])
+    assert result.exit_code == 2 and f"'{choice[1]}' is not one of" in result.output
+
+
 # `main`: users' errors in one line with exit code 2, bugs with their traceback
 
 
@@ -236,7 +242,6 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("evaluate", "perplexity", *model, "--text", tmp_path / "none"): "no such text file",
         ("evaluate", "perplexity", *model, "--context", 10**6): "and the text has 16384",
         ("evaluate", "drift", *model, "--cache", "both"): "drift takes one cache at a time; got 'both'",
-        ("calibrate", *model, "--out", tmp_path / "s", "--method", "mse"): "method must be one of",
         ("generate", "", *model): "the prompt '' has no tokens; give some text to continue",
         ("generate", "x", *model, "--device", "foo"): "the device 'foo' cannot be used here (",
         ("generate", "x", *model, "--device", "meta"): "the device 'meta' cannot be used here (",

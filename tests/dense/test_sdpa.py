@@ -433,7 +433,7 @@ def test_quantize_rows(heads_per_scale, means, rotary, backend):
     x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
     angle = torch.randn(150, rotary // 2)
     rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin()} if rotary else {}
-    x_fp8, scale, mean = ops.quantize_rows(x, **rope, means=means, heads_per_scale=heads_per_scale, backend=backend)
+    x_fp8, scale, mean = ops.quantize_rows(x, **rope, subtract_mean=means, heads_per_scale=heads_per_scale, backend=backend)
     y = turned(x, angle.cos(), angle.sin(), False) if rotary else x.float()
     assert x_fp8.dtype == torch.float8_e4m3fn
     assert x_fp8.stride() == x.stride()

@@ -153,7 +153,7 @@ def test_an_answer_ends_where_it_is_told_to(tokenizer):
     assert [(o.text, o.right) for o in heard] == [("\n\ndef\nghi", True)]
 
 
-def test_batches_hold_neighbours_of_one_kind(tokenizer):
+def test_batches_hold_neighbors_of_one_kind(tokenizer):
     made = [sample("x" * n, tokenizer, "y", task=task) for task, n in (("a", 10), ("a", 20), ("a", 20), ("b", 20), ("b", 50))]
     batches = [[len(s.tokens) for s in batch] for batch in needle._batches(made, 40)]
     assert batches == [[10, 20], [20], [20], [50]]

@@ -248,7 +248,7 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
         pages = fp8attn.KVPages.from_dense(k, v, **options, backend=backend)
         found[name] = tokens_of(pages, [700, 700])
     found["apply_rope"] = [ops.apply_rope(q, *tables, backend=backend)]
-    found["quantize_rows"] = list(ops.quantize_rows(k, means=True, backend=backend))
+    found["quantize_rows"] = list(ops.quantize_rows(k, subtract_mean=True, backend=backend))
     q8, k8, v8 = (x.to(FP8) for x in (q, k, v))
     found["sdpa_quantized"] = [fp8attn.scaled_dot_product_attention_quantized(q8, k8, v8, True, backend=backend)]
     for causal in (False, True):

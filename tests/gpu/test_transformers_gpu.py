@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PROMPT, NEW = 700, 40
 CLOSE = 0.03  # BF16 rounds at 2^-9, in another order in every implementation, and FP8 codes flip with it
-QUANTISED = 0.10
+QUANTIZED = 0.10
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +61,15 @@ def forced(model, cache, ids, mask, steps=20):
     return torch.cat(outs, 1)
 
 
-def test_the_kernels_agree_with_the_dequantised_cache_and_with_bf16(model, ids, mask):
+def test_the_kernels_agree_with_the_dequantized_cache_and_with_bf16(model, ids, mask):
     ours = forced(model, FP8Cache(model.config), ids, mask)
     exact = forced(model, DynamicCache(config=model.config), ids, mask)
     model.set_attn_implementation("sdpa")
-    dequantised = forced(model, FP8Cache(model.config), ids, mask)
+    dequantized = forced(model, FP8Cache(model.config), ids, mask)
     model.set_attn_implementation("fp8_kv")
     assert ours.isfinite().all()
-    assert relative_error(ours, dequantised) < CLOSE
-    assert relative_error(ours, exact) < QUANTISED
+    assert relative_error(ours, dequantized) < CLOSE
+    assert relative_error(ours, exact) < QUANTIZED
 
 
 def test_the_kernels_agree_with_the_reference(model, ids, mask):
@@ -81,7 +81,7 @@ def test_left_padded_rows_equal_rows_alone(model, ids, mask):
     together = forced(model, FP8Cache(model.config), ids, mask)
     for row, padding in enumerate((0, 200, 13)):
         alone = ids[row : row + 1, padding:]
-        assert relative_error(together[row : row + 1], forced(model, FP8Cache(model.config), alone, torch.ones_like(alone))) < QUANTISED
+        assert relative_error(together[row : row + 1], forced(model, FP8Cache(model.config), alone, torch.ones_like(alone))) < QUANTIZED
 
 
 def test_static_equals_growing(model, ids, mask):

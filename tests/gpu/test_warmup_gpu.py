@@ -1,6 +1,5 @@
 """After `warmup`, another process compiles nothing."""
 
-import importlib
 import json
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from fp8attn import precompile
 from tests.support import compiling
-
-warmup = importlib.import_module("fp8attn.warmup")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -20,8 +18,8 @@ def test_calls_load_what_warmup_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     steps, prompts, batches = (1, 2, 5), (100, 1000), (1, 4)
     grid = f"w.STEPS, w.PROMPTS, w.BATCHES = {steps}, {prompts}, {batches}"
-    monkeypatch.setattr(warmup, "SERVE", f"import fp8attn, sys; w = sys.modules['fp8attn.warmup']; {grid}; w.serve()")
-    kernels = warmup.warmup(num_q_heads=8, num_kv_heads=2, head_dim=128)
+    monkeypatch.setattr(precompile, "SERVE", f"import fp8attn.precompile as w; {grid}; w.serve()")
+    kernels = precompile.warmup(num_q_heads=8, num_kv_heads=2, head_dim=128)
     arguments = (",".join(map(str, numbers)) for numbers in ((8, 2, 128), steps, prompts, batches))
     called = json.loads(compiling.run("-m", "tests.kernels.run_cold_calls", *arguments, TRITON_CACHE_DIR=str(tmp_path)))
     assert called["compiled"] == []

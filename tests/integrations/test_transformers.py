@@ -343,7 +343,7 @@ def test_a_full_static_cache_stops(llama):
         llama(prompt(length=17), past_key_values=cache)
 
 
-def test_early_initialisation(llama):
+def test_early_initialization(llama):
     ids = prompt()
     for length in (None, 200):
         cache, late = FP8Cache(llama.config, max_cache_len=length), FP8Cache(llama.config, max_cache_len=length)

@@ -85,7 +85,7 @@ def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
     """Dense K; rotated, in INT8 and with a mean if it has RoPE."""
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     options = dict(
-        rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, rotate_keys=rotary > 0, means=rotary > 0, heads_per_scale=4,
+        rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, rotate_keys=rotary > 0, subtract_mean=rotary > 0, heads_per_scale=4,
         dtype=torch.int8 if rotary else FP8,
     )  # fmt: skip
     rows.quantize_rows(torch.zeros(2, 8, 300, head_dim, dtype=dtype), **options)

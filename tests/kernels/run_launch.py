@@ -32,13 +32,11 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
-from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops  # noqa: E402
+from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops, precompile  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
 from fp8attn.layout import FP8  # noqa: E402
-
-warmup = importlib.import_module("fp8attn.warmup")  # the package has a function of that name
 
 DEVICE = torch.device("cuda", 0)
 ROWS = View((1024, 64), (64, 1), (128, 64))
@@ -219,12 +217,13 @@ def prompted(launches: list) -> dict:
 
 def warmed() -> dict:
     """What launches come to whose kernels `warmup` has compiled, after `prompted`: by Triton's cache on disk, in memory there are none."""
-    machine.plan_for(warmup.TARGETS["sm_90"])
+    machine.plan_for(precompile.TARGETS["sm_90"])
     compiled_as, answers = [], []
-    layer = warmup.Layer(12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, sinks=True)  # as no other call here
+    layer = precompile.Layer(12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, sinks=True)  # as no other call here
     calls = [
-        lambda: warmup._attend(layer, 2, 3, 1), lambda: warmup._attend(layer, 33, 3, 1, leftpad=True, ragged=50),
-        lambda: warmup._attend(layer, 1, 256, 0), lambda: warmup._attend(layer, 1, 128, 64), lambda: warmup._quantize(layer, 300),
+        lambda: precompile._attend(layer, 2, 3, 1), lambda: precompile._attend(layer, 33, 3, 1, leftpad=True, ragged=50),
+        lambda: precompile._attend(layer, 1, 256, 0), lambda: precompile._attend(layer, 1, 128, 64),
+        lambda: precompile._quantize(layer, 300),
     ]  # fmt: skip
     with recording(dry=True) as launches:
         for call in calls:

@@ -7,7 +7,6 @@ A process of its own (`test_warmup.py` runs it), because plans for the device "m
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import sys
@@ -19,15 +18,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8attn.integrations.transformers as fp8
-from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
+from fp8attn import PagedKVCache, _torch_ops, backends, ops, precompile, scaled_dot_product_attention
 from fp8attn.dense import sdpa, strategies
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
 from fp8attn.layout import KVPages, key_type, page_bytes
-
-warmup = importlib.import_module("fp8attn.warmup")
-Layer = warmup.Layer
+from fp8attn.precompile import Layer
 
 LLAMA = Layer(32, 8, 128)
 CASES = {
@@ -74,7 +71,7 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
 
 def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Random) -> None:
     """A prompt or a step of the layer: of one length, with padding on the left, and ragged."""
-    dtype = warmup.DTYPES[layer.dtype]
+    dtype = precompile.DTYPES[layer.dtype]
     pages = held(layer, batch, before + tokens)
     options = {"softcap": 30.0 if layer.softcap else None, "window": draw.choice((1, 127, 1024, 4095)) if layer.window else None}
     options["sinks"] = meta(layer.num_q_heads, dtype=dtype) if layer.sinks else None
@@ -100,7 +97,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
 
 def dense(layer: Layer, tokens: int, batch: int) -> None:
     """Attention of as many keys as queries, of both orders of memory."""
-    dtype = warmup.DTYPES[layer.dtype]
+    dtype = precompile.DTYPES[layer.dtype]
     group = layer.num_q_heads // layer.num_kv_heads
     for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
         q, k = (
@@ -137,7 +134,7 @@ def launched(call: Callable[[], object]) -> list[Launch]:
 @torch.inference_mode()
 def main() -> None:
     target, *words = sys.argv[1:]
-    plan_for(warmup.TARGETS[target])
+    plan_for(precompile.TARGETS[target])
     backend = "hopper" if target == "sm_90" else "triton"
     loaded = backends.load(backend)
     ops.find = _torch_ops.find = strategies.find = lambda *_: loaded
@@ -150,7 +147,7 @@ def main() -> None:
         layers = [replace(layer, backend=backend) for layer in layers]
         known: dict = {}
         for layer in layers:
-            known |= warmup.launches(layer)
+            known |= precompile.launches(layer)
         missing, count = {}, 0
         for layer in layers:
             calls = [partial(serve, layer, *size, random.Random(1)) for size in sizes(len(found), 60)]

@@ -344,7 +344,7 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
         as_it_is = {"rope_cos": None, "rope_sin": None, "key_dtype": FP8, "rotate_keys": False}
         from_dense(x.to(FP8), x.to(FP8), **{**tables, **form, **as_it_is})
         apply_rope(x, angle, angle, False)
-        quantize_rows(x, **tables, rotate_keys=True, means=True, heads_per_scale=1, dtype=FP8)
+        quantize_rows(x, **tables, rotate_keys=True, subtract_mean=True, heads_per_scale=1, dtype=FP8)
         append(pages, tokens, tokens, cu_seqlens=None, max_seqlen=1, **none)
         append(pages, prompt, prompt, cu_seqlens=None, max_seqlen=40, **none)
         append(pages, prompt, prompt, cu_seqlens=bounds, max_seqlen=40, **none)

@@ -19,7 +19,7 @@ def check(x, heads_per_scale=1, means=False, cos=None, sin=None, interleaved=Fal
     """The kernels' bytes are those that their means and this definition give; the reference's means are near, and without means all is
     the reference's."""
     options = dict(
-        rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved, rotate_keys=rotate, means=means, heads_per_scale=heads_per_scale,
+        rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved, rotate_keys=rotate, subtract_mean=means, heads_per_scale=heads_per_scale,
         dtype=dtype,
     )  # fmt: skip
     codes, scale, mean = quantize_rows(x, **options)

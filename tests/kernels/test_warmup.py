@@ -1,6 +1,5 @@
 """`warmup` lists every kernel that calls use, and not many more, and its errors say what it needs. No GPU is needed."""
 
-import importlib
 import json
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from transformers import GptOssConfig, LlamaConfig
 
 import fp8attn
+from fp8attn import precompile
 from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from fp8attn.cli.app import app
 
-warmup = importlib.import_module("fp8attn.warmup")
 SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 
@@ -32,10 +31,8 @@ def test_no_call_launches_a_kernel_that_is_not_listed(target):
 def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
     """The whole way, for few calls of the portable kernels."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    few_calls = (
-        "import fp8attn, sys; w = sys.modules['fp8attn.warmup']; w.STEPS, w.PROMPTS, w.BATCHES, w.HELD = (1,), (), (1,), (0,); w.serve()"
-    )
-    monkeypatch.setattr(warmup, "SERVE", few_calls)
+    few_calls = "import fp8attn.precompile as w; w.STEPS, w.PROMPTS, w.BATCHES, w.HELD = (1,), (), (1,), (0,); w.serve()"
+    monkeypatch.setattr(precompile, "SERVE", few_calls)
     reported = []
     first = fp8attn.warmup(**SHAPE, target="sm_80", progress=lambda done, total: reported.append((done, total)))
     assert {kernel.name for kernel in first} == {"_attention_kernel", "step_kernel", "page_kernel", "_combine_kernel"}
@@ -53,7 +50,7 @@ def test_a_shape_is_three_numbers(shape):
 
 
 def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
-    monkeypatch.setattr(warmup, "SERVE", "raise SystemExit('no compiler here')")
+    monkeypatch.setattr(precompile, "SERVE", "raise SystemExit('no compiler here')")
     with pytest.raises(RuntimeError, match="exit code 1; its message is above"):
         fp8attn.warmup(**SHAPE, target="sm_80")
     assert "no compiler here" in capfd.readouterr().err
@@ -80,8 +77,8 @@ def test_what_it_cannot_compile(options, message):
 
 def test_a_config_says_the_shape_and_what_attention_has():
     llama = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
-    assert warmup._read(llama) == (SHAPE, False, False)
+    assert precompile._read(llama) == (tuple(SHAPE.values()), False, False)
     sinks = GptOssConfig(num_attention_heads=64, num_key_value_heads=8, head_dim=64)
-    assert warmup._read(sinks) == ({"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64}, False, True)
+    assert precompile._read(sinks) == ((64, 8, 64), False, True)
     llama.attn_logit_softcapping = 30.0
-    assert warmup._read(llama)[1]
+    assert precompile._read(llama)[1]

@@ -19,7 +19,7 @@ from retrieval import FORMS, RetrievalTask
 @pytest.fixture(scope="module")
 def task():
     tokenizer = data.load_tokenizer()
-    text = data.tokenise(tokenizer, [document for _, document in data.read_held_out()[:3]])
+    text = data.tokenize(tokenizer, [document for _, document in data.read_held_out()[:3]])
     words = [f"{a}{b}" for a in ("sta", "cod", "qui", "ver", "lam") for b in ("ck", "ec", "bda", "nto", "mix", "rus")]
     return RetrievalTask(tokenizer, words, text, 0)
 

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from ..errors import UsageError
-from ..params import BACKENDS, DENSE_BACKENDS
+from ..params import BACKENDS, DENSE_BACKENDS, BackendName, DenseBackendName
 from .base import Backend
 from .fa3 import FlashAttention3
 from .hopper import Hopper
@@ -29,7 +29,7 @@ __all__ = ["BACKENDS", "DENSE_BACKENDS", "Backend", "find", "load", "load_fa3", 
 _CLASSES: dict[str, type[Backend]] = {found.name: found for found in (Hopper, Triton, Reference)}
 
 
-def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
+def unsupported_reason(backend: DenseBackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why `backend`, one of `DENSE_BACKENDS`, cannot serve `dtype` inputs on `device`; None if it can.
 
     Raises:
@@ -43,7 +43,7 @@ def unsupported_reason(backend: str, device: torch.device | str, dtype: torch.dt
     return _CLASSES[backend].unsupported_reason(device, dtype)
 
 
-def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype) -> str:
+def select_backend(backend: BackendName, device: torch.device | str, dtype: torch.dtype) -> BackendName:
     """Resolve `backend` to the name of one that works on pages; `"auto"` in the order that this module describes.
 
     Raises:
@@ -52,7 +52,7 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
     device = torch.device(device)
     if backend == FlashAttention3.name:
         raise UsageError(f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}")
-    candidates = (backend,)
+    candidates: tuple[BackendName, ...] = (backend,)
     if backend == "auto":
         candidates = ("reference",) if device.type == "cpu" else ("hopper", "triton")
     for name in candidates:
@@ -63,13 +63,13 @@ def select_backend(backend: str, device: torch.device | str, dtype: torch.dtype)
 
 
 @cache
-def load(name: str) -> Backend:
+def load(name: BackendName) -> Backend:
     """The backend of a resolved name. Its kernels are imported at the first call."""
     return _CLASSES[name]()
 
 
 @cache  # the result is the same for the life of the process
-def find(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
+def find(backend: BackendName, device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend for a call, with `"auto"` resolved.
 
     Raises:
@@ -84,7 +84,7 @@ def load_fa3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:
     Raises:
         UsageError: it cannot serve this; the message has the reason.
     """
-    reason = unsupported_reason(FlashAttention3.name, device, dtype)
+    reason = unsupported_reason("fa3", device, dtype)
     if reason is not None:
         raise UsageError(f"backend 'fa3' cannot run here: {reason}")
     return FlashAttention3()

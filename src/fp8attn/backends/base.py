@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from ..layout import KVPages
-from ..params import AttentionParams
+from ..params import AttentionParams, BackendName
 
-Attention = Callable[[torch.Tensor, KVPages, AttentionParams], tuple[torch.Tensor, torch.Tensor | None]]
+Attention = Callable[[torch.Tensor, KVPages, AttentionParams], tuple[torch.Tensor, torch.Tensor]]
 ApplyRope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
@@ -20,7 +20,7 @@ class Backend(Protocol):
     `ops` has checked the arguments. `reference.py` defines the results of each method.
     """
 
-    name: str
+    name: BackendName
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -46,7 +46,7 @@ class Backend(Protocol):
 
     def quantize_rows(
         self, x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
-        means: bool, heads_per_scale: int, dtype: torch.dtype,
+        subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """The codes, scales and means of a dense `[B, H, S, D]`."""
         ...
@@ -72,6 +72,7 @@ def empty_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> tuple[torch.Tensor, AttentionParams]:
     """Apply RoPE to queries in a separate launch, for kernels that do not apply it. Returns the queries and the options without RoPE."""
     cos, sin, interleaved = params.rope_cos, params.rope_sin, params.rope_interleaved
+    assert cos is not None and sin is not None
     if q.dim() == 4:
         q = apply_rope(q.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
     else:

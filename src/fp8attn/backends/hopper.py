@@ -11,7 +11,7 @@ import torch
 
 from ..kernels.hopper import no_hopper_reason
 from ..layout import KVPages
-from ..params import AttentionParams
+from ..params import AttentionParams, BackendName
 from . import triton
 from .base import attend_tokens, empty_rows, rotated
 
@@ -20,7 +20,7 @@ class Hopper(triton.Writer):
     """`decode` serves few query rows, whose speed memory bandwidth limits; they stay in 16 bits. `prefill` serves many, whose speed
     arithmetic limits; it rounds them to 8 bits."""
 
-    name = "hopper"
+    name: BackendName = "hopper"
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,14 +6,14 @@ import torch
 
 from .. import reference
 from ..layout import KVPages
-from ..params import AttentionParams
+from ..params import AttentionParams, BackendName
 from .base import attend_tokens
 
 
 class Reference:
     """`reference.py`, a loop over sequences in plain PyTorch."""
 
-    name = "reference"
+    name: BackendName = "reference"
     append = staticmethod(reference.append)
     from_dense = staticmethod(reference.from_dense)
     apply_rope = staticmethod(reference.apply_rope)

@@ -8,7 +8,7 @@ import os
 import torch
 
 from ..layout import KVPages
-from ..params import AttentionParams
+from ..params import AttentionParams, BackendName
 from .base import attend_tokens
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -30,7 +30,7 @@ class Writer:
 class Triton(Writer):
     """Attention of `kernels/portable.py`, in 16-bit arithmetic."""
 
-    name = "triton"
+    name: BackendName = "triton"
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..layout import HEADER, KVPages, key_type, page_bytes
+from ..layout import HEADER, KeyDtype, KVPages, key_type, page_bytes
 from ..rotation import rotate
 from ..scales import LayerScales
 from .page_table import Change, PageTable
@@ -31,7 +33,7 @@ class LayerPages:
         self,
         num_kv_heads: int,
         head_dim: int,
-        key_dtype: str,
+        key_dtype: KeyDtype,
         rotate_keys: bool,
         k_mean: torch.Tensor | None,
         v_mean: torch.Tensor | None,
@@ -65,7 +67,7 @@ class LayerPages:
         self.pool: torch.Tensor | None = None
 
     @property
-    def format(self) -> dict:
+    def format(self) -> dict[str, Any]:
         """The static options that `ops.run_from_dense` takes."""
         return {"k_mean": self.k_mean, "v_mean": self.v_mean, "key_dtype": self.key_dtype, "rotate_keys": self.rotate_keys}
 
@@ -75,34 +77,35 @@ class LayerPages:
 
     def pages(self, table: PageTable, cache_seqlens: torch.Tensor) -> KVPages:
         """The layer as `KVPages`, for kernels. Makes the pool if there is none."""
-        if self.pool is None:
-            self.fit(table.num_pages)
-        return KVPages.trusted(self.pool, table.page_table, cache_seqlens, self.k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
+        pool = self.fit(table.num_pages) if self.pool is None else self.pool
+        return KVPages.trusted(pool, table.page_table, cache_seqlens, self.k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
 
-    def fit(self, num_pages: int) -> None:
+    def fit(self, num_pages: int) -> torch.Tensor:
         """Allocate the pool, or enlarge it. New pages are zero, except for static scales."""
-        old = self.pool
-        self.pool = torch.zeros(num_pages, *self.shape, dtype=torch.uint8, device=self.device)
-        if old is not None:
-            self.pool[: len(old)] = old
+        pool = torch.zeros(num_pages, *self.shape, dtype=torch.uint8, device=self.device)
+        if self.pool is not None:
+            pool[: len(self.pool)] = self.pool
         if self.scales is not None:
-            header = self.pool[:, :, -HEADER:].view(torch.float32)
+            header = pool[:, :, -HEADER:].view(torch.float32)
             for column, calibrated in enumerate(self.scales.page_scales):
                 header[:, :, column] = calibrated.to(self.device, non_blocking=True)
+        self.pool = pool
+        return pool
+
+    def _fitted(self, table: PageTable) -> torch.Tensor:
+        """The pool with all pages of the table."""
+        return self.fit(table.num_pages) if self.pool is None or len(self.pool) < table.num_pages else self.pool
 
     def write(self, pages: list[int], given: torch.Tensor, table: PageTable) -> None:
         """Copy the bytes of pages from another pool, `given`."""
-        if self.pool is None or len(self.pool) < table.num_pages:
-            self.fit(table.num_pages)
-        self.pool[table.to_device(pages, torch.long)] = given.to(self.device)
+        self._fitted(table)[table.to_device(pages, torch.long)] = given.to(self.device)
 
     def apply(self, change: Change, table: PageTable) -> None:
         """Clear and copy the pages that `PageTable.reserve` returned."""
-        if self.pool is None or len(self.pool) < table.num_pages:
-            self.fit(table.num_pages)
+        pool = self._fitted(table)
         if change.cleared:
             kept = 0 if self.scales is None else HEADER  # calibrated scales are kept
-            self.pool[table.to_device(change.cleared), :, : self.shape[1] - kept] = 0
+            pool[table.to_device(change.cleared), :, : self.shape[1] - kept] = 0
         if change.targets:
             index = table.to_device([change.targets, change.sources])
-            self.pool[index[0]] = self.pool[index[1]]
+            pool[index[0]] = pool[index[1]]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Literal, overload
 
 import torch
 
 from .. import ops
 from ..layout import KVPages
+from ..params import BackendName
 from . import storage
 from .sequences import Sequences
 from .step import Step
@@ -88,16 +89,16 @@ class PagedKVCache(Sequences):
             )  # fmt: skip
         name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
         step = self._join(layer, k.shape[0], lengths)
-        rope = {"rope_cos": rope_cos, "rope_sin": rope_sin, "rope_interleaved": rope_interleaved}
         if step.begins:
-            rotated = self._begin(name, layer, k, v, q, step.longest, rope)
+            rotated = self._begin(name, layer, k, v, q, step.longest, rope_cos, rope_sin, rope_interleaved)
             pages = self.pages(layer)
         else:
             pages = self._pages[layer] or self.pages(layer)
             if step.columns is not None:
                 pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
             rotated = ops.run_append(
-                name, pages, k, v, q=q, cu_seqlens=step.cu_seqlens, max_seqlen=step.longest, static_scales=static_scales, **rope
+                name, pages, k, v, q=q, cu_seqlens=step.cu_seqlens, max_seqlen=step.longest, rope_cos=rope_cos, rope_sin=rope_sin,
+                rope_interleaved=rope_interleaved, static_scales=static_scales,
             )  # fmt: skip
         step.pages[layer] = pages
         return rotated
@@ -114,6 +115,30 @@ class PagedKVCache(Sequences):
                 "call append(layer, k, v) first. To attend without an append, call fp8attn.attention(q, cache.pages(layer))"
             )
         return pages
+
+    @overload
+    def attention(
+        self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
+        softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
+        rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
+        return_lse: Literal[False] = ...,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
+        softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
+        rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
+        return_lse: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
+        softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
+        rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
+        return_lse: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
     def attention(
         self,
@@ -148,6 +173,7 @@ class PagedKVCache(Sequences):
         pages, cu_seqlens, longest = self.appended(layer), None, None
         if not torch.compiler.is_compiling():
             step = self._step
+            assert step is not None  # `appended` has raised
             if q.shape[0] != step.num_tokens:
                 raise ValueError(
                     f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths {step.lengths}); got "
@@ -181,7 +207,7 @@ class PagedKVCache(Sequences):
         max_seqlen: int | None = None,
         num_pages: int | None = None,
         device: torch.device | str | None = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> PagedKVCache:
         """Make a cache of the sequences that `save` wrote, with the same bytes, format, means and scales.
 
@@ -246,17 +272,22 @@ class PagedKVCache(Sequences):
             raise ValueError(f"lengths must be {num_seqs} counts that add up to {num_tokens} tokens; got {new}")
         return new
 
-    def _begin(self, name: str, layer: int, k, v, q, length: int, rope: dict[str, Any]) -> torch.Tensor | None:
+    def _begin(
+        self, name: BackendName, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, length: int,
+        rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
+    ) -> torch.Tensor | None:  # fmt: skip
         """The first append of a layer without pages, with the resolved backend `name`."""
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        dense = rope
-        if rope["rope_cos"] is not None:
-            dense = rope | {part: rope[part].unflatten(0, (-1, length)) for part in ("rope_cos", "rope_sin")}
-        self.layers[layer].pool = ops.run_from_dense(name, k, v, **dense, **self.layers[layer].format).pool
+        if rope_cos is not None and rope_sin is not None:
+            rope_cos, rope_sin = rope_cos.unflatten(0, (-1, length)), rope_sin.unflatten(0, (-1, length))
+        self.layers[layer].pool = ops.run_from_dense(
+            name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, **self.layers[layer].format
+        ).pool
         self._pages[layer] = None
-        if q is None:
+        if q is None or rope_cos is None or rope_sin is None:  # queries have tables
             return None
-        q = ops.apply_rope(q.unflatten(0, (-1, length)).transpose(1, 2), **dense, backend=self.backend)
+        q = q.unflatten(0, (-1, length)).transpose(1, 2)
+        q = ops.apply_rope(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=self.backend)
         return q.transpose(1, 2).flatten(0, 1)
 
     def _trace_append(self, layer: int, k: torch.Tensor, lengths: Sequence[int] | None) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KVPages
+from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages
+from ..params import BackendName
 from ..scales import LayerScales
 from .layer import LayerPages
 from .page_table import PageTable, num_pages_of
@@ -26,13 +27,13 @@ class Sequences:
         num_seqs: int = 1,
         num_pages: int | None = None,
         max_seqlen: int | None = None,
-        key_dtype: str = DEFAULT_KEY_DTYPE,
+        key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool | Sequence[bool] = True,
         k_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         v_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         scales: LayerScales | Sequence[LayerScales] | None = None,
         device: torch.device | str | None = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> None:
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
@@ -53,7 +54,10 @@ class Sequences:
             _each(name, value, num_layers)
             for name, value in (("rotate_keys", rotate_keys), ("k_mean", k_mean), ("v_mean", v_mean), ("scales", scales))
         ]
-        self.layers = [LayerPages(num_kv_heads, head_dim, key_dtype, *given, self.device) for given in zip(*options, strict=True)]
+        self.layers = [
+            LayerPages(num_kv_heads, head_dim, key_dtype, rotated, k, v, own, self.device)
+            for rotated, k, v, own in zip(*options, strict=True)
+        ]
         self.table = PageTable(num_layers, num_seqs, num_pages, self.device)
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
 from ..layout import PAGE_SIZE
+from ..params import BackendName
 from ..scales import TENSORS, LayerScales
 from .page_table import num_pages_of
 
@@ -62,8 +63,11 @@ def pack(cache: PagedKVCache, seqs: Sequence[int] | None = None) -> tuple[dict[s
     return tensors, {"format": FORMAT} | {name: json.dumps(value) for name, value in written.items()}
 
 
-def unpack(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path, **options) -> PagedKVCache:
-    """A cache from what `pack` returned. `options` are those of `PagedKVCache.load`."""
+def unpack(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path, *, max_seqlen: int | None,
+    device: torch.device | str | None, backend: BackendName, num_pages: int | None = None,
+) -> PagedKVCache:  # fmt: skip
+    """A cache from what `pack` returned; see `PagedKVCache.load`."""
     from .paged import PagedKVCache
 
     try:
@@ -75,14 +79,18 @@ def unpack(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str
         raise ValueError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
     if page_size != PAGE_SIZE:
         raise ValueError(f"{path} has pages of {page_size} tokens, and this version of fp8attn has pages of {PAGE_SIZE}; {AGAIN}")
-    max_seqlen = options.get("max_seqlen")
     if max_seqlen is not None and max(lengths) > max_seqlen:
         raise ValueError(f"{path} has sequences of {max(lengths)} tokens, which do not fit into max_seqlen={max_seqlen}; give a larger one")
     scales: list[LayerScales] | None = None
     if "scales.0.k_scale" in tensors:
-        way = [{"key_dtype": found["key_dtype"], "rotate_keys": rotated} for rotated in rotate_keys]
-        scales = [LayerScales(**{name: tensors[f"scales.{i}.{name}"] for name in TENSORS}, **way[i]) for i in range(len(pools))]
-    cache = PagedKVCache(**found, rotate_keys=rotate_keys, scales=scales, num_seqs=len(lengths), **options)
+        scales = []
+        for index, rotated in enumerate(rotate_keys):
+            k_scale, v_scale, k_mean, v_mean = (tensors[f"scales.{index}.{name}"] for name in TENSORS)
+            scales.append(LayerScales(k_scale, v_scale, k_mean, v_mean, found["key_dtype"], rotated))
+    cache = PagedKVCache(
+        **found, rotate_keys=rotate_keys, scales=scales, num_seqs=len(lengths), num_pages=num_pages, max_seqlen=max_seqlen, device=device,
+        backend=backend,
+    )  # fmt: skip
     for index, layer in enumerate(cache.layers):  # the same bits, because K's mean is not rotated again
         layer.use_means(tensors.get(f"k_mean.{index}"), tensors.get(f"v_mean.{index}"))
     cache.fill(lengths, [pages[: num_pages_of(length)] for pages, length in zip(table, lengths, strict=True)], pools)

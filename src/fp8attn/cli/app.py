@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -106,7 +106,7 @@ def calibrate(
     text: Text = None,
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=2)] = 1024,
     count: Annotated[int, typer.Option("--windows", help="Number of windows, from the end of the text.", min=1)] = 16,
-    method: Annotated[str, typer.Option(help="absmax, or percentile (larger values saturate).")] = "absmax",
+    method: Annotated[Literal["absmax", "percentile"], typer.Option(help="With percentile larger values saturate.")] = "absmax",
     percentile: Annotated[float, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100].")] = 99.99,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
@@ -123,8 +123,9 @@ def calibrate(
     loaded, tokenizer = load(model, device)
     batches = windows(tokenizer, passage, context, count, from_end=True)
     with progress("windows") as tick:
-        options = {"method": method, "percentile": percentile, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
-        found = run(loaded, batches.split(1), **options, progress=tick)
+        found = run(
+            loaded, batches.split(1), method=method, percentile=percentile, key_dtype=key_dtype, rotate_keys=rotate_keys, progress=tick
+        )
     write_scales(found.save)
     if as_json:
         rows = [
@@ -160,8 +161,8 @@ def plan(
     given = (layers, kv_heads, head_dim)
     if any(given) and (model or not all(given)):
         raise UsageError("give --model, or all of --layers, --kv-heads and --head-dim")
-    if all(given):
-        shape, counted, source = planning.CacheShape(*given), 0, "not counted; give --weights"
+    if layers is not None and kv_heads is not None and head_dim is not None:
+        shape, counted, source = planning.CacheShape(layers, kv_heads, head_dim), 0, "not counted; give --weights"
     else:
         from ..evaluation.models import default_model, load_config
         from ..integrations.transformers.config import count_weights, shape_of
@@ -202,7 +203,7 @@ def warmup(
     shape: Annotated[str | None, typer.Option(help="Instead of a model: query heads, KV heads and head_dim, such as 32,8,128.")] = None,
     device: Annotated[str, typer.Option(help="The GPU to compile for.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="The model's dtype: bfloat16 or float16.")] = "bfloat16",
-    backend: Annotated[str, typer.Option(help="The backend: auto, hopper or triton.")] = "auto",
+    backend: Annotated[Literal["auto", "hopper", "triton"], typer.Option(help="The backend.")] = "auto",
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
     means: Annotated[bool, typer.Option(help="Also kernels with static means (FP8Cache.for_model).")] = False,
@@ -220,17 +221,18 @@ def warmup(
     import time
 
     from .. import warmup as run
-    from ..warmup import DTYPES
+    from ..precompile import DTYPES
 
     if (model is None) == (shape is None):
         raise UsageError("give --model, or --shape such as --shape 32,8,128 (query heads, KV heads, head_dim)")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    layer: dict[str, Any] = {}
     if model is not None:
         from ..evaluation.models import load_config
 
         layer = {"config": load_config(model)}
-    else:
+    elif shape is not None:
         if shape.count(",") != 2:
             raise UsageError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
         layer = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=True))

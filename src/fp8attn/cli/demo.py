@@ -110,7 +110,8 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
 def _answer(model: Any, tokenizer: Any) -> dict[str, list[tuple[str, list[int]]]]:
     """The answers through each cache: (prompt, tokens up to the end of the answer)."""
     chat = bool(tokenizer.chat_template)
-    prompts, found = QUESTIONS if chat else (PROMPT,), {}
+    prompts = QUESTIONS if chat else (PROMPT,)
+    found: dict[str, list[tuple[str, list[int]]]] = {}
     end = tokenizer.eos_token_id
     with progress("answering") as tick:
         for name in ("bf16", "fp8"):
@@ -120,7 +121,7 @@ def _answer(model: Any, tokenizer: Any) -> dict[str, list[tuple[str, list[int]]]
                 last = prefill(model, ids, cache)
                 new, _ = decode_greedily(model, last, cache, ANSWER, done=lambda ids: bool(ids[0, -1] == end))
                 found[name].append((prompt, list(takewhile(lambda token: token != end, new[0].tolist()))))
-                tick(sum(map(len, found.values())), 2 * len(prompts))
+                tick(sum(len(answers) for answers in found.values()), 2 * len(prompts))
     return found
 
 
@@ -151,8 +152,9 @@ def _perplexity(model: Any, tokenizer: Any, text: str, context: int, count: int,
 
 def _summary(results: dict[str, Any], public: list[Perplexity]) -> Table:
     table = Table(title="A BF16 and an FP8 cache", title_justify="left")
-    for column, side in (("", "left"), ("BF16", "right"), ("FP8", "right"), ("", "right")):
-        table.add_column(column, justify=side)
+    table.add_column("")
+    for column in ("BF16", "FP8", ""):
+        table.add_column(column, justify="right")
     bf16, fp8 = public[:2]
     same = "the same prompts" if results["needle_cells_equal"] else "different prompts"
     ratio = results["bytes_per_token_fp8"] / results["bytes_per_token_bf16"]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .. import layout
 from ..evaluation.names import CACHES, TASKS
 
 CACHE_NAMES = ", ".join(CACHES)
@@ -29,5 +30,5 @@ Stress = Annotated[
     int, typer.Option(help="Make K and V harder to quantize, by offsets and outlier channels that cancel: 0 (off) to 3.", min=0, max=3)
 ]
 Tasks = Annotated[str, typer.Option("--task", help=f"Any of {', '.join(TASKS)}, joined by commas. All but the first need fp8attn[ruler].")]
-KeyDtype = Annotated[str, typer.Option(help="The format of keys in the cache: int8 or e4m3.")]
+KeyDtype = Annotated[layout.KeyDtype, typer.Option(help="The format of keys in the cache.")]
 RotateKeys = Annotated[bool, typer.Option(help="Whether the cache rotates keys before it quantizes them.")]

@@ -28,7 +28,7 @@ SECONDS = 10.0  # between two lines of progress, if stderr is no terminal
 Tick = Callable[[int, int], None]
 
 
-def output(path: Path | None) -> Callable[[Callable[[Path], object]], None]:
+def output(path: Path | None) -> Callable[[Callable[[Path], object]], object]:
     """Open a file that a command writes at its end. Called before a long run begins, so that a wrong path loses no results.
 
     Args:
@@ -169,12 +169,13 @@ def needle_samples(
     from ..evaluation import recall, ruler
     from ..evaluation.names import RECALL
 
-    made = []
+    made: list[Sample] = []
     with progress("prompts"):
         for task in tasks:
             if task == RECALL:
-                grid = {"lengths": lengths, "depths": depths, "samples": samples, "distractors": distractors, "seed": seed}
-                made += recall.recall_samples(tokenizer, text, **grid)
+                made += recall.recall_samples(
+                    tokenizer, text, lengths=lengths, depths=depths, samples=samples, distractors=distractors, seed=seed
+                )
             else:
                 made += ruler.ruler_samples(tokenizer, task, lengths=lengths, samples=samples, seed=seed)
     return made

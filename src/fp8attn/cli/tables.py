@@ -78,7 +78,7 @@ def accuracy_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     first cache, and only this one, had right; and p of McNemar's exact test.
     """
     caches = list(dict.fromkeys(outcome.cache for outcome in outcomes))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for length in dict.fromkeys(outcome.length for outcome in outcomes):
         here = [outcome for outcome in outcomes if outcome.length == length]
         for number, cache in enumerate(caches):

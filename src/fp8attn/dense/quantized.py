@@ -58,10 +58,11 @@ def scaled_dot_product_attention_quantized(
     _check_operands(query, key, value)
     for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
         _check_descale(descale, kind, name, query, key)
-    tensors = query, key, value, q_descale, k_descale, v_descale
-    if derivative_reason(*(x for x in tensors if x is not None)) is not None:
-        tensors = query, key, value, q_descale, k_descale, v_descale = tuple(None if x is None else x.detach() for x in tensors)
-        check_derivatives(*(x for x in tensors if x is not None))  # a transform of torch.func is active
+    tensors = [x for x in (query, key, value, q_descale, k_descale, v_descale) if x is not None]
+    if derivative_reason(*tensors) is not None:
+        check_derivatives(*(x.detach() for x in tensors))  # a transform of torch.func is active
+        query, key, value = query.detach(), key.detach(), value.detach()
+        q_descale, k_descale, v_descale = (None if x is None else x.detach() for x in (q_descale, k_descale, v_descale))
         warnings.warn("scaled_dot_product_attention_quantized has no derivative: no gradient will reach its inputs", stacklevel=2)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     run = _run if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
@@ -105,7 +106,7 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 def _run(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, q_descale: Scale, k_descale: Scale,
-    v_descale: Scale, backend: str,
+    v_descale: Scale, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
     """The computation, with checked arguments."""
     if not query.numel() or not value.numel():

@@ -209,7 +209,7 @@ def rope_scaled_dot_product_attention(
             f"FP8 attention cannot serve this call: {reason}; apply RoPE to query and key, and call scaled_dot_product_attention. "
             f"Got {_described(query, key, value)}"
         )
-    if key_rope_cos is None:
+    if key_rope_cos is None or key_rope_sin is None:
         key_rope_cos, key_rope_sin = rope_cos, rope_sin
     check_device(query, rope_cos, rope_sin)
     check_device(query, key_rope_cos, key_rope_sin)
@@ -229,7 +229,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_ro
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, rope_interleaved: bool, is_causal: bool,
-    scale: float | None, key_dtype: KeyDtype, rotate_keys: bool, backend: str,
+    scale: float | None, key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of checked tensors `[B, H, S, D]` of one batch size: cut, pad, quantize, attend."""
     q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ..backends import Backend, find, load_fa3
 from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, key_type
-from ..params import AttentionParams
+from ..params import AttentionParams, DenseBackendName
 
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin `[B, S, R / 2]`, as `rope.dense_tables` makes them
 Attend = Callable[[torch.Tensor, Tables, bool], torch.Tensor]  # from queries, their tables and whether attention is causal
@@ -21,8 +21,8 @@ Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
 
 
 def strategy(
-    backend: str, k: torch.Tensor, v: torch.Tensor, k_rope: Tables, rope_interleaved: bool, softmax_scale: float, key_dtype: KeyDtype,
-    rotate_keys: bool,
+    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, k_rope: Tables, rope_interleaved: bool, softmax_scale: float,
+    key_dtype: KeyDtype, rotate_keys: bool,
 ) -> Attend:  # fmt: skip
     """Attention over 16-bit K and V, which are quantized here."""
     if backend == "fa3":
@@ -36,7 +36,7 @@ def strategy(
 
 
 def fp8_strategy(
-    backend: str, k: torch.Tensor, v: torch.Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale, softmax_scale: float
+    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale, softmax_scale: float
 ) -> Attend:
     """Attention of E4M3 queries over E4M3 K and V, without RoPE. The output is BF16."""
     if backend == "fa3":
@@ -80,16 +80,23 @@ def _quantized_rows(
     shifts all scores of a query by the same number, which cancels in the softmax.
     """
     fa3, rows, (cos, sin) = load_fa3(k.device, k.dtype), find("auto", k.device, k.dtype), k_rope or (None, None)
-    none = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "dtype": FP8}
-    rope = {"rope_cos": cos, "rope_sin": sin, "rope_interleaved": rope_interleaved, "dtype": FP8}
-    k, k_scale, _ = rows.quantize_rows(k, **rope, rotate_keys=rotate_keys, means=True, heads_per_scale=1)
-    v, v_scale, v_mean = rows.quantize_rows(v, **none, rotate_keys=False, means=True, heads_per_scale=1)
+    k, k_scale, _ = rows.quantize_rows(
+        k, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1,
+        dtype=FP8,
+    )  # fmt: skip
+    v, v_scale, v_mean = rows.quantize_rows(
+        v, rope_cos=None, rope_sin=None, rope_interleaved=False, rotate_keys=False, subtract_mean=True, heads_per_scale=1, dtype=FP8
+    )
+    assert v_mean is not None
 
     def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
         if rope is not None:
             q = rows.apply_rope(q, *rope, rope_interleaved)
-        q_fp8, q_scale, _ = rows.quantize_rows(q, **none, rotate_keys=rotate_keys, means=False, heads_per_scale=group)
+        q_fp8, q_scale, _ = rows.quantize_rows(
+            q, rope_cos=None, rope_sin=None, rope_interleaved=False, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group,
+            dtype=FP8,
+        )  # fmt: skip
         out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
         out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
         return out.to(q.dtype)

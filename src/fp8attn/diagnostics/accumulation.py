@@ -48,12 +48,12 @@ class Accumulation:
         return min((length for length, error in self.errors.items() if error > SINGLE_LEVEL_THRESHOLD), default=None)
 
     def __str__(self) -> str:
-        longest = max(self.errors)
-        if self.levels == 2:
+        longest, start = max(self.errors), self.hurts_from
+        if start is None:
             return f"two-level: {self.errors[longest]:.2%} off at {longest:,} tokens"
-        shown = [length for length in (self.hurts_from, 8192, longest) if length >= self.hurts_from and length in self.errors]
+        shown = [length for length in (start, 8192, longest) if length >= start and length in self.errors]
         wrong = ", ".join(f"{self.errors[length]:.1%} at {length:,}" for length in dict.fromkeys(shown))
-        return f"single-level: hurts from {self.hurts_from:,} tokens where V has a mean ({wrong})"
+        return f"single-level: hurts from {start:,} tokens where V has a mean ({wrong})"
 
 
 def measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ def examine(model: Any) -> list[Check]:
     return checks
 
 
-def offset_checks(offsets: dict[int, float]) -> list[Check]:
+def offset_checks(offsets: Mapping[int, float]) -> list[Check]:
     """A warning about layers whose K has an offset that no static mean removes.
 
     Args:
@@ -96,7 +97,7 @@ def offset_checks(offsets: dict[int, float]) -> list[Check]:
     """
     if not offsets:
         return []
-    worst = max(offsets, key=offsets.get)
+    worst = max(offsets, key=lambda layer: offsets[layer])
     detail = (
         f"layers {ranges(offsets)}: RoPE rotates an offset of up to {offsets[worst]:.0f} deviations (layer {worst}), so no static mean "
         f"removes it. INT8 keys lose least; or keep these layers in 16 bits: skip_layers={sorted(offsets)}"

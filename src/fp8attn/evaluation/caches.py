@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import transformers
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from ..errors import UsageError
 from ..integrations.transformers import FP8Cache
+from ..layout import KeyDtype
 from ..numerics import E4M3, quantize
 from ..scales import KVScales
 from .names import CACHES
 
-FORMATS = {  # by the name of a cache of fp8attn, the format of its keys
+
+class Format(TypedDict, total=False):
+    """Of keys, as `FP8Cache` takes it; what is absent is its default."""
+
+    key_dtype: KeyDtype
+    rotate_keys: bool
+
+
+FORMATS: dict[str, Format] = {  # by the name of a cache of fp8attn, the format of its keys
     "fp8": {},
     "fp8-int8-keys": {"key_dtype": "int8"},
     "fp8-e4m3-keys": {"key_dtype": "e4m3"},
@@ -31,13 +40,13 @@ def _stored(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16)
 
 
-class _StoresBF16:
+class _StoresBF16(CacheLayerMixin):
     """Makes a layer store K and V in bfloat16, whatever the model's dtype is, and return them in the model's dtype."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(_stored(key_states), _stored(value_states))
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(_stored(key_states), _stored(value_states), *args, **kwargs)
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
@@ -56,7 +65,7 @@ class BF16Cache(DynamicCache):
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         replaced = {DynamicLayer: lambda _: BF16Layer(), DynamicSlidingWindowLayer: lambda old: BF16SlidingLayer(old.sliding_window)}
-        self.layers = [replaced.get(type(layer), lambda old: old)(layer) for layer in self.layers]
+        self.layers: list[CacheLayerMixin] = [replaced.get(type(layer), lambda old: old)(layer) for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
@@ -73,11 +82,14 @@ class E4M3Layer(DynamicLayer):
         first_exact: return K and V of the first forward before rounding, as transformers does.
     """
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, scale: float | None = 1.0, *, first_exact: bool = False) -> None:
         super().__init__()
         self.scale, self.first_exact = scale, first_exact
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V `[B, num_kv_heads, S, head_dim]`, and return all of them, dequantized."""
         new, first = (key_states, value_states), not self.is_initialized
         if first:
@@ -89,7 +101,8 @@ class E4M3Layer(DynamicLayer):
         self.keys, self.values = (x.view(E4M3.dtype) for x in stored)
         if first and self.first_exact:
             return new
-        return tuple((x.float() * scale).to(self.dtype) for x, scale in zip((self.keys, self.values), self.scales, strict=True))
+        keys, values = ((x.float() * scale).to(self.dtype) for x, scale in zip((self.keys, self.values), self.scales, strict=True))
+        return keys, values
 
     def _first_scale(self, x: torch.Tensor) -> torch.Tensor:
         if self.scale is not None:
@@ -105,7 +118,7 @@ class E4M3Cache(DynamicCache):
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config=config)
-        self.layers = [E4M3Layer(**options) if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers: list[CacheLayerMixin] = [E4M3Layer(**options) if type(layer) is DynamicLayer else layer for layer in self.layers]
 
     @property
     def nbytes(self) -> int:

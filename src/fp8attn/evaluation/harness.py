@@ -24,7 +24,9 @@ class CachedLM(HFLM):
         batch_size: requests in one batch.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, make_cache: MakeCache, *, chunk: int = CHUNK, batch_size: int = 1, **options) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, make_cache: MakeCache, *, chunk: int = CHUNK, batch_size: int = 1, **options: Any
+    ) -> None:
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **options)
         self.make_cache, self.chunk = make_cache, chunk
 
@@ -35,7 +37,7 @@ class CachedLM(HFLM):
         cache = self.make_cache()
         return torch.cat([forward(self.model, part, cache) for part in inps.split(self.chunk, 1)], 1)
 
-    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs) -> torch.Tensor:
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
         """The continuations of `context [B, S]`, with lm-eval's arguments."""
         cached = {"past_key_values": self.make_cache(), "prefill_chunk_size": self.chunk}
         return super()._model_generate(context, max_length, stop, **cached, **generation_kwargs)

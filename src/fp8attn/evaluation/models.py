@@ -112,13 +112,14 @@ def load(
     source = default_model() if model is None else model
     device = _usable(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     config = load_config(source)  # its errors are shorter than those of the calls below
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16 if source in PUBLIC else "auto")
+    kind: torch.dtype | str
+    kind = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16 if source in PUBLIC else "auto")
     if source in PUBLIC:
-        loaded, tokenizer = _load_gguf(find(source), config, dtype=dtype, attn_implementation=attn_implementation)
+        loaded, tokenizer = _load_gguf(find(source), config, dtype=kind, attn_implementation=attn_implementation)
         return loaded.to(device).eval(), tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False)
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation=attn_implementation, trust_remote_code=False)
     except (SafetensorError, json.JSONDecodeError) as error:
         raise UsageError(f"a file of {source} is damaged or cut short ({error}); download or copy the model again") from error
     except OSError as error:
@@ -126,7 +127,7 @@ def load(
     return loaded.to(device).eval(), tokenizer
 
 
-def _load_gguf(file: Path, config: Any, **options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_gguf(file: Path, config: Any, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)  # transformers 5.17 takes the first special token
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, config=config, gguf_file=file.name, **dequantized(), **options)

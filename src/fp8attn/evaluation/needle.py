@@ -126,9 +126,10 @@ class _Reader:
         same = next((at for at, (a, b) in enumerate(zip(self.held, tokens, strict=False)) if a != b), min(len(self.held), len(tokens)))
         step = math.lcm(self.chunk, PAGE_SIZE)  # later tokens may have changed the scale of their page
         keep = min(same, len(tokens) - 1) // step * step
-        ours = isinstance(self.cache, (FP8Cache, BF16Cache)) and all(getattr(x, "is_croppable", False) for x in self.cache.layers)
-        if not keep or not ours:
+        cache = self.cache
+        ours = isinstance(cache, (FP8Cache, BF16Cache)) and all(getattr(x, "is_croppable", False) for x in cache.layers)
+        if cache is None or not keep or not ours:
             self.cache = self.make()
             return 0
-        self.cache.crop(keep - len(self.held))
+        cache.crop(keep - len(self.held))
         return keep

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 from zipfile import ZIP_BZIP2, ZipFile
 
 
@@ -97,11 +97,11 @@ def same_outcomes(outcomes: Sequence[Outcome], first: str, second: str) -> bool:
 def cells(outcomes: Sequence[Outcome], most_depths: int = 11) -> list[Cell]:
     """Mean scores by cache, length and depth. More than `most_depths` depths are grouped by tenths, each named by its middle."""
     many = len({outcome.depth for outcome in outcomes}) > most_depths
-    groups: dict[tuple, list[float]] = {}
+    groups: dict[tuple[str, int, float], list[float]] = {}
     for o in outcomes:
         depth = (min(int(10 * o.depth), 9) + 0.5) / 10 if many else o.depth
         groups.setdefault((o.cache, o.length, depth), []).append(o.score)
-    return [Cell(*group, sum(scores) / len(scores), len(scores)) for group, scores in groups.items()]
+    return [Cell(cache, length, depth, sum(scores) / len(scores), len(scores)) for (cache, length, depth), scores in groups.items()]
 
 
 def save_outcomes(path: str | Path, outcomes: Iterable[Outcome]) -> None:
@@ -136,8 +136,8 @@ def load_samples(path: str | Path, part: slice = slice(None)) -> Iterator[Sample
             yield Sample(**{**row, "tokens": array("i", tokens), "answers": tuple(row["answers"])})
 
 
-def _open(path: str | Path, mode: str) -> TextIO:
-    return (lzma.open if Path(path).suffix == ".xz" else open)(path, mode, encoding="utf-8")
+def _open(path: str | Path, mode: Literal["rt", "wt"]) -> TextIO:
+    return lzma.open(path, mode, encoding="utf-8") if Path(path).suffix == ".xz" else open(path, mode, encoding="utf-8")
 
 
 def _write_lines(path: str | Path, rows: Iterable[dict]) -> None:

@@ -63,7 +63,7 @@ def newcombe(both: int, only_first: int, only_second: int, neither: int) -> tupl
     p1, p2 = first / samples, second / samples
     (l1, u1), (l2, u2) = wilson(first, samples), wilson(second, samples)
     product = first * (samples - first) * second * (samples - second)
-    agreement = both * neither - only_first * only_second
+    agreement: float = both * neither - only_first * only_second
     if agreement > 0:
         agreement = max(agreement - samples / 2, 0)
     phi = agreement / math.sqrt(product) if product else 0.0

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
@@ -78,7 +79,7 @@ def fp8_transformer(
 def on_step_end(*reports: AttentionReport) -> Callable:
     """A pipeline's `callback_on_step_end`: it sets each report's next step; after the last step that is 0, for the next video."""
 
-    def callback(pipeline, step: int, timestep, callback_kwargs: dict) -> dict:
+    def callback(pipeline: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
         for report in reports:
             report.step((step + 1) % pipeline.num_timesteps)
         return callback_kwargs
@@ -90,7 +91,7 @@ def _foreign_backend(transformer: torch.nn.Module) -> AttentionBackendName | Non
     """An attention backend in use that calls something else."""
     default, _ = _AttentionBackendRegistry.get_active_backend()  # only read; set_attention_backend sets it for the whole process
     for module in transformer.modules():
-        processor = getattr(module, "processor", None)
+        processor: Any = getattr(module, "processor", None)
         if hasattr(processor, "_attention_backend"):
             backend = AttentionBackendName(processor._attention_backend or default)
             if backend not in THROUGH_SDPA:

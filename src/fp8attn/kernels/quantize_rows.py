@@ -143,7 +143,7 @@ def _rows_kernel(
 
 def quantize_rows(
     x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
-    means: bool, heads_per_scale: int, dtype: torch.dtype,
+    subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`reference.quantize_rows` with the same bits, except for the sign of NaN, and for means, which are summed in another order."""
     device = x.device
@@ -155,7 +155,7 @@ def quantize_rows(
     parts = -(-length // size)
     part = torch.empty(batch * heads, parts, 3, width, dtype=torch.float32, device=device)
     scale = torch.empty(batch, heads // heads_per_scale, dtype=torch.float32, device=device)
-    mean = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=device) if means else None
+    mean = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=device) if subtract_mean else None
     out = torch.empty_like(x, dtype=torch.uint8)
     strides, angle_strides = x.stride()[:3], (*cos_strides, *sin_strides)
     each, options = Tokens(row, rotate_keys, tokens), {"num_warps": 4, "enable_fp_fusion": False}
@@ -164,8 +164,9 @@ def quantize_rows(
     args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
     launch(_statistics_kernel, (parts * batch * heads,), args, constants("statistics", device, TOKENS=each, **options))
     args = part, mean, scale, parts, length, heads_per_scale
-    launch(_scales_kernel, (scale.numel(),), args, constants("scales", device, D=head_dim, C=width, MEANS=means, INT8=int8, num_warps=4))
+    given = constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, INT8=int8, num_warps=4)
+    launch(_scales_kernel, (scale.numel(),), args, given)
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
-    given = constants("rows", device, OPTIONS=Options(each, means, int8, is_native(device)), **options)
+    given = constants("rows", device, OPTIONS=Options(each, subtract_mean, int8, is_native(device)), **options)
     launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, given)
     return out.view(dtype), scale, mean

@@ -210,7 +210,9 @@ def _deciding() -> _Mode | None:
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return _deciding().attend(*args, **kwargs)
+    mode = _deciding()
+    assert mode is not None  # it runs `_multi_head`
+    return mode.attend(*args, **kwargs)
 
 
 # torch turns a mode off while it handles a function, so the mode would not see the SDPA inside nn.MultiheadAttention's function. Entering
@@ -237,7 +239,7 @@ def _compiled(level: int, reason: str | None) -> None:
         mode.report.row("", None, reason).compiled += 1
 
 
-_compiled._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, without importing all of Dynamo
+vars(_compiled)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result does, without importing all of Dynamo
 
 
 class _Site:
@@ -261,7 +263,7 @@ class _Site:
         parent: _Site | None,
         slot: int,
         module: nn.Module | None,
-        copies: list[weakref.ref],
+        copies: list[weakref.ref[nn.Module]],
     ) -> None:
         self.name, self.layer, self.reason, self.parent, self.slot = name, layer, reason, parent, slot
         self.module, self.copies = module, copies
@@ -305,30 +307,32 @@ _slots_lock = threading.Lock()
 def _hooks(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None) -> Iterator[None]:
     """Hooks on the model, and on its modules that may call attention: those with children, and those that the policy names."""
     with _slots_lock:
-        mode.slot = next(slot for slot in range(len(_slots) + 1) if slot not in _slots)
-        _slots.add(mode.slot)
+        mode.slot = slot = next(slot for slot in range(len(_slots) + 1) if slot not in _slots)
+        _slots.add(slot)
     # A handle of register_forward_hook has a new number each time. Dynamo guards on it, so every block would be compiled separately.
-    hook = f"fp8attn-{mode.slot}"
+    hook: Any = f"fp8attn-{slot}"  # torch declares int, the handles' numbers
     sites: dict[nn.Module, _Site] = {}
-    copies: list[weakref.ref] = []
+    copies: list[weakref.ref[nn.Module]] = []
     try:
-        sites = _sites(mode, getattr(model, "_orig_mod", model), layers, copies)  # torch.compile wraps a model
+        sites = _sites(mode.policy, slot, getattr(model, "_orig_mod", model), layers, copies)  # torch.compile wraps a model
         for module, site in sites.items():
             module._forward_pre_hooks[hook] = site.enter
             module._forward_hooks[hook] = site.leave
             module._forward_hooks_always_called[hook] = True
         yield
     finally:
-        for module in (*sites, *(module for copied in copies if (module := copied()) is not None)):
-            for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
-                hooks.pop(hook, None)
+        for module in (*sites, *(found for copied in copies if (found := copied()) is not None)):
+            module._forward_pre_hooks.pop(hook, None)
+            module._forward_hooks.pop(hook, None)
+            module._forward_hooks_always_called.pop(hook, None)
         with _slots_lock:
-            _slots.discard(mode.slot)
+            _slots.discard(slot)
 
 
-def _sites(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None, copies: list[weakref.ref]) -> dict[nn.Module, _Site]:
+def _sites(
+    policy: AttentionPolicy, slot: int, model: nn.Module, layers: Sequence[nn.Module] | None, copies: list[weakref.ref[nn.Module]]
+) -> dict[nn.Module, _Site]:
     """The modules that get hooks, and the policy's decision for each."""
-    policy = mode.policy
     names = {module: name for name, module in model.named_modules()}
     layers = _layers(model) if layers is None else [getattr(layer, "_orig_mod", layer) for layer in layers]
     if (policy.skip_first or policy.skip_last) and not layers:
@@ -356,15 +360,16 @@ def _sites(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None, co
         while above and parent is None:
             above = above.rpartition(".")[0]
             parent = by_name.get(above)
-        layer = index.get(module, None if parent is None else parent.layer)
+        own = index.get(module)  # of a layer itself
+        number = own if own is not None or parent is None else parent.layer
         reason = None if parent is None else parent.reason
-        if module in index and layer < policy.skip_first:
+        if own is not None and own < policy.skip_first:
             reason = "left out by skip_first"
-        elif module in index and layer >= len(layers) - policy.skip_last:
+        elif own is not None and own >= len(layers) - policy.skip_last:
             reason = "left out by skip_last"
         elif matched is not None:
             reason = f"left out by name ({matched})"
-        sites[module] = by_name[name] = _Site(name, layer, reason, parent, mode.slot, module, copies)
+        sites[module] = by_name[name] = _Site(name, number, reason, parent, slot, module, copies)
     return sites
 
 

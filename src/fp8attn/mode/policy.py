@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import UsageError
-from ..layout import DEFAULT_KEY_DTYPE, key_type
-from ..params import DENSE_BACKENDS
+from ..layout import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ..params import DENSE_BACKENDS, DenseBackendName
 
 # Tokens, from results/h100/sdpa.json: at 8192, causal attention with as many KV heads as query heads is as fast as BF16, and everything
 # else is faster; at 4096 it is a sixth slower.
@@ -56,9 +56,9 @@ class AttentionPolicy:
     skip_last: int = 0
     skip: Sequence[str | Callable[[AttentionCall], bool]] = ()
     steps: Container[int] | Callable[[int], bool] | None = None
-    key_dtype: str = DEFAULT_KEY_DTYPE
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     rotate_keys: bool = True
-    backend: str = "auto"
+    backend: DenseBackendName = "auto"
 
     def __post_init__(self) -> None:
         for name in ("min_length", "skip_first", "skip_last"):

@@ -39,7 +39,7 @@ class ModuleCalls:
             return
         self.queries = _widened(self.queries, query.shape[-2])
         self.keys = _widened(self.keys, key.shape[-2])
-        self.heads = tuple(x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
+        self.heads = _heads(query), _heads(key)
 
 
 @dataclass
@@ -100,6 +100,10 @@ class AttentionReport:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
         return "\n".join([f"{self.fp8_calls} of {self.calls} calls in FP8", *lines])
+
+
+def _heads(x: torch.Tensor) -> int:
+    return x.shape[-3] if x.dim() > 2 else 1
 
 
 def _widened(span: tuple[int, int] | None, n: int) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def fp8_kv_mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     device: torch.device | str = "cpu",
-    **kwargs,
+    **kwargs: Any,
 ) -> torch.Tensor | None:
     """The mask of one type of layers: None, compact, or what `sdpa` gets (see the module).
 
@@ -88,10 +88,10 @@ def fp8_kv_mask(
     if not padded and isinstance(q_offset, int) and (kv_length == end if q_length == 1 else q_offset == 0):
         return None
     ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
-    return torch.stack([start.int(), ends] if padded else [ends])[None, None]
+    return torch.stack([ends] if start is None or not padded else [start.int(), ends])[None, None]
 
 
-def _is_causal(sdpa_arguments: dict) -> bool:
+def _is_causal(sdpa_arguments: dict[str, Any]) -> bool:
     """Whether an unknown mask function has the values of the causal one, as in an image model that gets text only."""
     if torch.compiler.is_compiling() or sdpa_arguments["mask_function"] is bidirectional_mask_function:
         return False
@@ -120,7 +120,7 @@ def fp8_kv_attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a transformers layer: over FP8 pages if `key` carries them, else as `sdpa` computes it.
 

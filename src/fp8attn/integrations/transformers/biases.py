@@ -15,6 +15,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from ...scales import SEVERAL
 from .config import decoder_config, heads_of
 
 POSITIONS = 4096  # positions of the context that RoPE is computed at
+Attention = Any  # an attention module: transformers has a class for each model, and none for all
 MAX_SPREAD = 4.0  # how much larger the variance of a score's error may become: twice the error
 
 
@@ -84,14 +86,15 @@ def spread_layers(model: nn.Module) -> set[int]:
     return found
 
 
-def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module, nn.Module | None]]:
+def _attentions(model: nn.Module) -> Iterator[tuple[int, Attention, nn.Module | None]]:
     """The decoder's attention modules, each with its layer's index and the norm before it, if that is known."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, "layer_idx", None), int) and (hasattr(module, "k_proj") or hasattr(module, "qkv_proj")):
-            yield module.layer_idx, module, getattr(model.get_submodule(name.rpartition(".")[0]), "input_layernorm", None)
+            attention: Attention = module
+            yield attention.layer_idx, attention, getattr(model.get_submodule(name.rpartition(".")[0]), "input_layernorm", None)
 
 
-def _projection(attention: nn.Module, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def _projection(attention: Attention, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The projection of Q, K or V as a function of the norm's output before its weight and bias.
 
     Args:
@@ -105,15 +108,16 @@ def _projection(attention: nn.Module, which: str, norm: nn.Module | None) -> tup
     linear = getattr(attention, "qkv_proj" if fused else f"{which}_proj", None)
     if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point() or getattr(attention, "head_dim", None) is None:
         return None
-    weight, added = linear.weight, linear.bias
+    weight: torch.Tensor = linear.weight
+    added: torch.Tensor | None = linear.bias
     if fused:
         kv = heads_of(attention.config)[1] * attention.head_dim
         queries = len(weight) - 2 * kv
         rows = {"q": slice(queries), "k": slice(queries, queries + kv), "v": slice(queries + kv, None)}[which]
         weight, added = weight[rows], None if added is None else added[rows]
     weight, added = weight.float(), None if added is None else added.float()
-    gain = None if norm is None else getattr(norm, "weight", None)
-    if gain is not None and gain.shape == weight.shape[1:]:
+    gain = getattr(norm, "weight", None)
+    if norm is not None and gain is not None and gain.shape == weight.shape[1:]:
         shift = getattr(norm, "bias", None)
         if shift is not None:
             added = weight @ shift.float() + (0.0 if added is None else added)
@@ -121,12 +125,12 @@ def _projection(attention: nn.Module, which: str, norm: nn.Module | None) -> tup
     return weight, added
 
 
-def _norm_after(attention: nn.Module, which: str) -> nn.Module | None:
+def _norm_after(attention: Attention, which: str) -> nn.Module | None:
     """The norm between the projection of Q, K or V and RoPE, if there is one."""
     return getattr(attention, f"{which}_norm", None) or getattr(attention, f"{which}_layernorm", None)
 
 
-def _mean_squares(attention: nn.Module, which: str, norm: nn.Module | None) -> torch.Tensor | None:
+def _mean_squares(attention: Attention, which: str, norm: nn.Module | None) -> torch.Tensor | None:
     """The mean squares of the channels of Q or K up to a common factor, `[heads, head_dim]` float32; None: they cannot be read."""
     projection = _projection(attention, which, norm)
     if projection is None:
@@ -139,17 +143,20 @@ def _mean_squares(attention: nn.Module, which: str, norm: nn.Module | None) -> t
     return weight.square().sum(1).unflatten(0, (-1, head_dim))
 
 
-def _offset(attention: nn.Module, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _offset(attention: Attention, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What is added to every K or V, and the deviation, `[num_kv_heads, head_dim]` float32 each; None: nothing, or it cannot be read."""
     projection = _projection(attention, which, norm)
-    if projection is None or projection[1] is None or _norm_after(attention, which) is not None:  # a norm would change what a bias adds
+    if projection is None or _norm_after(attention, which) is not None:  # a norm would change what a bias adds
         return None
     weight, added = projection
+    if added is None:
+        return None
     return added.unflatten(0, (-1, attention.head_dim)), weight.norm(dim=1).unflatten(0, (-1, attention.head_dim))
 
 
 def _gain(norm: nn.Module) -> torch.Tensor:
     """What a norm multiplies channels by."""
+    assert isinstance(norm.weight, torch.Tensor)
     return norm.weight.float() + ("Gemma" in type(norm).__name__)  # Gemma's norms multiply by 1 + weight
 
 
@@ -160,7 +167,7 @@ def _several(mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor | None
 
 
 def _rotated(
-    offset: torch.Tensor, deviation: torch.Tensor, attention: nn.Module, rotary: nn.Module | None, context: int
+    offset: torch.Tensor, deviation: torch.Tensor, attention: Attention, rotary: nn.Module | None, context: int
 ) -> tuple[torch.Tensor | None, float]:
     """K's mean after RoPE, and the offset that remains without it, in deviations."""
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -11,7 +12,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 
 from ...cache import PagedKVCache
 from ...errors import UsageError
-from ...layout import DEFAULT_KEY_DTYPE, KVPages, key_type
+from ...layout import DEFAULT_KEY_DTYPE, KeyDtype, KVPages, key_type
+from ...params import BackendName
 from ...scales import KVScales
 from . import files
 from .biases import layer_biases, spread_layers
@@ -55,9 +57,9 @@ class FP8Cache(Cache):
         max_cache_len: int | None = None,
         scales: KVScales | None = None,
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
-        key_dtype: str = DEFAULT_KEY_DTYPE,
+        key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"FP8Cache takes a model's config, as in FP8Cache(model.config); got {type(config).__name__}")
@@ -107,9 +109,9 @@ class FP8Cache(Cache):
         *,
         max_cache_len: int | None = None,
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
-        key_dtype: str = DEFAULT_KEY_DTYPE,
+        key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> FP8Cache:
         """The cache of `model.config`, with static means where the model's biases are several deviations of K or V (`biases`).
 
@@ -130,8 +132,10 @@ class FP8Cache(Cache):
         """
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
-        options = {"skip_layers": skip_layers, "key_dtype": key_dtype, "rotate_keys": rotate_keys, "backend": backend}
-        cache = cls(model.config, max_cache_len=max_cache_len, **options)
+        cache = cls(
+            model.config, max_cache_len=max_cache_len, skip_layers=skip_layers, key_dtype=key_dtype, rotate_keys=rotate_keys,
+            backend=backend,
+        )  # fmt: skip
         check_attention_interface(decoder_config(model.config))
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
         biases, spread = layer_biases(model, max_cache_len), spread_layers(model) if key_dtype == "e4m3" else ()
@@ -162,7 +166,7 @@ class FP8Cache(Cache):
         *,
         max_cache_len: int | None = None,
         device: torch.device | str | None = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> FP8Cache:
         """Make a cache from a file of `save`, with the same bytes, format, means and calibrated scales.
 
@@ -203,7 +207,7 @@ class FP8Cache(Cache):
         what = "empty" if self.paged is None else repr(self.paged)
         return f"FP8Cache({held} layers in FP8, {len(self.layers) - held} in 16 bits, {what})"
 
-    def _all_layers(self, method: str, *args) -> None:
+    def _all_layers(self, method: str, *args: Any) -> None:
         """Call `method` on every 16-bit layer and once for all FP8 layers. If a 16-bit layer does not have the method, call nothing."""
         lacking = [index for index, layer in enumerate(self.layers) if not hasattr(layer, method)]
         if lacking:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
 from ...errors import UsageError
-from ...layout import DEFAULT_KEY_DTYPE, FP8, key_type
+from ...layout import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
 from ...numerics import MIN_SCALE
 from ...scales import SEVERAL, KVScales, LayerScales
 from ...statistics import SAMPLED_TOKENS, Histogram, Range
 from .config import FULL, LayerSpec, layers_of
 
-METHODS = ("absmax", "percentile")
+Method = Literal["absmax", "percentile"]
+METHODS: tuple[Method, ...] = get_args(Method)
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
 
@@ -30,9 +31,9 @@ def calibrate(
     model: Any,
     batches: Iterable[Batch],
     *,
-    method: Literal["absmax", "percentile"] = "absmax",
+    method: Method = "absmax",
     percentile: float = 99.99,
-    key_dtype: str = DEFAULT_KEY_DTYPE,
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> KVScales:
@@ -71,8 +72,11 @@ def calibrate(
     ranges = {index: (Range(k_type, rotate_keys, rope=True), Range(FP8)) for index, spec in enumerate(specs) if spec.kind == FULL}
 
     def run(number: int, see: Observe) -> None:
-        done = progress and (lambda count: progress(number * len(given) + count, passes * len(given)))
-        _run(model, specs, given, see, done or (lambda count: None))
+        def done(count: int) -> None:
+            if progress is not None:
+                progress(number * len(given) + count, passes * len(given))
+
+        _run(model, specs, given, see, done)
 
     def first(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
         for name, found, x in zip("KV", ranges[index], (k, v), strict=True):
@@ -125,6 +129,7 @@ def _layers(model: Any) -> list[LayerSpec]:
 def _as_mapping(batch: Batch) -> dict[str, torch.Tensor | None]:
     """`input_ids` and `attention_mask`, which may be None."""
     names = ("input_ids", "attention_mask")
+    given: dict[str, torch.Tensor | None]
     given = {name: batch.get(name) for name in names} if isinstance(batch, Mapping) else {"input_ids": batch}
     if wrong := [x for x in given.values() if x is not None and not isinstance(x, torch.Tensor)]:
         raise TypeError(
@@ -139,7 +144,7 @@ def _as_mapping(batch: Batch) -> dict[str, torch.Tensor | None]:
 
 
 @torch.no_grad()
-def _run(model: Any, specs: list[LayerSpec], batches: list[dict], see: Observe, done: Callable[[int], None]) -> None:
+def _run(model: Any, specs: list[LayerSpec], batches: list[dict[str, Any]], see: Observe, done: Callable[[int], None]) -> None:
     """Run one forward per batch. `see(layer, K, V)` gets the tokens that are not padding, `[T, num_kv_heads, head_dim]` each."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -176,7 +181,9 @@ def _observing_cache(specs: list[LayerSpec], see: Observe, real: torch.Tensor) -
             super().__init__()
             self.index = index
 
-        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             if key_states.shape != value_states.shape:
                 raise UsageError(
                     f"layer {self.index} caches a K {list(key_states.shape)} and a V {list(value_states.shape)}; fp8attn needs K and V of "

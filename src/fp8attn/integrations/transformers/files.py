@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import storage
+from ...params import BackendName
 from .layers import FP8Layer
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ def save(cache: FP8Cache, path: str | Path, config: PreTrainedConfig, seqs: Sequ
     storage.write(path, tensors, metadata | {name: json.dumps(value) for name, value in written.items()})
 
 
-def load(make, path: str | Path, config: PreTrainedConfig, max_cache_len: int | None, device, backend: str) -> FP8Cache:
+def load(
+    make: type[FP8Cache], path: str | Path, config: PreTrainedConfig, max_cache_len: int | None, device: torch.device | str | None,
+    backend: BackendName,
+) -> FP8Cache:  # fmt: skip
     """The cache of a file of `save` (`FP8Cache.load`). `make` is FP8Cache."""
     tensors, metadata = storage.read(path)
     if "model" not in metadata:
@@ -86,6 +90,6 @@ def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
             setattr(layer, name, value if isinstance(old, torch.Tensor) else int(value))
 
 
-def _model(config: PreTrainedConfig) -> dict:
+def _model(config: PreTrainedConfig) -> dict[str, Any]:
     """The identity of a model. Only the last part of its name is used, because folders differ between machines."""
     return {"type": config.model_type, "layers": config.num_hidden_layers, "name": Path(config.name_or_path).name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -11,7 +12,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import PagedKVCache
 from ...dense.sdpa import autocast
-from ...layout import HEAD_DIMS
+from ...layout import HEAD_DIMS, KeyDtype
+from ...params import BackendName
 from ...scales import LayerScales
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
@@ -25,7 +27,7 @@ class FP8Layers:
         paged: the pages of all FP8 layers; None before the first K and V.
     """
 
-    def __init__(self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: str, backend: str) -> None:
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, backend: BackendName) -> None:
         self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
@@ -166,7 +168,7 @@ class FP8Layer(CacheLayerMixin):
         """Make the pages of all FP8 layers for K and V of this shape."""
         self.shared.make(self.index, key_states, value_states)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize and append new tokens, and return K and V of all tokens.
 
         Args:
@@ -200,13 +202,15 @@ class FP8Layer(CacheLayerMixin):
                 "cache by FP8Cache.for_model(model), which does",
                 stacklevel=2,
             )
-        return tuple(dequantize(pages, which, shared.length, key_states.dtype) for which in "kv")
+        dtype = key_states.dtype
+        return dequantize(pages, "k", shared.length, dtype), dequantize(pages, "v", shared.length, dtype)
 
     # Sizes, for transformers
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
-        return self.shared.max_cache_len or self.get_seq_length() + query_length, 0
+        paged = self.shared.paged
+        return self.shared.max_cache_len or (0 if paged is None else paged.lengths[0]) + query_length, 0
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from ...layout import FIELDS, PAGE_SIZE, KVPages
+from ...params import BackendName
 from ...rotation import rotate_back
 
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
@@ -56,13 +58,13 @@ class PagedTensor(torch.Tensor):
     raw pointers must not get one. The cache returns it only if the model's attention implementation is `fp8_kv`.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: str = "auto") -> PagedTensor:
+    def __new__(cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto") -> PagedTensor:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
-    def __init__(self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: str = "auto") -> None:
+    def __init__(self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto") -> None:
         self.which, self.backend, self.pages = which, backend, pages
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
@@ -74,21 +76,25 @@ class PagedTensor(torch.Tensor):
         """The values as a plain tensor."""
         return dequantize(pages_of(self), self.which, self.shape[2], self.dtype)
 
-    def __repr__(self, **_) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"PagedTensor({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
-    def __tensor_flatten__(self):
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         given = [f"_{name}" for name in _TENSORS if getattr(self.pages, name) is not None]
         return given, (self._key_dtype, self._rotate_keys, self.which, self.dtype, self.backend)
 
     @classmethod
-    def __tensor_unflatten__(cls, inner, context, outer_size, outer_stride):
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> PagedTensor:
         key_dtype, rotate_keys, which, dtype, backend = context
         pages = KVPages.trusted(*(inner.get(f"_{name}") for name in _TENSORS), key_dtype, rotate_keys)
         return cls(pages, which, outer_size, dtype, backend)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         plain = tree_map(lambda x: x.dequantize() if isinstance(x, PagedTensor) else x, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 

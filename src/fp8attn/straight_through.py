@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .layout import DEFAULT_KEY_DTYPE, PAGE_SIZE, KeyDtype, KVPages
@@ -47,7 +49,7 @@ def fake_quantize(
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, k: torch.Tensor, v: torch.Tensor, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = options
         pages = KVPages.from_dense(k, v, **options)
         batch, _, length, _ = k.shape
@@ -55,12 +57,14 @@ class _StraightThrough(torch.autograd.Function):
         tokens = PAGE_SIZE * pages.num_pages
         table = pages.page_table.view(1, -1)
         merged = KVPages.trusted(pages.pool, table, table.new_full((1,), tokens), *pages.state[3:])
-        return tuple(x.unflatten(0, (batch, -1))[:, :length].transpose(1, 2).contiguous() for x in merged.read(0, tokens, k.dtype))
+        k, v = (x.unflatten(0, (batch, -1))[:, :length].transpose(1, 2).contiguous() for x in merged.read(0, tokens, k.dtype))
+        return k, v
 
     @staticmethod
-    def backward(ctx, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         cos, sin, interleaved = (ctx.options[name] for name in ("rope_cos", "rope_sin", "rope_interleaved"))
         if cos is not None:
-            cos, sin = dense_tables(cos, sin, grad_k.shape[0], *grad_k.shape[2:], interleaved)
+            batch, _, length, head_dim = grad_k.shape
+            cos, sin = dense_tables(cos, sin, batch, length, head_dim, interleaved)
             grad_k = apply_rope(grad_k, cos, -sin, interleaved)  # the inverse
         return grad_k, grad_v, None

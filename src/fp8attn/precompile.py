@@ -27,8 +27,8 @@ import torch
 from .backends import load, select_backend
 from .errors import UsageError
 from .kernels.machine import Machine, machine, plan_for
-from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KVPages, key_type, page_bytes
-from .params import AttentionParams
+from .layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KeyDtype, KVPages, key_type, page_bytes
+from .params import AttentionParams, BackendName
 
 if TYPE_CHECKING:
     from .kernels.launch import Launch
@@ -76,8 +76,8 @@ class Layer:
     num_kv_heads: int
     head_dim: int
     dtype: str = "bfloat16"
-    backend: str = "hopper"
-    key_dtype: str = DEFAULT_KEY_DTYPE
+    backend: BackendName = "hopper"
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     rotate_keys: bool = True
     k_mean: bool = False
     v_mean: bool = False
@@ -115,8 +115,8 @@ def warmup(
     head_dim: int | None = None,
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
-    backend: str = "auto",
-    key_dtype: str = DEFAULT_KEY_DTYPE,
+    backend: BackendName = "auto",
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: bool = True,
     means: bool = False,
     static_scales: bool = False,
@@ -166,20 +166,21 @@ def warmup(
         RuntimeError: a kernel did not compile; the message is the compiler's.
     """
     given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    shape = {name: value for name, value in given.items() if value is not None}
-    if len(shape) != (3 if config is None else 0):
-        raise UsageError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {shape or 'neither'}")
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != (3 if config is None else 0):
+        raise UsageError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {given or 'neither'}")
     if config is not None:
-        shape, has_softcap, has_sinks = _read(config)
+        (num_q_heads, num_kv_heads, head_dim), has_softcap, has_sinks = _read(config)
         softcap, sinks = softcap or has_softcap, sinks or has_sinks
+    assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
         raise UsageError(f"the kernels take bfloat16 and float16, not {dtype}: pass the dtype that the model runs in")
     with _compiler() as process:  # it imports modules while this process queries the GPU
         backend, triton_target, numbers = _aim(device, dtype, backend, target)
         layer = Layer(
-            **shape, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, static_scales=static_scales,
-            softcap=softcap, sinks=sinks,
+            num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
+            static_scales=static_scales, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
         layers = [
@@ -187,6 +188,7 @@ def warmup(
             for k_mean, v_mean in (of_k_and_v if means else of_k_and_v[:1])
             for windowed in ((False, True) if window else (False,))
         ]
+        assert process.stdin is not None and process.stdout is not None
         json.dump({"layers": layers, "target": triton_target, "machine": numbers, "processes": processes or _cores()}, process.stdin)
         process.stdin.close()
         kernels: list[Kernel] = []
@@ -199,17 +201,18 @@ def warmup(
     return kernels
 
 
-def _read(config: Any) -> tuple[dict[str, int], bool, bool]:
-    """From a transformers config: the shape of its 8-bit layers, and whether they have a softcap and sinks."""
+def _read(config: Any) -> tuple[tuple[int, int, int], bool, bool]:
+    """From a transformers config: `(num_q_heads, num_kv_heads, head_dim)` of its 8-bit layers, whether they have a softcap, and sinks."""
     from .integrations.transformers.config import FULL, has_sinks, has_softcap, layers_of, shape_of
 
     shape = shape_of(config)
     num_q_heads = next(layer.num_q_heads for layer in layers_of(config) if layer.kind == FULL)
-    heads = {"num_q_heads": num_q_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    return heads, has_softcap(config), has_sinks(config)
+    return (num_q_heads, shape.num_kv_heads, shape.head_dim), has_softcap(config), has_sinks(config)
 
 
-def _aim(device: torch.device | str, dtype: torch.dtype, backend: str, target: str | None) -> tuple[str, tuple, Machine]:
+def _aim(
+    device: torch.device | str, dtype: torch.dtype, backend: BackendName, target: str | None
+) -> tuple[BackendName, tuple[Any, ...], Machine]:
     """The backend, the arguments of Triton's `GPUTarget`, and the properties of the machine that plans use."""
     if target is not None:
         if target not in TARGETS:
@@ -243,12 +246,13 @@ def _cores() -> int:
 
 
 @contextmanager
-def _compiler() -> Iterator[subprocess.Popen]:
+def _compiler() -> Iterator[subprocess.Popen[str]]:
     """A process that runs `serve`. It does not initialize CUDA, so it can fork. Plans for the device "meta" stay out of this process."""
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SERVE], env=environment, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], env=environment, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         except BrokenPipeError:  # the process has ended
@@ -261,6 +265,8 @@ def _compiler() -> Iterator[subprocess.Popen]:
 
 
 # In the other process
+
+_todo: tuple[list[Launch], Any]  # kernels and the target; processes inherit it, because kernels cannot be pickled
 
 
 def serve() -> None:
@@ -280,7 +286,7 @@ def serve() -> None:
     parts = [made.kernel.fn.__module__.removeprefix(f"{__package__}.kernels.").split(".")[0] for made in found.values()]
     order = sorted(range(len(names)), key=lambda i: SLOWEST_FIRST.index(parts[i]) if parts[i] in SLOWEST_FIRST else len(SLOWEST_FIRST))
     print(json.dumps([len(names)]), file=lines, flush=True)
-    global _todo  # inherited by the processes: kernels cannot be pickled
+    global _todo
     _todo = list(found.values()), GPUTarget(*request["target"])
     with ProcessPoolExecutor(request["processes"], mp_context=get_context("fork")) as pool:
         jobs = {pool.submit(_compile, i): names[i] for i in order}
