@@ -64,11 +64,11 @@ def test_what_is_measured_before_a_failure_is_kept(runner):
 def test_every_benchmark_is_listed(capsys, monkeypatch):
     found = run.benchmarks()
     assert {"prefill", "decode", "append", "sdpa", "portable", "accuracy", "accumulation", "overhead", "wan"} <= found.keys()
-    assert {"run", "measure", "problem", "models"}.isdisjoint(found) and found["prefill"] == "Prefill attention beside its peers."
+    assert {"run", "measure", "problem", "models"}.isdisjoint(found) and found["prefill"] == "Prefill attention, compared with its peers."
     monkeypatch.setattr(sys, "argv", ["run", "nothing"])
     with pytest.raises(SystemExit, match="there is no benchmark nothing"):
         run.main()
-    assert "Prefill attention beside its peers." in capsys.readouterr().out
+    assert "Prefill attention, compared with its peers." in capsys.readouterr().out
 
 
 def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):

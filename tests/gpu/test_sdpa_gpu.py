@@ -87,7 +87,7 @@ def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
 @pytest.mark.parametrize("means", [False, True])
 def test_quantize_rows_is_the_references(means, dtype, rotate):
     x = random_tokens(2 * 700, 4, 128, torch.bfloat16, CUDA).unflatten(0, (2, 700)).transpose(1, 2)
-    given = {"means": means, "heads_per_scale": 2, "dtype": dtype, "rotate_keys": rotate}
+    given = {"subtract_mean": means, "heads_per_scale": 2, "dtype": dtype, "rotate_keys": rotate}
     ours, theirs = (ops.quantize_rows(x, **given, backend=backend) for backend in ("triton", "reference"))
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5 if means and dtype == "int8" else 0, atol=0)  # of what is left without means
     if means:  # their sums are in another order: a byte at a tie may differ
