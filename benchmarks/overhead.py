@@ -1,8 +1,7 @@
 """The CPU time of calls: an op, a launch, and a decode step of a transformers model whose GPU is never the bottleneck.
 
-Microseconds of the host's time; the GPU has so little to do that its queue stays empty. Hosts differ (by half, seen on machines of one
-type) and are not always idle: so all calls take turns, the least mean of many short turns counts, and `torch.relu`, which takes its turn
-with them, shows how fast the host was.
+Microseconds of the host's time. The GPU has so little to do that its queue stays empty. Hosts differ by half, even of one type. So calls
+alternate, the least mean of many short runs counts, and `torch.relu` shows how fast the host was.
 """
 
 from __future__ import annotations
