@@ -251,7 +251,7 @@ def test_ops_pass_torch_opcheck(cache):
     cache.reserve(40)
     k = torch.randn(4, 2, 64)
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
-    options = (q, torch.zeros_like(q), None, 2, angle, angle, False, False, True, "reference")
+    options = (q, torch.zeros_like(q), None, 2, angle, angle, False, False, True, torch.zeros(2, 3).long(), "reference")
     torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *cache.pages(0).state, *options))
     arguments = (torch.randn(4, 4, 64), *cache.pages(0).state, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
     for return_lse in (False, True):

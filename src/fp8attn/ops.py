@@ -34,6 +34,7 @@ def append(
     rope_interleaved: bool = False,
     static_scales: bool = False,
     advance: bool = True,
+    overflows: torch.Tensor | None = None,
     backend: BackendName = "auto",
 ) -> torch.Tensor | None:
     """Quantize new tokens and write them at the end of their sequences.
@@ -58,6 +59,9 @@ def append(
         advance: `cache_seqlens` are the lengths before the new tokens, and this call adds the new tokens to them. False: they count the new
             tokens already, as serving engines keep them, and do not change. Then nothing is written for a sequence that is shorter than its
             new tokens: it is padding of the batch.
+        overflows: `[2, 3]` int64, counts of K and of V that this call adds to: tokens; values that a static scale cannot represent, which
+            saturate; how often a page's own scale grew after the page's first token. `OverflowCounts` makes and reads them. None: nothing
+            is counted.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
         The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.
@@ -66,10 +70,12 @@ def append(
         RuntimeError: an input requires a gradient.
     """
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
+    if overflows is not None:
+        check_tensor(overflows, "overflows", (2, 3), torch.int64, k.device)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
     return run_append(
         name, pages, k, v, q=q, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance,
+        rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
     )  # fmt: skip
 
 
@@ -296,7 +302,7 @@ def quantize_rows(
 def run_append(
     name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
-    advance: bool = True,
+    advance: bool = True, overflows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
     """`append` with checked arguments and the resolved backend `name`. Without `cu_seqlens`, every sequence has `max_seqlen` new tokens."""
     make = torch.empty if max_seqlen else torch.zeros  # a step without tokens writes nothing
@@ -304,11 +310,12 @@ def run_append(
     if unobserved(k):
         load(name).append(
             pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-            rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance,
+            rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
         )  # fmt: skip
     else:
         torch.ops.fp8attn.append(
-            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, advance, name
+            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, advance, overflows,
+            name,
         )  # fmt: skip
     return q_out
 

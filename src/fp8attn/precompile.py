@@ -70,6 +70,7 @@ class Layer:
         k_mean, v_mean: whether there are static means.
         static_scales: whether scales are calibrated.
         advance: whether appends advance the lengths, as `fp8attn.append` takes it.
+        overflows: whether appends count overflows.
         window, softcap, sinks: whether attention has them.
     """
 
@@ -84,6 +85,7 @@ class Layer:
     v_mean: bool = False
     static_scales: bool = False
     advance: bool = True
+    overflows: bool = False
     window: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -123,6 +125,7 @@ def warmup(
     means: bool = False,
     static_scales: bool = False,
     advance: bool = True,
+    overflows: bool = False,
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
@@ -157,6 +160,7 @@ def warmup(
         static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
         advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and not those of
             `FP8Cache`. Attention has the same kernels, with and without `out`.
+        overflows: compile the appends that count overflows (`count_overflows=True` of a cache), and not the others.
         window: also compile for a window. (Sliding layers of an `FP8Cache` are in 16 bits and do not use these kernels.)
         softcap, sinks: whether attention has them.
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
@@ -185,7 +189,7 @@ def warmup(
         backend, triton_target, numbers = _aim(device, dtype, backend, target)
         layer = Layer(
             num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            static_scales=static_scales, advance=advance, softcap=softcap, sinks=sinks,
+            static_scales=static_scales, advance=advance, overflows=overflows, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
         layers = [
@@ -403,6 +407,7 @@ def _append(layer: Layer, tokens: int, ragged: bool) -> None:
         _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, q=None, q_out=None,
         cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens,
         rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales, advance=layer.advance,
+        overflows=_empty(2, 3, dtype=torch.int64) if layer.overflows else None,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ def append(
     rope_interleaved: bool,
     static_scales: bool,
     advance: bool = True,
+    overflows: torch.Tensor | None = None,
 ) -> None:
     """Quantize `k` and `v`, write them at the ends of the sequences, write `q` after RoPE to `q_out`, and advance `cache_seqlens`.
 
@@ -57,11 +58,16 @@ def append(
         last = (length + end - start - 1) // PAGE_SIZE
         ids = pages.page_table[seq, first : last + 1].long()
         taken = KVPages.trusted(pages.pool[ids], *pages.state[1:])
-        for x, codes, scale, pack, unpack in (
-            (k[start:end], taken.k, taken.k_scale, pack_k, unpack_k),
-            (v[start:end], taken.v, taken.v_scale, pack_v, unpack_v),
+        for kind, (x, codes, scale, pack, unpack) in enumerate(
+            (
+                (k[start:end], taken.k, taken.k_scale, pack_k, unpack_k),
+                (v[start:end], taken.v, taken.v_scale, pack_v, unpack_v),
+            )
         ):
-            _append_tokens(x, codes, scale, offset, pack, unpack, static_scales)
+            found = _append_tokens(x, codes, scale, offset, pack, unpack, static_scales)
+            if overflows is not None:
+                overflows[kind, 0] += end - start
+                overflows[kind, 1 if static_scales else 2] += found
         pages.pool[ids] = taken.pool
         if advance:
             pages.cache_seqlens[seq] += end - start
@@ -123,8 +129,9 @@ def quantize_rows(
 def _append_tokens(
     x: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor, offset: int, pack: Callable[[torch.Tensor], torch.Tensor],
     unpack: Callable[[torch.Tensor], torch.Tensor], static_scales: bool,
-) -> None:  # fmt: skip
-    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`."""
+) -> torch.Tensor:  # fmt: skip
+    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`.
+    Returns the number of overflows (`numerics.settle`)."""
     heads, dtype = x.shape[1], pages.dtype
     held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
     held[:offset] = 2
@@ -132,7 +139,7 @@ def _append_tokens(
     new = x.new_zeros(len(held), *x.shape[1:])
     new[offset : offset + len(x)] = x
     old = unpack(pages.float()).unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1)
-    codes, settled = settle(
+    codes, settled, overflows = settle(
         new.unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1), old, scale.flatten(),
         held.view(-1, 1, PAGE_SIZE).expand(-1, heads, -1).flatten(0, 1), dtype, static_scales,
     )  # fmt: skip
@@ -141,6 +148,7 @@ def _append_tokens(
     kept = pack((held > 0)[:, None, None].expand(len(held), *x.shape[1:]))
     pages.view(torch.uint8).copy_(torch.where(kept, written, pages.view(torch.uint8)))
     scale.copy_(settled.view_as(scale))
+    return overflows.sum()
 
 
 def attention(

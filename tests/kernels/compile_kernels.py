@@ -56,7 +56,7 @@ def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=T
 
 def append_tokens(
     head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype=torch.int8, rotate=True,
-    advance=True,
+    advance=True, static=False, overflows=False,
 ) -> None:  # fmt: skip
     """`tokens` new tokens of each of two sequences."""
     k = torch.zeros(2 * tokens, 8, head_dim, dtype=dtype)
@@ -66,7 +66,7 @@ def append_tokens(
         KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_dtype, rotate_keys=rotate), k, k, q=q, q_out=q, max_seqlen=tokens,
         rope_cos=angle, rope_sin=angle,
         cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
-        static_scales=False, advance=advance,
+        static_scales=static, advance=advance, overflows=torch.zeros(2, 3, dtype=torch.int64) if overflows else None,
     )  # fmt: skip
 
 
@@ -133,6 +133,10 @@ def cases() -> dict[str, tuple]:
         "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
         "D128 step counted": (append_tokens, 128, BF16, 1, {"ragged": True, "advance": False}),
         "D128 prompt counted": (append_tokens, 128, BF16, 300, {"ragged": True, "advance": False}),
+        "D128 step overflows": (append_tokens, 128, BF16, 1, {"overflows": True}),
+        "D128 prompt overflows": (append_tokens, 128, BF16, 300, {"overflows": True}),
+        "D128 step static overflows": (append_tokens, 128, BF16, 5, {"overflows": True, "static": True, "key_dtype": FP8}),
+        "D128 prompt static overflows": (append_tokens, 128, BF16, 300, {"overflows": True, "static": True}),
     }
     return found
 

@@ -416,7 +416,8 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     options = (None, 1, True, 0.125, 0, 0.0, None, None, None, None, False, True, "triton")
     torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.state, *options))
     token = torch.randn(2, 2, 64).half()
-    arguments = (token, token.clone(), *pages.state, None, None, None, 1, None, None, False, False, True, "triton")
+    overflows = torch.zeros(2, 3, dtype=torch.int64)
+    arguments = (token, token.clone(), *pages.state, None, None, None, 1, None, None, False, False, True, overflows, "triton")
     torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 

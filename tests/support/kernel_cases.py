@@ -192,9 +192,14 @@ def check_append(append, case: dict, device="cpu") -> None:
         "static_scales": case["static"],
     }
     actual = clone(expected)
+    expected_overflows, overflows = (torch.zeros(2, 3, dtype=torch.int64, device=device) for _ in range(2))
     expected_q, actual_q = (None if q is None else torch.full(q.shape, torch.inf, dtype=dtype, device=device) for _ in range(2))
-    reference.append(expected, k, v, q_out=expected_q, **arguments)
-    append(actual, k, v, q_out=actual_q, **arguments)
+    uncounted = clone(expected)
+    reference.append(expected, k, v, q_out=expected_q, overflows=expected_overflows, **arguments)
+    append(actual, k, v, q_out=actual_q, overflows=overflows, **arguments)
+    assert overflows.tolist() == expected_overflows.tolist()
+    append(uncounted, k, v, q_out=actual_q, **arguments)
+    assert torch.equal(uncounted.pool, actual.pool), "counting changes bytes"
     assert actual.cache_seqlens.tolist() == expected.cache_seqlens.tolist() == totals
     if q is not None:
         assert torch.equal(actual_q.isnan(), expected_q.isnan())

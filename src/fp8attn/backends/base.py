@@ -29,9 +29,9 @@ class Backend(Protocol):
     def append(
         self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, q_out: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
-        rope_interleaved: bool, static_scales: bool, advance: bool,
+        rope_interleaved: bool, static_scales: bool, advance: bool, overflows: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`."""
+        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`. Add to `overflows`."""
 
     def from_dense(
         self, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,

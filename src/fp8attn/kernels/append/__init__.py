@@ -7,6 +7,7 @@
 | `page.py` | more tokens, and dense K and V, page by page |
 | `settle.py` | how `page.py` finds a page's scale |
 | `e4m3.py` | pages of E4M3 inputs |
+| `overflow.py` | counts of values that saturate and of scales that grow |
 | `queries.py` | RoPE on Q |
 | `slot.py`, `words.py` | the positions of tokens and scales in a page |
 | `options.py` | the compile-time options of the kernels |
@@ -50,6 +51,7 @@ def append(
     rope_interleaved: bool,
     static_scales: bool,
     advance: bool = True,
+    overflows: torch.Tensor | None = None,
 ) -> None:
     """`reference.append` with the same bits, except for the sign of NaN."""
     if not k.shape[0] or not max_seqlen:
@@ -58,7 +60,7 @@ def append(
     heads, head_dim = pages.num_kv_heads, pages.head_dim
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
     stored = row, is_native(device), pages.key_dtype == torch.int8, pages.rotate_keys, static_scales, advance
-    held = pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens
+    held = pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, overflows
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
         queries, query_strides, query_shape = (None, None), (0, 0, 0, 0), (0, 0)
@@ -111,8 +113,8 @@ def from_dense(
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
     else:
         args = (
-            k, v, pool, k_mean, v_mean, table, lengths, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch, length, heads,
-            _columns_ahead(device, heads, row.width),
+            k, v, pool, k_mean, v_mean, table, lengths, None, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch, length,
+            heads, _columns_ahead(device, heads, row.width),
         )  # fmt: skip
         stored = row, is_native(device), key_dtype == torch.int8, rotate_keys, False, True
         given = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
