@@ -81,7 +81,7 @@ class OverflowReport:
         return (
             f"static scales do not fit what the model reads: layers {ranges({row.layer for row in over})} saturate more than "
             f"{MOST_SATURATED:.1%} of the values of K or V (the most: {worst.saturated_share:.2%} of {worst.kind.upper()} in layer "
-            f"{worst.layer}). On such text, {RECALIBRATE}; or leave out the scales: each page then has its own"
+            f"{worst.layer}); {RECALIBRATE} on such text, or leave out the scales, so that each page has its own"
         )
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class OverflowCounts:
         self.layers = list(range(layers)) if isinstance(layers, int) else list(layers)
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.tensors = [torch.zeros(2, 3, dtype=torch.int64, device=device) for _ in self.layers]
-        self.warned = False
+        self._warned = False
 
     def read(self) -> OverflowReport:
         """Read the counts back, which waits for the GPU once.
@@ -127,8 +127,8 @@ class OverflowCounts:
                 heads = tokens * self.num_kv_heads
                 rows.append(LayerOverflows(layer, kind, tokens, heads * self.head_dim, saturated, rescaled, heads / PAGE_SIZE))
         report = OverflowReport(tuple(rows))
-        if report.problem is not None and not self.warned:
-            self.warned = True
+        if report.problem is not None and not self._warned:
+            self._warned = True
             logger.warning(report.problem)
         return report
 
