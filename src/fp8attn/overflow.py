@@ -17,8 +17,9 @@ from .scales import RECALIBRATE, ranges
 
 logger = logging.getLogger(__name__)
 
-# The share of K's or V's values of a layer from which on static scales do not fit: ten times what a percentile of 99.99 saturates. With
-# fewer tokens than this, a few values are a large share.
+# The share of K's or V's values of a layer from which on static scales do not fit: ten times what a percentile of 99.99 saturates. On a
+# public model, scales that fit saturate at most 0.05%, also on another kind of text (docs/lab/2026-11-real-models.md). A percentile of 99.9
+# saturates this much by choice. With fewer tokens, a few values are a large share.
 MOST_SATURATED = 0.001
 FEWEST_TOKENS = 1024
 
