@@ -69,6 +69,7 @@ class Layer:
         key_dtype, rotate_keys: as `PagedKVCache` takes them.
         k_mean, v_mean: whether there are static means.
         static_scales: whether scales are calibrated.
+        advance: whether appends advance the lengths, as `fp8attn.append` takes it.
         window, softcap, sinks: whether attention has them.
     """
 
@@ -82,6 +83,7 @@ class Layer:
     k_mean: bool = False
     v_mean: bool = False
     static_scales: bool = False
+    advance: bool = True
     window: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -120,6 +122,7 @@ def warmup(
     rotate_keys: bool = True,
     means: bool = False,
     static_scales: bool = False,
+    advance: bool = True,
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
@@ -152,6 +155,8 @@ def warmup(
         key_dtype, rotate_keys: the options of the cache (`PagedKVCache`).
         means: also compile for static means of K, of V and of both (`FP8Cache.for_model`), four times as many kernels.
         static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
+        advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and not those of
+            `FP8Cache`. Attention has the same kernels, with and without `out`.
         window: also compile for a window. (Sliding layers of an `FP8Cache` are in 16 bits and do not use these kernels.)
         softcap, sinks: whether attention has them.
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
@@ -180,7 +185,7 @@ def warmup(
         backend, triton_target, numbers = _aim(device, dtype, backend, target)
         layer = Layer(
             num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            static_scales=static_scales, softcap=softcap, sinks=sinks,
+            static_scales=static_scales, advance=advance, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
         layers = [
@@ -397,7 +402,7 @@ def _append(layer: Layer, tokens: int, ragged: bool) -> None:
     load(layer.backend).append(
         _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, q=None, q_out=None,
         cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens,
-        rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales,
+        rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales, advance=layer.advance,
     )  # fmt: skip
 
 

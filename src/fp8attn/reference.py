@@ -31,6 +31,7 @@ def append(
     rope_sin: torch.Tensor | None,
     rope_interleaved: bool,
     static_scales: bool,
+    advance: bool = True,
 ) -> None:
     """Quantize `k` and `v`, write them at the ends of the sequences, write `q` after RoPE to `q_out`, and advance `cache_seqlens`.
 
@@ -48,7 +49,9 @@ def append(
     bounds = _bounds(cu_seqlens, max_seqlen, pages)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
-        if start == end:
+        if not advance:
+            length -= end - start
+        if start == end or length < 0:  # no new tokens, or a sequence that pads the batch
             continue
         first, offset = divmod(length, PAGE_SIZE)
         last = (length + end - start - 1) // PAGE_SIZE
@@ -60,7 +63,8 @@ def append(
         ):
             _append_tokens(x, codes, scale, offset, pack, unpack, static_scales)
         pages.pool[ids] = taken.pool
-        pages.cache_seqlens[seq] += end - start
+        if advance:
+            pages.cache_seqlens[seq] += end - start
 
 
 def from_dense(
@@ -143,6 +147,7 @@ def attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
+    out: torch.Tensor | None = None,
     *,
     compute_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
@@ -152,7 +157,7 @@ def attention(
     Kernel errors are differences from the result with `compute_dtype=torch.float64` and `out_dtype=torch.float64`.
     """
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
-    out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype)
+    out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype) if out is None else out.zero_()
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     bounds = _bounds(cu_seqlens_q, max_seqlen_q, pages)
     skipped = leftpad_k.tolist() if leftpad_k is not None else [0] * pages.num_seqs

@@ -12,7 +12,7 @@ from fp8attn.layout import FP8, HEAD_DIMS, KEY_TYPES
 from fp8attn.numerics import relative_error
 from fp8attn.rope import apply_rope
 from fp8attn.rotation import rotate_back
-from tests.support.kernel_cases import LSE_ERROR, cumulative, empty_cache, fill
+from tests.support.kernel_cases import LSE_ERROR, check_out, cumulative, empty_cache, fill
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
@@ -255,6 +255,24 @@ def test_long_steps(keys):
 def test_steps_in_bf16():
     pages = held(ODD)
     check_step(queries(len(ODD), heads=8), pages, 2.5e-3, **options(pages, 1))  # BF16's rounding is 1.6e-3
+
+
+# A given output
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("queries", [1, 4, 200])
+def test_attention_writes_into_a_given_output(head_dim, queries):
+    """Decode, and prefill with its output stored by TMA or, for several sequences in one batch and for head_dim 256, by threads."""
+    check_out("hopper", head_dim, queries, CUDA, (300, 200, 700))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_parts_are_added_into_a_given_output(sinks):
+    """Few rows of long sequences, whose keys are cut into parts. `prefill` adds the parts in a launch of its own."""
+    options = {"sinks": torch.randn(8, device=CUDA)} if sinks else {}
+    check_out("hopper", 128, 2, CUDA, (20000, 5), **options)
+    check_out("hopper", 128, 65, CUDA, (20000, 66), **options)
 
 
 # Graphs

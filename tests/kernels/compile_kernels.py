@@ -55,8 +55,9 @@ def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=T
 
 
 def append_tokens(
-    head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype=torch.int8, rotate=True
-) -> None:
+    head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype=torch.int8, rotate=True,
+    advance=True,
+) -> None:  # fmt: skip
     """`tokens` new tokens of each of two sequences."""
     k = torch.zeros(2 * tokens, 8, head_dim, dtype=dtype)
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
@@ -65,7 +66,7 @@ def append_tokens(
         KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_dtype, rotate_keys=rotate), k, k, q=q, q_out=q, max_seqlen=tokens,
         rope_cos=angle, rope_sin=angle,
         cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
-        static_scales=False,
+        static_scales=False, advance=advance,
     )  # fmt: skip
 
 
@@ -130,6 +131,8 @@ def cases() -> dict[str, tuple]:
         "D128 dense rope": (from_dense, 128, BF16, {"rotary": 128}),
         "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
         "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
+        "D128 step counted": (append_tokens, 128, BF16, 1, {"ragged": True, "advance": False}),
+        "D128 prompt counted": (append_tokens, 128, BF16, 300, {"ragged": True, "advance": False}),
     }
     return found
 

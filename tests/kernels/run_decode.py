@@ -26,7 +26,7 @@ from tests.support.machine_code import Sass, build, dry
 PLAIN = {
     "lengths": [1], "heads": 1, "group": 4, "head_dim": 128, "queries": 1, "bounds": None, "dtype": torch.float16, "causal": True,
     "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0, "keys": "int8", "rotate": True,
-    "means": True, "broken": False, "late": (),
+    "means": True, "broken": False, "late": (), "out": False,
 }  # fmt: skip
 PLAIN_E4M3 = {"keys": "e4m3", "rotate": False, "means": False}
 EVERYTHING = {"bounds": [0, 1, 4, 6, 8], "queries": 3, "window": 300, "softcap": 5.0, "sinks": True, "leftpad": [100, 600, 300, 0]}
@@ -48,7 +48,7 @@ COMPILED = {
 EMULATED = {
     "ragged": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2},
     "ragged e4m3": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2, "keys": "e4m3"},
-    "split": {"lengths": [2700, 1, 0, 700], "heads": 2, "v_mean": 1.0},
+    "split": {"lengths": [2700, 1, 0, 700], "heads": 2, "v_mean": 1.0, "out": True},
     "D64 rows16": {"lengths": [1100, 30], "head_dim": 64, "group": 16, "means": False},
     "D80": {"lengths": [1100, 30], "head_dim": 80, "group": 8},
     "D96": {"lengths": [1100, 30], "head_dim": 96, "group": 8, "dtype": torch.bfloat16, "keys": "e4m3"},
@@ -118,11 +118,13 @@ def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
         sinks=torch.randn(q.shape[1]) if c["sinks"] else None,
         leftpad_k=torch.tensor(c["leftpad"], dtype=torch.int32) if c["leftpad"] else None,
     )
+    given = torch.full_like(q, torch.nan) if c["out"] else None
     with dry() as (launches, patch):
         patch.setattr(decode.plan, "num_sms", lambda device: c["sms"])
         poison_empty(patch)
         decode.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        result = decode.attention(q, pages, params)
+        result = decode.attention(q, pages, params, given)
+        assert given is None or result[0] is given
         decode.plan.make_plan.cache_clear()
     (launch,) = launches
     run(launch)

@@ -35,6 +35,7 @@ CASES = {
     "d80": [Layer(32, 1, 80)],
     "biases": [replace(Layer(28, 4, 128), k_mean=k, v_mean=v) for k in (False, True) for v in (False, True)],
     "calibrated": [replace(LLAMA, k_mean=True, v_mean=True, static_scales=True)],
+    "an engine's": [replace(LLAMA, advance=False)],
     "window": [replace(LLAMA, window=window) for window in (False, True)],
     "softcap, window": [replace(Layer(16, 8, 256), softcap=True, window=window) for window in (False, True)],
     "sinks, window": [replace(Layer(64, 8, 64), sinks=True, window=window) for window in (False, True)],
@@ -79,14 +80,16 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     k = meta(batch, tokens, layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype)[..., : layer.head_dim].flatten(
         0, 1
     )  # of a fused projection
-    ops.append(pages, k, k, static_scales=layer.static_scales)
+    counted = {"static_scales": layer.static_scales, "advance": layer.advance}
+    ops.append(pages, k, k, **counted)
     ops.attention(q, pages, **options)
+    ops.attention(q, pages, out=torch.empty_like(q), **options)
     ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
     total = draw.randint(tokens, batch * tokens)
     bounds = meta(batch + 1, dtype=torch.int32)
-    ops.append(pages, k[:total], k[:total], cu_seqlens=bounds, max_seqlen=tokens, static_scales=layer.static_scales)
+    ops.append(pages, k[:total], k[:total], cu_seqlens=bounds, max_seqlen=tokens, **counted)
     ops.attention(q[:total], pages, cu_seqlens_q=bounds, max_seqlen_q=tokens, **options)
-    if not layer.static_scales and before == 0:
+    if not layer.static_scales and layer.advance and before == 0:
         cache = PagedKVCache(
             layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
             k_mean=pages.k_mean, v_mean=pages.v_mean,

@@ -29,11 +29,14 @@ from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
     ATTENTION_FACTORS,
+    COUNTED,
     QUANTIZE_FACTORS,
     case_id,
     check_append,
     check_attention,
+    check_counted,
     check_from_dense,
+    check_out,
     clone,
     cumulative,
     empty_cache,
@@ -98,6 +101,23 @@ def test_append_writes_the_references_bytes(case):
 @pytest.mark.parametrize("name", APPEND_EDGES)
 def test_append_at_its_edges(name):
     check_append(append, APPEND_EDGES[name])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(
+    ("head_dim", "key_dtype", "static"), [(64, torch.int8, False), (128, FP8, False), (64, FP8, True), (128, torch.int8, True)], ids=str
+)
+@pytest.mark.parametrize("name", COUNTED)
+def test_append_of_counted_tokens(name, head_dim, key_dtype, static, backend):
+    check_counted(backend, *COUNTED[name], head_dim, key_dtype, static)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("queries", [1, 5, 130])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attention_writes_into_a_given_output(queries, splits, backend, monkeypatch):
+    monkeypatch.setattr(portable, "num_splits", lambda *_: splits)
+    check_out(backend, 64, queries)
 
 
 @pytest.mark.parametrize("case", pairwise(QUANTIZE_FACTORS), ids=case_id)
@@ -396,7 +416,7 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     options = (None, 1, True, 0.125, 0, 0.0, None, None, None, None, False, True, "triton")
     torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.state, *options))
     token = torch.randn(2, 2, 64).half()
-    arguments = (token, token.clone(), *pages.state, None, None, None, 1, None, None, False, False, "triton")
+    arguments = (token, token.clone(), *pages.state, None, None, None, 1, None, None, False, False, True, "triton")
     torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 

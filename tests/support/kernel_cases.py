@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+import fp8attn
 from fp8attn import AttentionParams, KVPages, reference, rotation
 from fp8attn.layout import FP8, HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.numerics import relative_error
@@ -214,6 +215,47 @@ def check_append(append, case: dict, device="cpu") -> None:
     assert not actual.pool[..., 8 - HEADER :][held.to(device)].any(), "wrote to the header's zeros"
 
 
+COUNTED = {  # tokens held before, and new tokens
+    "one token": ([5, 127, 128, 0], [1, 1, 1, 1]),
+    "three tokens": ([5, 126, 128, 0], [3, 3, 3, 3]),
+    "200 tokens": ([5, 127, 0, 300], [200, 200, 200, 200]),
+    "a ragged step": ([5, 40, 127, 0], [3, 0, 16, 1]),
+    "a ragged prompt": ([5, 40, 127, 250], [200, 0, 1, 134]),
+}
+
+
+def check_counted(
+    backend: str, lengths: list[int], new: list[int], head_dim: int, key_dtype: torch.dtype, static: bool, device="cpu"
+) -> None:
+    """`append(advance=False)` writes the bytes of an append that advances the lengths, and leaves the lengths.
+
+    Two more sequences pad the batch, as engines pad it: their length is 0, `cu_seqlens` is flat at its end, and their rows of the page
+    table name pages that do not exist. Without `cu_seqlens`, they have as many new tokens as the others.
+    """
+    uniform = len(set(new)) == 1
+    totals = [a + b for a, b in zip(lengths, new, strict=True)]
+    pages = empty_cache([*totals, 0, 0], 3, head_dim, device, key_dtype=key_dtype)
+    if static:
+        pages.k_scale.fill_(0.01 if key_dtype == torch.int8 else 2.0**-7)
+        pages.v_scale.fill_(2.0**-8)
+    real = replace(pages, page_table=pages.page_table[:-2], cache_seqlens=pages.cache_seqlens[:-2])
+    fill(real, *(random_tokens(sum(lengths), 3, head_dim, torch.bfloat16, device) for _ in "kv"), lengths, static)
+    pages.page_table[-2:] = 1 << 30
+    counted = clone(pages)
+    counted.cache_seqlens.copy_(torch.tensor([*totals, 0, 0]))
+    k, v = (random_tokens(sum(new), 3, head_dim, torch.bfloat16, device, 6) for _ in "kv")
+    options = {"static_scales": static, "backend": backend}
+    fp8attn.append(real, k, v, cu_seqlens=cumulative(new, device), max_seqlen=max(new), **options)
+    if uniform:
+        k, v = (torch.cat([x, x[: 2 * new[0]]]) for x in (k, v))
+        fp8attn.append(counted, k, v, advance=False, **options)
+    else:
+        k, v = (torch.cat([x, x[:5]]) for x in (k, v))  # the rows of a batch that is padded
+        fp8attn.append(counted, k, v, cu_seqlens=cumulative([*new, 0, 0], device), max_seqlen=max(new), advance=False, **options)
+    assert real.cache_seqlens.tolist() == totals and counted.cache_seqlens.tolist() == [*totals, 0, 0]
+    assert torch.equal(counted.pool, pages.pool)
+
+
 QUANTIZE_FACTORS = {
     "head_dim": [64, 96, 128],
     "dtype": [torch.bfloat16, torch.float16, FP8],
@@ -326,6 +368,30 @@ def run_attention(attention, pages: KVPages, q, arguments: dict) -> float:
         slack = 2 * float(rows) * keys * abs(arguments["softmax_scale"])
     assert_lse(lse, ref_lse, slack)
     return assert_kernel_error(out, ref)
+
+
+def check_out(
+    backend: str, head_dim: int, queries: int, device="cpu", lengths: tuple[int, ...] = (300, 30, 140), heads: int = 2, **options
+) -> None:
+    """`attention(out=...)` writes the bits of a call without it, rows after the last sequence too, and nothing around them.
+
+    Queries are cut out of a fused projection. The last output is at an address that is no multiple of 16 bytes.
+    """
+    pages = empty_cache(list(lengths), heads, head_dim, device, mean=0.5)
+    fill(pages, *(random_tokens(sum(lengths), heads, head_dim, torch.bfloat16, device) for _ in "kv"), list(lengths))
+    tokens = len(lengths) * queries
+    fused = torch.randn(tokens + 3, 6 * heads, head_dim, device=device).bfloat16()
+    counts = cumulative([min(queries, length) for length in lengths], device)
+    for spare, bounds in ((0, {}), (3, {"cu_seqlens_q": counts, "max_seqlen_q": queries})):
+        q = fused[: tokens + spare, : 4 * heads]
+        expected = fp8attn.attention(q, pages, backend=backend, **bounds, **options)
+        assert not expected.isnan().any()
+        for around in (4 * heads * head_dim, 1):  # elements before and after the output
+            memory = torch.full((q.numel() + 2 * around,), torch.nan, dtype=q.dtype, device=device)
+            out = memory[around:-around].view(q.shape)
+            assert fp8attn.attention(q, pages, out=out, backend=backend, **bounds, **options) is out
+            assert torch.equal(out, expected)
+            assert memory[:around].isnan().all() and memory[-around:].isnan().all()
 
 
 def check_attention(attention, case: dict, device="cpu") -> float:

@@ -397,12 +397,14 @@ def attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention`, with a relative error of up to 3e-4 plus the rounding of the output's dtype."""
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     num_tokens, num_q_heads, head_dim = q.shape
     device = q.device
-    out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)
+    if out is None:
+        out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)
     lse = torch.empty((num_tokens, num_q_heads), dtype=torch.float32, device=device)
     if not num_tokens:
         return out, lse

@@ -26,6 +26,7 @@ class Options:
     k: Codes
     v: Codes
     rotate: bool  # keys are rotated (`rotation`)
+    advance: bool = True  # the lengths do not count the new tokens yet, and the launch adds them
     tokens: int = 1  # of a step's sequence, padded to a power of two
     heads: int = 1  # of K or V: what a program of a step writes
 

@@ -156,7 +156,7 @@ def page_kernel(
     if cu_seqlens_ptr is None:
         column = tl.program_id(1)
         seq = first_seq + tl.program_id(2)
-        start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+        start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
     else:
         # A sequence of n tokens touches at most n // 128 + 2 pages, so its places may begin at start // 128 + 2 * seq.
         place = tl.program_id(1) + tl.program_id(2) * _MAX_GRID
@@ -165,7 +165,7 @@ def page_kernel(
             seqs = s + tl.arange(0, 128)
             starts = tl.load(cu_seqlens_ptr + seqs, mask=seqs < num_seqs, other=0)
             seq += tl.sum(((seqs < num_seqs) & (starts // PAGE + 2 * seqs <= place)).to(tl.int32), 0)
-        start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+        start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
         column = place - start // PAGE - 2 * seq
     wide = seq.to(tl.int64)
     if DENSE:  # sequences have their own strides and consecutive pages, which the first program writes to the table
@@ -183,6 +183,8 @@ def page_kernel(
             sin_ptr += wide * sin_stride_b
     else:
         length = tl.load(seqlens_ptr + seq)
+        if not OPTIONS.advance:
+            length -= new
         column += length // PAGE
     first = column * PAGE  # the page's first token
     old = 0 if DENSE else tl.maximum(length - first, 0)

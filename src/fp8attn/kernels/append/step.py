@@ -1,7 +1,7 @@
 """A step: up to 16 new tokens of each sequence, in one launch.
 
 A program writes a few heads of a sequence's K or V. Other programs apply RoPE to Q. The last program that reads a sequence's length
-advances it.
+advances it, unless the length counts the new tokens already.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .slot import GROUP, PAGE, new_tokens, rescale, round_again, scale_ptr_of, s
 
 MAX_PROGRAMS = 64  # for one sequence
 
-_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
+_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_advance`)
 _NONE = tl.constexpr(1 << 62)  # where all tokens fit (`_first_over`)
 
 
 @triton.jit
-def _take_turn(length_ptr, new, programs):
+def _advance(length_ptr, new, programs):
     """Read the length of a sequence before this launch, and add `new` to it for later launches.
 
     Each of the sequence's programs reads the length once, and counts its read in the upper bits. When the count is complete, all programs
@@ -110,7 +110,7 @@ def _store_scale(scale_ptr, scale, broken, held, CODES: tl.constexpr):
 
 
 @triton.jit
-def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr):
+def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr, ADVANCE: tl.constexpr):
     """Quantize `x [HEADS * T, C]` and write it at the end of a sequence.
 
     Args:
@@ -127,7 +127,7 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, COD
     INT8: tl.constexpr = CODES.int8
     IS_V: tl.constexpr = CODES.is_v
     STATIC: tl.constexpr = CODES.static
-    length = _take_turn(seqlens_ptr, new, programs)
+    length = _advance(seqlens_ptr, new, programs) if ADVANCE else tl.load(seqlens_ptr) - new
     old = length % PAGE
     table_ptr += length // PAGE
     slot_ptr = pool_ptr + (tl.load(table_ptr).to(tl.int64) * num_kv_heads + head) * slot_bytes(D)
@@ -189,7 +189,7 @@ def step_kernel(
             strides = q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h, cos_stride, sin_stride
             rotate_queries(tl.program_id(0) - num_seqs * programs, pointers, strides, num_tokens, num_q_heads, QUERIES)
         return
-    start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+    start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
     if new <= 0:
         return
     token = tl.minimum(tl.arange(0, T), new - 1)  # past the end, repeat the last token, so that only the stores need a mask
@@ -217,10 +217,10 @@ def step_kernel(
             x = hadamard(x, ROW.head_dim)
         if k_mean_ptr is not None:
             x -= mean
-        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, K)
+        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, K, OPTIONS.advance)
     else:
         x = load_rows(v_ptr + _rows(head[:, None] * v_stride_h + row * v_stride_t), ROW)
         if v_mean_ptr is not None:
             x -= load_rows(v_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
         tl.debug_barrier()
-        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, V)
+        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, V, OPTIONS.advance)
