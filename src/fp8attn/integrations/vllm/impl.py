@@ -90,9 +90,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             pages = KVPages.trusted(self._pool, part.page_table, part.cache_seqlens, *self._state)
             tokens = part.tokens
             if self.writes:
-                ops.append(
-                    pages, key[tokens], value[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False
-                )
+                ops.append(pages, key[tokens], value[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False)
             ops.attention(
                 query[tokens], pages, cu_seqlens_q=part.cu_seqlens, max_seqlen_q=part.max_seqlen, softmax_scale=self.scale,
                 window=self.window, softcap=self.softcap, sinks=self.sinks, out=output[tokens],

@@ -60,9 +60,7 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
         parts = []
         if num_decodes:
             longest = step.max_query_len if not num_prompts else self.reorder_batch_threshold
-            parts.append(
-                Part(slice(0, num_tokens), bounds[: num_decodes + 1], longest, lengths[:num_decodes], table[:num_decodes])
-            )
+            parts.append(Part(slice(0, num_tokens), bounds[: num_decodes + 1], longest, lengths[:num_decodes], table[:num_decodes]))
         if num_prompts:
             first = bounds[num_decodes : step.num_reqs + 1]
             own = first - num_tokens if num_decodes else first

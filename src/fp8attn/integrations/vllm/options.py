@@ -56,9 +56,7 @@ class Options:
         if self.scales is None:
             return None, None
         scales = _load(self.scales)
-        scales.check(
-            num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, key_dtype=self.key_dtype, rotate_keys=True
-        )
+        scales.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, key_dtype=self.key_dtype, rotate_keys=True)
         number = re.search(r"layers\.(\d+)\.", layer_name)
         if number is None or int(number[1]) not in scales:  # layers with a window have none
             return None, None

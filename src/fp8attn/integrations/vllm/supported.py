@@ -14,9 +14,7 @@ KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_slopes: Any, others: dict[str, Any]) -> str | None:
     """Why a layer cannot be served, or None. `others` are arguments that only other attention backends have."""
     if attn_type != AttentionType.DECODER:
-        return (
-            f"its attention is of type {attn_type!r}, and fp8attn has causal attention of decoders only; leave out --attention-backend"
-        )
+        return f"its attention is of type {attn_type!r}, and fp8attn has causal attention of decoders only; leave out --attention-backend"
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         return (
             f"the KV cache of a layer is {kv_cache_dtype!r}. Pass --kv-cache-dtype fp8, and no --kv-cache-dtype-skip-layers: a layer in 16 "
