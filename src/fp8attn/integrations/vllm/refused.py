@@ -1,4 +1,4 @@
-"""What takes the backend's place in a release of vLLM that fp8attn is not tested with. It imports nothing of vLLM, whose parts may have moved."""
+"""The backend in a release of vLLM that fp8attn is not tested with. It imports nothing of vLLM, whose parts may have moved."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def unsupported_config(config: Any) -> str | None:
         return "it has Mamba or linear attention layers, whose blocks have other sizes than pages; leave out --attention-backend"
     if cache.kv_cache_dtype_skip_layers:
         return (
-            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits, and fp8attn serves all layers "
-            "or none; leave it out"
+            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits, and fp8attn serves all "
+            "layers or none; leave it out"
         )
     if parallel.decode_context_parallel_size > 1:
         return "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"

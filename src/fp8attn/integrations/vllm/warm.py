@@ -1,4 +1,4 @@
-"""Compiles the kernels of a model before the first request, so that no request waits for a compiler."""
+"""Compiles and loads the kernels of a model before the first request, so that no request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from ...precompile import warmup
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
 
 
 def warm_up(vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
@@ -39,6 +39,6 @@ def _compile(
     with FileLock(folder / "fp8attn.lock"):  # processes of one machine compile the same kernels: the first compiles, the others find them
         kernels = warmup(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device, key_dtype=key_dtype,
-            means=means, window=window, softcap=softcap, sinks=sinks, advance=False,
+            means=means, window=window, softcap=softcap, sinks=sinks, advance=False, load_kernels=True,
         )  # fmt: skip
     logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
