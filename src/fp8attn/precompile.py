@@ -130,6 +130,7 @@ def warmup(
     softcap: bool = False,
     sinks: bool = False,
     target: str | None = None,
+    load_kernels: bool = False,
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Kernel]:
@@ -166,6 +167,7 @@ def warmup(
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
             machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
             first launch, which needs the GPU's driver.)
+        load_kernels: also load the kernels in this process, so that no later call reads them from disk. Needs the GPU.
         processes: number of processes that compile in parallel. Default: one for each core that this process may use.
         progress: called with (kernels done, number of kernels).
     Returns:
@@ -182,6 +184,8 @@ def warmup(
         (num_q_heads, num_kv_heads, head_dim), has_softcap, has_sinks = _read(config)
         softcap, sinks = softcap or has_softcap, sinks or has_sinks
     assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
+    if load_kernels and target is not None:
+        raise UsageError(f"kernels for another GPU cannot be loaded here: leave out load_kernels or target={target!r}")
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
         raise UsageError(f"the kernels take bfloat16 and float16, not {dtype}: pass the dtype that the model runs in")
@@ -207,7 +211,19 @@ def warmup(
                 kernels.append(Kernel(*kernel))
             if progress is not None:
                 progress(len(kernels), total)
+    if load_kernels:
+        _load(layers, machine(_indexed(device)))
     return kernels
+
+
+def _load(layers: list[dict[str, Any]], of: Machine) -> None:
+    """Load the kernels of these layers, which are in Triton's cache on disk, on the current device."""
+    from .kernels.compile import loaded
+
+    plan_for(of)
+    for layer in layers:
+        for made in launches(Layer(**layer)).values():
+            loaded(made.kernel, made.args, made.given)
 
 
 def _read(config: Any) -> tuple[tuple[int, int, int], bool, bool]:
@@ -238,7 +254,7 @@ def _aim(
             f"warmup compiles for a GPU, and {found}. Run it on the machine that will serve, or name the architecture to compile for: "
             "target='sm_90'"
         )
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    device = _indexed(device)
     backend = select_backend(backend, device, dtype)
     if backend == "reference":
         raise UsageError("the backend 'reference' has no kernels to compile; use 'auto'")
@@ -247,6 +263,12 @@ def _aim(
         return backend, ("cuda", 10 * major + minor, 32), machine(device)
     properties = torch.cuda.get_device_properties(device)
     return backend, ("hip", properties.gcnArchName.split(":")[0], properties.warp_size), machine(device)
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """A GPU's device with its index."""
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _cores() -> int:

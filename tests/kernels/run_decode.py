@@ -157,19 +157,30 @@ def recorded(name: str) -> list[Launch]:
 def compile_case(name: str) -> dict:
     (built,) = map(build, recorded(name))
     sass = built.sass()
-    loop, loop_spills = hot_loop(sass)
+    start, end = hot_loop(sass)
     return {
         "case": name, "registers": max(int(r) for x in sass.code for r in re.findall(r"\bR(\d+)\b", x)) + 1,
-        "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "loop": loop, "loop_spills": loop_spills,
-        "warnings": built.warnings,
+        "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "loop": end + 1 - start,
+        "loop_spills": sass.spills(start, end),
+        "fenced": releases_are_fenced(sass), "warnings": built.warnings,
     }  # fmt: skip
 
 
+def releases_are_fenced(sass: Sass) -> bool:
+    """Whether a fence waits for the loads of a stage before the barrier releases it to TMA, in the loop over pages."""
+    start, end = hot_loop(sass)
+    code = sass.code[start : end + 1]
+    releases = [i for i, x in enumerate(code) if "SYNCS.ARRIVE" in x]
+    loads = [max(i for i, x in enumerate(code[:release]) if x.startswith("LDSM")) for release in releases]
+    return bool(releases) and all(
+        any("FENCE.VIEW.ASYNC" in x for x in code[load:release]) for load, release in zip(loads, releases, strict=True)
+    )
+
+
 def hot_loop(sass: Sass) -> tuple[int, int]:
-    """Instructions of the loop over pages, and how many of them are spills: the innermost loop with MMAs."""
+    """First and last instruction of the loop over pages: the innermost loop with MMAs."""
     loops = [(start, end) for start, end in sass.loops() if sum("HMMA" in x for x in sass.code[start:end]) >= 8]
-    start, end = min(loops, key=lambda loop: loop[1] - loop[0])
-    return end + 1 - start, sass.spills(start, end)
+    return min(loops, key=lambda loop: loop[1] - loop[0])
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ import triton.language as tl
 from ..layout import HEADER, PAGE_SIZE, V_GROUP, KVPages
 from ..params import AttentionParams
 from .combine import combine, finish, num_splits
+from .constexpr import ConstexprFields
 from .fp8 import from_e4m3, from_int8, is_native, round_to
 from .launch import constants, launch
 from .machine import machine
@@ -45,7 +46,7 @@ _NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: fini
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ConstexprFields):
     """The compile-time options of the kernel. The host makes them, and device code reads them."""
 
     int8: bool  # keys; or else E4M3

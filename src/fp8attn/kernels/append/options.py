@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..constexpr import ConstexprFields
 from ..rows import Row
 
 
 @dataclass(frozen=True)
-class Codes:
+class Codes(ConstexprFields):
     """How K or V is stored in pages."""
 
     row: Row
@@ -20,7 +21,7 @@ class Codes:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ConstexprFields):
     """The one constexpr parameter of the kernels that write pages."""
 
     k: Codes
@@ -32,7 +33,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Queries:
+class Queries(ConstexprFields):
     """The one constexpr parameter of the code that applies RoPE to Q."""
 
     row: Row
