@@ -75,5 +75,5 @@ def test_models_it_cannot_serve():
     with pytest.raises(ValueError, match="what 'qwen3' computes, because it has norms after its projections"):
         plant(transformers.Qwen3ForCausalLM(config), STRENGTHS[1])
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9)
-    with pytest.raises(ValueError, match="RoPE in all channels; 'gpt2' is none"):
+    with pytest.raises(ValueError, match="RoPE in all channels, and 'gpt2' is another"):
         plant(transformers.GPT2LMHeadModel(config), STRENGTHS[1])

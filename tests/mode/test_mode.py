@@ -182,7 +182,7 @@ def test_derivatives_and_vmap_are_torchs_own():
             ours = calls()
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)) and expected[1].norm() > 1.0
     assert {row.reason.partition(",")[0].partition(" (")[0]: row.calls for row in report.rows} == {
-        "a forward-mode derivative is wanted": 1,
+        "an input has a forward-mode tangent": 1,
         "a transform of torch.func is active": 2,
     }
 
