@@ -11,13 +11,8 @@ from fp8attn.evaluation.drift import OPERATIONS, drift  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_model):
-    return models.load(tiny_model, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def tokens(loaded, tiny_model):
-    return models.windows(models.tokenize(loaded[1], models.read_text(model=tiny_model)), 60 + 8 * 20 + 5, 2)
+def tokens(tokens):
+    return models.windows(tokens, 60 + 8 * 20 + 5, 2)
 
 
 def test_an_exact_cache_does_not_drift(loaded, tokens):
