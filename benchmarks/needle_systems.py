@@ -236,7 +236,8 @@ class Systems:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a run: `samples` samples (None: all) of each file in `.needle/`, the implementations, and the strengths of stress."""
+    """The work of a run: `samples` samples (None: all) of each file in `.needle/`, the implementations, and the strengths of stress.
+    Answers go to `needle-*.jsonl` in `folder`."""
 
     folder: Path
     model: str | None

@@ -226,7 +226,7 @@ def test_ops_change_what_they_say_and_nothing_else(cache):
 
 
 def test_whoever_watches_sees_torch_ops(cache):
-    """Outside of modes and tracing the kernels are called as they are: the same bits, without the dispatcher."""
+    """Outside of modes and tracing, kernels are called without the dispatcher, with the same bits."""
 
     seen = set()
 

@@ -1,4 +1,4 @@
-"""Counts, fits, samples and checks of the benchmarks, as far as they need no GPU."""
+"""The counts, fits, samples and checks of the benchmarks that need no GPU."""
 
 import math
 from contextlib import nullcontext
@@ -209,7 +209,7 @@ def test_the_streaming_ceiling_follows_the_decode_kernel(keys):
 
 
 def test_llama_systems_agree(monkeypatch):
-    """All four on a tiny model, the peers' kernels replaced by float64."""
+    """All four systems on a tiny model, with float64 instead of the peers' kernels."""
 
     def exact_cache(q, k, v, used):
         last_key = [int(n) - q.shape[1] + torch.arange(q.shape[1], device=DEVICE) for n in used]
@@ -237,7 +237,7 @@ def test_llama_systems_agree(monkeypatch):
 
 @pytest.fixture
 def float64_fa3(monkeypatch):
-    """Peers are here: FA3 is float64, cuDNN is what torch picks; a call that is timed takes a millisecond."""
+    """All peers are installed: FlashAttention-3 is float64, and cuDNN is what torch selects. A timed call takes a millisecond."""
 
     def fa3(shape, q, k, v):
         out = [
@@ -323,7 +323,7 @@ def test_wan_positions_turn_channels_by_frame_row_and_column():
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    """Without peers and timers: our kernels are the reference, a graph is its call, and every call takes a millisecond."""
+    """A machine without peers and timers: our kernels are the reference, a graph is its call, and every call takes a millisecond."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(peers, "available", frozenset)
     for module in (measure, accuracy, append, decode, prefill, sdpa):
@@ -367,7 +367,7 @@ STEP = problem.steps(130, 7, kv_heads=1, dim=64)
     ],
 )
 def test_rows_have_what_they_launched(on_a_cpu, monkeypatch, module, case, expected):
-    """And are checked before they are timed: each benchmark runs whole."""
+    """Rows are also checked before they are timed. Each benchmark runs whole."""
     here = case()
     name = "step" if here == append.Append(2, 1, 130) else "short"
     monkeypatch.setattr(module, "CASES", {name: here})

@@ -38,7 +38,7 @@ def _seed():
 
 
 def bhsd(batch: int, heads: int, length: int, head_dim: int, transposed: bool = False, dtype=torch.float32) -> torch.Tensor:
-    """Normal values; `transposed` is in memory `[B, S, H, D]`."""
+    """Normal values `[B, H, S, D]`. With `transposed`, the memory order is `[B, S, H, D]`."""
     if transposed:
         return torch.randn(batch, length, heads, head_dim).to(dtype).transpose(1, 2)
     return torch.randn(batch, heads, length, head_dim).to(dtype)
@@ -194,7 +194,7 @@ def test_gradients_flow_through_the_fallback():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.autograd.forward_ad
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_forward_mode_derivatives_are_torchs(name):
-    """Once dual tensors (`torch.autograd.forward_ad`), once `torch.func.jvp`. On a CPU, torch's MATH backend alone has them."""
+    """With dual tensors (`torch.autograd.forward_ad`), and with `torch.func.jvp`. On a CPU, only torch's MATH backend supports them."""
     tensors = {"query": bhsd(1, 4, 20, 64), "key": bhsd(1, 2, 20, 64), "value": bhsd(1, 2, 20, 64)}
     tangent = torch.randn_like(tensors[name])
 
@@ -448,7 +448,7 @@ def test_refusals_of_the_dense_ops():
     for call in (lambda x: KVPages.from_dense(x, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
         with pytest.raises(ValueError, match="last dimension contiguous"):
             call(X.transpose(2, 3))
-        with pytest.raises(RuntimeError, match="FP8 ops have no gradient"):
+        with pytest.raises(RuntimeError, match="FP8 ops have none"):
             call(X.clone().requires_grad_())
     with pytest.raises(ValueError, match="head_dim one of"):
         KVPages.from_dense(X[..., :48], X[..., :48])
@@ -500,7 +500,7 @@ def test_ops_pass_torch_opcheck():
     ],
 )
 def test_the_dense_op_passes_torch_opcheck(q_len, kv_len, head_dim, v_dim, rope, is_causal, transposed):
-    """In graphs it is one op, whose output lies as that of the parts."""
+    """In graphs it is one op. Its output has the memory order of q, as in the eager call."""
     tensors = [
         bhsd(2, heads, length, dim, transposed) for heads, length, dim in ((4, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, v_dim))
     ]

@@ -49,7 +49,7 @@ def test_wrong_lengths(loaded, tokens):
 
 
 def test_every_copied_page_is_let_go(loaded, tokens):
-    """After copies, crops and reorderings the pool holds no page that no sequence reads."""
+    """After copies, crops and reorderings, every page in use belongs to a sequence."""
     model, made = loaded[0], []
 
     def make():

@@ -26,7 +26,8 @@ from fp8attn.evaluation.recall import Haystack, recall_samples
 
 
 class RecallModel:
-    """Predicts what followed the last place where the latest `context` tokens stood before, as far as its cache remembers."""
+    """A model that finds the last place where its latest `context` tokens occurred before, and predicts the token after it. It sees only
+    what its cache keeps."""
 
     device = torch.device("cpu")
 
@@ -48,7 +49,7 @@ class RecallModel:
 
 
 class Reader(RecallModel):
-    """Answers RULER's question from the statement about its key, as far as its cache remembers."""
+    """A model that answers RULER's question from the statement about its key, if its cache keeps that."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -61,7 +62,7 @@ class Reader(RecallModel):
 
 
 class Memory:
-    """Keeps all ids, or forgets (zeroes) those older than `horizon`."""
+    """A cache that keeps all ids, or replaces ids older than `horizon` by zeros."""
 
     def __init__(self, horizon=None):
         self.horizon, self.ids = horizon, None

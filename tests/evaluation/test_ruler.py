@@ -61,7 +61,7 @@ def test_without_lm_eval(committed, monkeypatch):
 
 
 def test_lm_eval_asks_the_same_and_hears_the_same(loaded, tiny_model, tokenizer, monkeypatch):
-    """lm-eval's task on documents of its own: the prompts it makes of them are ours, and its loop over the cache hears what `ask` does."""
+    """lm-eval's task, on documents of this test: its prompts are ours, and its loop over the cache gets the same answers as `ask`."""
     model, _ = loaded
     make = cache_factory("fp8", model.config)
     lm = CachedLM(model, tokenizer, make, chunk=256)

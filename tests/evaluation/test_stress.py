@@ -58,7 +58,8 @@ def test_keys_and_values_are_worse(fresh):
 
 
 def test_means_hold_up(fresh, tiny_model):
-    """The model's biases give V's means, which are removed before anything is rounded: beside the same cache without, on the strongest."""
+    """The model's biases give V's means, which are subtracted before rounding. At the highest strength, compared with the same cache
+    without means."""
     model = fresh()
     tokens = torch.arange(1, 401)[None] * 7 % 257
     plant(model, STRENGTHS[3])

@@ -21,7 +21,7 @@ def step(cache, module, x, q):
 
 
 def called(function) -> int:
-    """How many Python functions of fp8attn a call of `function` calls, those apart that a kernel calls."""
+    """The number of Python functions of fp8attn that a call of `function` calls, without those that a kernel calls."""
     count = inside = 0
 
     def note(frame, event, argument):
