@@ -44,7 +44,7 @@ LAZY = {"layout": {"ops"}}  # `KVPages.from_dense`
 
 
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
-    """All nodes below one; without `lazy` those that run when the module is imported."""
+    """All nodes below a node. Without `lazy`, only those that run when the module is imported."""
     for node in ast.iter_child_nodes(tree):
         if lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield node

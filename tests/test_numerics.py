@@ -148,7 +148,7 @@ FINITE = [decode(code, E4M3) for code in range(127)]
 
 
 def nearest(y: np.float32, dtype: torch.dtype) -> np.float32:
-    """The code nearest to `y`, ties to even, by search; as a number."""
+    """The value of the code nearest to `y`, with ties to even, by search."""
     if np.isnan(y):
         return y
     if dtype == INT8:
@@ -162,7 +162,7 @@ def nearest(y: np.float32, dtype: torch.dtype) -> np.float32:
 
 
 def one_token_after_another(tokens: np.ndarray, codes: list, scale: np.float32, dtype: torch.dtype) -> tuple[list, np.float32, int]:
-    """What `settle` says that it does, as its docstrings say it, for one page: tokens `[n, D]`, the codes and the scale of those before."""
+    """`settle` as its docstring defines it, for one page: tokens `[n, D]`, and the codes and scale of the tokens before."""
     headroom, growths = np.float32(1.25 if dtype == INT8 else 32.0), 0
     for token in tokens:
         finite = np.abs(token[np.isfinite(token)])

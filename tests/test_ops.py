@@ -275,7 +275,7 @@ def test_ops_change_what_they_say_and_nothing_else(cache):
 
 
 def test_whoever_watches_sees_torch_ops(cache):
-    """Outside of modes and tracing the kernels are called as they are: the same bits, without the dispatcher."""
+    """Outside of modes and tracing, kernels are called without the dispatcher, with the same bits."""
 
     seen = set()
 
@@ -294,9 +294,9 @@ def test_whoever_watches_sees_torch_ops(cache):
 
 def test_gradients_are_refused(cache):
     q, k = torch.randn(2, 4, 64, requires_grad=True), torch.randn(2, 2, 64, requires_grad=True)
-    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and FP8 ops have no gradient"):
+    with pytest.raises(RuntimeError, match="for inference: an input requires a gradient, and FP8 ops have none"):
         attention(q, cache.pages(0))
-    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and FP8 ops have no gradient"):
+    with pytest.raises(RuntimeError, match="for inference: an input requires a gradient, and FP8 ops have none"):
         cache.append(0, k, k)
     with torch.no_grad():
         cache.append(0, k, k)
@@ -312,7 +312,7 @@ def test_forward_mode_derivatives_and_transforms_are_refused(cache):
     for x, call in calls:
         with torch.no_grad(), forward_ad.dual_level():
             dual = forward_ad.make_dual(x, x)
-            with pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
+            with pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
                 call(dual)
         for transformed in (lambda: torch.func.jvp(call, (x,), (x,)), lambda: torch.vmap(call)(x[None])):  # noqa: B023
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):

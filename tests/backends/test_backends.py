@@ -55,7 +55,7 @@ def test_the_hopper_kernels_need_triton_3_6(version, works, monkeypatch):
 
 
 def test_kernels_are_imported_when_a_backend_is_chosen():
-    """Before, only what gives reasons is imported, which needs no Triton."""
+    """Before that, only the modules that give reasons are imported. They need no Triton."""
     code = """
 import sys, fp8attn
 print(sorted(m for m in sys.modules if m.startswith("fp8attn.kernels.")))

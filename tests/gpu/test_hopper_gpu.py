@@ -64,7 +64,7 @@ def compare(result, q: torch.Tensor, pages: KVPages, given: dict, limit: float, 
 
 
 def check_prompt(q: torch.Tensor, pages: KVPages, limit: float = PROMPT, **given) -> None:
-    """Prefill, twice to the same bits."""
+    """Check prefill against float64, and that a second call gives the same bits."""
     result, again = (prefill.attention(q, pages, AttentionParams(**given)) for _ in range(2))
     assert torch.equal(result[0], again[0]) and torch.equal(result[1], again[1])
     compare(result, q, pages, given, limit, PROMPT_LSE["int8" if pages.key_dtype == torch.int8 else "e4m3"])
@@ -186,7 +186,7 @@ def test_long_prompts_keep_the_mean_of_v(keys, rotate, dtype):
 
 
 def test_nan_reaches_the_rows_that_see_it_and_no_others():
-    """In a token of K; in a row of Q."""
+    """The NaN is in a token of K, or in a row of Q."""
     pages, q = held([600], keys="e4m3", heads=1), queries(600, heads=1)
     given = options(pages, 600)
     page = pages.page_table[0, 2].long()  # tokens 256 to 383
@@ -203,7 +203,7 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others():
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_without_an_lse_the_output_has_the_same_bits(head_dim):
-    """Scores against K's means are then left out, but where softcap and sinks ask for them."""
+    """Without an LSE, scores against K's means are not computed, except where a softcap or sinks need them."""
     pages = held([700, 700], head_dim, mean=1.0)
     q = queries(1400, head_dim)
     for given in ({}, {"softcap": 20.0}, {"sinks": torch.randn(4, device=CUDA)}):
@@ -281,7 +281,7 @@ def test_parts_are_added_into_a_given_output(sinks):
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("kernel", [decode, prefill], ids=["decode", "prefill"])
 def test_a_graph_follows_lengths(kernel, keys):
-    """Captured once, replayed with other lengths: of decode's and of a ragged prompt's queries."""
+    """A graph is captured once and replayed with other lengths, for decode and for ragged prompts."""
     pages, each = held([9000, 700], keys=keys), 1 if kernel is decode else 700
     counts = [each, each]
     q = queries(2 * each, heads=8, dtype=torch.float16)
@@ -307,7 +307,7 @@ def test_a_graph_follows_lengths(kernel, keys):
 
 @pytest.mark.parametrize("mode", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=["cudagraphs", "inductor"])
 def test_the_first_step_may_be_the_warm_up_of_a_graph(mode, monkeypatch):
-    """What the kernels keep for good does not come from the pool of that graph, which tolerates nothing that lives on."""
+    """Tensors that the kernels keep must not come from the memory pool of that graph, which allows none to outlive it."""
     monkeypatch.undo()  # Dynamo does not trace a replaced torch.empty
     for name in ("_streams", "_pools"):
         monkeypatch.setattr(counters, name, {})

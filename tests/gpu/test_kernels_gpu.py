@@ -142,7 +142,7 @@ def test_attention_writes_into_a_given_output(queries):
 
 
 def test_integer_conversions_serve_attention_and_append(monkeypatch):
-    """What GPUs without E4M3 run."""
+    """The code for GPUs without E4M3 hardware."""
     for kernel in ("portable", "combine", "append"):
         monkeypatch.setattr(f"fp8attn.kernels.{kernel}.is_native", lambda _: False)
     case = {name: values[-1] for name, values in ATTENTION_FACTORS.items()} | {"head_dim": 128, "softcap": 0.0}
@@ -230,7 +230,7 @@ def test_pages_beyond_two_gigabytes_are_reached():
 
 
 def reference_of(q: torch.Tensor, pages: KVPages) -> torch.Tensor:
-    """Decode of the first sequence in float64."""
+    """Attention of the first sequence's last token in float64."""
     first = replace(pages, page_table=pages.page_table[:1], cache_seqlens=pages.cache_seqlens[:1])
     params = AttentionParams(cu_seqlens_q=None, max_seqlen_q=1, causal=True, softmax_scale=128**-0.5)
     return reference.attention(q, first, params, compute_dtype=torch.float64, out_dtype=torch.float64)[0]

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    """With a V of offsets up to 8 deviations in the last layer, and a K whose slowest pair has one of 20."""
+    """A model whose last layer has a V with offsets of up to 8 deviations, and a K whose slowest pair has an offset of 20."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.bias.copy_(torch.linspace(-10, 10, 128))  # deviations are about 1.2
@@ -31,14 +31,14 @@ def ids():
 
 @torch.no_grad()
 def kept(model, ids):
-    """By layer, (K, V) `[tokens, heads, dim]` as a plain cache holds them."""
+    """K and V `[tokens, heads, dim]` of each layer in a plain cache."""
     cache = transformers.DynamicCache(config=model.config)
     model(input_ids=ids, past_key_values=cache)
     return [tuple(x.transpose(1, 2).flatten(0, 1) for x in (layer.keys, layer.values)) for layer in cache.layers]
 
 
 def several(x):
-    """The mean of `x [T, H, D]` where it is 4 deviations."""
+    """The mean of `x [T, H, D]` in channels where it is 4 deviations or more."""
     x = x.double()
     return torch.where(x.mean(0).abs() >= 4 * x.std(0, correction=0), x.mean(0), 0.0).float()
 

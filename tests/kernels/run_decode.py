@@ -68,8 +68,8 @@ EMULATED = {
 def filled_pages(
     lengths: list[int], heads: int, head_dim: int, v_mean: float, *, keys: str = "int8", rotate: bool = True, means: bool = True
 ) -> KVPages:
-    """A cache as mean as can be: pages in any order, scales (and means) at random; unused pages are NaN, scales and all, and K's tails NaN
-    or -128."""
+    """A cache with the worst contents: pages in random order with random scales (and means). Unused pages are NaN, including their scales.
+    The ends of K are NaN or -128."""
     counts = [max(-(-n // 128), 1) for n in lengths]
     k_mean, v_mean_off = (torch.randn(heads, head_dim) if means else None for _ in "kv")
     pages = KVPages.empty(
@@ -99,7 +99,7 @@ def filled_pages(
 
 
 def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
-    """Runs the launcher on a case, and `run` on what it would launch; returns the result and float64's."""
+    """Runs the launcher on a case, and `run` on its launch. Returns the result, and the float64 result."""
     c = PLAIN | case
     torch.manual_seed(0)
     pages = filled_pages(c["lengths"], c["heads"], c["head_dim"], c["v_mean"], keys=c["keys"], rotate=c["rotate"], means=c["means"])
@@ -148,7 +148,7 @@ def emulate_case(name: str) -> dict:
 
 
 def recorded(name: str) -> list[Launch]:
-    """What a compile case would launch."""
+    """The launch of a compile case."""
     found: list[Launch] = []
     attend(COMPILED[name], found.append)
     return found

@@ -48,7 +48,7 @@ PLAIN = {"llama", "d64", "d256", "d80"}  # cases of dense calls
 
 
 def sizes(seed: int, most: int) -> list[tuple[int, int, int]]:
-    """New tokens of a sequence, sequences, tokens held before: every step, and prompts of all lengths."""
+    """(New tokens of a sequence, sequences, tokens in the cache): every step, and prompts of all lengths."""
     draw = random.Random(seed)
     steps = [(n, batch, draw.randrange(0, 100_000)) for n in range(1, 17) for batch in (1, 5, 32, 33, 64)]
     prompts = [(n, draw.choice((1, 1, 1, 2, 3, 5, 8, 13, 20, 64)), draw.choice((0, 0, 999, 99_999))) for n in range(17, 131)]
@@ -64,7 +64,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held(layer: Layer, batch: int, tokens: int) -> KVPages:
-    """Pages of sequences of so many tokens."""
+    """Pages of sequences with these numbers of tokens."""
     columns = -(-tokens // 128)
     mean = meta(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
     return KVPages(
@@ -75,7 +75,7 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
 
 
 def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Random) -> None:
-    """A prompt or a step of the layer: of one length, with padding on the left, and ragged."""
+    """Runs a prompt or a step of the layer: with equal lengths, with padding on the left, and ragged."""
     dtype = precompile.DTYPES[layer.dtype]
     pages = held(layer, batch, before + tokens)
     options = {"softcap": 30.0 if layer.softcap else None, "window": draw.choice((1, 127, 1024, 4095)) if layer.window else None}
@@ -104,7 +104,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
 
 
 def dense(layer: Layer, tokens: int, batch: int) -> None:
-    """Attention of as many keys as queries, of both orders of memory."""
+    """Attention with as many keys as queries, in both memory orders."""
     dtype = precompile.DTYPES[layer.dtype]
     group = layer.num_q_heads // layer.num_kv_heads
     for order in ((0, 1, 2, 3), (0, 2, 1, 3)):

@@ -54,7 +54,7 @@ EVERY_CODE = torch.arange(256, dtype=torch.uint8)
 
 @pytest.fixture(autouse=True, scope="module")
 def _dynamo_knows_torch():
-    """What Dynamo traces as torch's it finds by identity, once: before `torch.empty` is replaced."""
+    """Dynamo identifies torch's functions once, by object. So this runs before `torch.empty` is replaced."""
     torch.compile(lambda: torch.empty(1), backend="eager")()
 
 
@@ -128,7 +128,7 @@ def test_from_dense_writes_the_references_bytes(case):
 @pytest.mark.parametrize("rotary", [8, 64])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
-    """A row has fewer angles than pairs of channels where only some of them turn."""
+    """If RoPE rotates only some channels, a row has fewer angles than pairs of channels."""
     k, angle = random_tokens(80, 2, 64, torch.bfloat16).view(2, 40, 2, 64).transpose(1, 2), torch.randn(2, 40, rotary // 2)
     held = torch.zeros(3, *angle.shape)
     held[0], held[1] = angle.cos(), angle.sin()
@@ -270,7 +270,7 @@ def test_no_queries():
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_rows_behind_the_last_sequence_are_zeros(splits, sinks, backend, monkeypatch):
-    """A serving engine pads its batches; what is allocated is poisoned here."""
+    """A serving engine pads its batches. The memory of the output is poisoned here."""
     monkeypatch.setattr(portable, "num_splits", lambda *_: splits)
     pages, q = _cache_and_queries()
     q, logits = torch.cat([q, torch.randn(20, 4, 64).half()]), torch.randn(4) if sinks else None

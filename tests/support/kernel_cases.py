@@ -38,13 +38,13 @@ def assert_lse(lse: torch.Tensor, ref: torch.Tensor, slack: float = 0.0) -> None
 
 
 def poison_empty(monkeypatch) -> None:
-    """`torch.empty` gives NaN: outputs and scratch that a kernel leaves unwritten show."""
+    """Make `torch.empty` return NaN, so that outputs and scratch memory that a kernel does not write become visible."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: x.fill_(torch.nan) if (x := empty(*a, **k)).is_floating_point() else x)
 
 
 def pairwise(factors: dict[str, list], seed: int = 0) -> list[dict]:
-    """Few cases in which every two values of different factors meet (a greedy covering array)."""
+    """A small set of cases in which all pairs of values of different factors occur (a greedy covering array)."""
     rng = random.Random(seed)
     names = list(factors)
     pairs = lambda case: {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(range(len(names)), 2)}  # noqa: E731
@@ -86,7 +86,8 @@ def empty_cache(
     lengths: list[int], heads: int, head_dim: int, device="cpu", mean: float = 0.0, spare: int = 2, key_dtype: torch.dtype = torch.int8,
     rotate: bool = True,
 ) -> KVPages:  # fmt: skip
-    """Pages for `lengths`, shuffled. K, the scales and the pages in no table are poisoned. Means are normal times `mean`; None for 0."""
+    """Pages for `lengths`, shuffled. K, the scales and the pages that no table names are poisoned. The means are normal values times
+    `mean`, or None if that is 0."""
     columns = max(1, -(-max(lengths) // PAGE_SIZE))
     num_seqs = len(lengths)
     k_mean, v_mean = (torch.randn(heads, head_dim, device=device) * mean if mean else None for _ in "kv")

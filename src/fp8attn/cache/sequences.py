@@ -39,8 +39,9 @@ class Sequences:
     ) -> None:
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
-        sizes = {"num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages}
-        sizes["max_seqlen"] = max_seqlen
+        sizes = {
+            "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen
+        }  # fmt: skip
         if any(size is not None and size < 1 for size in sizes.values()):
             given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
             raise ValueError(f"{', '.join(sizes)} must be positive; got {given}")

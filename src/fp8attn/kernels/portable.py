@@ -260,7 +260,7 @@ def _attention_kernel(
     q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
     if OPTIONS.rotate:
         q = hadamard(q, D)
-    # factor * q16 = |softmax_scale| * log2(e) * q: what is left of q after a power of two that brings its largest value to 2^8.
+    # factor * q16 = |softmax_scale| * log2(e) * q. q16 is q times the power of two that brings its largest value to 2^8.
     exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
     grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)
     shrink = ((exponent - _Q_BITS) << 23).to(tl.float32, bitcast=True)

@@ -167,7 +167,7 @@ class FP8Layer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         if self.shared.paged is None:
-            raise AttributeError("the batch is known after the first update")
+            raise AttributeError("the cache has a batch size only after the first update")
         return self.shared.paged.num_seqs
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
