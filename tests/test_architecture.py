@@ -33,14 +33,14 @@ ALLOWED = {
     "kernels": {"layout", "numerics", "params", "rotation"},
     "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
-    "precompile": {"backends", "errors", "integrations", "kernels", "layout", "params"},
+    "precompile": {"backends", "errors", "kernels", "layout", "params"},
     "integrations": {"cache", "dense", "errors", "layout", "mode", "numerics", "ops", "overflow", "params"}
-    | {"plan", "rope", "rotation", "scales", "statistics"},
+    | {"plan", "precompile", "rope", "rotation", "scales", "statistics"},
     "diagnostics": {"backends", "dense", "integrations", "kernels", "layout", "numerics", "scales"},
 }
 
-# What a module may import inside a function, when the module itself is long imported: a constructor whose implementation is above it.
-LAZY = {"layout": {"ops"}}  # `KVPages.from_dense`
+# What a module may import inside a function, when the module itself is long imported: code above it.
+LAZY = {"layout": {"ops"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
 
 
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
