@@ -202,7 +202,8 @@ def warmup(
             for windowed in ((False, True) if window else (False,))
         ]
         assert process.stdin is not None and process.stdout is not None
-        json.dump({"layers": layers, "target": triton_target, "machine": numbers, "processes": processes or _cores()}, process.stdin)
+        request = {"layers": layers, "target": triton_target, "machine": numbers, "processes": processes or _cores()}
+        json.dump(request | {"ptxas": _ptxas_version(triton_target)}, process.stdin)
         process.stdin.close()
         kernels: list[Kernel] = []
         for line in process.stdout:
@@ -214,6 +215,15 @@ def warmup(
     if load_kernels:
         _load(layers, machine(_indexed(device)))
     return kernels
+
+
+def _ptxas_version(triton_target: tuple[Any, ...]) -> str:
+    """`compile.ptxas_version`; for the arguments of a `GPUTarget`."""
+    from triton.backends.compiler import GPUTarget
+
+    from .kernels.compile import ptxas_version
+
+    return ptxas_version(GPUTarget(*triton_target))
 
 
 def _load(layers: list[dict[str, Any]], of: Machine) -> None:
@@ -309,6 +319,8 @@ def serve() -> None:
     from .kernels import append, compile, portable  # noqa: F401 - while the other process queries the GPU
 
     request = json.load(sys.stdin)
+    target = GPUTarget(*request["target"])
+    compile.use_ptxas(target, request["ptxas"])
     plan_for(Machine(*request["machine"]))
     found: dict[tuple, Launch] = {}
     for layer in request["layers"]:
@@ -318,7 +330,7 @@ def serve() -> None:
     order = sorted(range(len(names)), key=lambda i: SLOWEST_FIRST.index(parts[i]) if parts[i] in SLOWEST_FIRST else len(SLOWEST_FIRST))
     print(json.dumps([len(names)]), file=lines, flush=True)
     global _todo
-    _todo = list(found.values()), GPUTarget(*request["target"])
+    _todo = list(found.values()), target
     with ProcessPoolExecutor(request["processes"], mp_context=get_context("fork")) as pool:
         jobs = {pool.submit(_compile, i): names[i] for i in order}
         prepared = pool.submit(_prepare)

@@ -12,6 +12,7 @@ So Triton's cache on disk has each compiled kernel under the key that a launch u
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch
 from triton import JITFunction
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
@@ -88,6 +90,22 @@ def loaded(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any]) -
     """`compiled` for the current device. Triton then has the kernel in memory, and the first launch finds it there."""
     compute_key(kernel)
     return kernel.warmup(*map(_argument, args), grid=(1,), **given)
+
+
+def ptxas_version(target: GPUTarget) -> str:
+    """What ptxas says of its version; empty for other vendors. Triton asks once in a process, and a kernel's key has the answer."""
+    return get_ptxas_version(target.arch) if target.backend == "cuda" else ""
+
+
+def use_ptxas(target: GPUTarget, version: str) -> None:
+    """Compile with the ptxas of that version, and not with the one that the environment names.
+
+    torch.compile sets TRITON_PTXAS_PATH to torch's own ptxas, for this process and its children. But a process that asked Triton's ptxas for
+    its version before keeps that version in the keys of kernels.
+    """
+    if ptxas_version(target) != version:
+        os.environ.pop("TRITON_PTXAS_PATH", None)
+        get_ptxas_version.cache_clear()
 
 
 def _argument(x: Any) -> Any:
