@@ -41,7 +41,7 @@ def some_scales(layers=range(LAYERS), q_scale=True, v_mean=None, num_layers=LAYE
         options = {"key_dtype": "e4m3", "rotate_keys": False} | changes
         made[index] = LayerScales(heads / 64 + index, heads / 128 + index, zero, zero if v_mean is None else v_mean, **options)
         if q_scale:
-            object.__setattr__(made[index], "q_scale", heads / 256 + index)
+            object.__setattr__(made[index], "q_scale", torch.arange(Q_HEADS) / 256 + index + 1)
     return KVScales(made, num_layers=num_layers, num_kv_heads=KV_HEADS, head_dim=head_dim, model_id="org/model")
 
 
@@ -69,7 +69,7 @@ def test_an_export_is_read_back(model, tmp_path, format, strategy, copy):
     assert (exported.format, exported.strategy, exported.skip_layers, exported.moved) == (format, strategy, (), ())
     for index in range(LAYERS):
         layer = scales.layer(index)
-        for x, given in (("q", layer.q_scale.repeat_interleave(2)), ("k", layer.k_scale), ("v", layer.v_scale)):
+        for x, given in (("q", layer.q_scale), ("k", layer.k_scale), ("v", layer.v_scale)):
             assert torch.equal(exported.scales[index][x], given if strategy == "attn_head" else given.amax()[None])
     names = set(load_file(out / SCALES))
     shapes = {name.removeprefix("model.layers.1.self_attn."): list(t.shape) for name, t in load_file(out / SCALES).items() if ".1." in name}
@@ -139,6 +139,23 @@ def test_moving_v_leaves_the_model_as_it_is(tmp_path, dtype):
         tensors = {n: old.get(n) if "o_proj.bias" in n else t for n, t in load_file(file).items()}
         save_file(tensors, file, {"format": "pt"})
     assert (logits(with_old_o) - exact).norm() / exact.norm() > 0.1
+
+
+def test_without_folding_scales_cover_the_means(model, tmp_path):
+    """`|k| <= |k - mean| + |mean|`: of K always, of V without folding. In E4M3 the larger scale costs no precision."""
+    mean = torch.tensor([[1.0], [-3.0]]) * torch.linspace(-1, 0.5, HEAD_DIM)
+    scales = some_scales(v_mean=mean)
+    scales = replace(scales, layers={i: replace(layer, k_mean=2 * mean) for i, layer in scales.layers.items()})
+    options = {"strategy": "attn_head", "q_scale": 1.0}
+    folded, covered = (export(model, scales, tmp_path / str(fold), fold_v_mean=fold, **options) for fold in (True, False))
+    largest = torch.tensor([1.0, 3.0]) / 448
+    for index, layer in scales.layers.items():
+        assert torch.equal(folded.scales[index]["v"], layer.v_scale)
+        torch.testing.assert_close(covered.scales[index]["v"], layer.v_scale + largest)
+        assert torch.equal(covered.scales[index]["k"], folded.scales[index]["k"])
+        torch.testing.assert_close(covered.scales[index]["k"], layer.k_scale + 2 * largest)
+    assert folded.moved == (0, 1, 2) and covered.moved == ()
+    assert all((covered.folder / file).is_symlink() for file in {t.file for t in Checkpoint.read(model).tensors.values()})
 
 
 def test_transformers_ignores_what_modelopt_adds(model, tmp_path):
@@ -281,14 +298,16 @@ def some_mean():
     return torch.ones(KV_HEADS, HEAD_DIM)
 
 
-def with_k_mean(scales):
-    return replace(scales, layers={**scales.layers, 2: replace(scales.layers[2], k_mean=some_mean())})
+def with_bad_q_scale():
+    scales = some_scales()
+    object.__setattr__(scales.layers[2], "q_scale", torch.ones(KV_HEADS))
+    return scales
 
 
 REFUSED = {
     "int8": (lambda: (some_scales(key_dtype="int8"), {}), "key_dtype='int8', rotate_keys=False; calibrate again with key_dtype='e4m3'"),
     "rotated": (lambda: (some_scales(rotate_keys=True), {}), "rotate_keys=True; calibrate again"),
-    "a mean of K": (lambda: (with_k_mean(some_scales()), {}), r"K of layer 2 has a static mean.* \(means=False\)"),
+    "q_scale of KV heads": (lambda: (with_bad_q_scale(), {}), r"layer 2: q_scale must be \[4\], one for each query head; it is \[2\]"),
     "no q_scale": (lambda: (some_scales(q_scale=False), {}), "layer 0 has no scale for queries.*q_scale=1.0"),
     "two q_scales": (lambda: (some_scales(), {"q_scale": 1.0}), "leave out"),
     "a bad q_scale": (lambda: (some_scales(q_scale=False), {"q_scale": float("nan")}), "positive and finite; got nan"),
@@ -317,7 +336,9 @@ def test_scales_that_do_not_fit_are_refused(model, tmp_path, case):
 
 def test_a_mean_without_a_bias_for_it_is_refused(tmp_path):
     model = save(tmp_path / "model")
-    with pytest.raises(UsageError, match=r"lacks model.layers.0.self_attn.v_proj.bias, model.layers.0.self_attn.o_proj.bias.*means=False"):
+    with pytest.raises(
+        UsageError, match=r"lacks model.layers.0.self_attn.v_proj.bias, model.layers.0.self_attn.o_proj.bias.*fold_v_mean=False"
+    ):
         export(model, some_scales(v_mean=some_mean()), tmp_path / "out")
 
 

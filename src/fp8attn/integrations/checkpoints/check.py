@@ -15,7 +15,7 @@ from safetensors import safe_open
 from ...errors import UsageError
 from ...scales import KVScales
 from .folder import FLOATS, INDEX, Checkpoint, layers_text
-from .formats import Format, Strategy, declared, names, shape, to_tensor
+from .formats import Format, Strategy, declared, names, shape, to_tensor, values
 
 SCALES = "model-kv-scales.safetensors"
 NOTE = "fp8attn"  # the entry in the metadata of that file
@@ -126,8 +126,7 @@ def _compare_values(export: Export, scales: KVScales) -> None:
     if strangers := set(export.scales) - set(scales.layers):
         raise UsageError(f"{export.folder} has scales of {layers_text(strangers)}, and the calibrated scales have none")
     for index, found in export.scales.items():
-        layer = scales.layer(index)
-        for x, given in (("k", layer.k_scale), ("v", layer.v_scale)):
+        for x, given in values(scales.layer(index), index in export.moved).items():
             value = to_tensor(given, export.format, export.strategy).flatten()
             if not torch.equal(found[x], value):
                 got = f"{found[x].tolist()}, and was calibrated as {value.tolist()}"

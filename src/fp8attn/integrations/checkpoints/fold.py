@@ -35,13 +35,13 @@ def moved_means(checkpoint: Checkpoint, attention: Attention, v_mean: torch.Tens
     if missing := [name for name in (v_bias, o_bias, o_weight) if name not in checkpoint.tensors]:
         raise UsageError(
             f"V of layer {attention.index} has a mean, which this checkpoint has no place for: it lacks {', '.join(missing)}. "
-            "Calibrate without means (means=False): V is then stored with its offset"
+            "Export with fold_v_mean=False: V is then stored with its offset"
         )
     for name in (v_bias, o_bias, o_weight):
         if checkpoint.tensors[name].dtype not in FLOATS:
             raise UsageError(
                 f"V of layer {attention.index} has a mean, and {name} is {checkpoint.tensors[name].dtype}, which cannot be rewritten "
-                f"(only {', '.join(FLOATS)} can); calibrate without means (means=False)"
+                f"(only {', '.join(FLOATS)} can); export with fold_v_mean=False"
             )
     old_v, old_o, weight = (checkpoint.get(name) for name in (v_bias, o_bias, o_weight))
     rows = slice(-kv_heads * head_dim, None)  # V's are the last rows of a fused projection
@@ -52,7 +52,7 @@ def moved_means(checkpoint: Checkpoint, attention: Attention, v_mean: torch.Tens
     new = {v_bias: new_v, o_bias: new_o}
     for name, tensor in new.items():
         if not torch.isfinite(tensor).all():
-            raise UsageError(f"{name} would be too large for {tensor.dtype}; calibrate without means (means=False)")
+            raise UsageError(f"{name} would be too large for {tensor.dtype}; export with fold_v_mean=False")
     return new
 
 

@@ -21,6 +21,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from ...errors import UsageError
+from ...numerics import E4M3
+from ...scales import LayerScales
 from .folder import CONFIG, Attention, Checkpoint, read_json
 
 Format = Literal["compressed-tensors", "modelopt"]
@@ -61,6 +63,18 @@ def to_tensor(scale: torch.Tensor, format: Format, strategy: Strategy) -> torch.
     """Scales `[heads]` in the form of the format. One scale of several heads is the largest, so that none saturates."""
     chosen = scale if strategy == "attn_head" else scale.amax()
     return chosen.float().cpu().clone().reshape(shape(format, strategy, len(scale)))
+
+
+def values(layer: LayerScales, moved: bool) -> dict[str, torch.Tensor]:
+    """The scales `[num_kv_heads]` of `"k"` and `"v"` for an engine that subtracts no means.
+
+    Calibrated scales are for `x - mean`, and `max |x| <= max |x - mean| + max |mean|`. So scales for x grow by the second term.
+
+    Args:
+        moved: whether the mean of V has been moved into biases.
+    """
+    k_mean, v_mean = layer.k_mean, layer.v_mean * (not moved)
+    return {x: scale + mean.abs().amax(1) / E4M3.max for x, scale, mean in (("k", layer.k_scale, k_mean), ("v", layer.v_scale, v_mean))}
 
 
 def configs(checkpoint: Checkpoint, format: Format, strategy: Strategy) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from ...scales import KVScales, LayerScales
 from .check import NOTE, SCALES, Export, check
 from .fold import moved_means, overwrite
 from .folder import INDEX, Attention, Checkpoint, layers_text
-from .formats import Format, Strategy, check_choice, configs, names, to_tensor
+from .formats import Format, Strategy, check_choice, configs, names, to_tensor, values
 
 # Weights that a loader might take instead of those that the index names, and their config. The overlay has no links to them.
 _OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
@@ -32,29 +32,32 @@ def export(
     *,
     format: Format = "compressed-tensors",
     strategy: Strategy = "tensor",
+    fold_v_mean: bool = True,
     q_scale: float | None = None,
     skip_layers: Collection[int] = (),
     copy: bool = False,
 ) -> Export:
     """Write a checkpoint that stock vLLM serves with calibrated scales: `x_8bit = x / scale` in E4M3, for K, V and queries.
 
-    The new folder has the config, the index and the scales, and links to all other files. Static means of V are moved into biases where
-    the checkpoint has them (`v_proj.bias -= m`, `o_proj.bias += W m`): the model is the same but for the rounding of o_proj's bias to its
-    dtype. Files with such biases are copied. The folder is written under another name, read back (`check`) and then renamed.
+    The new folder has the config, the index and the scales, and links to all other files. It is written under another name, read back
+    (`check`) and then renamed.
 
     Args:
         checkpoint: the folder of the original, with safetensors files. It is not changed.
-        scales: calibrated with key_dtype="e4m3" and rotate_keys=False; K without static means.
+        scales: calibrated with key_dtype="e4m3" and rotate_keys=False. vLLM subtracts no means, so the scale of K is made larger by
+            `max |k_mean| / 448`.
         out: the new folder.
         format: `"compressed-tensors"`, or `"modelopt"`, which has one scale a layer.
         strategy: `"tensor"`, one scale a layer: the largest of its heads'. `"attn_head"`, one a head, which FlashAttention-3 takes; vLLM's
             FlashInfer and Triton refuse it, and its CPU backend takes the largest.
+        fold_v_mean: move static means of V into biases (`v_proj.bias -= m`, `o_proj.bias += W m`). The model is the same but for the
+            rounding of o_proj's bias to its dtype. Files with these biases are copied. False: the scale of V is made larger, as K's.
         q_scale: the scale of queries, if `scales` has none: 1.0 represents magnitudes from 2^-6 to 448 with full precision.
         skip_layers: indices of layers whose cache vLLM keeps in 16 bits: `Export.command` has the option. They get no scales.
         copy: copy the files instead of linking to them; for another machine, or a container.
     Raises:
-        UsageError: the scales do not fit the checkpoint or the format; a layer has none; a mean that no bias can take; names of an unknown
-            architecture; a checkpoint that is quantized in another way; a folder that cannot be written.
+        UsageError: the scales do not fit the checkpoint or the format; a layer has none; a mean of V that no bias can take; names of an
+            unknown architecture; a checkpoint that is quantized in another way; a folder that cannot be written.
     """
     check_choice(format, strategy)
     source, target = Checkpoint.read(checkpoint), Path(out)
@@ -66,11 +69,11 @@ def export(
     for index, attention in attentions.items():
         layer = scales.layer(index)
         named = names(format, attention)
-        values = {"q": _q_scale(source, index, layer, q_scale), "k": layer.k_scale, "v": layer.v_scale}
-        written |= {name: to_tensor(values[x], format, strategy) for x, name in named.items()}
-        if layer.v_mean.any():
+        if fold_v_mean and layer.v_mean.any():
             moved |= moved_means(source, attention, layer.v_mean)
             moved_layers.append(index)
+        given = {"q": _q_scale(source, index, layer, q_scale), **values(layer, index in moved_layers)}
+        written |= {name: to_tensor(given[x], format, strategy) for x, name in named.items()}
     if clash := sorted(written.keys() & source.tensors.keys()):
         raise UsageError(f"{source.folder} has {clash[0]} already: it has scales of a cache; export the original checkpoint")
     note = {
@@ -124,11 +127,6 @@ def _layers_to_write(source: Checkpoint, scales: KVScales, skip_layers: Collecti
     chosen = {index: attention for index, attention in attentions.items() if index not in skip_layers}
     if not chosen:
         raise UsageError("skip_layers has all layers, so there are no scales to write; serve the original checkpoint")
-    if offset := [index for index in chosen if scales.layer(index).k_mean.any()]:
-        raise UsageError(
-            f"K of {layers_text(offset)} has a static mean, which vLLM cannot subtract, because RoPE rotates K after its bias; "
-            "calibrate again without means (means=False)"
-        )
     return chosen
 
 
@@ -147,9 +145,9 @@ def _q_scale(source: Checkpoint, index: int, layer: LayerScales, given: float | 
         if not (math.isfinite(given) and given > 0):
             raise UsageError(f"q_scale must be positive and finite; got {given}")
         return torch.full((q_heads,), given)
-    if q_heads % len(found):
-        raise UsageError(f"layer {index}: q_scale must be of {q_heads} query heads, or of their KV heads; it has {len(found)}")
-    return found.repeat_interleave(q_heads // len(found))
+    if found.shape != (q_heads,):
+        raise UsageError(f"layer {index}: q_scale must be [{q_heads}], one for each query head; it is {list(found.shape)}")
+    return found
 
 
 def _model_id(folder: Path) -> str:
