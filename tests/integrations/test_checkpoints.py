@@ -39,7 +39,7 @@ def some_scales(layers=range(LAYERS), q_scale=True, v_mean=None, num_layers=LAYE
         heads = torch.arange(KV_HEADS) + 1.0
         zero = torch.zeros(KV_HEADS, head_dim)
         options = {"key_dtype": "e4m3", "rotate_keys": False} | changes
-        made[index] = LayerScales(heads / 64 + index, heads / 128 + index, zero, zero if v_mean is None else v_mean, **options)
+        made[index] = LayerScales(heads / 60 + index, heads / 130 + index, zero, zero if v_mean is None else v_mean, **options)
         if q_scale:
             object.__setattr__(made[index], "q_scale", torch.arange(Q_HEADS) / 256 + index + 1)
     return KVScales(made, num_layers=num_layers, num_kv_heads=KV_HEADS, head_dim=head_dim, model_id="org/model")
@@ -70,7 +70,13 @@ def test_an_export_is_read_back(model, tmp_path, format, strategy, copy):
     for index in range(LAYERS):
         layer = scales.layer(index)
         for x, given in (("q", layer.q_scale), ("k", layer.k_scale), ("v", layer.v_scale)):
-            assert torch.equal(exported.scales[index][x], given if strategy == "attn_head" else given.amax()[None])
+            found = exported.scales[index][x]
+            if format == "modelopt":  # the next number of BF16, in which vLLM keeps it
+                assert (
+                    torch.equal(found.bfloat16().float(), found) and (given.amax() <= found).all() and (found <= given.amax() * 1.008).all()
+                )
+            else:
+                assert torch.equal(found, given if strategy == "attn_head" else given.amax()[None])
     names = set(load_file(out / SCALES))
     shapes = {name.removeprefix("model.layers.1.self_attn."): list(t.shape) for name, t in load_file(out / SCALES).items() if ".1." in name}
     if format == "modelopt":  # the names and shapes that vLLM's loader reads: formats.py
@@ -248,7 +254,7 @@ DAMAGES = {
     "negative": (rewrite(lambda t: t.update({K: -torch.ones(1)})), f"{K} must be positive and finite"),
     "wrong shape": (rewrite(lambda t: t.update({K: torch.ones(2)})), rf"{K} must be \[1\] .* and is \[2\] F32"),
     "wrong dtype": (rewrite(lambda t: t.update({K: torch.ones(1, dtype=torch.int32)})), rf"{K} must be .* and is \[1\] I32"),
-    "another value": (rewrite(lambda t: t.update({K: torch.full((1,), 7.0)})), r"scale of K of layer 1 is \[7.0\], .* \[1.03125\]"),
+    "another value": (rewrite(lambda t: t.update({K: torch.full((1,), 7.0)})), r"scale of K of layer 1 is \[7.0\], .* \[1.0333"),
     "not in the index": (edit(INDEX, lambda v: v["weight_map"].pop(K)), f"{K} is in no file, and it is in {SCALES}"),
     "only in the index": (edit(INDEX, lambda v: v["weight_map"].update({"x": SCALES})), "x is in .* in none of the files"),
     "file not in the index": (

@@ -60,9 +60,15 @@ def shape(format: Format, strategy: Strategy, heads: int) -> tuple[int, ...]:
 
 
 def to_tensor(scale: torch.Tensor, format: Format, strategy: Strategy) -> torch.Tensor:
-    """Scales `[heads]` in the form of the format. One scale of several heads is the largest, so that none saturates."""
-    chosen = scale if strategy == "attn_head" else scale.amax()
-    return chosen.float().cpu().clone().reshape(shape(format, strategy, len(scale)))
+    """Scales `[heads]` in the form of the format, float32. One scale of several heads is the largest, so that none saturates.
+
+    vLLM's loader for ModelOpt keeps scales in the model's dtype. So they are rounded up to BF16 here, and arrive as they are written.
+    """
+    chosen = (scale if strategy == "attn_head" else scale.amax()).float().cpu()
+    if format == "modelopt":
+        near = chosen.bfloat16()
+        chosen = torch.where(near < chosen, near.nextafter(torch.full_like(near, torch.inf)), near).float()
+    return chosen.clone().reshape(shape(format, strategy, len(scale)))
 
 
 def values(layer: LayerScales, moved: bool) -> dict[str, torch.Tensor]:
