@@ -245,7 +245,7 @@ def scheme(config):
 DAMAGES = {
     "missing": (rewrite(lambda t: t.pop(K)), f"lacks {K} .*would take 1.0"),
     "query's missing": (rewrite(lambda t: t.pop(K.replace("k_scale", "q_scale"))), "lacks model.layers.1.self_attn.q_scale"),
-    "renamed": (rewrite(lambda t: t.update({"model.layer.1.self_attn.k_scale": t.pop(K)})), "model.layer.1.* vLLM drops"),
+    "renamed": (rewrite(lambda t: t.update({"model.layer.1.self_attn.k_scale": t.pop(K)})), "model.layer.1.* vLLM does not know"),
     "of another layer": (rewrite(lambda t: t.update({K.replace(".1.", ".7."): t[K]})), "layers.7.self_attn.k_scale, which are"),
     "of another format": (rewrite(lambda t: t.update({K.replace("k_scale", "k_proj.k_scale"): t.pop(K)})), f"lacks {K}"),
     "of an old format": (rewrite(lambda t: t.update({"model.layers.0.self_attn.kv_scale": t[K]})), "self_attn.kv_scale"),

@@ -99,7 +99,7 @@ def _note(checkpoint: Checkpoint) -> dict[str, list[int]]:
 def _compare(checkpoint: Checkpoint, format: Format, expected: Iterable[str], present: Iterable[str]) -> None:
     missing, unknown = sorted(set(expected) - set(present)), sorted(set(present) - set(expected))
     if missing:
-        also = f"; it has {_some(unknown)}, which vLLM drops" if unknown else ""
+        also = f"; it has {_some(unknown)}, which vLLM does not know" if unknown else ""
         raise UsageError(f"{checkpoint.folder} lacks {_some(missing)} ({format}), and vLLM would take 1.0{also}. Export again")
     if unknown:
         raise UsageError(f"{checkpoint.folder} has {_some(unknown)}, which are not the names of {format}; export again")

@@ -11,7 +11,7 @@ vLLM 0.26 and 0.32 (`quantization/base_config.py`, `compressed_tensors.py`, `mod
 | config | `quantization_config` of config.json | the same | `hf_quant_config.json` |
 
 `x ~ x_8bit * scale` with x_8bit in E4M3. Q's scale is for backends that also quantize queries: FlashAttention-3, FlashInfer, Triton on
-CUDA. vLLM takes 1.0 in silence for any scale that the checkpoint lacks, or whose name it does not know.
+CUDA. docs/export.md says what vLLM does if one is missing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_choice(format: str, strategy: str) -> None:
 def names(format: Format, attention: Attention) -> dict[str, str]:
     """The names of the scales of `"q"`, `"k"` and `"v"`."""
     places = dict.fromkeys("qkv", attention.name)
-    if format == "modelopt":  # `q_proj.q_scale` is a name that vLLM drops
+    if format == "modelopt":  # Q's is not in its projection: vLLM cannot load `q_proj.q_scale`
         places |= {x: f"{attention.name}.{'qkv' if attention.fused else x}_proj" for x in "kv"}
     return {x: f"{place}.{x}_scale" for x, place in places.items()}
 
