@@ -22,6 +22,8 @@ from .formats import Format, Strategy, check_choice, configs, names, to_tensor, 
 
 # Weights that a loader might take instead of those that the index names, and their config. The overlay has no links to them.
 _OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+# transformers reads a file of the first name without looking at the index, and would not see the scales.
+_RENAMED = {"model.safetensors": "model-00001-of-00001.safetensors"}
 _OTHER_FILES = {"params.json", "consolidated.safetensors.index.json", "pytorch_model.bin.index.json"}
 
 
@@ -82,9 +84,11 @@ def export(
     }  # fmt: skip
 
     def write(folder: Path) -> None:
-        _link(source, folder, set(new_configs), copy, {source.tensors[name].file for name in moved})
-        for file in {source.tensors[name].file for name in moved}:
-            overwrite(folder / file, {name: tensor for name, tensor in moved.items() if source.tensors[name].file == file})
+        changed = {source.tensors[name].file for name in moved}
+        _link(source, folder, set(new_configs), copy, changed)
+        for file in changed:
+            new = {name: tensor for name, tensor in moved.items() if source.tensors[name].file == file}
+            overwrite(folder / _RENAMED.get(file, file), new)
         save_file(written, folder / SCALES, {"format": "pt", NOTE: json.dumps(note)})
         (folder / SCALES).chmod(0o666 & ~_umask())  # safetensors ignores the umask and makes the file private
         for name, config in new_configs.items():
@@ -163,16 +167,17 @@ def _link(source: Checkpoint, folder: Path, new: Collection[str], copy: bool, ch
         other = (path.suffix in _OTHER_WEIGHTS and path.name not in named) or path.name in _OTHER_FILES or path.name.startswith(".")
         if other or path.name in {INDEX, *new}:
             continue
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name) if copy else (folder / path.name).symlink_to(path.resolve())
+        new_path = folder / _RENAMED.get(path.name, path.name)
+        if path.is_dir() and copy:
+            shutil.copytree(path, new_path)
         elif copy or path.name in changed:
-            shutil.copyfile(path, folder / path.name)
+            shutil.copyfile(path, new_path)
         else:
-            (folder / path.name).symlink_to(path.resolve())
+            new_path.symlink_to(path.resolve())
 
 
 def _index(source: Checkpoint, written: dict[str, torch.Tensor]) -> dict[str, Any]:
-    weight_map = {name: tensor.file for name, tensor in source.tensors.items()} | dict.fromkeys(written, SCALES)
+    weight_map = {name: _RENAMED.get(tensor.file, tensor.file) for name, tensor in source.tensors.items()} | dict.fromkeys(written, SCALES)
     files = {source.folder / tensor.file for tensor in source.tensors.values()}
     size = sum(file.stat().st_size for file in files) + 4 * sum(tensor.numel() for tensor in written.values())
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
