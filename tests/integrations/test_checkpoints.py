@@ -260,6 +260,7 @@ DAMAGES = {
         f"does not name {SCALES}: vLLM would not read it",
     ),
     "no index": (lambda out: (out / INDEX).unlink(), "has no model.safetensors.index.json"),
+    "no note": (lambda out: save_file(load_file(out / SCALES), out / SCALES), "has no entry 'fp8attn' with JSON"),
     "no file": (lambda out: (out / SCALES).unlink(), f"names {SCALES}, which the folder does not have"),
     "cut short": (lambda out: (out / SCALES).write_bytes((out / SCALES).read_bytes()[:-4]), "cut short"),
     "no config": (edit("config.json", lambda v: v.pop("quantization_config")), "vLLM would read no scales"),
@@ -353,6 +354,19 @@ def test_skipped_layers_have_no_scales_and_are_in_the_command(model, tmp_path):
     assert set(exported.scales) == {0} and exported.moved == (0,) and exported.skip_layers == (1, 2)
     assert exported.command.endswith("--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 1 2")
     assert check(tmp_path / "out", scales).skip_layers == (1, 2)
+
+
+def test_sliding_layers_must_be_skipped(tmp_path):
+    model = make("qwen2-mixed")
+    model.save_pretrained(tmp_path / "model")
+    model.config.name_or_path = str(tmp_path / "model")
+    ids = torch.randint(3, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(2))
+    scales = calibrate(model, ids.split(1), key_dtype="e4m3", rotate_keys=False)
+    options = {} if getattr(scales.layer(1), "q_scale", None) is not None else {"q_scale": 1.0}
+    with pytest.raises(UsageError, match=r"layer 0 of .* \(sliding .*skip_layers=\[0\].*--kv-cache-dtype-skip-layers 0"):
+        export(tmp_path / "model", scales, tmp_path / "out", **options)
+    exported = export(tmp_path / "model", scales, tmp_path / "out", skip_layers=[0], **options)
+    assert set(exported.scales) == {1, 2}
 
 
 def test_shared_layers_are_refused(tmp_path):

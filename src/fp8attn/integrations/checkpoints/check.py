@@ -19,7 +19,8 @@ from .formats import Format, Strategy, declared, names, shape, to_tensor, values
 
 SCALES = "model-kv-scales.safetensors"
 NOTE = "fp8attn"  # the entry in the metadata of that file
-_WEIGHTS = re.compile(r".*\.(weight|input)_scale(_\w+)?")  # scales of quantized weights, not of the cache
+# Names of a cache's scales, current ones and older ones. Others are of weights, such as `weight_scale`.
+_CACHE_SCALE = re.compile(r".*\.([qkv]|kv|prob|output)_scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,15 +63,14 @@ def check(folder: str | Path, scales: KVScales | None = None) -> Export:
     """
     checkpoint = Checkpoint.read(folder)
     format, strategy = declared(checkpoint)
-    if len({tensor.file for tensor in checkpoint.tensors.values()}) < len(list(checkpoint.folder.glob("*.safetensors"))):
-        unnamed = {path.name for path in checkpoint.folder.glob("*.safetensors")} - {t.file for t in checkpoint.tensors.values()}
+    if unnamed := {path.name for path in checkpoint.folder.glob("*.safetensors")} - {t.file for t in checkpoint.tensors.values()}:
         raise UsageError(f"{checkpoint.folder / INDEX} does not name {', '.join(sorted(unnamed))}: vLLM would not read it")
     note = _note(checkpoint)
     attentions = checkpoint.attentions()
     skipped = tuple(note.get("skip_layers", ()))
     wanted = {index: names(format, attention) for index, attention in attentions.items() if index not in skipped}
     expected = {name for named in wanted.values() for name in named.values()}
-    present = {name for name in checkpoint.tensors if name.endswith("_scale") and not _WEIGHTS.fullmatch(name)}
+    present = {name for name in checkpoint.tensors if _CACHE_SCALE.fullmatch(name)}
     _compare(checkpoint, format, expected, present)
     found: dict[int, dict[str, torch.Tensor]] = {}
     q_heads, kv_heads, _ = checkpoint.heads
@@ -89,10 +89,11 @@ def _note(checkpoint: Checkpoint) -> dict[str, list[int]]:
     if not (checkpoint.folder / SCALES).is_file():
         return {}
     with safe_open(checkpoint.folder / SCALES, "pt") as file:
-        note = (file.metadata() or {}).get(NOTE)
-    if note is None:
-        raise UsageError(f"{checkpoint.folder / SCALES} has no entry {NOTE!r} in its metadata; export again")
-    found: dict[str, list[int]] = json.loads(note)
+        note = (file.metadata() or {}).get(NOTE, "")
+    try:
+        found: dict[str, list[int]] = json.loads(note)
+    except ValueError as error:
+        raise UsageError(f"{checkpoint.folder / SCALES} has no entry {NOTE!r} with JSON in its metadata; export again") from error
     return found
 
 
@@ -126,7 +127,11 @@ def _compare_values(export: Export, scales: KVScales) -> None:
     if strangers := set(export.scales) - set(scales.layers):
         raise UsageError(f"{export.folder} has scales of {layers_text(strangers)}, and the calibrated scales have none")
     for index, found in export.scales.items():
-        for x, given in values(scales.layer(index), index in export.moved).items():
+        layer = scales.layer(index)
+        calibrated = values(layer, index in export.moved)
+        if (queries := getattr(layer, "q_scale", None)) is not None:
+            calibrated["q"] = queries
+        for x, given in calibrated.items():
             value = to_tensor(given, export.format, export.strategy).flatten()
             if not torch.equal(found[x], value):
                 got = f"{found[x].tolist()}, and was calibrated as {value.tolist()}"

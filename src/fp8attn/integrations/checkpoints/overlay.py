@@ -79,7 +79,7 @@ def export(
     if clash := sorted(written.keys() & source.tensors.keys()):
         raise UsageError(f"{source.folder} has {clash[0]} already: it has scales of a cache; export the original checkpoint")
     note = {
-        "format": format, "strategy": strategy, "skip_layers": sorted(skip_layers), "moved": moved_layers,
+        "format": format, "strategy": strategy, "skip_layers": sorted(set(skip_layers)), "moved": moved_layers,
         "model_id": scales.model_id, "method": scales.method, "tokens": scales.tokens,
     }  # fmt: skip
 
@@ -124,8 +124,8 @@ def _layers_to_write(source: Checkpoint, scales: KVScales, skip_layers: Collecti
     if without := attentions.keys() - scales.layers.keys() - set(skip_layers):
         needed = sorted(attentions.keys() - scales.layers.keys())
         raise UsageError(
-            f"{layers_text(without)} of {source.folder} have no scales (sliding windows are not calibrated), and vLLM would take 1.0 for "
-            f"them in silence. Keep them in 16 bits: export with skip_layers={needed}, and serve with "
+            f"there are no scales of {layers_text(without)} of {source.folder} (sliding windows are not calibrated), and vLLM would take 1.0 "
+            f"in silence. Keep them in 16 bits: export with skip_layers={needed}, and serve with "
             f"--kv-cache-dtype-skip-layers {' '.join(map(str, needed))}"
         )
     chosen = {index: attention for index, attention in attentions.items() if index not in skip_layers}
