@@ -318,7 +318,7 @@ REFUSED = {
     "a bad q_scale": (lambda: (some_scales(q_scale=False), {"q_scale": float("nan")}), "positive and finite; got nan"),
     "a layer without": (
         lambda: (some_scales([0, 2]), {}),
-        r"layer 1 of .* would take 1.0.*skip_layers=\[1\].*--kv-cache-dtype-skip-layers 1",
+        r"no scales for layer 1 .* would take 1.0.*skip_layers=\[1\].*--kv-cache-dtype-skip-layers 1",
     ),
     "too many layers": (lambda: (some_scales(range(4), num_layers=4), {}), "num_layers is 4 in the scales and 3"),
     "another head_dim": (lambda: (some_scales(head_dim=128), {}), "head_dim is 128 in the scales and 64"),
@@ -363,7 +363,7 @@ def test_sliding_layers_must_be_skipped(tmp_path):
     ids = torch.randint(3, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(2))
     scales = calibrate(model, ids.split(1), key_dtype="e4m3", rotate_keys=False)
     options = {} if getattr(scales.layer(1), "q_scale", None) is not None else {"q_scale": 1.0}
-    with pytest.raises(UsageError, match=r"layer 0 of .* \(sliding .*skip_layers=\[0\].*--kv-cache-dtype-skip-layers 0"):
+    with pytest.raises(UsageError, match=r"no scales for layer 0 \(sliding .*skip_layers=\[0\].*--kv-cache-dtype-skip-layers 0"):
         export(tmp_path / "model", scales, tmp_path / "out", **options)
     exported = export(tmp_path / "model", scales, tmp_path / "out", skip_layers=[0], **options)
     assert set(exported.scales) == {1, 2}

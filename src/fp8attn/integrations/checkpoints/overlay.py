@@ -124,7 +124,7 @@ def _layers_to_write(source: Checkpoint, scales: KVScales, skip_layers: Collecti
     if without := attentions.keys() - scales.layers.keys() - set(skip_layers):
         needed = sorted(attentions.keys() - scales.layers.keys())
         raise UsageError(
-            f"there are no scales of {layers_text(without)} of {source.folder} (sliding windows are not calibrated), and vLLM would take 1.0 "
+            f"{source.folder}: no scales for {layers_text(without)} (sliding windows are not calibrated), and vLLM would take 1.0 "
             f"in silence. Keep them in 16 bits: export with skip_layers={needed}, and serve with "
             f"--kv-cache-dtype-skip-layers {' '.join(map(str, needed))}"
         )
