@@ -32,14 +32,16 @@ def save(folder, family="llama", dtype=torch.float32, **changes):
     return folder
 
 
-def some_scales(layers=range(LAYERS), q_scale=True, v_mean=None, num_layers=LAYERS, head_dim=HEAD_DIM, **changes):
+def some_scales(layers=range(LAYERS), q_scale=True, k_mean=None, v_mean=None, num_layers=LAYERS, head_dim=HEAD_DIM, **changes):
     """Scales that differ in every layer, head and tensor."""
     made = {}
     for index in layers:
         heads = torch.arange(KV_HEADS) + 1.0
         zero = torch.zeros(KV_HEADS, head_dim)
         options = {"key_dtype": "e4m3", "rotate_keys": False} | changes
-        made[index] = LayerScales(heads / 60 + index, heads / 130 + index, zero, zero if v_mean is None else v_mean, **options)
+        made[index] = LayerScales(
+            heads / 60 + index, heads / 130 + index, zero if k_mean is None else k_mean, zero if v_mean is None else v_mean, **options
+        )
         if q_scale:
             object.__setattr__(made[index], "q_scale", torch.arange(Q_HEADS) / 256 + index + 1)
     return KVScales(made, num_layers=num_layers, num_kv_heads=KV_HEADS, head_dim=head_dim, model_id="org/model")
@@ -150,10 +152,8 @@ def test_moving_v_leaves_the_model_as_it_is(tmp_path, dtype):
 def test_without_folding_scales_cover_the_means(model, tmp_path):
     """`|k| <= |k - mean| + |mean|`: of K always, of V without folding. In E4M3 the larger scale costs no precision."""
     mean = torch.tensor([[1.0], [-3.0]]) * torch.linspace(-1, 0.5, HEAD_DIM)
-    scales = some_scales(v_mean=mean)
-    scales = replace(scales, layers={i: replace(layer, k_mean=2 * mean) for i, layer in scales.layers.items()})
-    options = {"strategy": "attn_head", "q_scale": 1.0}
-    folded, covered = (export(model, scales, tmp_path / str(fold), fold_v_mean=fold, **options) for fold in (True, False))
+    scales = some_scales(k_mean=2 * mean, v_mean=mean)
+    folded, covered = (export(model, scales, tmp_path / str(fold), strategy="attn_head", fold_v_mean=fold) for fold in (True, False))
     largest = torch.tensor([1.0, 3.0]) / 448
     for index, layer in scales.layers.items():
         assert torch.equal(folded.scales[index]["v"], layer.v_scale)
