@@ -102,8 +102,7 @@ def configs(checkpoint: Checkpoint, format: Format, strategy: Strategy) -> dict[
     if old and old.get("kv_cache_scheme"):
         raise UsageError(f"{checkpoint.folder / CONFIG} has a kv_cache_scheme already: {old['kv_cache_scheme']}; export the original")
     if format == "modelopt":
-        # ModelOpt's algorithm for "no weights, only the cache" is null, with which vLLM reads nothing. With FP8 for weights, and all
-        # modules excluded from it, vLLM leaves the weights alone and reads the scales.
+        # vLLM needs an algorithm of weights, or it reads nothing. With all modules excluded from it, it leaves the weights alone.
         quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}
         return {CONFIG: checkpoint.config, MODELOPT_CONFIG: {"producer": {"name": "modelopt"}, "quantization": quantization}}
     # vLLM passes the number of heads on, which it cuts scales of heads by, only if there are config_groups: none is enough.
