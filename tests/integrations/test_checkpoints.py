@@ -414,7 +414,7 @@ def test_unknown_names_are_listed(tmp_path):
         export(tmp_path / "model", some_scales(), tmp_path / "out")
 
 
-def test_a_vision_encoder_is_told_from_the_decoder(tmp_path):
+def test_a_vision_encoder_is_not_the_decoder(tmp_path):
     model = save(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     tower = {f"vision_tower.{name}": tensor[:32].clone() for name, tensor in tensors.items() if ".layers." in name}

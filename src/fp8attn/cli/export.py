@@ -55,8 +55,8 @@ def export(
     for column in ("layer", "K", "V", "queries", ""):
         table.add_column(column, justify="right" if column else "left")
     for index, layer in found.scales.items():
-        told = (" ".join(f"{number:.4g}" for number in layer[x].tolist()) for x in "kvq")
-        table.add_row(str(index), *told, "V's mean is in the biases" if index in found.moved else "")
+        shown = (" ".join(f"{number:.4g}" for number in layer[x].tolist()) for x in "kvq")
+        table.add_row(str(index), *shown, "V's mean is in the biases" if index in found.moved else "")
     for index in found.skip_layers:
         table.add_row(str(index), "", "", "", "in 16 bits")
     out.print(table)
