@@ -17,16 +17,6 @@ from fp8attn.evaluation.paired import discordant
 from fp8attn.evaluation.perplexity import perplexity
 
 
-@pytest.fixture(scope="module")
-def loaded(tiny_model):
-    return models.load(tiny_model, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def tokens(loaded, tiny_model):
-    return models.tokenize(loaded[1], models.read_text(model=tiny_model))
-
-
 def outcomes():
     made = []
     for length in (512, 1024, 2048, 4096):
