@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..layout import DEFAULT_KEY_DTYPE
 from . import fail, is_optional
 from .evaluate import evaluate
+from .export import export
 from .options import CacheChoice, Device, Json, KeyDtype, Model, RotateKeys, Scales, Text
 from .shared import about, choose, encode, load, makers, numbers, out, output, print_json, progress, read_text, windows
 
@@ -139,6 +140,9 @@ def calibrate(
     for check in offset_checks(found.k_offsets):
         out.print(f"{check.name}: {check.detail}", markup=False)
     out.print(f"scales: {save}")
+
+
+app.command()(export)
 
 
 @app.command()
