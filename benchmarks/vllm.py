@@ -15,7 +15,8 @@ Each implementation is an engine in a process of its own, one after another, wit
 | `prefill-S131072` | `ms` to the first token |
 | `throughput` | a mixed load |
 | `fits` | tokens that fit into the memory that vLLM gives the cache |
-| `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks, speculation, tensor parallelism |
+| `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks or speculation |
+| `parallel` | likewise with tensor parallelism, on two GPUs |
 | `perplexity` | of held-out text, from the engine's own log-probabilities of prompts |
 
 Times are of a user's calls, `LLM.generate`, with all that vLLM does around attention. The answers of random weights mean nothing, so
@@ -48,7 +49,7 @@ IMPLS: dict[str, dict[str, Any]] = {
     "vllm-fp8": {"kv_cache_dtype": "fp8"},
     "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
 }
-CASES = ("llama", "equal", "perplexity")
+CASES = ("llama", "equal", "parallel", "perplexity")
 STDLIB = str(ROOT / "models/stdlib-llama")
 SMOLLM2 = os.environ.get("FP8ATTN_SMOLLM2")  # a checkpoint's folder
 ENVIRONMENT = {
@@ -75,29 +76,36 @@ WINDOWS = {"stdlib": (STDLIB, 4096, 8), "smollm2": (SMOLLM2, 2048, 8)}  # the mo
 
 
 def measure(case: str) -> Iterator[dict]:
-    yield from {"llama": llama, "equal": equal, "perplexity": perplexity}[case]()
+    yield from {"llama": llama, "equal": equal, "parallel": parallel, "perplexity": perplexity}[case]()
 
 
 def llama() -> Iterator[dict]:
-    for impl in IMPLS:
+    for impl in reversed(IMPLS):
         yield from worker("engine_times", impl, "plain")
 
 
 def equal() -> Iterator[dict]:
-    for impl in ("vllm-bf16", "fp8attn"):
-        answers: dict[str, list] = {}
-        for way in WAYS:
-            if way == "tp2" and gpus() < 2:
-                left_out(f"equal-{way} {impl}", "it needs two GPUs")
-                continue
-            (found,) = worker("answers", impl, way)
-            answers[way], again = found["answers"], found["again"]
-            pairs = {way: answers["plain"]} if way != "prefix-caching" else {way: answers["plain"], f"{way}-hits": again}
-            for name, others in pairs.items():
-                same = sum(a == b for a, b in zip(answers[way], others, strict=True))
-                row = {"case": f"equal-{name}", "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"]}
-                if name != "plain":
-                    yield row
+    for impl in ("fp8attn", "vllm-bf16"):
+        yield from compared(impl, [way for way in WAYS if way != "tp2"])
+
+
+def parallel() -> Iterator[dict]:
+    if gpus() < 2:
+        left_out("parallel", "it needs two GPUs")
+        return
+    for impl in ("fp8attn", "vllm-bf16"):
+        yield from compared(impl, ["plain", "tp2"])
+
+
+def compared(impl: str, ways: list[str]) -> Iterator[dict]:
+    """How many answers of each way are those of the first, `plain`."""
+    (plain,) = worker("answers", impl, ways[0])
+    for way in ways[1:]:
+        (found,) = worker("answers", impl, way)
+        for name in ("answers", "again") if way == "prefix-caching" else ("answers",):
+            same = sum(a == b for a, b in zip(found[name], plain["answers"], strict=True))
+            case = f"equal-{way}" if name == "answers" else f"equal-{way}-hits"
+            yield {"case": case, "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"]}
 
 
 def perplexity() -> Iterator[dict]:
