@@ -10,11 +10,9 @@ Each implementation is an engine in a process of its own, one after another, wit
 
 | case | rows |
 |---|---|
-| `llama` | random weights: the four below |
-| `decode-B1-S131072` | `ms` of a decode step of one sequence of 131,072 tokens |
-| `prefill-S131072` | `ms` to the first token |
-| `throughput` | a mixed load |
-| `fits` | tokens that fit into the memory that vLLM gives the cache |
+| `llama` | random weights. `decode-B1-S131072`: `ms` of a decode step of one sequence of 131,072 tokens. `prefill-S131072`: `ms` to the first |
+| | token. `fits`: tokens that fit into the memory that vLLM gives the cache |
+| `load` | random weights, a mixed load: prompts and answers of different lengths, all requested at once |
 | `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks or speculation |
 | `parallel` | likewise with tensor parallelism, on two GPUs |
 | `perplexity` | of held-out text, from the engine's own log-probabilities of prompts |
@@ -36,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +47,18 @@ IMPLS: dict[str, dict[str, Any]] = {
     "vllm-fp8": {"kv_cache_dtype": "fp8"},
     "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
 }
-CASES = ("llama", "equal", "parallel", "perplexity")
+CASES = ("llama", "load", "equal", "parallel", "perplexity")
 STDLIB = str(ROOT / "models/stdlib-llama")
 SMOLLM2 = os.environ.get("FP8ATTN_SMOLLM2")  # a checkpoint's folder
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "FP8ATTN_VLLM_CPU": "0",
+    "DO_NOT_TRACK": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_KVCACHE_SPACE": "2", "FP8ATTN_VLLM_CPU": "0",
 }  # fmt: skip
 
 PREFILLS = (2048, 8192, 32768, 131072)
 DECODES = ((1, 2048), (1, 8192), (1, 32768), (1, 131072), (32, 2048), (32, 8192))  # sequences, tokens
 STEPS = 64
+VOCABULARY = 128256
 LOAD = 96  # requests of the mixed load: prompts of 256 to 8192 tokens, answers of 64 to 256
 PROMPTS, ANSWER = 20, 48
 WAYS: dict[str, dict[str, Any]] = {  # of computing the same answers
@@ -76,12 +75,17 @@ WINDOWS = {"stdlib": (STDLIB, 4096, 8), "smollm2": (SMOLLM2, 2048, 8)}  # the mo
 
 
 def measure(case: str) -> Iterator[dict]:
-    yield from {"llama": llama, "equal": equal, "parallel": parallel, "perplexity": perplexity}[case]()
+    yield from {"llama": llama, "load": load, "equal": equal, "parallel": parallel, "perplexity": perplexity}[case]()
 
 
 def llama() -> Iterator[dict]:
     for impl in reversed(IMPLS):
         yield from worker("engine_times", impl, "plain")
+
+
+def load() -> Iterator[dict]:
+    for impl in reversed(IMPLS):
+        yield from worker("throughput", impl, "plain")
 
 
 def equal() -> Iterator[dict]:
@@ -165,60 +169,66 @@ def engine(impl: str, way: str, model: str, **options: Any) -> Any:
     return llm
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int) -> tuple[float, list]:
-    """Seconds, and the outputs."""
+def generate(llm: Any, prompts: list[list[int]], tokens: int | list[int]) -> tuple[float, list]:
+    """Seconds, and the outputs of so many tokens."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    counts = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False) for count in counts]
     begun = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return time.perf_counter() - begun, outputs
 
 
-def engine_times(impl: str, way: str) -> Iterator[dict]:
+def llama_engine(impl: str, way: str) -> Any:
+    """An engine of Llama-3.1-8B's shape."""
     config = dict(
         architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=262144,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=VOCABULARY, max_position_embeddings=262144,
         rope_theta=500000.0, rms_norm_eps=1e-5, torch_dtype="bfloat16", hidden_act="silu", tie_word_embeddings=False, bos_token_id=0,
         eos_token_id=1,
     )  # fmt: skip
-    draw = random.Random(0)
-    prompt: Callable[[int], list[int]] = lambda n: [draw.randrange(2, 128256) for _ in range(n)]  # noqa: E731
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         llm = engine(
             impl, way, folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max(PREFILLS) + 1024, max_num_seqs=64,
             enable_prefix_caching=True, gpu_memory_utilization=0.85,
         )  # fmt: skip
+    generate(llm, [prompt(random.Random(1), 4096)], 8)
+    return llm
+
+
+def prompt(draw: random.Random, tokens: int) -> list[int]:
+    return [draw.randrange(2, VOCABULARY) for _ in range(tokens)]
+
+
+def engine_times(impl: str, way: str) -> Iterator[dict]:
+    llm, draw = llama_engine(impl, way), random.Random(0)
     cache = llm.llm_engine.vllm_config.cache_config
     yield {"case": "fits", "impl": impl, "tokens": cache.num_gpu_blocks * cache.block_size}
-    generate(llm, [prompt(4096)], 8)
     held = {}
     for length in PREFILLS:
         times = []
         for _ in range(3 if length < 100_000 else 1):
-            held[1, length] = [prompt(length)]
+            held[1, length] = [prompt(draw, length)]
             times.append(generate(llm, held[1, length], 1)[0])
         yield {"case": f"prefill-S{length}", "impl": impl, "ms": round(1e3 * statistics.median(times), 3)}
     for batch, length in DECODES:
-        prompts = held.get((batch, length)) or [prompt(length) for _ in range(batch)]
+        prompts = held.get((batch, length)) or [prompt(draw, length) for _ in range(batch)]
         generate(llm, prompts, 1)  # the prompts are in the cache from here on
         one, many = ([generate(llm, prompts, tokens)[0] for _ in range(3)] for tokens in (1, 1 + STEPS))
         ms = 1e3 * (statistics.median(many) - statistics.median(one)) / STEPS
         yield {"case": f"decode-B{batch}-S{length}", "impl": impl, "ms": round(ms, 4), "tokens_per_s": round(1e3 * batch / ms, 1)}
-    yield throughput(llm, impl, draw, prompt)
 
 
-def throughput(llm: Any, impl: str, draw: random.Random, prompt: Callable[[int], list[int]]) -> dict:
-    from vllm import SamplingParams
-
-    prompts = [prompt(draw.randint(256, 8192)) for _ in range(LOAD)]
-    params = [SamplingParams(temperature=0, max_tokens=draw.randint(64, 256), ignore_eos=True, detokenize=False) for _ in prompts]
+def throughput(impl: str, way: str) -> Iterator[dict]:
+    llm, draw = llama_engine(impl, way), random.Random(0)
+    prompts = [prompt(draw, draw.randint(256, 8192)) for _ in range(LOAD)]
     begun = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    outputs = generate(llm, prompts, [draw.randint(64, 256) for _ in prompts])[1]
     seconds = time.perf_counter() - begun
     made = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return {
+    yield {
         "case": "throughput", "impl": impl, "ms": round(1e3 * seconds, 1), "tokens_per_s": round((sum(map(len, prompts)) + made) / seconds),
         "output_tokens_per_s": round(made / seconds),
     }  # fmt: skip
