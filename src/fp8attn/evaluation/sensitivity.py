@@ -2,48 +2,47 @@
 
     report = sensitivity(model, windows)
     chosen = choose(report, max_kl=0.001)
-    FP8Cache.for_model(model, skip_layers=chosen)  # or AttentionPolicy(skip=chosen), or vllm serve with vllm_arguments(report, chosen)
+    cache = FP8Cache.for_model(model, skip_layers=chosen)
 
-Each layer is measured alone: only its K and V are in 8 bits. The layers are then ranked, the most sensitive first, and the model is measured
-again with the first n of them in 16 bits and all others in 8 bits, for every n. `choose` takes one of these sets, so the divergence of a
-choice is a measured one. Parts do not add up to it: the errors of two layers can cancel, or one can make the other worse.
+Each layer is measured alone: only its K and V are in 8 bits. That ranks the layers. Then the model is measured with the first n layers of
+the ranking in 16 bits and all others in 8 bits, for every n. `choose` takes one of these sets, so the divergence of a choice is measured. It
+is not the sum of its parts: errors of two layers can cancel, and one layer can amplify another's.
 
-Of N layers, this takes about 2.25 N forwards of the same tokens: N with a single layer in 8 bits, N with the sets, and one of the
-16-bit model for every `GROUP` of these. Memory: the caches of `GROUP + 1` runs of one window, and two runs' logits of one chunk.
+For L layers, that is about 2.25 L forwards of the tokens: L with one layer in 8 bits, L with the sets, and one of the 16-bit model for each
+8 of these. The caches of 9 runs of one window are in memory, and two runs' logits of one chunk.
 
-**Which arithmetic.** A forward of `chunk` tokens goes through the kernels that a cache of this model uses. Few query rows are exact: only
-what is stored is rounded. On a Hopper GPU many rows (more than 128 a KV head) are rounded to 8 bits, too, as in a prefill; the report's
-`rounds_queries` is then true. A 16-bit model has another limit: any change of the order of a sum changes its predictions. The report's
-`floor` is that divergence, and a layer below it cannot be told from another. So measure in float32, where this is no limit, with
-`backend="reference"` on a GPU: the default of `make_cache` for such a model.
+**Which arithmetic is measured.** That of the cache for a forward of `chunk` tokens. On a CPU it is the `reference` backend's, in FP32. On a
+GPU, few query rows are exact, so only what is stored is rounded. On Hopper, more than 128 query rows of a KV head are in 8 bits, too, as in
+a prefill, and the report's `rounds_queries` is true.
+
+**16-bit models have a floor.** Any other order of summation changes their predictions by more than 8 bits do in most layers. The report's
+`floor` is that divergence. So measure a model in FP32, on a GPU with `backend="reference"`: `make_cache` does so by default if the model is
+in FP32.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from .. import backends
 from ..errors import UsageError
-from ..integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache
-from ..integrations.transformers.config import FULL, WINDOWED_LAYER_TYPES, check_attention_interface, decoder_config, layers_of
+from ..integrations.transformers import FP8Cache
+from ..integrations.transformers.config import WINDOWED_LAYER_TYPES, layers_of
 from ..layout import PAGE_SIZE, page_bytes
-from .caches import CHUNK, forward
-from .perplexity import by_token
+from ..params import BackendName
+from .caches import CHUNK
+from .layer_runs import LayerRuns, MakeSkipping, Run, full_layers
 from .record import write_json
 
 FORMAT = "fp8attn.sensitivity.1"  # the entry `format` in a file
-GROUP = 8  # runs that share a forward of the 16-bit model
-MakeSkipping = Callable[[Sequence[int]], Cache]
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class LayerSensitivity:
 
     Attributes:
         layer: its number in the model.
-        sqnr_db: of the attention module's output (after its output projection), with K and V in 8 bits, beside the output in 16 bits from the
-            same inputs: the ratio of signal to error, in dB. Infinite if there is no error.
+        sqnr_db: signal to quantization-noise ratio in dB of the attention module's output (after its output projection): K and V in 8 bits
+            beside 16 bits, from the same inputs. Infinite without an error.
         kl: mean KL divergence of the 16-bit model's predictions from those with only this layer in 8 bits, in nats per token.
         standard_error: of `kl`, from its scatter over the tokens.
         bytes_8_bit, bytes_16_bit: of a token's K and V in this layer.
@@ -73,13 +72,14 @@ class Sensitivity:
 
     Attributes:
         layers: in the model's order.
-        cumulated_kl: `cumulated_kl[n]` is the KL divergence, in nats per token, with the first n layers of `ranking` in 16 bits and all others
-            in 8 bits. The first entry is of all layers in 8 bits, the last one of the least sensitive layer alone.
-        floor: the same divergence if one attention output is changed by its last bit: what rounding in the model's dtype makes of nothing.
-        tokens: the number of predictions that were compared; `context`: the tokens of a window; `chunk`: of a forward.
+        cumulated_kl: `cumulated_kl[n]` is the mean KL divergence in nats per token with the first n layers of `ranking` in 16 bits and all
+            others in 8 bits. The first entry is of all layers in 8 bits, the last one of the least sensitive layer alone.
+        floor: the divergence of the 16-bit model if the first layer's attention output is changed by its last bit.
+        tokens: the number of predictions that were compared.
+        context, chunk: tokens of a window, and of a forward.
         windowed: the numbers of layers with a window. `FP8Cache` keeps them in 16 bits whatever is chosen.
-        model, dtype, cache: the model's name, the dtype of its arithmetic, and what the measured cache is called.
-        rounds_queries: whether queries were in 8 bits, too.
+        model, dtype, cache: names of the model, of its dtype, and of the cache that was measured.
+        rounds_queries: whether attention rounded queries to 8 bits, too.
     """
 
     layers: tuple[LayerSensitivity, ...]
@@ -132,9 +132,10 @@ class Sensitivity:
             read = json.loads(Path(path).read_text())
             if read.pop("format") != FORMAT:
                 raise KeyError("format")
-            rows = [{name: math.inf if value is None else value for name, value in row.items()} for row in read.pop("layers")]
-            lists = {name: tuple(read.pop(name)) for name in ("cumulated_kl", "windowed")}
-            return cls(layers=tuple(LayerSensitivity(**row) for row in rows), **lists, **read)
+            for row in read["layers"]:
+                row["sqnr_db"] = math.inf if row["sqnr_db"] is None else row["sqnr_db"]  # JSON has no infinity
+            read["layers"] = [LayerSensitivity(**row) for row in read["layers"]]
+            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
         except OSError as error:
             raise UsageError(f"cannot read {path} ({error.strerror}); Sensitivity.save writes such a file") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -178,10 +179,9 @@ def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_to
 
 
 def vllm_arguments(report: Sensitivity, skip_layers: Sequence[int]) -> str:
-    """The arguments of `vllm serve` for an FP8 cache that leaves the same layers in 16 bits: these, and the layers with a window.
+    """Arguments of `vllm serve` for its own FP8 cache with these layers in 16 bits, and those with a window, as in `FP8Cache`.
 
-    vLLM's own FP8 cache stores keys and values in E4M3, not rotated. To choose for it, measure such a cache (`cache_factory` makes `"scale-1"`
-    and `"fp8-e4m3-plain"`).
+    That cache casts K and V to E4M3 with one scale a layer. To choose layers for it, measure such a cache: `cache_factory("scale-1", ...)`.
     """
     numbers = sorted({*skip_layers, *report.windowed})
     flag = " ".join(["--kv-cache-dtype-skip-layers", *map(str, numbers)])
@@ -214,33 +214,30 @@ def sensitivity(
         UsageError: a model that `FP8Cache` cannot serve or that is in training mode; no windows of two tokens or more.
         ValueError: a divergence is not a number, because logits are NaN or infinite.
     """
-    specs = layers_of(model.config)
-    full = [number for number, spec in enumerate(specs) if spec.kind == FULL]
+    specs, full = layers_of(model.config), full_layers(model)
     make = _default(model) if make_cache is None else make_cache
-    runs = _Runs(model, windows, chunk, full, make, 2 * len(full), progress)
-    queries = chunk * specs[full[0]].num_q_heads // specs[full[0]].num_kv_heads
+    runs = LayerRuns(model, windows, make, chunk=chunk, counts=(1 + len(full), len(full) - 1), progress=progress)
     with runs.watching():
-        nudged, *alone = runs.measure([_Run(nudged=full[0]), *(_Run((layer,), compared=layer) for layer in full)])
-        means = [float(kl.mean()) for kl in alone]
-        if not all(map(math.isfinite, means)):
-            bad = [layer for layer, kl in zip(full, means, strict=True) if not math.isfinite(kl)]
-            raise ValueError(f"the KL divergence is not a number with layer {bad[0]} in 8 bits: the model's logits are NaN or infinite")
-        order = [full[at] for at in sorted(range(len(full)), key=lambda at: -means[at])]
-        together = runs.measure([_Run(tuple(order[count:])) for count in range(len(full) - 1)])
+        nudged, *alone = runs.measure([Run(runs, nudged=full[0]), *(Run(runs, [layer], compared=layer) for layer in full)])
+    means = {layer: float(kl.mean()) for layer, kl in zip(full, alone, strict=True)}
+    if bad := [layer for layer, mean in means.items() if not math.isfinite(mean)]:
+        raise ValueError(f"the KL divergence with layer {bad[0]} in 8 bits is no number: logits are NaN or infinite")
+    ranking = sorted(full, key=lambda layer: -means[layer])
+    together = runs.measure([Run(runs, ranking[count:]) for count in range(len(full) - 1)])
     rows = tuple(
         LayerSensitivity(
             layer=layer,
             sqnr_db=runs.sqnr_db(layer),
-            kl=mean,
+            kl=means[layer],
             standard_error=_standard_error(kl),
             bytes_8_bit=specs[layer].num_kv_heads * page_bytes(specs[layer].head_dim) / PAGE_SIZE,
             bytes_16_bit=4.0 * specs[layer].num_kv_heads * specs[layer].head_dim,
         )
-        for layer, mean, kl in zip(full, means, alone, strict=True)
+        for layer, kl in zip(full, alone, strict=True)
     )
     return Sensitivity(
         layers=rows,
-        cumulated_kl=(*(float(kl.mean()) for kl in together), min(means)),
+        cumulated_kl=(*(float(kl.mean()) for kl in together), means[ranking[-1]]),
         floor=float(nudged.mean()),
         tokens=nudged.numel(),
         context=windows.shape[1] - 1,
@@ -249,7 +246,7 @@ def sensitivity(
         model=model.config.name_or_path,
         dtype=str(model.dtype).removeprefix("torch."),
         cache=name,
-        rounds_queries=_rounds_queries(model, make(()), queries),
+        rounds_queries=_rounds_queries(model, make(()), chunk * specs[full[0]].num_q_heads // specs[full[0]].num_kv_heads),
     )
 
 
@@ -271,174 +268,25 @@ def divergence(
         model, windows, make_cache, chunk, progress: as `sensitivity` takes them.
     Returns:
         For each choice the mean over the tokens and its standard error, in nats per token.
+    Raises:
+        UsageError: as `sensitivity`, or a number is not that of a full-attention layer.
     """
-    full = [number for number, spec in enumerate(layers_of(model.config)) if spec.kind == FULL]
+    full = full_layers(model)
+    if unknown := sorted({layer for choice in choices for layer in choice} - {*full}):
+        raise UsageError(f"layers {unknown} are no full-attention layers of the model; those are {list(full)}")
     make = _default(model) if make_cache is None else make_cache
-    runs = _Runs(model, windows, chunk, full, make, len(choices), progress)
-    found = runs.measure([_Run(tuple(layer for layer in full if layer not in choice)) for choice in choices])
+    runs = LayerRuns(model, windows, make, chunk=chunk, counts=[len(choices)], progress=progress)
+    found = runs.measure([Run(runs, [layer for layer in full if layer not in choice]) for choice in choices])
     return [(float(kl.mean()), _standard_error(kl)) for kl in found]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One run of all windows.
-
-    Attributes:
-        in_8_bits: the layers whose K and V are in 8 bits; none: a 16-bit cache.
-        kept: layers whose attention outputs are kept for the next runs.
-        compared: the layer whose attention output is compared with the kept one.
-        nudged: the layer whose attention output is changed by its last bit.
-    """
-
-    in_8_bits: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-    compared: int | None = None
-    nudged: int | None = None
-
-
-class _Runs:
-    """Runs a model on the same windows, with different layers in 8 bits.
-
-    In a run in which only one layer is in 8 bits, that layer's inputs are those of the 16-bit model, bit for bit. So both its outputs come from
-    the same inputs, and their difference is what 8 bits cost there.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        windows: torch.Tensor,
-        chunk: int,
-        full: Sequence[int],
-        make: MakeSkipping,
-        count: int,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        if windows.dim() != 2 or not windows.shape[0] or windows.shape[1] < 2:
-            raise UsageError(f"windows must be [N, S + 1] token ids with N and S at least 1; got {list(windows.shape)}")
-        if model.training:
-            raise UsageError("the model is in training mode, in which dropout changes its predictions; call model.eval()")
-        check_attention_interface(decoder_config(model.config))
-        model.set_attn_implementation(ATTN_IMPLEMENTATION)
-        self.model, self.windows, self.chunk, self.full, self.make = model, windows, chunk, full, make
-        self.progress, self.done = progress, 0
-        first = len(full) + 1 if count == 2 * len(full) else count  # `sensitivity` measures in two parts
-        baselines = sum(-(-part // GROUP) for part in (first, count - first))
-        self.total = (count + baselines) * len(windows) * -(-(windows.shape[1] - 1) // chunk)
-        self.run = _Run()
-        self.outputs: dict[int, torch.Tensor] = {}
-        self.power = {layer: [0.0, 0.0] for layer in full}  # of the signal, and of the error
-
-    def measure(self, runs: Sequence[_Run]) -> list[torch.Tensor]:
-        """The KL divergence of the 16-bit model's prediction from each run's, `[N, S]` in nats."""
-        found = []
-        for begin in range(0, len(runs), GROUP):
-            group = runs[begin : begin + GROUP]
-            baseline = _Run(kept=tuple(run.compared for run in group if run.compared is not None))
-            named = {str(number): (_Running(self, run), self._maker(run)) for number, run in enumerate((baseline, *group))}
-            by_name, _ = by_token(named, self.windows, step=self.chunk)
-            found += [by_name[name][1] for name in list(named)[1:]]
-        return found
-
-    def _maker(self, run: _Run) -> Callable[[], Cache]:
-        if not run.in_8_bits:
-            return lambda: DynamicCache(config=self.model.config)
-        return lambda: self.make([layer for layer in self.full if layer not in run.in_8_bits])
-
-    def forward(self, run: _Run, **inputs: Any) -> Any:
-        """A forward of one run, and progress."""
-        self.run = run
-        out = self.model(**inputs)
-        self.done += 1
-        if self.progress:
-            self.progress(self.done, self.total)
-        return out
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """See the outputs of the attention modules, by forward hooks, until the block ends."""
-        modules = _attention_modules(self.model, self.windows[:1, :1], self.full)
-        handles = [module.register_forward_hook(lambda m, a, out, n=layer: self._see(n, out)) for layer, module in modules.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _see(self, layer: int, output: Any) -> Any:
-        """The output of a layer's attention module, which the model passes on unless this returns another."""
-        out = output[0] if isinstance(output, tuple) else output
-        if layer in self.run.kept:
-            self.outputs[layer] = out
-        elif layer == self.run.compared:
-            exact, rounded = self.outputs.pop(layer).double(), out.double()
-            for at, x in enumerate((exact, rounded - exact)):
-                self.power[layer][at] += float(x.square().sum())
-        elif layer == self.run.nudged:
-            out = out * (1 + torch.finfo(out.dtype).eps)
-            return (out, *output[1:]) if isinstance(output, tuple) else out
-        return None
-
-    def sqnr_db(self, layer: int) -> float:
-        """Of the layer's attention output over all windows, in dB."""
-        signal, error = self.power[layer]
-        return 10 * math.log10(signal / error) if signal and error else math.inf
-
-
-@dataclass(frozen=True)
-class _Running:
-    """The model as `by_token` calls it, in one run."""
-
-    runs: _Runs
-    run: _Run
-    device: torch.device = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "device", self.runs.model.device)
-
-    def __call__(self, **inputs: Any) -> Any:
-        return self.runs.forward(self.run, **inputs)
-
-
-def _attention_modules(model: Any, tokens: torch.Tensor, full: Sequence[int]) -> dict[int, nn.Module]:
-    """By layer, its attention module: the innermost one that is running when the layer's cache is called.
-
-    So no names of modules are needed. It takes a forward of `tokens [1, S]`.
-    """
-    running: list[nn.Module] = []
-    found: dict[int, nn.Module] = {}
-
-    class Asking(DynamicLayer):
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.index = index
-
-        def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            found[self.index] = running[-1]
-            return super().update(*args, **kwargs)
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    cache = DynamicCache(config=model.config)
-    for layer in full:
-        cache.layers[layer] = Asking(layer)
-    handles = [module.register_forward_pre_hook(lambda m, a: running.append(m)) for module in model.modules()]
-    handles += [module.register_forward_hook(leave) for module in model.modules()]
-    try:
-        forward(model, tokens.to(model.device), cache)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
 def _default(model: Any) -> MakeSkipping:
-    backend = "auto" if model.dtype in (torch.bfloat16, torch.float16) else "reference"
-    return lambda skip: FP8Cache.for_model(model, skip_layers=skip, backend=backend)
+    backend: BackendName = "auto" if model.dtype in (torch.bfloat16, torch.float16) else "reference"
+    return lambda skip_layers: FP8Cache.for_model(model, skip_layers=skip_layers, backend=backend)
 
 
 def _rounds_queries(model: Any, cache: Cache, rows: int) -> bool:
-    """Whether a cache's attention rounds queries, if there are so many rows for each KV head."""
+    """Whether a cache's attention rounds queries, with this number of query rows for each KV head."""
     if not isinstance(cache, FP8Cache):
         return False
     return backends.find(cache.shared.backend, model.device, model.dtype).takes_fp8_queries(rows)
