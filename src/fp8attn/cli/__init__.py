@@ -1,4 +1,4 @@
-"""The command line: `fp8attn generate | evaluate | calibrate | plan | warmup | doctor | demo`."""
+"""The command line: `fp8attn generate | evaluate | calibrate | sensitivity | plan | warmup | doctor | demo`."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     cache = FP8Cache.for_model(model, skip_layers=chosen)
 
 Each layer is measured alone: only its K and V are in 8 bits. That ranks the layers. Then the model is measured with the first n layers of
-the ranking in 16 bits and all others in 8 bits, for every n. `choose` takes one of these sets, so the divergence of a choice is measured. It
-is not the sum of its parts: errors of two layers can cancel, and one layer can amplify another's.
+the ranking in 16 bits and all others in 8 bits, for every n. `choose` takes one of these sets, so a choice's divergence is measured. It
+is not the sum of its parts, because the errors of layers interact.
 
 For L layers, that is about 2.25 L forwards of the tokens: L with one layer in 8 bits, L with the sets, and one of the 16-bit model for each
 8 of these. The caches of 9 runs of one window are in memory, and two runs' logits of one chunk.
@@ -129,13 +129,14 @@ class Sensitivity:
             UsageError: there is no such file, or it is no report of this format.
         """
         try:
-            read = json.loads(Path(path).read_text())
+            read: dict[str, Any] = json.loads(Path(path).read_text())
             if read.pop("format") != FORMAT:
                 raise KeyError("format")
             for row in read["layers"]:
                 row["sqnr_db"] = math.inf if row["sqnr_db"] is None else row["sqnr_db"]  # JSON has no infinity
             read["layers"] = [LayerSensitivity(**row) for row in read["layers"]]
-            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
+            lists = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
+            return cls(**(read | lists))
         except OSError as error:
             raise UsageError(f"cannot read {path} ({error.strerror}); Sensitivity.save writes such a file") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
