@@ -16,7 +16,7 @@ from ..layout import KeyDtype
 from ..numerics import E4M3, quantize
 from ..params import BackendName
 from ..scales import KVScales
-from .names import CACHES
+from .names import CACHES, UNIFORM
 
 
 class Format(TypedDict, total=False):
@@ -161,8 +161,8 @@ def cache_factory(
         raise UsageError(f"no cache is called {name!r}; choose from {', '.join(CACHES)}")
     if (scales is not None) != (name == "fp8-static"):
         raise UsageError(f"the cache 'fp8-static' needs scales; {LOAD}" if scales is None else f"the cache {name!r} takes no scales")
-    if skip_layers and name in ("bf16", "transformers-fp8"):
-        raise UsageError(f"the cache {name!r} has all its layers in one format; it takes no skip_layers")
+    if skip_layers and name in UNIFORM:
+        raise UsageError(f"the cache {name!r} holds all layers in one format; it takes no skip_layers")
     if name == "bf16":
         return lambda: BF16Cache(config)
     if name == "scale-1":
