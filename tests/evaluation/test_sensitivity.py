@@ -49,11 +49,11 @@ def plain_logits(model, windows):
 
 @torch.no_grad()
 def direct_kl(model, windows, **options):
-    """KL of the plain forward's predictions from an `FP8Cache`'s, in float64 from the logits on.
+    """KL of the plain forward's predictions from those of `FP8Cache.for_model`, in float64 from the logits on.
 
     The chunks are the report's: a page's scale grows with its tokens, and queries that see the page before that see other codes.
     """
-    cache = FP8Cache(model.config, **options)
+    cache = FP8Cache.for_model(model, **options)
     cached = [model(input_ids=part, past_key_values=cache).logits for part in windows[:, :-1].split(CHUNK, 1)]
     exact, found = (x.double().log_softmax(-1) for x in (plain_logits(model, windows), torch.cat(cached, 1)))
     return (exact.exp() * (exact - found)).sum(-1).mean().item()

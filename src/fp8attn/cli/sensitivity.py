@@ -95,3 +95,5 @@ def sensitivity(
         lines = {"FP8Cache": f"skip_layers={chosen}", "AttentionPolicy": f"skip={chosen}", "vllm serve": found["vllm"]}
         for what, how in lines.items():
             out.print(f"{what}: {how}", markup=False, highlight=False, soft_wrap=True)
+        if name != "scale-1":
+            out.print("(vLLM's own FP8 cache is a plain cast: choose for it with --cache scale-1)")

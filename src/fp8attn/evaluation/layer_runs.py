@@ -91,8 +91,10 @@ class LayerRuns:
                 handle.remove()
 
     def _attention_modules(self) -> dict[int, nn.Module]:
-        """By layer, its attention module: the innermost one that is running when the layer's cache is called. So no name of a module is
-        needed. It takes a forward of one token."""
+        """By layer, its attention module: the innermost one that is running when the layer's cache is called.
+
+        So no name of a module is needed. It takes a forward of one token.
+        """
         running: list[nn.Module] = []
         found: dict[int, nn.Module] = {}
 
