@@ -218,7 +218,7 @@ def test_attention_is_found_in_every_architecture(family):
     found = sensitivity(make(family), WINDOWS[:1, :65])
     full = {"gemma3n-shared-kv": [1], "diffllama-changes-v": [0, 1, 2]}.get(family, [1, 2])
     assert [row.layer for row in found.layers] == full
-    assert all(25 < row.sqnr_db < 45 for row in found.layers)  # V's own is 31.5 dB; a module further out would have more, or none
+    assert all(25 < row.sqnr_db < 45 for row in found.layers)  # V's own is 31.7 dB; a module further out would have more, or none
 
 
 def test_another_cache_is_measured(planted):
