@@ -90,7 +90,7 @@ def sensitivity(
         print_json({"meta": about(loaded), "report": report, "choice": found or None})
     elif found:
         (everything, _), (kept, error) = others
-        out.print(f"KL {found['kl']:.2e} nats per token; on other tokens {kept:.2e} ± {error:.0e}, and {everything:.2e} with all in 8 bits")
+        out.print(f"KL {found['kl']:.2e} nats per token; on other tokens {kept:.2e} ± {error:.0e} (all in 8 bits {everything:.2e})")
         out.print(f"{found['bytes_per_token']:,.0f} bytes per token")
         lines = {"FP8Cache": f"skip_layers={chosen}", "AttentionPolicy": f"skip={chosen}", "vllm serve": found["vllm"]}
         for what, how in lines.items():
