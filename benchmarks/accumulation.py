@@ -19,7 +19,7 @@ CASES = {f"S{length}": length for length in LENGTHS}
 
 
 def calls(case: str) -> dict[str, Callable]:
-    """On what `accumulation` gives it, but for the values."""
+    """Our call on tensors of the shapes that `fp8attn.diagnostics.accumulation` makes, filled with zeros, for its fingerprint."""
     q, k = (torch.zeros(1, heads, tokens, HEAD_DIM, device=DEVICE).to(FP8) for heads, tokens in ((HEADS, QUERIES), (1, max(LENGTHS))))
     k = k[:, :, : CASES[case]]
     return {OURS: lambda: kernels()[OURS](q, k, k)}

@@ -34,7 +34,7 @@ class Case(NamedTuple):
     shape: Shape
 
     def runs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Run]:
-        """Our implementations."""
+        """The implementations of fp8attn."""
         if self.kernel is decode.attention:
             return own(self.kernel, KEYS, self.shape, q.half(), k, v)
         return own(self.kernel, (*KEYS, "fp8attn-q8"), self.shape, q, k, v)

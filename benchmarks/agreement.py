@@ -27,7 +27,7 @@ DECODED = 512  # tokens of each window
 
 
 def attend(impl: str, model: Any) -> tuple[MakeCache, str]:
-    """Make the model attend as `impl` does; what makes its cache, and the name of the attention."""
+    """Set the attention of `impl`. Returns a function that makes its cache, and the name of the attention."""
     model.set_attn_implementation("fp8_kv")
     if impl != "bf16":
         return our_cache(impl, model, "auto"), "fp8attn"
@@ -52,7 +52,7 @@ def both_paths(model: Any, windows: torch.Tensor, make: MakeCache, decode: int, 
 
 
 def compare(prefilled: torch.Tensor, decoded: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """How far two sets of logits `[B, n, vocabulary]` are apart, with the true next tokens `[B, n]`.
+    """The differences between two sets of logits `[B, n, vocabulary]`, with the true next tokens `[B, n]`.
 
     `dlogp_mean`, `dlogp_max`: the absolute difference of the true token's log-probability, in nats. `kl`: the mean divergence of prefill's
     prediction from decode's, in nats. `top1`: the share of tokens where both think the same one likeliest.

@@ -1,4 +1,5 @@
-"""Writing the cache: a decode step's append, a prompt's, and `KVPages.from_dense`, beside a kernel that only reads and writes.
+"""Times of writes to the cache: a decode step's append, a prompt's append, and `KVPages.from_dense`, beside a kernel that only reads and
+writes.
 
 `fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them. `-rope` applies RoPE too.
 
@@ -41,9 +42,9 @@ ROUNDS = 21
 
 
 class Prepared(NamedTuple):
-    """A case on tensors of its own: ours by implementation, and the bytes that each call moves.
+    """A case with its own tensors: our calls by implementation, and the bytes that each call moves.
 
-    `check` raises if a call writes anything wrong. `restart` empties what steps have filled.
+    `check` raises if a call writes wrong bytes. `restart` drops the tokens that steps have appended.
     """
 
     calls: dict[str, Callable]
@@ -54,7 +55,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Append:
-    """New tokens onto the end of sequences."""
+    """Appends new tokens at the ends of sequences."""
 
     batch: int
     new: int  # tokens of each sequence
@@ -108,7 +109,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Quantize:
-    """A prompt's K and V, `[1, H, S, D]`, contiguous or transposed from `[1, S, H, D]`."""
+    """Quantizes K and V of a prompt, `[1, H, S, D]`, contiguous or transposed from `[1, S, H, D]`."""
 
     length: int
     heads: int = 32

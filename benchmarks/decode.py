@@ -48,7 +48,7 @@ CASES = {
 
 
 def runs_of_ours(case: str) -> dict[str, Run]:
-    """Over shuffled pages whose scales differ."""
+    """Our kernel over shuffled pages whose scales differ."""
     shape = CASES[case]
     q, k, v = shape.inputs(dtype=torch.float16)
     for x in (k, v):

@@ -31,19 +31,19 @@ IN_A_GRAPH, ROUNDS = 4, 15  # launches of a CUDA graph, which is replayed so man
 
 
 def least_squares(terms: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
-    """The factors of the terms for which the sums are nearest to the times, in squares of relative errors."""
+    """The factors of the terms. They minimize the squared relative errors of the sums against the times."""
     x, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)
     return torch.linalg.lstsq(x / y[:, None], torch.ones_like(y)[:, None], driver="gelsd").solution[:, 0].tolist()
 
 
 def fit_prefill(times: dict[tuple[int, int], float]) -> Cost:
-    """From microseconds of launches whose every CTA does `(items, tiles of each)`."""
+    """Fits the times (microseconds) of launches in which every CTA computes `(items, tiles of each item)`."""
     _, item, tile = least_squares([(1, items, items * tiles) for items, tiles in times], list(times.values()))
     return Cost(_digits(tile, 3), _digits(item, 2))
 
 
 def fit_combine(times: dict[int, float]) -> tuple[float, float]:
-    """From microseconds of launches by the bytes of partial outputs that they read."""
+    """Fits the times (microseconds) of launches by the bytes of partial outputs that they read."""
     once, byte = least_squares([(1, size) for size in times], list(times.values()))
     return _digits(once, 2), _digits(byte, 2)
 
@@ -58,7 +58,7 @@ def entry(chip: Chip) -> str:
 
 
 def microseconds(calls: dict) -> dict:
-    """Of a launch of each call."""
+    """The time of one launch of each call, in microseconds."""
 
     def repeated(call):
         return lambda: [call() for _ in range(IN_A_GRAPH)]
@@ -68,7 +68,8 @@ def microseconds(calls: dict) -> dict:
 
 
 def time_prefill(width: int, shape: prefill.cut.Shape) -> dict[tuple[int, int], float]:
-    """Of one shape of the kernel: microseconds by a CTA's items and their tiles. A head has as many items as there are multiprocessors."""
+    """The times (microseconds) of one shape of the kernel, by a CTA's items and their tiles. A head has as many items as there are
+    multiprocessors."""
     calls = dict(prefill_calls(width, shape.rows * num_sms(torch.device("cuda", torch.cuda.current_device()))))
     with only(shape):
         return microseconds(calls)
@@ -76,7 +77,7 @@ def time_prefill(width: int, shape: prefill.cut.Shape) -> dict[tuple[int, int], 
 
 @contextmanager
 def only(shape: prefill.cut.Shape) -> Iterator[None]:
-    """Launches of `prefill` have this shape and leave the keys whole."""
+    """Patches the plan: launches of `prefill` have this shape, and do not split the keys."""
     prefill.plan.make_plan.cache_clear()
     with mock.patch.object(prefill.plan, "best_cut", return_value=(shape, 1)):
         yield

@@ -33,7 +33,7 @@ PLATFORMS = (
 
 
 def collect(release: str) -> Path:
-    """The file of a release: its library or its wheel.
+    """The path of a release's library or wheel.
 
     Raises:
         LookupError: it is not there and cannot be downloaded, with the reason.

@@ -132,7 +132,7 @@ def available() -> dict[str, System]:
 
 @lru_cache
 def noise(dtype: torch.dtype) -> torch.Tensor:
-    """Normal values; as bytes, those of FP8."""
+    """Normal random values. For a dtype of one byte, their FP8 codes."""
     x = torch.randn(1 << 26, device=DEVICE)
     return x.to(FP8).view(torch.uint8) if dtype == torch.uint8 else x.to(dtype)
 
@@ -170,7 +170,8 @@ def step_of(model, system: System, cache: Cache, token: torch.Tensor) -> Callabl
 
 
 def agree(model, systems: dict[str, System]) -> Iterator[dict]:
-    """Every system prefills the same prompts and decodes, as a graph; its logits beside those of BF16 with `sdpa`."""
+    """Prefill and decode the same prompts in every system, with steps as CUDA graphs. Compares the logits with those of BF16 with
+    `sdpa`."""
     ids = torch.randint(0, model.config.vocab_size, (2, CHECKED), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     found = {}
     for name, system in systems.items():
@@ -207,7 +208,7 @@ def steps(model, systems: dict[str, System], case: str) -> Iterator[dict]:
 
 
 def fits(model, systems: dict[str, System]) -> Iterator[dict]:
-    """The most sequences of 8192 tokens that fit beside the weights: computed, then allocated and stepped."""
+    """The largest number of sequences of 8192 tokens that fit beside the weights: computed, then allocated and run for one step."""
     free = torch.cuda.mem_get_info()[0] - MARGIN
     computed = {fit.cache: fit for fit in plan(shape_of(model.config), free, context=FITTED)}
     bf16 = None

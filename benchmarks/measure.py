@@ -25,7 +25,7 @@ MOST_DECODED = 16  # queries of a sequence in a decode step
 def interleaved(
     calls: Mapping[str, Callable], rounds: int, *, sample_ms: float = 0, flush: bool = False, before: Callable = lambda: None
 ) -> dict[str, float]:
-    """Median milliseconds of each call, all of them once a round and in a new order every round.
+    """Median time of each call in milliseconds. Each round runs every call once, in a new random order.
 
     Args:
         sample_ms: a call runs so long between its two events, and the mean of these runs is one sample; 0: once.
@@ -53,7 +53,7 @@ def interleaved(
 
 
 def between_reads(call: Callable, rounds: int, *, steps: int = 16, before: Callable = lambda: None) -> float:
-    """Milliseconds that `call` adds to a CUDA graph whose other kernels read more than the L2 cache holds.
+    """The time in milliseconds that `call` adds to a CUDA graph whose other kernels read more than the L2 cache holds.
 
     A model's decode step is such a graph: attention has left the cache full of clean lines of K and V. (`interleaved` flushes by writing:
     the lines are dirty, and the next kernel waits for them to be written back.) The lines that `call` dirties are written back while the
@@ -76,7 +76,8 @@ def between_reads(call: Callable, rounds: int, *, steps: int = 16, before: Calla
 
 
 def graph_of(call: Callable) -> tuple[Callable, object]:
-    """The call as a CUDA graph, whose replay is the GPU's time and no host's: (replay, the result, which every replay writes anew).
+    """The call as a CUDA graph, so that the host's speed does not matter: (replay, the result, which every replay overwrites). The graph
+    does not keep the tensors alive that the call reads.
 
     The graph does not keep alive what the call reads.
     """
@@ -92,7 +93,7 @@ def graph_of(call: Callable) -> tuple[Callable, object]:
 
 
 def timed(shape: Shape, rows: Mapping[str, dict], calls: Mapping[str, Callable], rounds: int, **options) -> Iterator[dict]:
-    """Each implementation's row with `ms` and, of a decode step, `gbps` of the live K and V, of a prompt `tflops`."""
+    """The row of each implementation: `ms`, and for a decode step `gbps` of the live K and V, for a prompt `tflops`."""
     for impl, ms in interleaved(calls, rounds, **options).items():
         if max(shape.queries) <= MOST_DECODED:
             speed = {"gbps": round(shape.kv_elements * (2 if impl.endswith("bf16") else 1) / ms * 1e-6, 1)}
@@ -106,7 +107,8 @@ def timed(shape: Shape, rows: Mapping[str, dict], calls: Mapping[str, Callable],
 
 @contextmanager
 def poisoned():
-    """Every floating-point `torch.empty` in here holds NaN: an output or a partial sum that is not written shows."""
+    """A context in which every floating-point `torch.empty` is filled with NaN, so that an output or partial sum that a kernel does not
+    write becomes visible."""
     empty = torch.empty
 
     def nan(*args, **kwargs):
@@ -118,12 +120,12 @@ def poisoned():
 
 
 def left_out(name: str, why: str | Exception) -> None:
-    """Print that an implementation is not in a case, and the first line of why."""
+    """Print that a case has no result of an implementation, with the first line of the reason."""
     print(f"   {name} is left out: {str(why).strip().splitlines()[0][:160]}", flush=True)
 
 
 def outputs(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run, torch.Tensor]]:
-    """Each implementation with what it gives. A peer that cannot do the case is left out; an error of ours is raised."""
+    """The outputs of the implementations. A peer that cannot run the case is left out; an error of ours is raised."""
     for impl, run in runs.items():
         try:
             out = run.call()
@@ -137,7 +139,8 @@ def outputs(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run, torc
 
 
 def sampled_queries(queries: int) -> list[int]:
-    """Blocks of 32 from a sequence's start, middle and end: the first rows of a prompt see few keys, the last most."""
+    """Indices of queries: blocks of 32 from a sequence's start, middle and end. The first rows of a prompt see few keys, the last ones
+    most."""
     starts = {0, max(queries // 2 - 16, 0), max(queries - 32, 0)}
     return sorted({i for start in starts for i in range(start, min(start + 32, queries))})
 

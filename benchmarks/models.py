@@ -36,7 +36,7 @@ Context = Callable[[], AbstractContextManager]
 
 
 def build(make: Callable[[], torch.nn.Module], dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    """`make()`, whose parameters begin on the device, in `dtype`."""
+    """Call `make()` so that its parameters are created on the device, in `dtype`."""
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
@@ -48,7 +48,7 @@ def build(make: Callable[[], torch.nn.Module], dtype: torch.dtype = torch.bfloat
 
 @cache
 def llama() -> LlamaForCausalLM:
-    """Llama-3.1-8B's shape, attending by SDPA."""
+    """A model of Llama-3.1-8B's shape that attends by SDPA."""
     model = build(lambda: LlamaForCausalLM._from_config(LlamaConfig(**LLAMA), attn_implementation="sdpa"))
     # As trained models have it: a residual stream that layers add a little to. With the plain initialization the layers outweigh what they
     # are added to, and any rounding grows fortyfold on its way to the logits, BF16's own too.
@@ -70,7 +70,7 @@ class ThroughFA3(TorchFunctionMode):
 
 
 def fa3_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False) -> torch.Tensor:
-    """Torch's function of `[B, H, S, D]`, as far as these models call it."""
+    """`scaled_dot_product_attention` of `[B, H, S, D]`, with the arguments that these models use."""
     batch, q_heads, q_len, dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     shape = Shape((kv_len,) * batch, (q_len,) * batch, q_heads, kv_heads, dim, is_causal)
@@ -80,20 +80,20 @@ def fa3_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, 
 
 
 def bf16_systems() -> dict[str, Context]:
-    """The peers that are here, by name."""
+    """The BF16 systems that are installed, by name."""
     systems: dict[str, Context] = {"cudnn-bf16": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)}
     return systems | ({"fa3-bf16": ThroughFA3} if "fa3" in peers.available() else {})
 
 
 @contextmanager
 def ours(policy: AttentionPolicy) -> Iterator[None]:
-    """`fp8_attention` with the last of the BF16 systems around it."""
+    """`fp8_attention` around the last of the BF16 systems."""
     with list(bf16_systems().values())[-1](), fp8_attention(policy):
         yield
 
 
 def within(context: Context, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """`call` in a fresh `context()` each time."""
+    """A function that runs `call` in a new `context()` each time."""
 
     def inside() -> torch.Tensor:
         with context():
@@ -106,7 +106,7 @@ def within(context: Context, call: Callable[[], torch.Tensor]) -> Callable[[], t
 
 
 def errors(outputs: dict[str, torch.Tensor], most: float, most_fp8: float) -> dict[str, float]:
-    """How far each output is from the first one.
+    """The relative distance of each output from the first one.
 
     Raises:
         AssertionError: farther than `most`, or than `most_fp8` where the name has `fp8` in it.
@@ -120,7 +120,8 @@ def errors(outputs: dict[str, torch.Tensor], most: float, most_fp8: float) -> di
 def timed(
     case: str, calls: dict[str, Callable], rounds: int, errors: dict[str, float] | None = None, *, graphs: bool = False, **about
 ) -> list[dict]:
-    """A row with `about` for each call, as CUDA graphs if `graphs`. Ours get the best BF16 system, and its time over their own."""
+    """The row of each call, with the fields of `about`; calls run as CUDA graphs if `graphs`. Rows of FP8 systems also have the name of the
+    fastest BF16 system, and its time over theirs."""
     runs = {name: graph_of(call)[0] for name, call in calls.items()} if graphs else calls
     rows = [{"case": case, "impl": name, "ms": round(ms, 4), **about} for name, ms in interleaved(runs, rounds).items()]
     best = min((row for row in rows if "bf16" in row["impl"]), key=lambda row: row["ms"], default=None)

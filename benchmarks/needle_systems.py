@@ -102,12 +102,12 @@ class Rows:
         return self.kernel(shape, q, k, v)()
 
     def cache(self, config: Any) -> Cache:
-        """An empty cache that it reads."""
+        """An empty cache for this kernel."""
         return BF16Cache(config)
 
 
 class RowsFP8(Rows):
-    """Such a kernel in FP8, and the FP8 cache that it reads.
+    """A kernel as in `Rows`, in FP8, and the FP8 cache that it reads.
 
     Args:
         kernel: as of `Rows`.
@@ -168,12 +168,12 @@ class FP8Rows(DynamicLayer):
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as integers, which a CPU can gather and join; other types as they are."""
+    """FP8 tensors viewed as integers, which a CPU can gather and concatenate; other dtypes unchanged."""
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of `x [B, T, heads, D]`, `[rows, heads, D]`."""
+    """Rows `[rows, heads, D]` of `x [B, T, heads, D]`."""
     return _bytes(x).flatten(0, 1)[rows].view(x.dtype)
 
 
@@ -200,7 +200,7 @@ def tensor_scales(model: Any, windows: torch.Tensor) -> list[Scales]:
 
 
 def use(model: Any, rows: Rows) -> None:
-    """Make a model attend by `rows`, whose caches it then needs."""
+    """Set `rows` as a model's attention. The model then needs the caches of `rows`."""
     AttentionInterface.register(ATTENTION, rows)
     AttentionMaskInterface.register(ATTENTION, rows.note)
     model.set_attn_implementation(ATTENTION)
@@ -221,7 +221,7 @@ class Systems:
         return tensor_scales(self.model, self.text)
 
     def enter(self, name: str) -> MakeCache:
-        """Make the model attend as `name` does; what makes its cache."""
+        """Set the attention of `name`. Returns a function that makes its cache."""
         config = self.model.config
         if name in OURS:
             self.model.set_attn_implementation("fp8_kv")  # by which scales are found too, whoever was asked before
@@ -236,8 +236,8 @@ class Systems:
 
 @dataclass(frozen=True)
 class Work:
-    """What to ask of whom: `samples` (all if None) of each file in `.needle/`, of the model at each of the strengths of stress. Answers go
-    to `needle-*.jsonl` in `folder`."""
+    """The work of a run: `samples` samples (None: all) of each file in `.needle/`, the implementations, and the strengths of stress.
+    Answers go to `needle-*.jsonl` in `folder`."""
 
     folder: Path
     model: str | None
@@ -249,7 +249,7 @@ class Work:
     done: frozenset[tuple] = frozenset()  # `key`s of what is not asked again
 
     def run(self, number: int = 0, processes: int = 1) -> None:
-        """One process's part, on the GPU that it sees: sample `number` and every `processes`-th after it."""
+        """The part of one process, on the GPU that it sees: sample `number` and every `processes`-th sample after it."""
         peers.available()  # which loads them
         with open(self.folder / f"needle-{number}.jsonl", "w", encoding="utf-8") as file:
             for strength in self.strengths:
@@ -268,7 +268,7 @@ class Work:
                             self.ask(systems, tokenizer, name, todo, file)
 
     def ask(self, systems: Systems, tokenizer: Any, name: str, samples: list[Sample], file: Any) -> list[Outcome]:
-        """The outcomes of one implementation on samples of one kind, also written into `file` as they come."""
+        """The outcomes of one implementation on the samples of one file. Each is written to `file` as soon as it is known."""
         make, began = systems.enter(name), time.time()
 
         def in_time() -> Iterable[Sample]:
@@ -289,5 +289,5 @@ class Work:
 
 
 def stressed(strength: int) -> str:
-    """What a task's name ends with."""
+    """The suffix of a task's name for a strength of stress."""
     return f"-stress{strength}" if strength else ""

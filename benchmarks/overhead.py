@@ -30,7 +30,7 @@ SHAPE = models.LLAMA | {"intermediate_size": 1024, "vocab_size": 1024}
 
 
 def microseconds(calls: dict[tuple[str, str], Callable]) -> dict[tuple[str, str], float]:
-    """Host time of calls that do not wait for the GPU: of each, the least mean of several turns."""
+    """The host's time of calls that do not wait for the GPU, in microseconds: for each call, the smallest mean of several repetitions."""
     for call in calls.values():
         for _ in range(10):
             call()
@@ -47,7 +47,7 @@ def microseconds(calls: dict[tuple[str, str], Callable]) -> dict[tuple[str, str]
 
 
 def waited(call: Callable, calls: int) -> float:
-    """Time of a call and of what it started, in microseconds: the median."""
+    """The median time in microseconds of a call and of the GPU work that it starts."""
 
     def once() -> float:
         torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def waited(call: Callable, calls: int) -> float:
 
 
 def ops() -> Iterator[dict]:
-    """The public ops on four sequences of 300 tokens, and on one so long that prefill cuts its keys into parts; checks and all."""
+    """The public ops, including their checks, on four sequences of 300 tokens, and on one that is so long that prefill splits its keys."""
     cache, long, growing = (PagedKVCache(8, 128, num_seqs=num_seqs, device="cuda") for num_seqs in (4, 1, 4))
     cache.append(0, randn(1200, 8, 128), randn(1200, 8, 128))
     long.append(0, randn(4096, 8, 128), randn(4096, 8, 128))

@@ -52,11 +52,11 @@ class Shape:
         return 2 * sum(self.keys) * self.kv_heads * self.dim
 
     def rows(self, seq: int) -> slice:
-        """The rows of a sequence's queries."""
+        """The indices of a sequence's queries."""
         return slice(sum(self.queries[:seq]), sum(self.queries[: seq + 1]))
 
     def last_key(self, seq: int, queries: torch.Tensor) -> torch.Tensor | None:
-        """The last key that some of a sequence's queries see; None where all are seen."""
+        """The last key that each of some queries of a sequence sees. None: they see all keys."""
         return self.keys[seq] - self.queries[seq] + queries if self.causal else None
 
     def inputs(self, mean: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -68,12 +68,12 @@ class Shape:
 
 
 def square(dim: int, causal: bool, *lengths: int, q_heads: int = 0, kv_heads: int = 0) -> Shape:
-    """Prompts: as many queries as keys; 2048 / dim heads unless given."""
+    """A problem of prompts, with as many queries as keys. Without `heads`, there are 2048 / dim."""
     return Shape(lengths, lengths, q_heads or 2048 // dim, kv_heads or q_heads or 2048 // dim, dim, causal)
 
 
 def steps(*lengths: int, kv_heads: int = 8, group: int = 4, dim: int = 128, queries: int = 1) -> Shape:
-    """Decode steps: the last queries of sequences that are held."""
+    """A problem of decode steps: the queries are the last tokens of sequences in a cache."""
     return Shape(lengths, (queries,) * len(lengths), kv_heads * group, kv_heads, dim, True)
 
 
@@ -83,13 +83,13 @@ def randn(*shape: int) -> torch.Tensor:
 
 @lru_cache
 def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    """`[len(lengths) + 1]` int32: where each sequence begins. Kept: a CUDA graph cannot copy it from the host."""
+    """The first index of each sequence, `[len(lengths) + 1]` int32. It is kept, because a CUDA graph cannot copy it from the host."""
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
 @dataclass(frozen=True)
 class Run:
-    """An implementation of a problem: its call, and what it is given."""
+    """A call of one implementation of a problem, and the tensors that it gets."""
 
     call: Callable[[], torch.Tensor]  # gives `[T, num_q_heads, head_dim]`
     q: torch.Tensor  # `[T, num_q_heads, head_dim]`
@@ -121,15 +121,15 @@ def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KE
 
 
 def given(impl: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> tuple[torch.Tensor, KVPages]:
-    """The queries and the cache of one of ours. `fp8attn-q8` has FP8 queries and keys in E4M3 that are not rotated, as the peers have;
-    those of `KEYS` have `q` as it is."""
+    """The queries and the cache of one of our implementations. `fp8attn-q8` has FP8 queries, and E4M3 keys that are not rotated, as the
+    peers have. The implementations of `KEYS` have `q` unchanged."""
     if impl == "fp8attn-q8":
         return q.to(FP8), hold(shape, k, v, key_dtype="e4m3", rotate_keys=False, **options)
     return q, hold(shape, k, v, key_dtype=KEYS.get(impl, DEFAULT_KEY_DTYPE), **options)
 
 
 def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> Callable[[], torch.Tensor]:
-    """A call of one of our kernels, `kernels.prefill.attention` say; it gives `[T, num_q_heads, head_dim]`."""
+    """A call of one of our kernels, such as `kernels.prefill.attention`. It returns `[T, num_q_heads, head_dim]`."""
     equal = len(set(shape.queries)) == 1
     params = AttentionParams(
         None if equal else offsets(shape.queries), max(shape.queries), shape.causal, shape.softmax_scale, return_lse=True
@@ -140,7 +140,7 @@ def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> 
 def own(
     attention: Callable, impls: Iterable[str], shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
 ) -> dict[str, Run]:
-    """Our implementations of a problem by one of our kernels, each over a cache of its own; options are of `hold`."""
+    """Our implementations of a problem with one of our kernels, each with its own cache. Options go to `hold`."""
     found = {}
     for impl in impls:
         queries, pages = given(impl, shape, q, k, v, **options)

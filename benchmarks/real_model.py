@@ -72,12 +72,12 @@ AttentionMaskInterface.register(E4M3_QUERIES, fp8_kv_mask)
 
 
 def our_cache(name: str, model: Any, backend: str) -> MakeCache:
-    """What makes the cache of `OURS` by that name."""
+    """A function that makes the cache of the implementation of `OURS` with that name."""
     return lambda: FP8Cache.for_model(model, backend=backend, **OURS[name])
 
 
 def run_of(impl: str, model: Any) -> tuple[Through, MakeCache]:
-    """How an implementation runs `model`, and what makes its cache."""
+    """The run of `model` by an implementation, and a function that makes its cache."""
     config, plain = model.config, Through(model)
     name, _, how = impl.rpartition("-")
     if impl == "bf16":

@@ -82,7 +82,7 @@ def calls(case: str, inputs: tuple[torch.Tensor, ...] = ()) -> dict[str, Callabl
 
 
 def captured(name: str, call: Callable) -> Callable:
-    """The call as a CUDA graph; as it is, if it cannot be captured."""
+    """The call as a CUDA graph, or the call itself if it cannot be captured."""
     try:
         return graph_of(call)[0]
     except RuntimeError as problem:

@@ -35,7 +35,7 @@ QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is a 
 
 
 def prompts_of(tokenizer: Any, device: torch.device) -> list[torch.Tensor]:
-    """`[1, S]` each."""
+    """The prompts, `[1, S]` each."""
     read = [texts.tokens(tokenizer, path) for path in (texts.CODE, texts.PROSE)]
     pieces = [text[start : start + LENGTH] for text in read for start in range(0, 1000 * PIECES, 1000)]
     questions = [torch.tensor(tokenizer(f"Question: {text}\nAnswer:")["input_ids"]) for text in QUESTIONS]
@@ -43,7 +43,7 @@ def prompts_of(tokenizer: Any, device: torch.device) -> list[torch.Tensor]:
 
 
 def assistant_of(model: Any) -> Any:
-    """The model without its last layers, one in eight, whose guesses are often right and sometimes wrong."""
+    """The model without its last layers (one in eight). Its guesses are often right and sometimes wrong."""
     assistant = copy.deepcopy(model)
     layers = len(model.model.layers)
     assistant.config.num_hidden_layers = kept = layers - max(1, layers // 8)
@@ -55,7 +55,7 @@ def assistant_of(model: Any) -> Any:
 
 
 def continuations(model: Any, prompts: list[torch.Tensor], make: MakeCache, **options: Any) -> tuple[list[list[int]], int]:
-    """The tokens behind each prompt, and how many forwards of the model they took."""
+    """The tokens that follow each prompt, and the number of the model's forwards for them."""
     found, forwards = [], []
     counter = model.register_forward_pre_hook(lambda *_: forwards.append(1))
     try:
@@ -68,7 +68,7 @@ def continuations(model: Any, prompts: list[torch.Tensor], make: MakeCache, **op
 
 
 def compare(plain: list[list[int]], drafted: list[list[int]], forwards: int) -> dict[str, Any]:
-    """The keys of a row, of each prompt's tokens."""
+    """The fields of a row that compare each prompt's tokens."""
     return {
         "prompts": len(plain),
         "equal": sum(a == b for a, b in zip(plain, drafted, strict=True)),
@@ -77,14 +77,14 @@ def compare(plain: list[list[int]], drafted: list[list[int]], forwards: int) -> 
 
 
 def makes_cache(impl: str, model: Any) -> MakeCache:
-    """Make the model attend as `impl` does; what makes its cache."""
+    """Set the attention of `impl`. Returns a function that makes its cache."""
     model.set_attn_implementation("sdpa" if impl == "bf16" else "fp8_kv")
     return (lambda: DynamicCache(config=model.config)) if impl == "bf16" else texts.make_cache(impl, model)
 
 
 @cache
 def greedy(name: str | None, impl: str) -> list[list[int]]:
-    """Plain greedy's tokens, with which both kinds of drafts are compared."""
+    """The tokens of plain greedy decoding, with which both kinds of drafts are compared."""
     model, tokenizer = texts.load(name)
     return continuations(model, prompts_of(tokenizer, model.device), makes_cache(impl, model))[0]
 

@@ -18,7 +18,7 @@ from .problem import Shape
 
 @gluon.jit
 def _drain(pipe, batch, work):
-    """What `consume` does of waiting and walking, and no arithmetic."""
+    """`consume` without arithmetic: it waits, and walks over the pages."""
     index, head, begin = work.seq, work.head, work.begin
     tile = 0
     while begin < work.high:

@@ -32,7 +32,7 @@ class Text:
     count: int
 
     def windows(self, tokenizer: Any) -> torch.Tensor:
-        """`[count, context + 1]` ids."""
+        """Windows of ids, `[count, context + 1]`."""
         return models.windows(tokens(tokenizer, self.path), self.context + 1, self.count)
 
 
@@ -58,18 +58,18 @@ def load(name: str | None = None, dtype: torch.dtype | None = None) -> tuple[Any
 
 
 def tokens(tokenizer: Any, path: Path | None = CODE) -> torch.Tensor:
-    """`[N]` ids of a text."""
+    """The ids of a text, `[N]`."""
     return models.tokenize(tokenizer, models.read_text(path))
 
 
 @cache
 def static_scales() -> KVScales:
-    """Of the committed model, calibrated on the end of its text."""
+    """Static scales of the committed model, calibrated on the end of its text."""
     model, tokenizer = load()
     return calibrate(model, models.windows(tokens(tokenizer), *CALIBRATION, from_end=True).split(1))
 
 
 def make_cache(impl: str, model: Any, scales: KVScales | None = None, **options: Any) -> MakeCache:
-    """What makes an implementation's cache, one of `CACHES`; `scales` are those of `fp8attn-static`."""
+    """A function that makes the cache of an implementation, one of `CACHES`. `scales` are those of `fp8attn-static`."""
     scales = scales if impl == "fp8attn-static" else None
     return cache_factory(CACHES[impl], model.config, model=model, scales=scales, **options)

@@ -94,7 +94,7 @@ def modulated(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torc
 
 
 class Stack(nn.Module):
-    """`layers` blocks, each a module of its own, with the parameters of one."""
+    """`layers` blocks. Each is a separate module, and all share the parameters of one."""
 
     def __init__(self, block: Block, layers: int) -> None:
         super().__init__()

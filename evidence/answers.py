@@ -62,7 +62,7 @@ def begin(machine: dict, provenances: dict[str, dict]) -> Path:
 
 
 def read(folder: Path) -> Answers:
-    """The answers in a folder, of results or from `begin`."""
+    """The answers in a folder of results, or in a folder that `begin` made."""
     there = json.loads((folder / NAME).read_text())
     files = sorted(folder.glob("needle*.jsonl*"))
     return Answers(folder, there["meta"], there["provenance"], [outcome for file in files for outcome in load_outcomes(file)])
@@ -86,7 +86,8 @@ def usable(found: Iterable[Answers], machine: dict, now: dict[str, dict]) -> tup
 
 
 def earlier(machine: dict, now: dict[str, dict]) -> list[Answers]:
-    """What a run does not ask again: answers of earlier runs, and of those that were killed. Which are not kept, and why, is printed."""
+    """The answers that a run does not repeat: those of earlier runs, and of runs that were killed. Prints which ones are not kept, and
+    why."""
     files = (results.RESULTS / results.slug(machine["device"]) / NAME, *sorted(OUTCOMES.glob(f"*/{NAME}")))
     kept, others = usable((read(file.parent) for file in files if file.exists()), machine, now)
     for other in others:

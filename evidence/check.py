@@ -125,7 +125,7 @@ def triton_paths(version: str) -> list[Path]:
 
 
 def command(name: str, old: list[Row]) -> str:
-    """What measures stale rows of a benchmark again."""
+    """The command that measures stale rows of a benchmark again."""
     if name in COMMANDS:
         return COMMANDS[name]
     if name == "needle":

@@ -54,7 +54,7 @@ def pretend(machine: dict) -> None:
 
 
 def launches_of(name: str, rows: list[tuple[str, str | None]]) -> dict[tuple[str, str], list]:
-    """What the cases of a benchmark launch, by case and implementation; those that it does not have are left out."""
+    """The launches of a benchmark's cases, by case and implementation. Those that the benchmark does not have are left out."""
     from fp8attn.kernels.launch import recording
 
     benchmark = import_module(f"benchmarks.{name}")
@@ -96,7 +96,7 @@ def _compile(number: int) -> str:
 
 
 def answer(name: str, request: dict, **environment: str) -> list[str | None]:
-    """What this module prints of a request, in a process of its own.
+    """The output of this module for a request, in a separate process.
 
     Raises:
         RuntimeError: the dry run failed.

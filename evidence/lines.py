@@ -40,7 +40,7 @@ def steps(found: Rows, batch: int) -> dict[str, dict[int, float]]:
 
 
 def line(found: Rows, batch: int) -> Line | None:
-    """None where fewer than two contexts were measured of ours, or of any BF16 system."""
+    """The comparison for one batch; None if fewer than two contexts were measured for ours or for every BF16 system."""
     times = {impl: by for impl, by in steps(found, batch).items() if len(by) > 1}
     others = [impl for impl in times if impl.startswith("bf16")]
     if OURS not in times or not others:

@@ -73,7 +73,7 @@ def bars(axes: Axes, name: str, unit: str, cases: Sequence[str], impls: Sequence
 
 
 def series(rows: Rows, case: str, impl: str, value: Callable[[dict], float]) -> dict[int, float]:
-    """By the number that the pattern `case` captures, in its order."""
+    """Values by the number that the pattern `case` captures, in its order."""
     found = {int(match[1]): value(row) for (name, which), row in rows.items() if which == impl and (match := re.fullmatch(case, name))}
     return dict(sorted(found.items()))
 
@@ -315,7 +315,7 @@ def plot_drift() -> None:
 
 
 def percent(difference: float) -> float:
-    """What a small difference of mean losses is of the perplexity."""
+    """A small difference of mean losses as a percentage of the perplexity."""
     return 100 * math.expm1(difference)
 
 

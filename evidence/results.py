@@ -100,7 +100,7 @@ def slug(device: str) -> str:
 
 
 def provenance(name: str) -> dict:
-    """Of rows that this process measures."""
+    """The provenance of rows that this process measures."""
     import torch
 
     return {

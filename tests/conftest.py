@@ -86,6 +86,22 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    """That model and its tokenizer, loaded."""
+    from fp8attn.evaluation import models
+
+    return models.load(tiny_model, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tokens(loaded, tiny_model):
+    """That text as tokens."""
+    from fp8attn.evaluation import models
+
+    return models.tokenize(loaded[1], models.read_text(model=tiny_model))
+
+
 @pytest.fixture
 def builds(monkeypatch):
     """Replaces the builds of FlashAttention-3 that there are: `builds(fa3_fwd_interface=Fake(...))`."""

@@ -64,7 +64,7 @@ def _stop_at_ptx(*args) -> tuple[str, str] | None:
 
 
 def fingerprints(words: list[str]) -> dict[str, str]:
-    """Of all cases that have one of the words in their names."""
+    """The fingerprints of all cases whose names contain one of the words."""
     chosen = [name for name in names() if not words or any(word in name for word in words)]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # kernels without machine code must not be found by others

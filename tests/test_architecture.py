@@ -21,6 +21,7 @@ ALLOWED = {
     "params": set(),
     "layout": {"errors", "params", "rotation"},
     "scales": {"errors", "layout", "numerics"},
+    "overflow": {"layout", "scales"},
     "statistics": {"numerics", "rotation", "scales"},
     "reference": {"layout", "numerics", "params", "rope", "rotation"},
     "backends": {"errors", "kernels", "layout", "params", "reference"},
@@ -28,22 +29,22 @@ ALLOWED = {
     "ops": {"_torch_ops", "backends", "layout", "params", "rope"},
     "dense": {"_torch_ops", "backends", "layout", "ops", "params", "rope"},
     "mode": {"dense", "errors", "layout", "params"},
-    "cache": {"layout", "ops", "params", "rotation", "scales"},
+    "cache": {"layout", "ops", "overflow", "params", "rotation", "scales"},
     "kernels": {"layout", "numerics", "params", "rotation"},
     "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
-    "precompile": {"backends", "errors", "integrations", "kernels", "layout", "params"},
-    "integrations": {"cache", "dense", "errors", "layout", "mode", "numerics", "ops", "params"}
-    | {"plan", "rope", "rotation", "scales", "statistics"},
+    "precompile": {"backends", "errors", "kernels", "layout", "params"},
+    "integrations": {"cache", "dense", "errors", "layout", "mode", "numerics", "ops", "overflow", "params"}
+    | {"plan", "precompile", "rope", "rotation", "scales", "statistics"},
     "diagnostics": {"backends", "dense", "integrations", "kernels", "layout", "numerics", "scales"},
 }
 
-# What a module may import inside a function, when the module itself is long imported: a constructor whose implementation is above it.
-LAZY = {"layout": {"ops"}}  # `KVPages.from_dense`
+# What a module may import inside a function, when the module itself is long imported: code above it.
+LAZY = {"layout": {"ops"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
 
 
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
-    """All nodes below one; without `lazy` those that run when the module is imported."""
+    """All nodes below a node. Without `lazy`, only those that run when the module is imported."""
     for node in ast.iter_child_nodes(tree):
         if lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield node

@@ -13,7 +13,7 @@ from fp8attn.rotation import rotate
 
 
 def test_v_order_is_the_accumulators():
-    """Position p of a group of 16 holds the token that an MMA accumulator's registers bring there."""
+    """Position p of a group of 16 has the token that the registers of an MMA's accumulator have there."""
     assert V_ORDER == (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
     for lane in range(4):  # a thread's registers: columns 2l, 2l+1 of both n8 halves, four bytes in a row
         assert V_ORDER[4 * lane : 4 * lane + 4] == (2 * lane, 2 * lane + 1, 2 * lane + 8, 2 * lane + 9)
@@ -148,7 +148,7 @@ def test_nbytes_counts_every_tensor():
     ],
 )  # fmt: skip
 def test_pages_are_checked_when_they_are_made(changed, message):
-    """Kernels take these addresses: through a slice they would read and write other heads."""
+    """Kernels take these addresses. With a slice they would read and write other heads."""
     pages = KVPages.empty(4, 2, 64, num_seqs=3, max_pages=2)
     with pytest.raises(ValueError, match=message):
         replace(pages, **changed(pages))

@@ -136,19 +136,19 @@ def test_a_page_by_hand():
     """INT8. The first token, of 127, needs a scale of 1 and sets 1.25. The second fits; the third, of 254, needs 2 and sets 2.5."""
     x = torch.tensor([127.0, 150.0, 254.0, 10.0])[None, :, None]
     held = torch.ones(1, 4, dtype=torch.int8)
-    codes, scale = settle(x, torch.zeros(1, 4, 1), torch.zeros(1), held, INT8, False)
-    assert scale.tolist() == [2.5]
+    codes, scale, overflows = settle(x, torch.zeros(1, 4, 1), torch.zeros(1), held, INT8, False)
+    assert scale.tolist() == [2.5] and overflows.tolist() == [1]
     # 127 / 1.25 = 101.6 is rounded to 102, and 102 / 2 to 51; 150 is 120, and then 60; 254 / 2.5 = 101.6.
     assert codes.flatten().tolist() == [51, 60, 102, 4]
-    codes, scale = settle(x, torch.zeros(1, 4, 1), torch.ones(1), held, INT8, True)
-    assert scale.tolist() == [1.0] and codes.flatten().tolist() == [127, 127, 127, 10]
+    codes, scale, overflows = settle(x, torch.zeros(1, 4, 1), torch.ones(1), held, INT8, True)
+    assert scale.tolist() == [1.0] and overflows.tolist() == [2] and codes.flatten().tolist() == [127, 127, 127, 10]
 
 
 FINITE = [decode(code, E4M3) for code in range(127)]
 
 
 def nearest(y: np.float32, dtype: torch.dtype) -> np.float32:
-    """The code nearest to `y`, ties to even, by search; as a number."""
+    """The value of the code nearest to `y`, with ties to even, by search."""
     if np.isnan(y):
         return y
     if dtype == INT8:
@@ -161,9 +161,9 @@ def nearest(y: np.float32, dtype: torch.dtype) -> np.float32:
     return np.float32(np.copysign(FINITE[code], y))
 
 
-def one_token_after_another(tokens: np.ndarray, codes: list, scale: np.float32, dtype: torch.dtype) -> tuple[list, np.float32]:
-    """What `settle` says that it does, as its docstrings say it, for one page: tokens `[n, D]`, the codes and the scale of those before."""
-    headroom = np.float32(1.25 if dtype == INT8 else 32.0)
+def one_token_after_another(tokens: np.ndarray, codes: list, scale: np.float32, dtype: torch.dtype) -> tuple[list, np.float32, int]:
+    """`settle` as its docstring defines it, for one page: tokens `[n, D]`, and the codes and scale of the tokens before."""
+    headroom, growths = np.float32(1.25 if dtype == INT8 else 32.0), 0
     for token in tokens:
         finite = np.abs(token[np.isfinite(token)])
         amax = finite.max() if len(finite) else np.float32(0)
@@ -174,11 +174,12 @@ def one_token_after_another(tokens: np.ndarray, codes: list, scale: np.float32, 
         if not codes or need > scale:
             grown = np.float32(min(np.float32(need) * headroom, np.float32(MAX_SCALE)))
             ratio = scale * (np.float32(1) / grown)
+            growths += bool(codes)
             codes = [[nearest(np.float32(c) * ratio, dtype) for c in row] for row in codes]
             scale = grown
         inverse = np.float32(1) / scale
         codes.append([nearest(np.float32(x) * inverse, dtype) for x in token])
-    return codes, scale
+    return codes, scale, growths
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
@@ -200,14 +201,15 @@ def test_settle_is_one_token_after_another(dtype, seed, before, count, powers, s
     old, scales, expected = torch.full((2, 14, 3), 77.0), torch.full((2,), torch.nan), []
     new, held = torch.zeros(2, 14, 3), torch.zeros(2, 14, dtype=torch.int8)
     for page, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        codes, scale = one_token_after_another(first[page, :start].numpy(), [], np.float32(0), dtype)
+        codes, scale, _ = one_token_after_another(first[page, :start].numpy(), [], np.float32(0), dtype)
         if codes:
             old[page, :start], scales[page] = torch.tensor(np.array(codes)), float(scale)
         new[page, start:end] = x[page, start:end]
         held[page, :start], held[page, start:end] = 2, 1
         expected.append(one_token_after_another(x[page, start:end].numpy(), codes, scale, dtype))
-    got, got_scales = settle(new, old, scales.clone(), held, dtype, False)
-    for page, ((codes, scale), end) in enumerate(zip(expected, ends, strict=True)):
+    got, got_scales, overflows = settle(new, old, scales.clone(), held, dtype, False)
+    for page, ((codes, scale, growths), end) in enumerate(zip(expected, ends, strict=True)):
+        assert overflows[page] == growths
         if not end:
             continue
         assert torch.equal(got[page, :end].nan_to_num(500.0), torch.tensor(np.array(codes), dtype=torch.float32).nan_to_num(500.0))
@@ -225,7 +227,7 @@ def test_integers_are_finer_than_e4m3_by_the_expected_factor():
     held = torch.ones(1000, 128, dtype=torch.int8)
     error = {}
     for dtype in (INT8, FP8):
-        codes, scale = settle(x, torch.zeros_like(x), torch.zeros(1000), held, dtype, False)
+        codes, scale, _ = settle(x, torch.zeros_like(x), torch.zeros(1000), held, dtype, False)
         error[dtype] = relative_error(codes * scale[:, None, None], x)
     assert 0.0255 < error[FP8] < 0.0275
     assert 0.0089 < error[INT8] < 0.012

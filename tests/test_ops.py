@@ -11,6 +11,7 @@ from fp8attn.backends import load
 from fp8attn.layout import FIELDS
 from fp8attn.ops import run_from_dense
 from fp8attn.rope import apply_rope
+from tests.support.kernel_cases import clone
 
 
 @pytest.fixture
@@ -52,6 +53,10 @@ def cache():
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(4).int()}, "floating point"),
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, dtype=torch.int64)}, "int32 on cpu; got .* int64"),
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, 2).int()[:, 0]}, r"call \.contiguous\(\)"),
+        (torch.zeros(2, 4, 64), {"out": torch.zeros(2, 4, 128)}, r"out must be \(2, 4, 64\) float32 on cpu; got \(2, 4, 128\) float32"),
+        (torch.zeros(2, 4, 64), {"out": torch.zeros(2, 4, 64).half()}, "out must be .* float32 on cpu; got .* float16"),
+        (torch.zeros(2, 4, 64), {"out": torch.zeros(2, 4, 64, device="meta")}, "on cpu; got .* on meta"),
+        (torch.zeros(2, 4, 64), {"out": torch.zeros(4, 2, 64).transpose(0, 1)}, "out must be contiguous"),
         (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'hopper', 'triton', 'reference'"),
         (torch.zeros(2, 4, 64), {"backend": "fa3"}, "backend 'fa3' takes dense K and V, not pages; choose 'auto', 'hopper'"),
         (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
@@ -145,6 +150,50 @@ def test_append_needs_the_longest_of_ragged_sequences(cache):
         fp8attn.append(cache.pages(0), k, k, cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32))
 
 
+def test_append_does_not_count_tokens_that_are_counted(cache):
+    """The bytes of an append that advances the lengths; a sequence that is shorter than its new tokens is padding."""
+    cache.reserve(200)
+    k, v = torch.randn(2, 150, 2, 64)
+    expected = clone(cache.pages(0))
+    fp8attn.append(expected, k, v)
+    pages = cache.pages(0)
+    pages.cache_seqlens.copy_(expected.cache_seqlens)
+    fp8attn.append(pages, k, v, advance=False)
+    assert torch.equal(pages.pool, expected.pool) and pages.cache_seqlens.tolist() == [85, 85]
+    pages.cache_seqlens.copy_(torch.tensor([0, 74]))
+    fp8attn.append(pages, -k, -v, advance=False)
+    assert torch.equal(pages.pool, expected.pool) and pages.cache_seqlens.tolist() == [0, 74]
+
+
+def test_attention_writes_where_it_is_asked_to(cache):
+    buffer = torch.full((6, 4, 64), torch.nan)
+    q = torch.randn(4, 4, 64)
+    for queries, out in ((q, buffer[1:5]), (q, torch.empty(1 + q.numel())[1:].view_as(q)), (q[:0], buffer[:0])):  # aligned, not, empty
+        assert attention(queries, cache.pages(0), out=out) is out
+        assert torch.equal(out, attention(queries, cache.pages(0)))
+    found, lse = attention(q, cache.pages(0), out=buffer[1:5], return_lse=True)
+    assert found.data_ptr() == buffer[1].data_ptr() and lse.shape == (4, 4)
+    assert buffer[::5].isnan().all() and not buffer[1:5].isnan().any()
+
+
+def test_queries_and_output_share_no_memory(cache):
+    memory = torch.zeros(7, 4, 64)
+    fused = torch.zeros(2, 12, 64)
+    for q, out in ((memory[:4], memory[:4]), (memory[:4], memory[3:]), (fused[:, :4], fused.view(6, 4, 64)[1:3])):
+        with pytest.raises(ValueError, match="out shares memory with q"):
+            attention(q, cache.pages(0), out=out)
+    attention(memory[:2], cache.pages(0), out=memory[2:4])
+
+
+def test_a_compiled_call_writes_where_it_is_asked_to(cache):
+    """The torch op has no argument that it writes, so its result is copied."""
+    q, out = torch.randn(4, 4, 64), torch.full((6, 4, 64), torch.nan)
+    compiled = torch.compile(lambda q, out: attention(q, cache.pages(0), out=out[1:5]), fullgraph=True, backend="aot_eager")
+    expected = attention(q, cache.pages(0))
+    assert torch.equal(compiled(q, out), expected)
+    assert torch.equal(out[1:5], expected) and out[::5].isnan().all()
+
+
 @pytest.mark.parametrize(
     ("q", "tables", "message"),
     [
@@ -202,7 +251,7 @@ def test_ops_pass_torch_opcheck(cache):
     cache.reserve(40)
     k = torch.randn(4, 2, 64)
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
-    options = (q, torch.zeros_like(q), None, 2, angle, angle, False, False, "reference")
+    options = (q, torch.zeros_like(q), None, 2, angle, angle, False, False, True, torch.zeros(2, 3).long(), "reference")
     torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *cache.pages(0).state, *options))
     arguments = (torch.randn(4, 4, 64), *cache.pages(0).state, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
     for return_lse in (False, True):
@@ -226,7 +275,7 @@ def test_ops_change_what_they_say_and_nothing_else(cache):
 
 
 def test_whoever_watches_sees_torch_ops(cache):
-    """Outside of modes and tracing the kernels are called as they are: the same bits, without the dispatcher."""
+    """Outside of modes and tracing, kernels are called without the dispatcher, with the same bits."""
 
     seen = set()
 
@@ -245,9 +294,9 @@ def test_whoever_watches_sees_torch_ops(cache):
 
 def test_gradients_are_refused(cache):
     q, k = torch.randn(2, 4, 64, requires_grad=True), torch.randn(2, 2, 64, requires_grad=True)
-    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and FP8 ops have no gradient"):
+    with pytest.raises(RuntimeError, match="for inference: an input requires a gradient, and FP8 ops have none"):
         attention(q, cache.pages(0))
-    with pytest.raises(RuntimeError, match="for inference: a gradient is wanted, and FP8 ops have no gradient"):
+    with pytest.raises(RuntimeError, match="for inference: an input requires a gradient, and FP8 ops have none"):
         cache.append(0, k, k)
     with torch.no_grad():
         cache.append(0, k, k)
@@ -263,7 +312,7 @@ def test_forward_mode_derivatives_and_transforms_are_refused(cache):
     for x, call in calls:
         with torch.no_grad(), forward_ad.dual_level():
             dual = forward_ad.make_dual(x, x)
-            with pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
+            with pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
                 call(dual)
         for transformed in (lambda: torch.func.jvp(call, (x,), (x,)), lambda: torch.vmap(call)(x[None])):  # noqa: B023
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
@@ -303,7 +352,7 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
     """Each argument of `attention` reaches the backend in its field, directly and through the torch op."""
     seen = []
     backend = load("reference")
-    monkeypatch.setattr(type(backend), "attention", lambda self, q, pages, params: (seen.append(params), (q, q[..., 0]))[1])
+    monkeypatch.setattr(type(backend), "attention", lambda self, q, pages, params, out=None: (seen.append(params), (q, q[..., 0]))[1])
     given = {
         "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32), "max_seqlen_q": 3, "causal": True, "softmax_scale": 0.5, "window": 7,
         "softcap": 9.0, "sinks": torch.randn(4), "leftpad_k": torch.tensor([0, 1], dtype=torch.int32), "rope_cos": torch.randn(4, 16),

@@ -68,7 +68,7 @@ def test_plain_causal_is_torch_sdpa(key_dtype, rotate_keys):
     ids=lambda o: "+".join(o) or "plain",
 )
 def test_ragged_chunks_with_every_option(options):
-    """Sequences of different lengths, of which different numbers of last tokens ask; one has no query."""
+    """Sequences of different lengths, each with queries for a different number of its last tokens. One has none."""
     lengths, queries = [130, 40, 7, 129], [3, 40, 0, 1]
     cache = make(lengths)
     q = torch.randn(sum(queries), 4, 64)
@@ -166,7 +166,8 @@ def test_storage_error_of_normal_data():
 
 
 def test_rotation_takes_the_error_of_channels_that_stand_out():
-    """One channel of K is 50 times the others, in INT8: its step is 50 times theirs. The rotation spreads it over 128 channels."""
+    """One channel of K is 50 times larger than the others. In INT8 its step is 50 times theirs; the rotation distributes it over 128
+    channels."""
     torch.manual_seed(0)
     k, v, q = torch.randn(500, 1, 128), torch.randn(500, 1, 128), torch.randn(64, 2, 128)
     k[..., 9] *= 50
@@ -218,7 +219,7 @@ def test_a_nan_in_a_key_marks_the_token_in_e4m3_and_the_page_in_int8():
 
 
 def test_a_static_mean_takes_an_offset_off():
-    """K and V that lie 100 away from zero, and a mean that says so: the storage error is that of the rest."""
+    """K and V have an offset of 100, and a mean of 100 is given: the storage error is that of the varying part."""
     torch.manual_seed(0)
     k, v, mean = torch.randn(256, 2, 64), torch.randn(256, 2, 64), torch.full((2, 64), 100.0)
     plain, shifted = PagedKVCache(2, 64), PagedKVCache(2, 64, k_mean=mean, v_mean=mean)

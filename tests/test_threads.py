@@ -9,7 +9,7 @@ import fp8attn
 
 
 def everything(seed: int) -> list[torch.Tensor]:
-    """Ragged prompts, decode steps, a copy and a truncation of a cache of its own; then a dense call."""
+    """Ragged prompts, decode steps, a copy and a truncation of a cache, and then a dense call."""
     numbers = torch.Generator().manual_seed(seed)
     cache = fp8attn.PagedKVCache(2, 64, num_seqs=2)
     found = []

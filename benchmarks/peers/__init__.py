@@ -50,7 +50,7 @@ KERNELS = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "fa3-bf16", "cudnn-bf16")  # 
 
 
 def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = KERNELS) -> dict[str, Run]:
-    """Those peers that are here and take such a problem, over one `q`, `k` and `v` in BF16 that each gets in its own dtype."""
+    """The installed peers that support the problem, on the same `q`, `k` and `v` in BF16, which each peer converts to its dtype."""
     found, low = {}, None
     for name in names:
         peer = PEERS[name]

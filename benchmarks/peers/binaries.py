@@ -1,4 +1,4 @@
-"""Loads what `get_peers` has left in `.peers/`."""
+"""Loads the libraries that `get_peers` has put into `.peers/`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNPACKED = Path("/tmp/fp8attn-peers")
 
 @lru_cache
 def available() -> frozenset[str]:
-    """Which of `fa3`, `vllm-fa3`, `cudnn` and `torchao` load here; why another does not is printed once."""
+    """The names among `fa3`, `vllm-fa3`, `cudnn` and `torchao` that load here. The reason why another does not is printed once."""
     found = set()
     for name, load in LOADERS.items():
         try:
@@ -48,7 +48,8 @@ def _wheel(module: str, name: str) -> None:
 
 
 def unpacked(name: str, unpack: Callable[[Path], object]) -> Path:
-    """A file or folder of `UNPACKED`, which `unpack` writes once: it is complete or not there, however many processes unpack it."""
+    """A path below `UNPACKED`, which `unpack` creates once. Several processes may unpack it at the same time: it is complete, or it does
+    not exist."""
     UNPACKED.mkdir(exist_ok=True)
     path = UNPACKED / name
     if not path.exists():

@@ -13,7 +13,7 @@ from ..problem import DEVICE, Shape
 
 
 def check(shape: Shape) -> None:
-    """Raises ValueError for a problem that these peers cannot have."""
+    """Raise ValueError for a problem that these peers do not support."""
     if not shape.uniform:
         raise ValueError("no ragged batches")
     if masked(shape) and shape.queries != shape.keys:
@@ -21,7 +21,7 @@ def check(shape: Shape) -> None:
 
 
 def masked(shape: Shape) -> bool:
-    """Whether any query sees less than all keys: a decode step's does not."""
+    """Whether some query sees fewer than all keys. The query of a decode step sees all."""
     return shape.causal and max(shape.queries) > 1
 
 
@@ -81,7 +81,7 @@ def cudnn_fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 @lru_cache
 def _cudnn_graph(q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, causal: bool):
-    """A built plan, for any data of these shapes: (graph, handle, inputs, output, scales that are one, what it writes besides)."""
+    """A built plan for data of these shapes: (graph, handle, inputs, output, scales of one, its other outputs)."""
     import cudnn
 
     handle = cudnn.create_handle()

@@ -1,4 +1,4 @@
-"""FlashAttention-3, its own build and vLLM's."""
+"""FlashAttention-3: its own build and vLLM's."""
 
 from __future__ import annotations
 

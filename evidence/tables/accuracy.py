@@ -38,7 +38,7 @@ def single_level_off(found: Iterable[tuple[str, str, float]], length: int) -> st
 
 @block
 def prefill_error() -> str:
-    """On V of mean 1, by both benchmarks that measure it."""
+    """The error for V of mean 1, from both benchmarks that measure it."""
     found = errors(every("prefill"), "rel_err_mean1")
     found += errors((row for row in every("accuracy") if re.match("(causal|full)-mean1", row["case"])), "rel_err")
     short, long = (single_level_off(found, n) for n in (16384, 131072))
@@ -47,7 +47,7 @@ def prefill_error() -> str:
 
 @block
 def long_error() -> str:
-    """Of single-level kernels over 131,072 tokens, on V of mean 1."""
+    """The error of single-level kernels over 131,072 tokens, for V of mean 1."""
     title, found = latest("prefill")
     return f"{single_level_off(errors(found.values(), 'rel_err_mean1'), 131072)} off ({title}, values of mean 1)"
 

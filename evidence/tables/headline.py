@@ -11,7 +11,7 @@ from .writing import block, span, table
 
 @block
 def headline() -> str:
-    """Six results: ours, and the one that it is compared with."""
+    """Six results: of fp8attn, and of the system with which it is compared."""
     title, model = latest("real_model")
     code = {impl: model["smollm2-S8192", impl] for impl in ("fp8attn-int8-keys-prefill", "scale-1-prefill", "transformers-fp8-decode")}
     ours, plain, theirs = (f"{row['d_ppl_pct']:+.1f}%" for row in code.values())

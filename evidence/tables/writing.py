@@ -26,7 +26,7 @@ def value(found: Rows, case: str, impl: str, key: str, form: str = ".2f", factor
 
 
 def span(xs: Iterable[float | None], form: str = ".2f") -> str:
-    """The least and the largest."""
+    """The smallest and the largest number."""
     found = [x for x in xs if x is not None]
     low, high = format(min(found), form), format(max(found), form)
     return low if low == high else f"{low} to {high}"
@@ -37,7 +37,7 @@ def tokens(n: int) -> str:
 
 
 def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
-    """A table, without columns that hold nothing."""
+    """A table. Empty columns are left out."""
     lines = [list(head), *map(list, body)]
     filled = [any(line[column] for line in lines[1:]) for column in range(len(lines[0]))]
     lines = [[cell for cell, there in zip(line, filled, strict=True) if there] for line in lines]

@@ -14,6 +14,7 @@ from .errors import UsageError
 from .layout import PAGE_SIZE, KVPages
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention
+from .overflow import OverflowCounts, OverflowReport
 from .params import AttentionParams
 from .precompile import warmup
 from .scales import KVScales, LayerScales
@@ -34,6 +35,8 @@ __all__ = [
     "KVScales",
     "LayerScales",
     "OutOfPagesError",
+    "OverflowCounts",
+    "OverflowReport",
     "PagedKVCache",
     "UsageError",
     "append",

@@ -44,16 +44,16 @@ _CHANGED_STATE = _STATE.replace("Tensor pool", "Tensor(a!) pool").replace("Tenso
 
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
     pages = KVPages.trusted(*args[: len(FIELDS)])
-    q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, backend = args[len(FIELDS) :]
+    q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, advance, overflows, backend = args[len(FIELDS) :]
     find(backend, k.device, k.dtype).append(
         pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales,
+        rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
     )  # fmt: skip
 
 
 register(
     f"append(Tensor k, Tensor v, {_CHANGED_STATE}, Tensor? q, Tensor(c!)? q_out, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? rope_cos, "
-    "Tensor? rope_sin, bool rope_interleaved, bool static_scales, str backend) -> ()",
+    "Tensor? rope_sin, bool rope_interleaved, bool static_scales, bool advance, Tensor(d!)? overflows, str backend) -> ()",
     _append,
     lambda *args: None,
 )

@@ -124,7 +124,7 @@ def encode(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 def settle(
     x: torch.Tensor, old: torch.Tensor, scale: torch.Tensor, held: torch.Tensor, dtype: torch.dtype, static: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize new tokens at the ends of pages, and round the codes of older tokens again if a scale grows.
 
     Args:
@@ -135,8 +135,9 @@ def settle(
         dtype: `torch.float8_e4m3fn` or `torch.int8`.
         static: the scales do not grow; larger values saturate.
     Returns:
-        The codes `[N, P, D]` of all tokens as FP32 numbers, and the pages' scales `[N]`. The scale of an INT8 page with a NaN in a token is
-        NaN, because INT8 has no code for NaN.
+        The codes `[N, P, D]` of all tokens as FP32 numbers; the pages' scales `[N]`; and their overflows `[N]` int64: how many values of
+        new tokens are larger than the largest code times the static scale, or how often a scale grew after the first token of its page.
+        The scale of an INT8 page with a NaN in a token is NaN, because INT8 has no code for NaN.
     """
     new = held == 1
     if not static:
@@ -145,6 +146,10 @@ def settle(
         scale = torch.where((held == 2).any(1) | ~new.any(1), scale, with_headroom(first, dtype))
     inverse = 1.0 / scale
     codes = torch.where(new[..., None], encode(x, inverse[:, None, None], dtype), old)
+    overflows = torch.zeros_like(scale, dtype=torch.int64)
+    if static:
+        largest = INT8_MAX if dtype == torch.int8 else E4M3.max
+        overflows += (new[..., None] & ((x * inverse[:, None, None]).abs() > largest)).sum((1, 2))
     while not static:
         over = new & (need > scale[:, None])
         grows = over.any(1)
@@ -158,9 +163,10 @@ def settle(
         again = torch.where(before[..., None], shifted, rounded)
         codes = torch.where((grows[:, None] & (before | new))[..., None], again, codes)
         scale = grown
+        overflows += grows
     if dtype == torch.int8:
         scale = torch.where((x.isnan().any(-1) & new).any(1), torch.nan, scale)
-    return codes, scale
+    return codes, scale, overflows
 
 
 def on_grid(mean: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -33,6 +33,8 @@ def append(
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
     static_scales: bool = False,
+    advance: bool = True,
+    overflows: torch.Tensor | None = None,
     backend: BackendName = "auto",
 ) -> torch.Tensor | None:
     """Quantize new tokens and write them at the end of their sequences.
@@ -54,6 +56,12 @@ def append(
         rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for K and Q (`rope.apply_rope`). None: no RoPE. V has no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
+        advance: `cache_seqlens` are the lengths before the new tokens, and this call adds the new tokens to them. False: they count the new
+            tokens already, as serving engines keep them, and do not change. Then nothing is written for a sequence that is shorter than its
+            new tokens: it is padding of the batch.
+        overflows: `[2, 3]` int64, counts of K and of V that this call adds to: tokens; values that a static scale cannot represent, which
+            saturate; how often a page's own scale grew after the page's first token. `OverflowCounts` makes and reads them. None: nothing
+            is counted.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
         The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.
@@ -62,10 +70,12 @@ def append(
         RuntimeError: an input requires a gradient.
     """
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
+    if overflows is not None:
+        check_tensor(overflows, "overflows", (2, 3), torch.int64, k.device)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
     return run_append(
         name, pages, k, v, q=q, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales,
+        rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
     )  # fmt: skip
 
 
@@ -74,7 +84,7 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: Literal[False] = ..., backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -83,7 +93,7 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: Literal[True], backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: Literal[True], out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -92,7 +102,7 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: bool, backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: bool, out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -112,6 +122,7 @@ def attention(
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
     backend: BackendName = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of new queries over the cache, for prefill, chunked prefill and decode.
@@ -127,12 +138,14 @@ def attention(
         window, softcap: None: no window, no softcap. `window` requires `causal`.
         cu_seqlens_q, max_seqlen_q: the second is required with the first.
         rope_cos, rope_sin: leave them out if `append` has applied RoPE to `q`.
+        out: of q's shape and dtype, contiguous, to write the result into. It must not share memory with `q`. An address that is no multiple
+            of 16 bytes costs a copy. None: a new tensor.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
 
     `AttentionParams` has the shapes, dtypes and meanings of the options, and those of the arguments that are not listed here.
 
     Returns:
-        `out` of q's shape and dtype, contiguous. Rows that see no key are zero, and so are rows after those of the last sequence. With
+        `out`, of q's shape and dtype, contiguous. Rows that see no key are zero, and so are rows after those of the last sequence. With
         `return_lse` also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and unspecified in rows
         after those of the last sequence.
     Raises:
@@ -162,16 +175,21 @@ def attention(
         check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
     if rope_cos is not None or rope_sin is not None:
         check_rope(q, *_both(rope_cos, rope_sin))
+    if out is not None:
+        _check_out(out, q)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     params = AttentionParams(
         cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved,
         return_lse,
     )  # fmt: skip
     if unobserved(q):
-        out, lse = find(backend, q.device, q.dtype).attention(q, pages, params)
+        taken = out if out is None or not out.data_ptr() & 15 else None  # kernels write 16 bytes at a time
+        result, lse = find(backend, q.device, q.dtype).attention(q, pages, params, taken)
     else:
-        out, lse = torch.ops.fp8attn.attention(q, *pages.state, *params, resolve(backend, q))
-    return out if lse is None or not return_lse else (out, lse)
+        result, lse = torch.ops.fp8attn.attention(q, *pages.state, *params, resolve(backend, q))
+    if out is not None and result is not out:
+        result = out.copy_(result)
+    return result if lse is None or not return_lse else (result, lse)
 
 
 def from_dense(
@@ -284,6 +302,7 @@ def quantize_rows(
 def run_append(
     name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
+    advance: bool = True, overflows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
     """`append` with checked arguments and the resolved backend `name`. Without `cu_seqlens`, every sequence has `max_seqlen` new tokens."""
     make = torch.empty if max_seqlen else torch.zeros  # a step without tokens writes nothing
@@ -291,11 +310,12 @@ def run_append(
     if unobserved(k):
         load(name).append(
             pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-            rope_interleaved=rope_interleaved, static_scales=static_scales,
+            rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
         )  # fmt: skip
     else:
         torch.ops.fp8attn.append(
-            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, name
+            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, advance, overflows,
+            name,
         )  # fmt: skip
     return q_out
 
@@ -365,17 +385,35 @@ def _check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
     check_derivatives(x)
 
 
+def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise ValueError if attention of `q` cannot be written into `out`."""
+    check_tensor(out, "out", q.shape, q.dtype, q.device)
+    check_derivatives(out)
+    # The spans cost some microseconds, and most outputs have memory of their own.
+    if unobserved(q) and out.untyped_storage().data_ptr() == q.untyped_storage().data_ptr():
+        (out_first, out_end), (q_first, q_end) = _span(out), _span(q)
+        if out_first < q_end and q_first < out_end:
+            raise ValueError("out shares memory with q, which kernels still read while they write out: pass other memory")
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the byte after its last; equal for a tensor without memory."""
+    first = x.data_ptr()
+    last = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
+    return first, first + (last + 1) * x.itemsize if first else 0
+
+
 def derivative_reason(*tensors: torch.Tensor) -> str | None:
     """Why FP8 ops cannot take these tensors, or None. FP8 ops have no derivatives and no batching rules."""
     if torch.is_grad_enabled():
         for x in tensors:  # `any` costs a microsecond more
             if x.requires_grad:
-                return "a gradient is wanted, and FP8 ops have no gradient; use torch.no_grad() or torch.inference_mode()"
+                return "an input requires a gradient, and FP8 ops have none; use torch.no_grad() or torch.inference_mode()"
     if torch._C._are_functorch_transforms_active():  # The same check as in torch.autograd.Function. There is no public function for it.
-        return "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 attention has no rule for it"
+        return "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 ops have no rule for it; call them outside of it"
     # Dynamo guards on the level, but its tensors have no tangents. A function compiled inside a level may be called with tangents.
     if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, tensors))):
-        return "a forward-mode derivative is wanted, and FP8 ops have none; leave out the tangents"
+        return "an input has a forward-mode tangent, and FP8 ops have no derivative; leave out the tangents"
     return None
 
 
@@ -384,7 +422,7 @@ def _has_tangent(x: torch.Tensor) -> bool:
 
 
 def check_derivatives(*tensors: torch.Tensor) -> None:
-    """Raise RuntimeError if a derivative is wanted or a transform of torch.func is active."""
+    """Raise RuntimeError if an input requires a gradient or has a tangent, or a transform of torch.func is active."""
     reason = derivative_reason(*tensors)
     if reason is not None:
         raise RuntimeError(f"FP8 pages are for inference: {reason}")

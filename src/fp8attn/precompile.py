@@ -69,6 +69,8 @@ class Layer:
         key_dtype, rotate_keys: as `PagedKVCache` takes them.
         k_mean, v_mean: whether there are static means.
         static_scales: whether scales are calibrated.
+        advance: whether appends advance the lengths, as `fp8attn.append` takes it.
+        overflows: whether appends count overflows.
         window, softcap, sinks: whether attention has them.
     """
 
@@ -82,6 +84,8 @@ class Layer:
     k_mean: bool = False
     v_mean: bool = False
     static_scales: bool = False
+    advance: bool = True
+    overflows: bool = False
     window: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -120,10 +124,13 @@ def warmup(
     rotate_keys: bool = True,
     means: bool = False,
     static_scales: bool = False,
+    advance: bool = True,
+    overflows: bool = False,
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
     target: str | None = None,
+    load_kernels: bool = False,
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Kernel]:
@@ -152,11 +159,15 @@ def warmup(
         key_dtype, rotate_keys: the options of the cache (`PagedKVCache`).
         means: also compile for static means of K, of V and of both (`FP8Cache.for_model`), four times as many kernels.
         static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
+        advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and not those of
+            `FP8Cache`. Attention has the same kernels, with and without `out`.
+        overflows: compile the appends that count overflows (`count_overflows=True` of a cache), and not the others.
         window: also compile for a window. (Sliding layers of an `FP8Cache` are in 16 bits and do not use these kernels.)
         softcap, sinks: whether attention has them.
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
             machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
             first launch, which needs the GPU's driver.)
+        load_kernels: also load the kernels in this process, so that no later call reads them from disk. Needs the GPU.
         processes: number of processes that compile in parallel. Default: one for each core that this process may use.
         progress: called with (kernels done, number of kernels).
     Returns:
@@ -173,6 +184,8 @@ def warmup(
         (num_q_heads, num_kv_heads, head_dim), has_softcap, has_sinks = _read(config)
         softcap, sinks = softcap or has_softcap, sinks or has_sinks
     assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
+    if load_kernels and target is not None:
+        raise UsageError(f"kernels for another GPU cannot be loaded here: leave out load_kernels or target={target!r}")
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
         raise UsageError(f"the kernels take bfloat16 and float16, not {dtype}: pass the dtype that the model runs in")
@@ -180,7 +193,7 @@ def warmup(
         backend, triton_target, numbers = _aim(device, dtype, backend, target)
         layer = Layer(
             num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            static_scales=static_scales, softcap=softcap, sinks=sinks,
+            static_scales=static_scales, advance=advance, overflows=overflows, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
         layers = [
@@ -198,7 +211,19 @@ def warmup(
                 kernels.append(Kernel(*kernel))
             if progress is not None:
                 progress(len(kernels), total)
+    if load_kernels:
+        _load(layers, machine(_indexed(device)))
     return kernels
+
+
+def _load(layers: list[dict[str, Any]], of: Machine) -> None:
+    """Load the kernels of these layers, which are in Triton's cache on disk, on the current device."""
+    from .kernels.compile import loaded
+
+    plan_for(of)
+    for layer in layers:
+        for made in launches(Layer(**layer)).values():
+            loaded(made.kernel, made.args, made.given)
 
 
 def _read(config: Any) -> tuple[tuple[int, int, int], bool, bool]:
@@ -229,7 +254,7 @@ def _aim(
             f"warmup compiles for a GPU, and {found}. Run it on the machine that will serve, or name the architecture to compile for: "
             "target='sm_90'"
         )
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    device = _indexed(device)
     backend = select_backend(backend, device, dtype)
     if backend == "reference":
         raise UsageError("the backend 'reference' has no kernels to compile; use 'auto'")
@@ -238,6 +263,12 @@ def _aim(
         return backend, ("cuda", 10 * major + minor, 32), machine(device)
     properties = torch.cuda.get_device_properties(device)
     return backend, ("hip", properties.gcnArchName.split(":")[0], properties.warp_size), machine(device)
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """A GPU's device with its index."""
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _cores() -> int:
@@ -397,7 +428,8 @@ def _append(layer: Layer, tokens: int, ragged: bool) -> None:
     load(layer.backend).append(
         _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, q=None, q_out=None,
         cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens,
-        rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales,
+        rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales, advance=layer.advance,
+        overflows=_empty(2, 3, dtype=torch.int64) if layer.overflows else None,
     )  # fmt: skip
 
 

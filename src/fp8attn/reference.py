@@ -31,6 +31,8 @@ def append(
     rope_sin: torch.Tensor | None,
     rope_interleaved: bool,
     static_scales: bool,
+    advance: bool = True,
+    overflows: torch.Tensor | None = None,
 ) -> None:
     """Quantize `k` and `v`, write them at the ends of the sequences, write `q` after RoPE to `q_out`, and advance `cache_seqlens`.
 
@@ -48,19 +50,27 @@ def append(
     bounds = _bounds(cu_seqlens, max_seqlen, pages)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
-        if start == end:
+        if not advance:
+            length -= end - start
+        if start == end or length < 0:  # no new tokens, or a sequence that pads the batch
             continue
         first, offset = divmod(length, PAGE_SIZE)
         last = (length + end - start - 1) // PAGE_SIZE
         ids = pages.page_table[seq, first : last + 1].long()
         taken = KVPages.trusted(pages.pool[ids], *pages.state[1:])
-        for x, codes, scale, pack, unpack in (
-            (k[start:end], taken.k, taken.k_scale, pack_k, unpack_k),
-            (v[start:end], taken.v, taken.v_scale, pack_v, unpack_v),
+        for kind, (x, codes, scale, pack, unpack) in enumerate(
+            (
+                (k[start:end], taken.k, taken.k_scale, pack_k, unpack_k),
+                (v[start:end], taken.v, taken.v_scale, pack_v, unpack_v),
+            )
         ):
-            _append_tokens(x, codes, scale, offset, pack, unpack, static_scales)
+            found = _append_tokens(x, codes, scale, offset, pack, unpack, static_scales)
+            if overflows is not None:
+                overflows[kind, 0] += end - start
+                overflows[kind, 1 if static_scales else 2] += found
         pages.pool[ids] = taken.pool
-        pages.cache_seqlens[seq] += end - start
+        if advance:
+            pages.cache_seqlens[seq] += end - start
 
 
 def from_dense(
@@ -119,8 +129,9 @@ def quantize_rows(
 def _append_tokens(
     x: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor, offset: int, pack: Callable[[torch.Tensor], torch.Tensor],
     unpack: Callable[[torch.Tensor], torch.Tensor], static_scales: bool,
-) -> None:  # fmt: skip
-    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`."""
+) -> torch.Tensor:  # fmt: skip
+    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`.
+    Returns the number of overflows (`numerics.settle`)."""
     heads, dtype = x.shape[1], pages.dtype
     held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
     held[:offset] = 2
@@ -128,7 +139,7 @@ def _append_tokens(
     new = x.new_zeros(len(held), *x.shape[1:])
     new[offset : offset + len(x)] = x
     old = unpack(pages.float()).unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1)
-    codes, settled = settle(
+    codes, settled, overflows = settle(
         new.unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1), old, scale.flatten(),
         held.view(-1, 1, PAGE_SIZE).expand(-1, heads, -1).flatten(0, 1), dtype, static_scales,
     )  # fmt: skip
@@ -137,12 +148,14 @@ def _append_tokens(
     kept = pack((held > 0)[:, None, None].expand(len(held), *x.shape[1:]))
     pages.view(torch.uint8).copy_(torch.where(kept, written, pages.view(torch.uint8)))
     scale.copy_(settled.view_as(scale))
+    return overflows.sum()
 
 
 def attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
+    out: torch.Tensor | None = None,
     *,
     compute_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
@@ -152,7 +165,7 @@ def attention(
     Kernel errors are differences from the result with `compute_dtype=torch.float64` and `out_dtype=torch.float64`.
     """
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
-    out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype)
+    out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype) if out is None else out.zero_()
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     bounds = _bounds(cu_seqlens_q, max_seqlen_q, pages)
     skipped = leftpad_k.tolist() if leftpad_k is not None else [0] * pages.num_seqs

@@ -103,7 +103,6 @@ class KVScales:
                 if not torch.isfinite(tensor).all() or (name.endswith("scale") and (tensor <= 0).any()):
                     wanted = "positive and finite" if name.endswith("scale") else "finite"
                     raise UsageError(f"layer {index}: {name} must be {wanted}, and is not; {RECALIBRATE}")
-
             key_type(layer.key_dtype)  # raises UsageError
         ways = {(layer.key_dtype, layer.rotate_keys) for layer in self.layers.values()}
         if len(ways) > 1:
@@ -155,8 +154,7 @@ class KVScales:
         Args:
             num_layers, num_kv_heads, head_dim: the model's shape; with tensor parallelism, of the whole model.
             model_id: the model's name or folder. Only its last part is compared, because a hub name and a local copy differ in the rest.
-                None or
-                empty: not compared.
+                None or empty: not compared.
             key_dtype, rotate_keys: the cache's. None: not compared.
         Raises:
             UsageError: they do not match; the message says what differs.

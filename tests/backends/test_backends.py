@@ -55,7 +55,7 @@ def test_the_hopper_kernels_need_triton_3_6(version, works, monkeypatch):
 
 
 def test_kernels_are_imported_when_a_backend_is_chosen():
-    """Before, only what gives reasons is imported, which needs no Triton."""
+    """Before that, only the modules that give reasons are imported. They need no Triton."""
     code = """
 import sys, fp8attn
 print(sorted(m for m in sys.modules if m.startswith("fp8attn.kernels.")))
@@ -89,21 +89,24 @@ def test_dense_queries_are_tokens(interleaved):
 
 
 def test_hopper_chooses_by_the_query_rows_of_a_kv_head(monkeypatch):
-    """Up to 128 rows go to `decode`; more go to `prefill`, which applies RoPE itself where it can."""
+    """Up to 128 rows go to `decode`; more go to `prefill`, which applies RoPE itself where it can. Both get the given output."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     backend, calls = load("hopper"), []
     for name in ("decode", "prefill"):
-        monkeypatch.setattr(f"fp8attn.kernels.{name}.attention", lambda q, pages, params, name=name: calls.append((name, params)) or (q, q))
+        kernel = lambda q, pages, params, out, name=name: calls.append((name, params, out)) or (q, q)  # noqa: E731
+        monkeypatch.setattr(f"fp8attn.kernels.{name}.attention", kernel)
     monkeypatch.setattr(backend, "apply_rope", lambda x, *tables: x)
     pages = KVPages.empty(4, 2, 64, 2, 2)
     for tokens, half, expected, fused in ((32, 0, "decode", False), (33, 0, "prefill", False), (32, 16, "decode", False),
                                           (33, 16, "prefill", True), (33, 12, "prefill", False)):  # fmt: skip
         table = torch.zeros(2 * tokens, half) if half else None
         params = AttentionParams(None, tokens, True, 0.125, rope_cos=table, rope_sin=table)
-        backend.attention(torch.zeros(2 * tokens, 8, 64), pages, params)
-        name, got = calls.pop()
-        assert name == expected and (got.rope_cos is not None) == fused
+        given = torch.full((2 * tokens, 8, 64), torch.nan)
+        backend.attention(torch.zeros(2 * tokens, 8, 64), pages, params, given)
+        name, got, out = calls.pop()
+        assert name == expected and (got.rope_cos is not None) == fused and out is given
         assert backend.takes_fp8_queries(4 * tokens) == (expected == "prefill")
     idle = AttentionParams(torch.zeros(3, dtype=torch.int32), 0, True, 0.125)
-    out, lse = backend.attention(torch.ones(5, 8, 64), pages, idle)
-    assert not calls and not out.any() and (lse == -torch.inf).all()
+    for given in (None, torch.full((5, 8, 64), torch.nan)):
+        out, lse = backend.attention(torch.ones(5, 8, 64), pages, idle, given)
+        assert not calls and not out.any() and (lse == -torch.inf).all() and (given is None or out is given)

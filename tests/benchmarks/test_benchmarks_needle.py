@@ -21,7 +21,7 @@ from fp8attn.layout import FP8
 
 
 def rows_attention(shape, q, k, v):
-    """What the others' kernels compute, in FP32."""
+    """The function of the other systems' kernels, in FP32."""
 
     def call():
         outs, ends = [], torch.tensor([0, *shape.keys]).cumsum(0).tolist()
@@ -45,7 +45,7 @@ def cpu_kernels(monkeypatch):
 
 @pytest.fixture
 def folder(tiny_model, tokenizer, tmp_path, monkeypatch):
-    """Samples whose prompts are of unlike lengths, and a place for what comes out."""
+    """A folder with samples whose prompts differ in length, for the outputs of a run."""
     monkeypatch.setattr(bench, "SAMPLES", tmp_path)
     monkeypatch.setattr(answers, "OUTCOMES", tmp_path / "outcomes")
     monkeypatch.setattr(answers.results, "RESULTS", tmp_path)
@@ -61,7 +61,7 @@ MACHINE = {"device": "H"}
 
 @pytest.fixture
 def codes(monkeypatch):
-    """The fingerprints of implementations' code, by their names: set one to make it another."""
+    """The fingerprints of the implementations' code, by name. A test changes one to simulate other code."""
     codes = {}
     for module in (answers, bench):
         monkeypatch.setattr(module, "of_row", lambda name, impl: codes.get(impl, "tree:1"))
@@ -106,7 +106,7 @@ def test_scales_do_not_depend_on_who_was_asked_before(tiny_model):
 
 
 def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatch):
-    """And from one that is interrupted; with the commands that gave its answers."""
+    """The same for a run that was interrupted. The rows keep the commands that gave the answers."""
 
     def run(*arguments):
         line = ["needle", "run", "--task", "recall", "--lengths", "600", "--model", str(tiny_model), "--save", *arguments]
@@ -149,7 +149,7 @@ def test_a_run_goes_on_from_the_one_before(folder, tiny_model, codes, monkeypatc
 
 @pytest.mark.parametrize("name", ["bf16", "fa3-fp8", "fa3-fp8:calibrated", "fa3-fp8:calibrated+means"])
 def test_a_kernel_over_rows_is_the_model_but_for_rounding(tiny_model, name):
-    """Prompts of unlike lengths, padded, in chunks, and a token more."""
+    """Prompts of different lengths, padded, in chunks, and one more token."""
     model, tokenizer = models.load(tiny_model, device="cpu")
     tokens = models.tokenize(tokenizer, models.read_text(model=tiny_model))
     systems = Systems(model, tokens[:600].view(2, 300))
@@ -166,7 +166,7 @@ def test_a_kernel_over_rows_is_the_model_but_for_rounding(tiny_model, name):
 
 
 def test_means_are_of_a_prompt_and_not_of_its_padding(tiny_model):
-    """200 tokens of padding before 100, beside 300: the means are those of the prompt alone."""
+    """One prompt has 100 tokens after 200 of padding, the other 300. The means are those of the prompt alone."""
     model, tokenizer = models.load(tiny_model, device="cpu")
     batch = models.tokenize(tokenizer, models.read_text(model=tiny_model))[:600].view(2, 300)
     systems = Systems(model, batch)

@@ -14,7 +14,7 @@ from evidence import results
 
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
-    """Runs a benchmark `made` with arguments; the rows that were kept are in a list."""
+    """A function that runs the benchmark `made` with command line arguments, and returns the rows that it kept."""
     kept = []
     made = types.ModuleType("benchmarks.made", "Something measured.\n\nMore.")
     made.CASES = {"a-1": 1.0, "a-2": 2.0, "b": 3.0}
@@ -72,7 +72,7 @@ def test_every_benchmark_is_listed(capsys, monkeypatch):
 
 
 def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
-    """The index has one extension module, one wheel, one that lacks its module, and does not have the last."""
+    """The index serves one extension module and one wheel. A third wheel lacks its module, and the last peer is not in the index."""
 
     def download(command, **options):
         folder, release = command[-2], command[-1]

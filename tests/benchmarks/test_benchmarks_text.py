@@ -122,7 +122,7 @@ def test_both_paths_read_the_same_tokens(given):
 
 def test_speculative_decoding_gives_greedys_tokens(monkeypatch):
     """On the committed model; a public one that is not installed is left out."""
-    for name, value in {"PIECES": 1, "QUESTIONS": (), "LENGTH": 100, "NEW": 8}.items():
+    for name, value in {"PIECES": 1, "QUESTIONS": (), "LENGTH": 40, "NEW": 6}.items():
         monkeypatch.setattr(speculative, name, value)
     for case in ("stdlib-prompt-lookup", "stdlib-assisted"):
         rows = list(speculative.measure(case))

@@ -17,19 +17,19 @@ def tokens(count, seed=0, heads=HEADS):
 
 
 def steps(cache, lengths, seed=0):
-    """Every layer appends; K and V of layer i have seeds of their own."""
+    """Appends to every layer. K and V of layer i have their own seeds."""
     for layer in range(cache.num_layers):
         cache.append(layer, tokens(sum(lengths), seed + 2 * layer), tokens(sum(lengths), seed + 2 * layer + 1), lengths=lengths)
 
 
 def alone(options, layer):
-    """A cache of one layer that is given what `layer` of another cache is given."""
+    """A cache of one layer with the same arguments as `layer` of another cache."""
     return PagedKVCache(HEADS, DIM, **{name: value[layer] if isinstance(value, list) else value for name, value in options.items()})
 
 
 @pytest.mark.parametrize("form", [{}, {"num_pages": 20}, {"max_seqlen": 400}])
 def test_layers_hold_what_caches_of_one_layer_hold(form):
-    """Means, rotation and values differ from layer to layer; pages, lengths and what is shared are those of all."""
+    """Means, rotation and values differ between layers. Pages, lengths and sharing are the same for all."""
     means = [torch.full((HEADS, DIM), float(layer)) for layer in range(LAYERS)]
     options = {"rotate_keys": [True, False, True], "k_mean": means, "v_mean": [None, *means[1:]], "num_seqs": 2} | form
     cache, single = PagedKVCache(HEADS, DIM, num_layers=LAYERS, **options), [alone(options, layer) for layer in range(LAYERS)]

@@ -26,7 +26,7 @@ def tokens(count, seed=0, scale=1.0):
 
 
 def assert_quantized(cache, seq, k, v):
-    """What the cache reads back is `k` and `v` to what its formats round off.
+    """Asserts that the cache reads back `k` and `v` up to the rounding of its formats.
 
     E4M3: half a step, 2^-4 of the value, or half a subnormal step of its page, at most twice (scales grow by powers of two). INT8: half a
     step, and half of each smaller one that the page had before; each is 1.25 times the one before it, so 2.5 steps are more than all.
@@ -62,7 +62,7 @@ def test_prompts_then_single_tokens(num_pages, key_dtype, rotate_keys):
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 1), (1, 128), (3, 300)])
 def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope):
-    """A pool without pages has them made by `quantize`; one of fixed size, by `reserve`, before anything is written to them."""
+    """In a pool without pages, `quantize` makes them. In a pool of fixed size, `reserve` does, before anything is written."""
     caches = [PagedKVCache(HEADS, DIM, num_seqs=num_seqs, num_pages=count) for count in (None, 12)]
     for count in (length, 2, 200):
         k, v = tokens(num_seqs * count, count)
@@ -81,7 +81,7 @@ def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope)
 
 
 def test_a_growing_scale_shifts_older_tokens_exactly():
-    """Integers up to 15 keep every bit under every scale that a value of 448 * 16 asks for, headroom of 32 included."""
+    """Integers up to 15 keep all bits under every scale that a value of 448 * 16 can cause, also with a headroom of 32."""
     cache = PagedKVCache(HEADS, DIM, **PLAIN)
     small = torch.randint(-15, 16, (10, HEADS, DIM)).float()
     small[0, 0, 0] = 15
@@ -130,7 +130,7 @@ def test_append_rotates_queries_or_does_nothing_at_all():
 
 @pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
 def test_an_offset_costs_nothing_with_means(key_dtype):
-    """The reason for means: an offset of 100 leaves the rounding error of the part that varies."""
+    """This is the purpose of means: with an offset of 100, the rounding error is that of the part that varies."""
     k, v = tokens(256)
     errors = {}
     for mean in (torch.full((HEADS, DIM), 100.0), None):
@@ -348,7 +348,7 @@ def test_a_pickled_cache_goes_on(scales):
 
 
 def test_copies_and_pages_are_the_same_bytes():
-    """A page that was shared and then written to is its tokens' bytes, as if they had come to a cache of their own."""
+    """After a write to a shared page, its bytes are those of a cache that was never shared."""
     k, v = tokens(140)
     new_k, new_v = tokens(2, 1, scale=100)
     cache, alone = PagedKVCache(HEADS, DIM, num_seqs=2), PagedKVCache(HEADS, DIM)

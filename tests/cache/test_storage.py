@@ -26,7 +26,7 @@ def filled(lengths=(300, 0, 140), num_layers=2, **options):
 
 
 def go_on(cache):
-    """What caches hold after every layer appended two tokens more to each sequence."""
+    """The contents of caches after every layer appended two more tokens to each sequence."""
     for layer in range(cache.num_layers):
         cache.append(layer, *tokens(2 * cache.num_seqs, 10 + layer))
     return [x for layer in range(cache.num_layers) for seq in range(cache.num_seqs) for x in cache.read(layer, seq)]

@@ -444,7 +444,7 @@ def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys, command
 
 
 def interrupted(tiny_model, code):
-    """Exit code, stdout and stderr of `fp8attn generate` after `code`, which arranges for a SIGINT."""
+    """Returns exit code, stdout and stderr of `fp8attn generate` after `code`, which causes a SIGINT."""
     command = f"sys.argv = ['fp8attn', 'generate', 'x', '--model', {str(tiny_model)!r}]; _fp8attn_command.main()"
     code = f"import contextlib, signal, sys\nimport _fp8attn_command\n{code}\n{command}"
     path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -454,7 +454,7 @@ def interrupted(tiny_model, code):
 
 @pytest.mark.parametrize("module", ["torch", "typer", "transformers"])
 def test_ctrl_c_during_imports_is_silent(tiny_model, module):
-    """Also where a module that is being imported swallows the exception, as numpy does."""
+    """The same if a module that is being imported catches the exception, as numpy does."""
     code = f"""
 class CtrlC:
     def find_spec(name, path, target=None):

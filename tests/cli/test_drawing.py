@@ -19,16 +19,6 @@ from fp8attn.evaluation.perplexity import perplexity
 from fp8attn.evaluation.sensitivity import LayerSensitivity, Sensitivity
 
 
-@pytest.fixture(scope="module")
-def loaded(tiny_model):
-    return models.load(tiny_model, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def tokens(loaded, tiny_model):
-    return models.tokenize(loaded[1], models.read_text(model=tiny_model))
-
-
 def outcomes():
     made = []
     for length in (512, 1024, 2048, 4096):

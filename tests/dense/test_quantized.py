@@ -13,7 +13,7 @@ from fp8attn.numerics import relative_error
 
 
 def operands(batch=2, heads=4, kv_heads=2, q_len=5, kv_len=131, head_dim=64, v_dim=None, seed=0):
-    """FP8 query, key and value, and descales that are no powers of two."""
+    """FP8 query, key and value, with descales that are not powers of two."""
     torch.manual_seed(seed)
     q, k = torch.randn(batch, heads, q_len, head_dim), torch.randn(batch, kv_heads, kv_len, head_dim)
     v = torch.randn(batch, kv_heads, kv_len, v_dim or head_dim) * 100
@@ -22,7 +22,7 @@ def operands(batch=2, heads=4, kv_heads=2, q_len=5, kv_len=131, head_dim=64, v_d
 
 
 def exact(q, k, v, is_causal=False, scale=None, descales=None):
-    """In float64, causal aligned to the last key."""
+    """Attention in float64, with a causal mask aligned to the last key."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     if descales is not None:
@@ -184,7 +184,7 @@ def test_it_is_exported():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU; tests/gpu has the compiled kernels")
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_fp8_goes_to_pages_by_the_kernel_as_by_the_reference(head_dim):
-    """And loses nothing there."""
+    """No precision is lost there."""
     pytest.importorskip("triton")
     from fp8attn import reference
     from fp8attn.kernels import append

@@ -38,7 +38,7 @@ def _seed():
 
 
 def bhsd(batch: int, heads: int, length: int, head_dim: int, transposed: bool = False, dtype=torch.float32) -> torch.Tensor:
-    """Normal values; `transposed` is in memory `[B, S, H, D]`."""
+    """Normal values `[B, H, S, D]`. With `transposed`, the memory order is `[B, S, H, D]`."""
     if transposed:
         return torch.randn(batch, length, heads, head_dim).to(dtype).transpose(1, 2)
     return torch.randn(batch, heads, length, head_dim).to(dtype)
@@ -149,7 +149,7 @@ X = torch.zeros(1, 2, 8, 64)
         ({"attn_mask": torch.ones(8, 8, dtype=torch.bool).tril()}, "a mask is given"),
         ({"attn_mask": torch.zeros(8, 8)}, "a mask is given"),
         ({"dropout_p": 0.1}, "dropout is for training"),
-        ({"query": X.clone().requires_grad_()}, "a gradient is wanted"),
+        ({"query": X.clone().requires_grad_()}, "an input requires a gradient"),
         ({"query": X.double(), "key": X.double(), "value": X.double()}, "takes bfloat16, float16 and float32, not torch.float64"),
         ({"key": X.half()}, "differ in dtype"),
         ({"query": X[0]}, "number of dimensions"),
@@ -194,7 +194,7 @@ def test_gradients_flow_through_the_fallback():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.autograd.forward_ad
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_forward_mode_derivatives_are_torchs(name):
-    """Once dual tensors (`torch.autograd.forward_ad`), once `torch.func.jvp`. On a CPU, torch's MATH backend alone has them."""
+    """With dual tensors (`torch.autograd.forward_ad`), and with `torch.func.jvp`. On a CPU, only torch's MATH backend supports them."""
     tensors = {"query": bhsd(1, 4, 20, 64), "key": bhsd(1, 2, 20, 64), "value": bhsd(1, 2, 20, 64)}
     tangent = torch.randn_like(tensors[name])
 
@@ -216,7 +216,7 @@ def test_forward_mode_derivatives_are_torchs(name):
             tangents(function)
     with forward_ad.dual_level():
         reason = fallback_reason(**(tensors | {name: forward_ad.make_dual(tensors[name], tangent)}), enable_gqa=True)
-        assert reason == "a forward-mode derivative is wanted, and FP8 ops have none; leave out the tangents"
+        assert reason == "an input has a forward-mode tangent, and FP8 ops have no derivative; leave out the tangents"
         assert fallback_reason(**tensors, enable_gqa=True) is None
 
 
@@ -384,7 +384,7 @@ def test_what_rope_refuses():
         rope_scaled_dot_product_attention(X, X, X, table, table, key_rope_cos=table)
     with pytest.raises(ValueError, match="cannot serve this call: query, key and value must have four dimensions"):
         rope_scaled_dot_product_attention(X[0], X[0], X[0], table, table)
-    with pytest.raises(ValueError, match="a gradient is wanted"):
+    with pytest.raises(ValueError, match="an input requires a gradient"):
         rope_scaled_dot_product_attention(X.clone().requires_grad_(), X, X, table, table)
     table = torch.zeros(X.shape[2], X.shape[3] // 2)
     for tables in ({"rope_sin": table.to("meta")}, {"key_rope_cos": table, "key_rope_sin": table.to("meta")}):
@@ -448,7 +448,7 @@ def test_refusals_of_the_dense_ops():
     for call in (lambda x: KVPages.from_dense(x, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
         with pytest.raises(ValueError, match="last dimension contiguous"):
             call(X.transpose(2, 3))
-        with pytest.raises(RuntimeError, match="FP8 ops have no gradient"):
+        with pytest.raises(RuntimeError, match="FP8 ops have none"):
             call(X.clone().requires_grad_())
     with pytest.raises(ValueError, match="head_dim one of"):
         KVPages.from_dense(X[..., :48], X[..., :48])
@@ -457,7 +457,7 @@ def test_refusals_of_the_dense_ops():
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(X, X)
         for call in (lambda x: KVPages.from_dense(X, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
-            with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
                 call(dual)
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
                 torch.vmap(call)(X[None])
@@ -500,7 +500,7 @@ def test_ops_pass_torch_opcheck():
     ],
 )
 def test_the_dense_op_passes_torch_opcheck(q_len, kv_len, head_dim, v_dim, rope, is_causal, transposed):
-    """In graphs it is one op, whose output lies as that of the parts."""
+    """In graphs it is one op. Its output has the memory order of q, as in the eager call."""
     tensors = [
         bhsd(2, heads, length, dim, transposed) for heads, length, dim in ((4, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, v_dim))
     ]

@@ -42,7 +42,7 @@ def test_equals_torch(fake, shape, is_causal):
 
 
 def test_means_are_taken_off_and_come_back(fake):
-    """Without means, an offset of 100 in K leaves its noise to the rounding: the error is five times the output."""
+    """With an offset of 100 in K and no means, K's variation is lost to rounding: the error is five times the output."""
     q, k, v = tensors(q_len=300, kv_len=300)
     for offset_k, offset_v, bound in ((100.0, 0.0, 0.07), (0.0, 100.0, 2**-8)):
         k1, v1 = k + offset_k, v + offset_v

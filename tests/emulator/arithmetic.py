@@ -16,7 +16,7 @@ COMPARISONS = {
 
 
 def arithmetic(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
-    """Every instruction without a function of its own."""
+    """Executes every instruction that has no function of its own."""
     kind = opcode[-1]
     if kind not in DTYPES:
         raise NotImplementedError(".".join(opcode))
@@ -139,7 +139,7 @@ def selp(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, a
 
 
 def mov(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
-    """Also of a register to two halves in braces, and of two halves to a register."""
+    """`mov`, also from a register to two halves in braces, and from two halves to a register."""
     target, source = operands
     kind = opcode[1]
     if target[0] != "{" and source[0] != "{":
@@ -177,7 +177,7 @@ def cvt(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
 
 
 def rounded(x: np.ndarray, to: str) -> np.ndarray:
-    """FP32 to the bits of FP16, BF16 or (without infinities) E4M3, to nearest even."""
+    """Round FP32 to the bits of FP16, BF16 or E4M3 (without infinities), to nearest even."""
     if to == "f16":
         return x.astype(np.float16).view(np.uint16)
     x = torch.from_numpy(np.ascontiguousarray(x))
@@ -187,7 +187,7 @@ def rounded(x: np.ndarray, to: str) -> np.ndarray:
 
 
 def widened(x: np.ndarray, kind: str) -> np.ndarray:
-    """The bits of FP16 or BF16 to FP32."""
+    """Convert the bits of FP16 or BF16 to FP32."""
     return x.view(np.float16).astype(np.float32) if kind == "f16" else (x.astype(np.uint32) << 16).view(np.float32)
 
 

@@ -12,7 +12,7 @@ from .memory import Memory, TensorMap
 
 
 def emulate(launch: Launch, late: tuple[int, ...] = ()) -> int:
-    """Run it: the launch's tensors hold afterwards what a GPU would have written.
+    """Run the launch. Its tensors then hold what a GPU would have written.
 
     Args:
         late: warps that fall behind all others again and again.

@@ -42,7 +42,7 @@ class Machine:
         self.shared = Shared(self.program, memory, params, maps, shared, grid, lambda: self.random.random() < 0.5)
 
     def run(self, resident: int = 4, quantum: int = 400, late: tuple[int, ...] = ()) -> None:
-        """Runs all CTAs, `resident` of them at a time; warps take turns of up to `quantum` instructions.
+        """Run all CTAs, `resident` of them at a time. Warps alternate, each for up to `quantum` instructions.
 
         Args:
             late: warps of each CTA that go on, by one instruction, only when no other can.
@@ -78,7 +78,7 @@ class Machine:
         return f"CTA {warp.cta.index} warp {warp.index} at {pc}: {'.'.join(instruction.opcode)} {', '.join(instruction.operands)}"
 
     def _advance(self, warp: Warp, steps: int) -> bool:
-        """Up to `steps` instructions of a warp; whether there was one."""
+        """Execute up to `steps` instructions of a warp. Returns whether there was one."""
         moved = False
         for _ in range(steps):
             if warp.parked or warp.done.all():

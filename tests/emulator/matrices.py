@@ -40,7 +40,8 @@ def mma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
 
 
 def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
-    """The 16 rows of the product that are this warp's; the other warps of its warpgroup multiply theirs when they execute it."""
+    """Compute the 16 rows of the product that belong to this warp. The other warps of its warpgroup compute theirs when they execute the
+    instruction."""
     assert active.all(), "wgmma with lanes missing"
     if opcode[1] != "mma_async":  # fence, commit_group, wait_group
         return
@@ -65,7 +66,7 @@ def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, 
 
 
 def _matrix(warp: Warp, descriptor: str, rows: int) -> np.ndarray:
-    """Rows of 32 bytes of a matrix in shared memory, by its wgmma descriptor; its channels of K are contiguous."""
+    """A matrix in shared memory as rows of 32 bytes, from its wgmma descriptor. The channels of K are contiguous."""
     (value,) = set(warp.get(descriptor, "u64").tolist())
     start, leading, stride = (((value >> bit) & 0x3FFF) << 4 for bit in (0, 16, 32))
     row, column = np.arange(rows)[:, None], np.arange(32)

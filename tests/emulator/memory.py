@@ -62,7 +62,8 @@ class TensorMap:
         self.memory.bytes[target[inside]] = shared[at[inside]]
 
     def _places(self, start: int, corner: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each byte of the box at `corner`: its place in shared memory, its place in global memory, and whether the tensor has it."""
+        """For each byte of the box at `corner`: its address in shared memory, its address in global memory, and whether it is inside the
+        tensor."""
         inside, place = np.bool_(True), np.int64(self.address)
         for size, stride, length, first in zip(self.shape, self.strides, self.box, (*corner, 0), strict=True):
             i = np.arange(length) + first
@@ -74,7 +75,7 @@ class TensorMap:
 
 
 class Barrier:
-    """An mbarrier: its phase ends when all arrivals and all bytes that it expects have come."""
+    """An mbarrier. Its phase ends when all arrivals and bytes that it expects are counted."""
 
     def __init__(self, count: int) -> None:
         self.count = self.pending = count

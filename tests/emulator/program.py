@@ -16,7 +16,7 @@ class Instruction(NamedTuple):
 
 @cache
 def split(text: str) -> list[str]:
-    """The operands of `text`, which commas outside of brackets separate."""
+    """The operands of `text`, split at commas outside of brackets."""
     out, depth = [""], 0
     for c in text:
         depth += (c in "{[") - (c in "}]")

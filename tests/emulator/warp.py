@@ -28,7 +28,7 @@ class Blocked(Exception):
 
 
 class Shared:
-    """What all CTAs of a launch have in common.
+    """The state that all CTAs of a launch share.
 
     Attributes:
         params: a number for each parameter's name.
@@ -117,7 +117,7 @@ class Warp:
         return start + offset if offset else start
 
     def one(self, text: str, mask: np.ndarray) -> int:
-        """The address that the first lane of `mask` names."""
+        """The address of the first lane of `mask`."""
         return int(self.address(text)[mask][0])
 
 

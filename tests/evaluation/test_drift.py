@@ -11,13 +11,8 @@ from fp8attn.evaluation.drift import OPERATIONS, drift  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_model):
-    return models.load(tiny_model, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def tokens(loaded, tiny_model):
-    return models.windows(models.tokenize(loaded[1], models.read_text(model=tiny_model)), 60 + 8 * 20 + 5, 2)
+def tokens(tokens):
+    return models.windows(tokens, 60 + 8 * 20 + 5, 2)
 
 
 def test_an_exact_cache_does_not_drift(loaded, tokens):
@@ -54,7 +49,7 @@ def test_wrong_lengths(loaded, tokens):
 
 
 def test_every_copied_page_is_let_go(loaded, tokens):
-    """After copies, crops and reorderings the pool holds no page that no sequence reads."""
+    """After copies, crops and reorderings, every page in use belongs to a sequence."""
     model, made = loaded[0], []
 
     def make():

@@ -21,17 +21,6 @@ from fp8attn.evaluation.perplexity import by_token, perplexity  # noqa: E402
 from fp8attn.evaluation.recall import recall_samples  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
 
-
-@pytest.fixture(scope="module")
-def loaded(tiny_model):
-    return models.load(tiny_model, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def tokens(loaded, tiny_model):
-    return models.tokenize(loaded[1], models.read_text(model=tiny_model))
-
-
 # models
 
 

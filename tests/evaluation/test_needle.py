@@ -26,7 +26,8 @@ from fp8attn.evaluation.recall import Haystack, recall_samples
 
 
 class RecallModel:
-    """Predicts what followed the last place where the latest `context` tokens stood before, as far as its cache remembers."""
+    """A model that finds the last place where its latest `context` tokens occurred before, and predicts the token after it. It sees only
+    what its cache keeps."""
 
     device = torch.device("cpu")
 
@@ -48,7 +49,7 @@ class RecallModel:
 
 
 class Reader(RecallModel):
-    """Answers RULER's question from the statement about its key, as far as its cache remembers."""
+    """A model that answers RULER's question from the statement about its key, if its cache keeps that."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -61,7 +62,7 @@ class Reader(RecallModel):
 
 
 class Memory:
-    """Keeps all ids, or forgets (zeroes) those older than `horizon`."""
+    """A cache that keeps all ids, or replaces ids older than `horizon` by zeros."""
 
     def __init__(self, horizon=None):
         self.horizon, self.ids = horizon, None
@@ -159,8 +160,8 @@ def test_batches_hold_neighbors_of_one_kind(tokenizer):
     assert batches == [[10, 20], [20], [20], [50]]
 
 
-def test_side_by_side_is_one_by_one(tiny_model, tokenizer):
-    model, _ = models.load(tiny_model, device="cpu")
+def test_side_by_side_is_one_by_one(loaded, tiny_model, tokenizer):
+    model, _ = loaded
     text = models.read_text(model=tiny_model)
     samples = [sample(text[9 * n : 300 + 50 * n], tokenizer, "\0never", count=4, index=n) for n in range(3)]
     caches = {"bf16": cache_factory("bf16", model.config)}
@@ -169,8 +170,8 @@ def test_side_by_side_is_one_by_one(tiny_model, tokenizer):
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("bf16", 1e-5), ("fp8", 0.2)])  # padding shares pages, so scales, with the first tokens
-def test_padding_is_not_seen(tiny_model, tokenizer, name, tolerance):
-    model, _ = models.load(tiny_model, device="cpu")
+def test_padding_is_not_seen(loaded, tiny_model, tokenizer, name, tolerance):
+    model, _ = loaded
     tokens = models.tokenize(tokenizer, models.read_text(model=tiny_model))[None, :300]
     make = cache_factory(name, model.config)
     want = prefill(model, tokens, make(), chunk=128)
@@ -182,8 +183,8 @@ def test_padding_is_not_seen(tiny_model, tokenizer, name, tolerance):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_a_shared_prefix_is_read_once_and_changes_nothing(tiny_model, tokenizer, name, monkeypatch):
-    model, _ = models.load(tiny_model, device="cpu")
+def test_a_shared_prefix_is_read_once_and_changes_nothing(loaded, tiny_model, tokenizer, name, monkeypatch):
+    model, _ = loaded
     text = models.read_text(model=tiny_model)
     samples = [sample(text[:700] + question, tokenizer, "\0never", count=4) for question in ("value_", "result = ", "function_x")]
     samples.append(sample(text[100:900], tokenizer, "\0never", count=4))

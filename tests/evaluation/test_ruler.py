@@ -60,9 +60,9 @@ def test_without_lm_eval(committed, monkeypatch):
         next(ruler.ruler_samples(committed, "niah_single_1", lengths=(2048,)))
 
 
-def test_lm_eval_asks_the_same_and_hears_the_same(tiny_model, tokenizer, monkeypatch):
-    """lm-eval's task on documents of its own: the prompts it makes of them are ours, and its loop over the cache hears what `ask` does."""
-    model, _ = models.load(tiny_model, device="cpu")
+def test_lm_eval_asks_the_same_and_hears_the_same(loaded, tiny_model, tokenizer, monkeypatch):
+    """lm-eval's task, on documents of this test: its prompts are ours, and its loop over the cache gets the same answers as `ask`."""
+    model, _ = loaded
     make = cache_factory("fp8", model.config)
     lm = CachedLM(model, tokenizer, make, chunk=256)
     about = {"tokenizer": str(tiny_model), "max_seq_lengths": [600]}
@@ -78,8 +78,8 @@ def test_lm_eval_asks_the_same_and_hears_the_same(tiny_model, tokenizer, monkeyp
     assert [entry["resps"][0][0] for entry in logged] == [o.text for o in heard]
 
 
-def test_likelihoods_go_through_the_cache(tiny_model, tokenizer):
-    model, _ = models.load(tiny_model, device="cpu")
+def test_likelihoods_go_through_the_cache(loaded, tokenizer):
+    model, _ = loaded
     made = []
 
     def make():

@@ -58,7 +58,8 @@ def test_keys_and_values_are_worse(fresh):
 
 
 def test_means_hold_up(fresh, tiny_model):
-    """The model's biases give V's means, which are removed before anything is rounded: beside the same cache without, on the strongest."""
+    """The model's biases give V's means, which are subtracted before rounding. At the highest strength, compared with the same cache
+    without means."""
     model = fresh()
     tokens = torch.arange(1, 401)[None] * 7 % 257
     plant(model, STRENGTHS[3])
@@ -75,5 +76,5 @@ def test_models_it_cannot_serve():
     with pytest.raises(ValueError, match="what 'qwen3' computes, because it has norms after its projections"):
         plant(transformers.Qwen3ForCausalLM(config), STRENGTHS[1])
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9)
-    with pytest.raises(ValueError, match="RoPE in all channels; 'gpt2' is none"):
+    with pytest.raises(ValueError, match="RoPE in all channels, and 'gpt2' is another"):
         plant(transformers.GPT2LMHeadModel(config), STRENGTHS[1])

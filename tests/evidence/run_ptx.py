@@ -56,7 +56,7 @@ VIEW = View((64, 64), (64, 1), (8, 64))
 
 
 def jitted(name: str, source: str) -> JITFunction:
-    """The last kernel of a module of its own."""
+    """The last kernel of a module that is written for it."""
     path = FOLDER / f"{name}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)

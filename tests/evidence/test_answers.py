@@ -14,24 +14,24 @@ MACHINE = {"device": "H"}
 
 @pytest.fixture
 def codes(monkeypatch):
-    """The fingerprints of implementations' code, by their names: set one to make it another."""
+    """The fingerprints of the implementations' code, by name. A test changes one to simulate other code."""
     codes = {}
     monkeypatch.setattr(answers, "of_row", lambda name, impl: codes.get(impl, "tree:1"))
     return codes
 
 
 def about(names, command="run", **changed):
-    """Provenances of some implementations' answers."""
+    """The provenances of some implementations."""
     one = {"torch": "2", "triton": "3", "date": "2026-01-01", "commit": "c", "command": command, "code": "tree:0"}
     return {name: one | {"fingerprint": answers.of_row("needle", name)} | changed for name in names}
 
 
 class TestWhichAnswersAreKept:
-    """Of an earlier run and of one that was killed, two answers each."""
+    """There are two answers from an earlier run, and two from a run that was killed."""
 
     @pytest.fixture
     def kept(self, tmp_path, codes, monkeypatch):
-        """Whose answers are kept, for a machine and what is asked now."""
+        """The implementations whose answers are kept, for a machine and the present fingerprints."""
         names = ("bf16", "fp8attn")
         monkeypatch.setattr(answers, "OUTCOMES", tmp_path / "outcomes")
         monkeypatch.setattr(answers.results, "RESULTS", tmp_path)
@@ -73,12 +73,12 @@ class TestWhichAnswersAreKept:
 
 
 class TestMerge:
-    """Of made-up runs: of each sample, who was asked, and whether they had it right."""
+    """Invented runs: which implementation answered each sample, and whether the answer was right."""
 
     @pytest.fixture
     def save(self, tmp_path, codes):
         def save(name, given, command="run", machine=MACHINE, **changed):
-            """A run's results: `given` are of implementations, their answers to samples 0, 1, ..., True, False or None for not asked."""
+            """The results of a run. `given` has the answers of implementations to samples 0, 1, ...: True, False, or None for no answer."""
             folder = tmp_path / name
             outcomes = [
                 Outcome(impl, "recall", 600, index, 0.5, ("7",), "7" if right else "8", float(right))

@@ -73,7 +73,7 @@ def copied(tmp_path_factory):
 
 @pytest.fixture
 def copy(copied):
-    """What a test changes in it lasts as long as the test."""
+    """A copy of the repository. A test's changes to it are undone after the test."""
     before = {file: file.read_bytes() for file in (copied.folder / "src").rglob("*.py")}
     yield copied
     for file, text in before.items():
@@ -96,7 +96,7 @@ def test_words_make_nothing_stale(copy):
 
 
 def test_a_constant_of_a_kernel_makes_its_rows_stale(copy):
-    """And those of whole models that run it. (What only a dry run can tell is counted as possibly stale.)"""
+    """Rows of whole models that run the kernel become stale, too. (Rows that only a dry run can decide are counted as possibly stale.)"""
     change(copy, "src/fp8attn/kernels/ptx.py", ("0f3D645DC0", "0f3D645DC1"))
     assert "results: 1 rows fresh, 1 or 3 stale, 1 without fingerprint" in copy.count()
     assert copy.stale() == {PREFILL_ROW, MODEL_ROW}

@@ -40,7 +40,7 @@ print(json.dumps([expected, fingerprint.launched(call)]))
 
 
 def test_a_dry_run_gives_what_launches_give(tmp_path):
-    """Launches by Triton itself, on a libcuda that does nothing."""
+    """The launches are made by Triton, with a libcuda that does nothing."""
     dry, real = json.loads(compiling.run("-c", LAUNCH, tmp_path, **libcuda.build(tmp_path)))
     assert dry == real and dry.startswith("launches:")
 
@@ -57,7 +57,7 @@ for name in sys.argv[1:]:
 
 
 def test_every_case_can_be_run_dry():
-    """And takes the kernels of a Hopper GPU."""
+    """Each case selects the kernels of a Hopper GPU."""
     names = "prefill", "decode", "sdpa", "append", "portable", "accumulation", "accuracy"
     rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
     assert {name for name, *_ in rows} == set(names) and all(kernels for _, _, impl, *kernels in rows if impl != "inputs")

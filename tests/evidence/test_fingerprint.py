@@ -16,7 +16,7 @@ def paths(*sources, **options) -> set[str]:
 
 
 def test_a_benchmark_brings_all_that_it_imports():
-    """What Python has imported once it is imported is among its files."""
+    """Its files include every module that Python imports with it."""
     code = "import sys, benchmarks.accuracy; print(*(getattr(m, '__file__', None) for m in list(sys.modules.values())), sep='\\n')"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment)

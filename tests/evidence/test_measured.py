@@ -32,7 +32,7 @@ def test_decode_is_exact(rows):
 
 @pytest.mark.parametrize("rows", measured("prefill"))
 def test_prefill_does_not_lose_its_sums(rows):
-    """0.3% on V of mean 1."""
+    """The error is at most 0.3% for V of mean 1."""
     errors = {(row["case"], row["impl"]): row["rel_err_mean1"] for row in rows if row["impl"] in PREFILL_IMPLS}
     assert errors and max(errors.values()) <= 3e-3, errors
 

@@ -40,7 +40,7 @@ def test_a_device_has_a_folder(device, folder):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """Save rows on a device, as one of several commands; what the file holds then."""
+    """Save rows on a device, as one of several commands. Returns the contents of the file."""
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
 

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Tensors that kernels allocate begin as NaN, and plans are made anew."""
+    """Tensors that kernels allocate are filled with NaN, and plans are made again."""
     from fp8attn.kernels import prefill
     from tests.support.kernel_cases import poison_empty  # imports Triton, as does prefill
 

@@ -23,7 +23,7 @@ def tokens(count: int, heads: int, dim: int) -> torch.Tensor:
 
 
 def made(shape: Shape, impl: str = "fp8attn") -> tuple[torch.Tensor, KVPages]:
-    """The queries and the cache of one of ours."""
+    """The queries and the cache of one of our implementations."""
     q = tokens(sum(shape.queries), shape.q_heads, shape.dim)
     return given(impl, shape, q, *(tokens(sum(shape.keys), shape.kv_heads, shape.dim) for _ in "kv"))
 
@@ -98,14 +98,14 @@ def _load(shared, out_ptr):
 
 @gluon.jit
 def _race(out_ptr):
-    """Four warps write what four others read, without a wait."""
+    """Four warps write what four others read, without a barrier."""
     shared = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gl.warp_specialize([(_store, (shared,)), (_load, (shared, out_ptr))], [4], [32])
 
 
 @gluon.jit
 def _write(shared, full, empty):
-    """One warp."""
+    """One warp: it writes four times, each time after the readers have released the memory."""
     for i in range(4):
         mbarrier.wait(empty, (i & 1) ^ 1)
         shared.store(gl.full([128], 1, gl.int64, gl.BlockedLayout([1], [32], [1], [0])) + i)
@@ -124,7 +124,7 @@ def _follow(shared, full, empty, out_ptr):
 
 @gluon.jit
 def _ordered(out_ptr):
-    """One warp writes what four others read, four times, each waiting for the other."""
+    """One warp writes what four others read, four times. Each side waits for the other."""
     shared = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

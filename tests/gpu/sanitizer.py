@@ -46,7 +46,7 @@ CHILD = [sys.executable, str(SANITIZED)]
 
 
 def dispatchers() -> dict[str, tuple[str, range]]:
-    """By name, the kernels that call `warp_specialize`: their file's name and their lines there."""
+    """The file's name and the lines of each kernel that calls `warp_specialize`, by the kernel's name."""
     found: dict[str, tuple[str, range]] = {}
     for path in (*(ROOT / "src/fp8attn/kernels").rglob("*.py"), SANITIZED):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -59,7 +59,8 @@ def dispatchers() -> dict[str, tuple[str, range]]:
 
 
 def parse(output: str, dispatch: dict[str, tuple[str, range]]) -> dict[str, int]:
-    """What a tool counted: errors, for racecheck also warnings and how many errors are `dispatch`; nothing if it got to no summary."""
+    """The counts of a tool: errors, for racecheck also warnings and how many errors are `dispatch`. Empty if the tool printed no
+    summary."""
     if found := re.search(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output):
         races = re.findall(r"Error: Race reported between .*(?:\n=+ +and .*)*", output)
         places = [re.findall(r" at (\w+)\+\w+ in (\S+):(\d+)", race) for race in races]
@@ -102,7 +103,7 @@ def run(tool: str, grid: str) -> dict:
 
 
 def as_it_should(row: dict) -> bool:
-    """Something found in what has a fault, and nothing elsewhere."""
+    """Whether the tool found errors in the controls with a fault, and none elsewhere."""
     found = row.get("errors", 0) + row.get("warnings", 0) - row.get("dispatch", 0)
     return "errors" in row and (found > 0 if row["case"].endswith("planted") else found == 0 and row["finished"])
 

@@ -17,7 +17,7 @@ P_ROUNDING = 0.027  # of weights rounded to E4M3, on V without a mean: 2.3%
 
 
 def builds() -> list[str]:
-    """Those that are here."""
+    """The builds that are installed."""
     if not HOPPER:
         return []
     peers.available()
@@ -35,7 +35,7 @@ needs_a_build = pytest.mark.skipif(not BUILDS, reason="no FlashAttention-3 is in
 
 
 def operands(batch, heads, kv_heads, q_len, kv_len, head_dim, transposed=False, v_mean=0.0):
-    """FP8 query, key and value, and descales that are no powers of two."""
+    """FP8 query, key and value, with descales that are not powers of two."""
     torch.manual_seed(0)
     shapes = (batch, heads, q_len, head_dim), *((batch, kv_heads, kv_len, head_dim),) * 2
     made = [torch.randn(shape, device="cuda") for shape in shapes]
@@ -46,7 +46,7 @@ def operands(batch, heads, kv_heads, q_len, kv_len, head_dim, transposed=False, 
 
 
 def exact(q, k, v, causal, descales, rows=slice(None)):
-    """In float64, causal aligned to the last key; of some rows."""
+    """Attention of some rows in float64, with a causal mask aligned to the last key."""
     heads = q.shape[1]
     scales = (x.double().repeat_interleave(heads // x.shape[1], 1)[..., None, None] for x in descales)
     q, k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) * scale for x, scale in zip((q, k, v), scales, strict=True))
@@ -109,7 +109,7 @@ def test_the_probe_knows_our_kernel():
 @needs_a_build
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_probe_tells_builds_apart(name):
-    """Of those that are known: vLLM's adds in two levels; fa3-fwd 0.0.3, which is FlashAttention-3 as it is published, in one."""
+    """For builds whose sums are known: vLLM's sums in two levels; fa3-fwd 0.0.3, the published FlashAttention-3, in one."""
     found = accumulation.measure(accumulation.kernels()[f"FlashAttention-3 ({name})"], "cuda")
     assert found.levels == {"vllm": 2, "fa3_fwd_interface": 1}.get(name, found.levels)
     assert found.levels == 2 or found.hurts_from <= 8192
@@ -130,7 +130,7 @@ def test_dense_calls(lengths, causal):
 
 @needs_a_build
 def test_without_its_mean_v_survives_any_build():
-    """64k tokens of mean 1, of which a single-level build loses much if nobody takes it off."""
+    """V has 64k tokens of mean 1. A single-level build loses much of this sum unless the mean is subtracted first."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 65536, 128, device="cuda", dtype=torch.bfloat16)
     v += 1

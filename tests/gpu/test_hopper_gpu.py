@@ -12,7 +12,7 @@ from fp8attn.layout import FP8, HEAD_DIMS, KEY_TYPES
 from fp8attn.numerics import relative_error
 from fp8attn.rope import apply_rope
 from fp8attn.rotation import rotate_back
-from tests.support.kernel_cases import LSE_ERROR, cumulative, empty_cache, fill
+from tests.support.kernel_cases import LSE_ERROR, check_out, cumulative, empty_cache, fill
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
@@ -64,7 +64,7 @@ def compare(result, q: torch.Tensor, pages: KVPages, given: dict, limit: float, 
 
 
 def check_prompt(q: torch.Tensor, pages: KVPages, limit: float = PROMPT, **given) -> None:
-    """Prefill, twice to the same bits."""
+    """Check prefill against float64, and that a second call gives the same bits."""
     result, again = (prefill.attention(q, pages, AttentionParams(**given)) for _ in range(2))
     assert torch.equal(result[0], again[0]) and torch.equal(result[1], again[1])
     compare(result, q, pages, given, limit, PROMPT_LSE["int8" if pages.key_dtype == torch.int8 else "e4m3"])
@@ -186,7 +186,7 @@ def test_long_prompts_keep_the_mean_of_v(keys, rotate, dtype):
 
 
 def test_nan_reaches_the_rows_that_see_it_and_no_others():
-    """In a token of K; in a row of Q."""
+    """The NaN is in a token of K, or in a row of Q."""
     pages, q = held([600], keys="e4m3", heads=1), queries(600, heads=1)
     given = options(pages, 600)
     page = pages.page_table[0, 2].long()  # tokens 256 to 383
@@ -203,7 +203,7 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others():
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_without_an_lse_the_output_has_the_same_bits(head_dim):
-    """Scores against K's means are then left out, but where softcap and sinks ask for them."""
+    """Without an LSE, scores against K's means are not computed, except where a softcap or sinks need them."""
     pages = held([700, 700], head_dim, mean=1.0)
     q = queries(1400, head_dim)
     for given in ({}, {"softcap": 20.0}, {"sinks": torch.randn(4, device=CUDA)}):
@@ -257,13 +257,31 @@ def test_steps_in_bf16():
     check_step(queries(len(ODD), heads=8), pages, 2.5e-3, **options(pages, 1))  # BF16's rounding is 1.6e-3
 
 
+# A given output
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("queries", [1, 4, 200])
+def test_attention_writes_into_a_given_output(head_dim, queries):
+    """Decode, and prefill with its output stored by TMA or, for several sequences in one batch and for head_dim 256, by threads."""
+    check_out("hopper", head_dim, queries, CUDA, (300, 200, 700))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_parts_are_added_into_a_given_output(sinks):
+    """Few rows of long sequences, whose keys are cut into parts. `prefill` adds the parts in a launch of its own."""
+    options = {"sinks": torch.randn(8, device=CUDA)} if sinks else {}
+    check_out("hopper", 128, 2, CUDA, (20000, 5), **options)
+    check_out("hopper", 128, 65, CUDA, (20000, 66), **options)
+
+
 # Graphs
 
 
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("kernel", [decode, prefill], ids=["decode", "prefill"])
 def test_a_graph_follows_lengths(kernel, keys):
-    """Captured once, replayed with other lengths: of decode's and of a ragged prompt's queries."""
+    """A graph is captured once and replayed with other lengths, for decode and for ragged prompts."""
     pages, each = held([9000, 700], keys=keys), 1 if kernel is decode else 700
     counts = [each, each]
     q = queries(2 * each, heads=8, dtype=torch.float16)
@@ -289,7 +307,7 @@ def test_a_graph_follows_lengths(kernel, keys):
 
 @pytest.mark.parametrize("mode", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=["cudagraphs", "inductor"])
 def test_the_first_step_may_be_the_warm_up_of_a_graph(mode, monkeypatch):
-    """What the kernels keep for good does not come from the pool of that graph, which tolerates nothing that lives on."""
+    """Tensors that the kernels keep must not come from the memory pool of that graph, which allows none to outlive it."""
     monkeypatch.undo()  # Dynamo does not trace a replaced torch.empty
     for name in ("_streams", "_pools"):
         monkeypatch.setattr(counters, name, {})

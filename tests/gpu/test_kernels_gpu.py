@@ -15,14 +15,18 @@ from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
 from fp8attn.kernels.fp8 import from_e4m3, is_native, to_e4m3
+from fp8attn.layout import FP8
 from fp8attn.numerics import quantize, relative_error
 from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
     ATTENTION_FACTORS,
+    COUNTED,
     case_id,
     check_append,
     check_attention,
+    check_counted,
+    check_out,
     clone,
     cumulative,
     empty_cache,
@@ -89,6 +93,14 @@ def test_append_at_its_edges(name):
     check_append(append, APPEND_EDGES[name], CUDA)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "key_dtype", "static"), [(64, torch.int8, False), (128, FP8, False), (64, FP8, True), (128, torch.int8, True)], ids=str
+)
+@pytest.mark.parametrize("name", COUNTED)
+def test_append_of_counted_tokens(name, head_dim, key_dtype, static):
+    check_counted("triton", *COUNTED[name], head_dim, key_dtype, static, CUDA)
+
+
 def test_token_by_token_equals_the_reference():
     """A page filled in 300 decode steps, its scale growing on the way."""
     theirs = empty_cache([320, 320], 2, 128, CUDA)
@@ -124,8 +136,13 @@ def test_attention_against_float64(case, monkeypatch):
     check_attention(portable.attention, case, CUDA)
 
 
+@pytest.mark.parametrize("queries", [1, 5, 130])
+def test_attention_writes_into_a_given_output(queries):
+    check_out("triton", 128, queries, CUDA)
+
+
 def test_integer_conversions_serve_attention_and_append(monkeypatch):
-    """What GPUs without E4M3 run."""
+    """The code for GPUs without E4M3 hardware."""
     for kernel in ("portable", "combine", "append"):
         monkeypatch.setattr(f"fp8attn.kernels.{kernel}.is_native", lambda _: False)
     case = {name: values[-1] for name, values in ATTENTION_FACTORS.items()} | {"head_dim": 128, "softcap": 0.0}
@@ -213,7 +230,7 @@ def test_pages_beyond_two_gigabytes_are_reached():
 
 
 def reference_of(q: torch.Tensor, pages: KVPages) -> torch.Tensor:
-    """Decode of the first sequence in float64."""
+    """Attention of the first sequence's last token in float64."""
     first = replace(pages, page_table=pages.page_table[:1], cache_seqlens=pages.cache_seqlens[:1])
     params = AttentionParams(cu_seqlens_q=None, max_seqlen_q=1, causal=True, softmax_scale=128**-0.5)
     return reference.attention(q, first, params, compute_dtype=torch.float64, out_dtype=torch.float64)[0]

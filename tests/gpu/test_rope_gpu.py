@@ -84,7 +84,7 @@ def test_the_kernel_turns_queries_to_the_same_bits(head_dim, short, case, monkey
     ids=str,
 )
 def test_whole_calls(lengths, head_dim, half, interleaved, causal):
-    """Of new inputs and tables each call gives what its parts give."""
+    """For new inputs and tables, each call equals its parts."""
     (q_len, kv_len), options = lengths, {"rope_interleaved": interleaved}
     for _ in range(4):
         query = tokens(2, 4, q_len, head_dim)

@@ -93,7 +93,7 @@ def test_static_equals_growing(model, ids, mask):
 
 @pytest.mark.parametrize("skip", [(), (0,)])
 def test_cuda_graphs_change_nothing(model, ids, mask, skip):
-    """The same kernels, replayed: the same tokens."""
+    """Graphs replay the same kernels, so the tokens are the same."""
     eager = generated(model, FP8Cache(model.config, skip_layers=skip, max_cache_len=PROMPT + NEW), ids, mask, disable_compile=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_calls_load_what_warmup_compiled(tmp_path, monkeypatch):
-    """Of fewer lengths than `warmup` has, which keeps it short. They are called in another order than it compiles."""
+    """`warmup` gets fewer lengths than by default, to keep the test short. The calls have another order than its compilations."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     steps, prompts, batches = (1, 2, 5), (100, 1000), (1, 4)
     grid = f"w.STEPS, w.PROMPTS, w.BATCHES = {steps}, {prompts}, {batches}"

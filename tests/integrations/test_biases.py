@@ -34,7 +34,7 @@ def planted(bias, band, family="qwen2", theta=1e4):
 
 @torch.no_grad()
 def attention(model, cache):
-    """What the layer's attention adds to the last 64 tokens."""
+    """The part of the output that the layer's attention adds, for the last 64 tokens."""
     seen = []
     hook = model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: seen.append(output[0]))
     ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -89,7 +89,7 @@ def test_e4m3_keys_are_rotated_where_no_offset_is_left():
 
 
 def test_k_mean_is_the_best_constant_where_rope_is_slow():
-    """The mean over positions of R(t) b, by the formula: `b sin(n f / 2) / (n sin(f / 2))` turned by `(n - 1) f / 2`."""
+    """The formula of the mean of R(t) b over positions: `b sin(n f / 2) / (n sin(f / 2))`, rotated by `(n - 1) f / 2`."""
     model = planted(50, "any")
     (mean,) = layer_biases(model)[0].k_mean
     bias = model.model.layers[0].self_attn.k_proj.bias.detach().double()

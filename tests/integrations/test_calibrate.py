@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    """With a V of offsets up to 8 deviations in the last layer, and a K whose slowest pair has one of 20."""
+    """A model whose last layer has a V with offsets of up to 8 deviations, and a K whose slowest pair has an offset of 20."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.bias.copy_(torch.linspace(-10, 10, 128))  # deviations are about 1.2
@@ -31,14 +31,14 @@ def ids():
 
 @torch.no_grad()
 def kept(model, ids):
-    """By layer, (K, V) `[tokens, heads, dim]` as a plain cache holds them."""
+    """K and V `[tokens, heads, dim]` of each layer in a plain cache."""
     cache = transformers.DynamicCache(config=model.config)
     model(input_ids=ids, past_key_values=cache)
     return [tuple(x.transpose(1, 2).flatten(0, 1) for x in (layer.keys, layer.values)) for layer in cache.layers]
 
 
 def several(x):
-    """The mean of `x [T, H, D]` where it is 4 deviations."""
+    """The mean of `x [T, H, D]` in channels where it is 4 deviations or more."""
     x = x.double()
     return torch.where(x.mean(0).abs() >= 4 * x.std(0, correction=0), x.mean(0), 0.0).float()
 
@@ -220,3 +220,28 @@ def test_what_is_no_batch_is_refused(model, batch):
 def test_errors(model, batches, options, message):
     with pytest.raises(ValueError, match=message):
         calibrate(model, batches, **options)
+
+
+@pytest.mark.filterwarnings("ignore:FP8Cache under attn_implementation")
+def test_a_model_that_outgrows_its_scales_is_noticed(model, ids, caplog):
+    """V of the first layer becomes eight times as large as it was when it was calibrated. In 16 bits, that layer has no scales."""
+    from fp8attn.integrations.transformers import FP8Cache
+
+    scales = calibrate(model, ids.split(1))
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[0].self_attn.v_proj.weight.mul_(8)
+    for one, skipped, layers in ((model, (), []), (changed, (), [0]), (changed, (0,), [])):
+        cache = FP8Cache(one.config, scales=scales, skip_layers=skipped, count_overflows=True)
+        with pytest.raises(ValueError, match="after the first forward"):
+            cache.overflows()
+        with torch.no_grad():
+            for _ in range(2):
+                one(input_ids=ids[:, :150], past_key_values=cache)
+                one(input_ids=ids[:, 150:], past_key_values=cache)
+        report = cache.overflows()
+        assert [row.layer for row in report.rows if row.kind == "v"] == list(cache.fp8_layers)
+        assert {row.tokens for row in report.rows} == {1600}
+        assert [row.layer for row in report.rows if not row.fits and row.kind == "v"] == layers
+        assert (report.problem is not None) == bool(layers)
+    assert [record.name for record in caplog.records if "saturate" in record.getMessage()] == ["fp8attn.overflow"]

@@ -87,7 +87,7 @@ def test_models_are_refused_in_the_same_words_everywhere(words):
 
 
 class _Model(torch.nn.Module):
-    """A model that has a config, and nothing else."""
+    """A model that has only a config."""
 
     def __init__(self, config):
         super().__init__()

@@ -17,7 +17,7 @@ ERROR = 0.02  # of a transformer's output, whose residual stream carries most of
 
 
 def seeded(model):
-    """Random weights that attention can be seen through: the default ones leave it near zero."""
+    """Random weights with which attention changes the output. With the default ones it is near zero."""
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         if p.dim() == 2:

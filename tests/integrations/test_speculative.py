@@ -20,7 +20,7 @@ def loaded():
 
 
 def assistant_of(model):
-    """The same model without its last layer, whose guesses are often right and often wrong."""
+    """The same model without its last layer. Its guesses are often right and often wrong."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers -= 1
     assistant = type(model)(config).eval()

@@ -234,7 +234,7 @@ def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
 
 @pytest.fixture
 def widths(monkeypatch):
-    """Of the page tables that attention is launched with, a forward of three layers after another; not of compiled ones."""
+    """The widths of the page tables of attention's launches, in forwards of three layers. Compiled launches are not recorded."""
     seen, attention = [], ops.attention
 
     def noting(q, pages, **given):
@@ -300,7 +300,7 @@ def test_what_follows_a_compiled_prompt_sees_all_of_it(llama, widths):
 
 
 def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, widths, monkeypatch):
-    """A replay appends, and the host does not learn of it."""
+    """A replay of the graph appends tokens without the host."""
     ids, cache = prompt(), early(FP8Cache(llama.config, max_cache_len=1000))
     expected = logits(llama, FP8Cache(llama.config, max_cache_len=1000), ids)
     widths.clear()

@@ -151,7 +151,7 @@ def test_a_deep_copy_goes_its_own_way(llama, static):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_pickled_cache_goes_on(llama, static):
-    """By bytes: torch cannot load a pickled FP8 tensor."""
+    """The pages are pickled as bytes, because torch cannot load a pickled FP8 tensor."""
     ids = prompt()
     cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_a_pickled_cache_goes_on(llama, static):
 
 
 def test_under_autocast_it_computes_in_its_dtype(llama):
-    """Where queries and keys are float32 (RoPE) and values are bfloat16 (a projection)."""
+    """Queries and keys are float32 (after RoPE), and values are bfloat16 (from a projection)."""
     ids = prompt()
     with torch.autocast("cpu", torch.bfloat16):
         ours = logits(llama, FP8Cache(llama.config), ids)
@@ -294,7 +294,7 @@ def test_gradients_are_refused(llama):
     with torch.no_grad(), forward_ad.dual_level():
         dual = forward_ad.make_dual(k, k)
         for k_states, v_states in ((dual, k), (k, dual)):
-            with pytest.raises(RuntimeError, match="for inference: a forward-mode derivative is wanted"):
+            with pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
                 FP8Cache(llama.config).update(k_states, v_states, 0)
 
 
@@ -351,7 +351,7 @@ def test_a_refused_mask_works_dequantized(llama):
 
 @pytest.fixture
 def attend():
-    """`fp8_kv_attention` on random Q, K and V, with these keywords."""
+    """Calls `fp8_kv_attention` on random Q, K and V, with these keywords."""
     cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
     cache.shared.config._attn_implementation = "fp8_kv"
     k, v = cache.update(torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64), 0)

@@ -30,7 +30,7 @@ def prefilled(model, ids, **options):
     ],
 )
 def test_generation_goes_on_from_a_loaded_cache_with_the_same_tokens(tmp_path, family, options):
-    """Windows and layers in 16 bits are in the file, too."""
+    """The file also has sliding-window layers and layers in 16 bits."""
     model, ids = make(family), prompt(length=140)
     cache = prefilled(model, ids, **options)
     cache.save(tmp_path / "prompt")
@@ -42,7 +42,7 @@ def test_generation_goes_on_from_a_loaded_cache_with_the_same_tokens(tmp_path, f
 
 
 def test_what_for_model_decided_is_in_the_file(tmp_path):
-    """Means of a model's biases, and that keys of such layers are not rotated."""
+    """The file has the means of the model's biases, and that the keys of these layers are not rotated."""
     model, ids = make("qwen2"), prompt(length=140)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.bias.fill_(20.0)

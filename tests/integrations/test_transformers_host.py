@@ -7,6 +7,8 @@ import torch
 from transformers import LlamaConfig
 
 import fp8attn
+from fp8attn import reference
+from fp8attn.backends.reference import Reference
 from fp8attn.cache.page_table import PageTable
 from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention
 from tests.support.transformers_models import SHAPE
@@ -21,7 +23,7 @@ def step(cache, module, x, q):
 
 
 def called(function) -> int:
-    """How many Python functions of fp8attn a call of `function` calls, those apart that a kernel calls."""
+    """The number of Python functions of fp8attn that a call of `function` calls, without those that a kernel calls."""
     count = inside = 0
 
     def note(frame, event, argument):
@@ -40,6 +42,36 @@ def called(function) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+@torch.no_grad()
+def test_the_way_of_k_to_the_kernel_and_back(monkeypatch):
+    """From a model's call to the backend, by the functions that docs/architecture.md names."""
+    ways = []
+    for name in ("append", "attention"):
+        method = getattr(reference, name)
+
+        def noted(*args, method=method, **options):
+            frames, frame = [], sys._getframe(1)
+            while frame is not None:
+                if frame.f_code.co_filename.startswith(str(OURS)):
+                    frames.append(frame.f_code.co_qualname)
+                frame = frame.f_back
+            ways.append(frames[::-1])
+            return method(*args, **options)
+
+        monkeypatch.setattr(reference, name, noted)
+    monkeypatch.setattr(Reference, "append", staticmethod(reference.append))
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": LAYERS}, head_dim=64)
+    config._attn_implementation = "fp8_kv"
+    cache, x, q = FP8Cache(config), torch.randn(2, 2, 1, 64), torch.randn(2, 4, 1, 64)
+    step(cache, torch.nn.Module().eval(), x, q)
+    ways.clear()
+    step(cache, torch.nn.Module().eval(), x, q)
+    assert ways == LAYERS * [
+        ["FP8Layer.update", "PagedKVCache.append", "run_append"],
+        ["fp8_kv_attention", "_attend_pages", "attention", "Reference.attention", "attend_tokens"],
+    ]
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ TARGETS = {
 
 
 def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=True, means=False, **features) -> None:
-    """`queries` queries of a sequence; 4 query heads a KV head."""
+    """Attention of `queries` queries for each sequence, with 4 query heads for each KV head."""
     params = AttentionParams(**{"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": True, "softmax_scale": 0.1} | features)
     q = torch.zeros(queries, 8, head_dim, dtype=dtype)
     mean = torch.zeros(2, head_dim) if means else None
@@ -55,9 +55,10 @@ def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=T
 
 
 def append_tokens(
-    head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype=torch.int8, rotate=True
-) -> None:
-    """`tokens` new tokens of each of two sequences."""
+    head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype=torch.int8, rotate=True,
+    advance=True, static=False, overflows=False,
+) -> None:  # fmt: skip
+    """Appends `tokens` new tokens to each of two sequences."""
     k = torch.zeros(2 * tokens, 8, head_dim, dtype=dtype)
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
     angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
@@ -65,12 +66,12 @@ def append_tokens(
         KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_dtype, rotate_keys=rotate), k, k, q=q, q_out=q, max_seqlen=tokens,
         rope_cos=angle, rope_sin=angle,
         cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
-        static_scales=False,
+        static_scales=static, advance=advance, overflows=torch.zeros(2, 3, dtype=torch.int64) if overflows else None,
     )  # fmt: skip
 
 
 def from_dense(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True) -> None:
-    """Dense K, V and Q of two sequences, transposed, with means where keys are E4M3."""
+    """Quantizes dense K and V of two sequences, and rotates Q. They are transposed, and have means if keys are E4M3."""
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     mean = torch.zeros(8, head_dim) if key_dtype == FP8 else None
@@ -82,7 +83,7 @@ def from_dense(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True
 
 
 def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
-    """Dense K; rotated, in INT8 and with a mean if it has RoPE."""
+    """Quantizes rows of a dense K. With RoPE they are rotated, in INT8 and with a mean."""
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     options = dict(
         rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, rotate_keys=rotary > 0, subtract_mean=rotary > 0, heads_per_scale=4,
@@ -130,6 +131,12 @@ def cases() -> dict[str, tuple]:
         "D128 dense rope": (from_dense, 128, BF16, {"rotary": 128}),
         "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
         "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
+        "D128 step counted": (append_tokens, 128, BF16, 1, {"ragged": True, "advance": False}),
+        "D128 prompt counted": (append_tokens, 128, BF16, 300, {"ragged": True, "advance": False}),
+        "D128 step overflows": (append_tokens, 128, BF16, 1, {"overflows": True}),
+        "D128 prompt overflows": (append_tokens, 128, BF16, 300, {"overflows": True}),
+        "D128 step static overflows": (append_tokens, 128, BF16, 5, {"overflows": True, "static": True, "key_dtype": FP8}),
+        "D128 prompt static overflows": (append_tokens, 128, BF16, 300, {"overflows": True, "static": True}),
     }
     return found
 
@@ -141,7 +148,7 @@ SAMPLE = (  # each kernel; of attention, tiles of few rows and of many
 
 
 def launches(target: str, name: str) -> list[Launch]:
-    """What a case launches on a GPU of `target`."""
+    """The launches of a case on a GPU of `target`."""
     function, *arguments, options = cases()[name]
     splits = options.pop("splits", 1)
     gpu, shared_memory, native = TARGETS[target]
@@ -157,12 +164,12 @@ def launches(target: str, name: str) -> list[Launch]:
 
 
 def kernels(names: tuple[str, ...]) -> set[str]:
-    """The kernels that cases launch; nothing is compiled."""
+    """The kernels that the cases launch. Nothing is compiled."""
     return {launch.kernel.__name__.strip("_") for name in names for launch in launches("sm_90", name)}
 
 
 def compile_case(target: str, name: str) -> list[dict[str, Any]]:
-    """A row for each launch."""
+    """Compiles a case. Returns a row for each launch."""
     gpu, shared_limit, _ = TARGETS[target]
     said = _ptxas_says if gpu.backend == "cuda" else _amd_says
     return [

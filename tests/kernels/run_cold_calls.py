@@ -21,7 +21,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def prompt(tokens: int, batch: int) -> None:
-    """Into a cache that grows, and as a dense call."""
+    """A prompt, appended to a cache that grows, and as a dense call."""
     cache, x = PagedKVCache(KV_HEADS, DIM, num_seqs=batch, device=CUDA), random(batch * tokens, KV_HEADS, DIM)
     cache.append(0, x, x)
     cache.attention(0, random(batch * tokens, Q_HEADS, DIM))
@@ -30,7 +30,7 @@ def prompt(tokens: int, batch: int) -> None:
 
 
 def step(tokens: int, batch: int, form: str) -> None:
-    """New tokens behind 1,000: of one length, of several (`cu_seqlens`), or with padding on the left."""
+    """New tokens after 1,000: the same number for each sequence, different numbers (`cu_seqlens`), or with padding on the left."""
     columns = -(-(1000 + tokens) // 128)
     pages = KVPages.empty(batch * columns, KV_HEADS, DIM, batch, columns, device=CUDA)
     pages.page_table.copy_(torch.arange(batch * columns, dtype=torch.int32, device=CUDA).view(batch, columns))

@@ -26,7 +26,7 @@ from tests.support.machine_code import Sass, build, dry
 PLAIN = {
     "lengths": [1], "heads": 1, "group": 4, "head_dim": 128, "queries": 1, "bounds": None, "dtype": torch.float16, "causal": True,
     "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0, "keys": "int8", "rotate": True,
-    "means": True, "broken": False, "late": (),
+    "means": True, "broken": False, "late": (), "out": False,
 }  # fmt: skip
 PLAIN_E4M3 = {"keys": "e4m3", "rotate": False, "means": False}
 EVERYTHING = {"bounds": [0, 1, 4, 6, 8], "queries": 3, "window": 300, "softcap": 5.0, "sinks": True, "leftpad": [100, 600, 300, 0]}
@@ -48,7 +48,7 @@ COMPILED = {
 EMULATED = {
     "ragged": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2},
     "ragged e4m3": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2, "keys": "e4m3"},
-    "split": {"lengths": [2700, 1, 0, 700], "heads": 2, "v_mean": 1.0},
+    "split": {"lengths": [2700, 1, 0, 700], "heads": 2, "v_mean": 1.0, "out": True},
     "D64 rows16": {"lengths": [1100, 30], "head_dim": 64, "group": 16, "means": False},
     "D80": {"lengths": [1100, 30], "head_dim": 80, "group": 8},
     "D96": {"lengths": [1100, 30], "head_dim": 96, "group": 8, "dtype": torch.bfloat16, "keys": "e4m3"},
@@ -68,8 +68,8 @@ EMULATED = {
 def filled_pages(
     lengths: list[int], heads: int, head_dim: int, v_mean: float, *, keys: str = "int8", rotate: bool = True, means: bool = True
 ) -> KVPages:
-    """A cache as mean as can be: pages in any order, scales (and means) at random; unused pages are NaN, scales and all, and K's tails NaN
-    or -128."""
+    """A cache with the worst contents: pages in random order with random scales (and means). Unused pages are NaN, including their scales.
+    The ends of K are NaN or -128."""
     counts = [max(-(-n // 128), 1) for n in lengths]
     k_mean, v_mean_off = (torch.randn(heads, head_dim) if means else None for _ in "kv")
     pages = KVPages.empty(
@@ -99,7 +99,7 @@ def filled_pages(
 
 
 def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
-    """Runs the launcher on a case, and `run` on what it would launch; returns the result and float64's."""
+    """Runs the launcher on a case, and `run` on its launch. Returns the result, and the float64 result."""
     c = PLAIN | case
     torch.manual_seed(0)
     pages = filled_pages(c["lengths"], c["heads"], c["head_dim"], c["v_mean"], keys=c["keys"], rotate=c["rotate"], means=c["means"])
@@ -118,11 +118,13 @@ def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
         sinks=torch.randn(q.shape[1]) if c["sinks"] else None,
         leftpad_k=torch.tensor(c["leftpad"], dtype=torch.int32) if c["leftpad"] else None,
     )
+    given = torch.full_like(q, torch.nan) if c["out"] else None
     with dry() as (launches, patch):
         patch.setattr(decode.plan, "num_sms", lambda device: c["sms"])
         poison_empty(patch)
         decode.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        result = decode.attention(q, pages, params)
+        result = decode.attention(q, pages, params, given)
+        assert given is None or result[0] is given
         decode.plan.make_plan.cache_clear()
     (launch,) = launches
     run(launch)
@@ -146,7 +148,7 @@ def emulate_case(name: str) -> dict:
 
 
 def recorded(name: str) -> list[Launch]:
-    """What a compile case would launch."""
+    """The launch of a compile case."""
     found: list[Launch] = []
     attend(COMPILED[name], found.append)
     return found
@@ -155,19 +157,30 @@ def recorded(name: str) -> list[Launch]:
 def compile_case(name: str) -> dict:
     (built,) = map(build, recorded(name))
     sass = built.sass()
-    loop, loop_spills = hot_loop(sass)
+    start, end = hot_loop(sass)
     return {
         "case": name, "registers": max(int(r) for x in sass.code for r in re.findall(r"\bR(\d+)\b", x)) + 1,
-        "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "loop": loop, "loop_spills": loop_spills,
-        "warnings": built.warnings,
+        "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "loop": end + 1 - start,
+        "loop_spills": sass.spills(start, end),
+        "fenced": releases_are_fenced(sass), "warnings": built.warnings,
     }  # fmt: skip
 
 
+def releases_are_fenced(sass: Sass) -> bool:
+    """Whether a fence waits for the loads of a stage before the barrier releases it to TMA, in the loop over pages."""
+    start, end = hot_loop(sass)
+    code = sass.code[start : end + 1]
+    releases = [i for i, x in enumerate(code) if "SYNCS.ARRIVE" in x]
+    loads = [max(i for i, x in enumerate(code[:release]) if x.startswith("LDSM")) for release in releases]
+    return bool(releases) and all(
+        any("FENCE.VIEW.ASYNC" in x for x in code[load:release]) for load, release in zip(loads, releases, strict=True)
+    )
+
+
 def hot_loop(sass: Sass) -> tuple[int, int]:
-    """Instructions of the loop over pages, and how many of them are spills: the innermost loop with MMAs."""
+    """First and last instruction of the loop over pages: the innermost loop with MMAs."""
     loops = [(start, end) for start, end in sass.loops() if sum("HMMA" in x for x in sass.code[start:end]) >= 8]
-    start, end = min(loops, key=lambda loop: loop[1] - loop[0])
-    return end + 1 - start, sass.spills(start, end)
+    return min(loops, key=lambda loop: loop[1] - loop[0])
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ ROWS = View((1024, 64), (64, 1), (128, 64))
 
 
 class Driver(CudaDriver):
-    """Triton's own, on a machine with one Hopper."""
+    """Triton's driver, on a machine with one Hopper GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def kernel(x_ptr, stride, k_desc, absent_ptr, v_desc, y_ptr, count, scale, D: gl
 
 
 def noted(compiled) -> dict:
-    """What the last launch was given."""
+    """The arguments of the last launch."""
     parameters = (ctypes.c_ubyte * 128 * 64).in_dll(STUB, "stub_parameters")
     return {
         "grid": list((ctypes.c_uint * 3).in_dll(STUB, "stub_grid")),
@@ -72,21 +72,21 @@ def noted(compiled) -> dict:
 
 
 def expect(compiled) -> None:
-    """Tell the stub how large the parameters of the launches to come are."""
+    """Set the sizes of the parameters of the next launches in the stub."""
     found = (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")
     for i, size in enumerate([*sizes(compiled), 0]):
         found[i] = size
 
 
 def sizes(compiled) -> list[int]:
-    """Bytes of the parameters of a compiled kernel."""
+    """The sizes in bytes of the parameters of a compiled kernel."""
     declared = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)[1]
     bytes_of = {"u64": 8, "b64": 8, "u32": 4, "b32": 4, "f32": 4}
     return [int(n) if n else bytes_of[kind] for kind, n in re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[]*(?:\[(\d+)\])?", declared)]
 
 
 def watched(done: Callable[[], dict]) -> dict:
-    """Whether a launch is bound by Triton, and how often a hook is called, under everything that can ask to see launches."""
+    """Whether Triton binds the arguments of a launch, and how often a hook is called, under every way to observe launches."""
     seen = []
     enter, leave = (lambda metadata: seen.append(metadata) for _ in range(2))
     rows = {}
@@ -125,7 +125,7 @@ def stand_in(kernel):
 
 
 def called(function: Callable[[], Any]) -> int:
-    """How many Python functions of fp8attn a call of `function` calls."""
+    """The number of Python functions of fp8attn that a call of `function` calls."""
     ours = str(Path(kernels.__file__).parent.parent)
     events = []
     sys.setprofile(lambda frame, event, argument: events.append(event == "call" and frame.f_code.co_filename.startswith(ours)))
@@ -150,7 +150,8 @@ class Made(TorchFunctionMode):
 
 
 def attended(launches: list, compiled: dict) -> dict:
-    """What calls of `ops.attention` come to, on a CPU that passes for a Hopper.
+    """Results of calls of `ops.attention`, on a CPU that is treated as a Hopper GPU. `launches` grows by one for each launch that Triton
+    binds, whose kernel is then `compiled["last"]`.
 
     `launches` grows by one for each launch that Triton binds, whose kernel is then `compiled["last"]`.
     """
@@ -193,7 +194,7 @@ def attended(launches: list, compiled: dict) -> dict:
 
 
 def prompted(launches: list) -> dict:
-    """What a new cache and its first append come to, after `attended`: on the same CPU."""
+    """Results of a new cache and its first append, after `attended`, on the same CPU."""
     append.page_kernel = stand_in(append.page_kernel)
     append.is_native = lambda device: True
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
@@ -216,7 +217,8 @@ def prompted(launches: list) -> dict:
 
 
 def warmed() -> dict:
-    """What launches come to whose kernels `warmup` has compiled, after `prompted`: by Triton's cache on disk, in memory there are none."""
+    """Results of launches whose kernels `warmup` has compiled, after `prompted`. The kernels are in Triton's cache on disk, and none is in
+    memory."""
     machine.plan_for(precompile.TARGETS["sm_90"])
     compiled_as, answers = [], []
     layer = precompile.Layer(12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, sinks=True)  # as no other call here
@@ -244,7 +246,7 @@ def warmed() -> dict:
 
 
 def planned() -> dict:
-    """What calls that differ in one thing launch, each with a plan of its own and then with those of all the others there to be taken."""
+    """The launches of calls that differ in one thing: first each with its own plan, then with the plans of all the others in the cache."""
     launches = []
 
     def plain(x: Any) -> Any:

@@ -25,11 +25,12 @@ from tests.support.machine_code import dry
 # Keys end within a tile, queries within a warpgroup's rows, and before the first block's some warpgroups have none: stored by TMA and,
 # of the ragged batch, by masks. Rows see few keys and many.
 CASES = {
-    "INT8 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8"},
+    "INT8 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "out": True},
     "E4M3 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3"},
     "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
     "ragged, RoPE on queries": {
         "lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "rope": True,
+        "out": True,
     },
 }  # fmt: skip
 
@@ -52,11 +53,13 @@ def emulate_case(name: str) -> dict:
         "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": True, "softmax_scale": case["head_dim"] ** -0.5, "window": 0,
         "softcap": 0.0, "sinks": None, "leftpad_k": None, "return_lse": True,
     }  # fmt: skip
+    given = torch.full_like(q, torch.nan) if case.get("out") else None
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 1)  # one CTA has all items
         poison_empty(patch)
         prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        out, lse = prefill.attention(q, pages, AttentionParams(**options, **tables))
+        out, lse = prefill.attention(q, pages, AttentionParams(**options, **tables), given)
+        assert given is None or out is given
         prefill.plan.make_plan.cache_clear()
     (launch,) = launches
     left = emulate(launch)

@@ -21,7 +21,8 @@ BLOCK = 192
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims"])
 def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, BLOCK: gl.constexpr):
-    """Every claim's sequence, its first item, first query and queries; searched for where the claim before was of another one."""
+    """For every claim: its sequence, first item, first query and number of queries. The sequence is searched for if the claim before had
+    another one."""
     batch = Batch(
         bounds=cu_ptr, lengths=lens_ptr, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads, window=window,
         BLOCK=BLOCK)  # fmt: skip
@@ -38,7 +39,7 @@ def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims
 
 
 def walk(queries: list[int], keys: list[int], rest: int, heads: int, window: int) -> dict:
-    """A batch's claims; `rest` rows lie behind the last sequence."""
+    """The claims of a batch. There are `rest` rows after the last sequence."""
     items = heads * sum(-(-n // BLOCK) for n in [*queries, rest])
     out = torch.full((items + 3, 4), -1, dtype=torch.int32)
     tensors = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int(), torch.tensor(keys, dtype=torch.int32), out

@@ -35,6 +35,11 @@ CASES = {
     "d80": [Layer(32, 1, 80)],
     "biases": [replace(Layer(28, 4, 128), k_mean=k, v_mean=v) for k in (False, True) for v in (False, True)],
     "calibrated": [replace(LLAMA, k_mean=True, v_mean=True, static_scales=True)],
+    "an engine's": [replace(LLAMA, advance=False)],
+    "overflows": [
+        replace(LLAMA, overflows=True, advance=False),
+        replace(LLAMA, overflows=True, k_mean=True, v_mean=True, static_scales=True),
+    ],
     "window": [replace(LLAMA, window=window) for window in (False, True)],
     "softcap, window": [replace(Layer(16, 8, 256), softcap=True, window=window) for window in (False, True)],
     "sinks, window": [replace(Layer(64, 8, 64), sinks=True, window=window) for window in (False, True)],
@@ -43,7 +48,7 @@ PLAIN = {"llama", "d64", "d256", "d80"}  # cases of dense calls
 
 
 def sizes(seed: int, most: int) -> list[tuple[int, int, int]]:
-    """New tokens of a sequence, sequences, tokens held before: every step, and prompts of all lengths."""
+    """(New tokens of a sequence, sequences, tokens in the cache): every step, and prompts of all lengths."""
     draw = random.Random(seed)
     steps = [(n, batch, draw.randrange(0, 100_000)) for n in range(1, 17) for batch in (1, 5, 32, 33, 64)]
     prompts = [(n, draw.choice((1, 1, 1, 2, 3, 5, 8, 13, 20, 64)), draw.choice((0, 0, 999, 99_999))) for n in range(17, 131)]
@@ -59,7 +64,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held(layer: Layer, batch: int, tokens: int) -> KVPages:
-    """Pages of sequences of so many tokens."""
+    """Pages of sequences with these numbers of tokens."""
     columns = -(-tokens // 128)
     mean = meta(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
     return KVPages(
@@ -70,7 +75,7 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
 
 
 def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Random) -> None:
-    """A prompt or a step of the layer: of one length, with padding on the left, and ragged."""
+    """Runs a prompt or a step of the layer: with equal lengths, with padding on the left, and ragged."""
     dtype = precompile.DTYPES[layer.dtype]
     pages = held(layer, batch, before + tokens)
     options = {"softcap": 30.0 if layer.softcap else None, "window": draw.choice((1, 127, 1024, 4095)) if layer.window else None}
@@ -79,14 +84,17 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     k = meta(batch, tokens, layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype)[..., : layer.head_dim].flatten(
         0, 1
     )  # of a fused projection
-    ops.append(pages, k, k, static_scales=layer.static_scales)
+    counted = {"static_scales": layer.static_scales, "advance": layer.advance}
+    counted["overflows"] = meta(2, 3, dtype=torch.int64) if layer.overflows else None
+    ops.append(pages, k, k, **counted)
     ops.attention(q, pages, **options)
+    ops.attention(q, pages, out=torch.empty_like(q), **options)
     ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
     total = draw.randint(tokens, batch * tokens)
     bounds = meta(batch + 1, dtype=torch.int32)
-    ops.append(pages, k[:total], k[:total], cu_seqlens=bounds, max_seqlen=tokens, static_scales=layer.static_scales)
+    ops.append(pages, k[:total], k[:total], cu_seqlens=bounds, max_seqlen=tokens, **counted)
     ops.attention(q[:total], pages, cu_seqlens_q=bounds, max_seqlen_q=tokens, **options)
-    if not layer.static_scales and before == 0:
+    if not layer.static_scales and layer.advance and not layer.overflows and before == 0:
         cache = PagedKVCache(
             layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
             k_mean=pages.k_mean, v_mean=pages.v_mean,
@@ -96,7 +104,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
 
 
 def dense(layer: Layer, tokens: int, batch: int) -> None:
-    """Attention of as many keys as queries, of both orders of memory."""
+    """Attention with as many keys as queries, in both memory orders."""
     dtype = precompile.DTYPES[layer.dtype]
     group = layer.num_q_heads // layer.num_kv_heads
     for order in ((0, 1, 2, 3), (0, 2, 1, 3)):

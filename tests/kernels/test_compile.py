@@ -46,7 +46,7 @@ def test_compiles_for_hopper_without_spills(case, capsys):
 @pytest.mark.parametrize("case", SAMPLE)
 @pytest.mark.parametrize("target", OTHERS)
 def test_compiles_for_other_gpus(target, case):
-    """What has not run there compiles, within the shared memory that there is."""
+    """Kernels that have not been run on these GPUs compile, within their shared memory."""
     compiled(target, case)
 
 

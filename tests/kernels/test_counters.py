@@ -14,7 +14,7 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Devices without a GPU: memory is the CPU's, and `capturing` says whether a graph is being captured."""
+    """Simulated devices: their memory is the CPU's, and `capturing` says whether a graph is being captured."""
 
     class Machine:
         capturing = False

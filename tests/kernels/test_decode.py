@@ -32,6 +32,7 @@ def test_compiles_without_spills_in_the_loop(case):
     ptxas_13 = not triton.__version__.startswith("3.6")
     assert row["spill_bytes"] <= (40 if ptxas_13 else 16), row  # addresses that each head reloads once
     assert row["loop"] <= LOOPS[case], row
+    assert row["fenced"], "TMA may overwrite a stage while loads from it are under way"
     assert row["shared_bytes"] <= (232448 if "D256" in case else 232448 // 2 - 1024), row
 
 

@@ -55,7 +55,7 @@ def test_scales_may_be_left_out(builds):
 
 
 def test_the_output_may_lie_in_any_order(builds):
-    """vLLM's build writes sequences one after another; where they lie otherwise they are copied there."""
+    """vLLM's build writes sequences one after another. For another memory order, the output is copied."""
     builds(vllm=Fake(VLLM))
     (q, k, v), _ = rows()
     out = torch.full(q.shape, torch.nan, dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
@@ -81,7 +81,7 @@ def test_a_build_with_arguments_unknown_is_refused(builds):
 
 
 def test_a_library_is_loaded_without_its_package(builds, monkeypatch, tmp_path):
-    """And one that does not load, or registers something else, says so; what is not found is looked for again."""
+    """A library that does not load, or registers another op, is an error that says so. A missing library is searched for again."""
     package = tmp_path / "fp8attn_fake_fa3"
     builds()
     monkeypatch.setattr(fa3, "BUILDS", {"vllm": ("fp8attn_test_late", "fp8attn_fake_fa3", "inner/_C*.so")})
@@ -138,7 +138,7 @@ def test_the_probe_tells_one_level_from_two(builds, levels, schema, name, monkey
 
 
 def test_the_exact_reference_is_two_level():
-    """Our op, as the probe calls it, on the CPU's reference."""
+    """Our op as the probe calls it, on the CPU's reference."""
     from fp8attn import scaled_dot_product_attention_quantized
 
     found = measure(lambda q, k, v: scaled_dot_product_attention_quantized(q[:, :1, :1], k, v).expand(q.shape), "cpu", (256, 1000))

@@ -1,4 +1,4 @@
-"""What `kernels.gluon` adds to Gluon."""
+"""The additions of `kernels.gluon` to Gluon."""
 
 from __future__ import annotations
 

@@ -29,11 +29,14 @@ from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
     ATTENTION_FACTORS,
+    COUNTED,
     QUANTIZE_FACTORS,
     case_id,
     check_append,
     check_attention,
+    check_counted,
     check_from_dense,
+    check_out,
     clone,
     cumulative,
     empty_cache,
@@ -51,7 +54,7 @@ EVERY_CODE = torch.arange(256, dtype=torch.uint8)
 
 @pytest.fixture(autouse=True, scope="module")
 def _dynamo_knows_torch():
-    """What Dynamo traces as torch's it finds by identity, once: before `torch.empty` is replaced."""
+    """Dynamo identifies torch's functions once, by object. So this runs before `torch.empty` is replaced."""
     torch.compile(lambda: torch.empty(1), backend="eager")()
 
 
@@ -100,6 +103,23 @@ def test_append_at_its_edges(name):
     check_append(append, APPEND_EDGES[name])
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(
+    ("head_dim", "key_dtype", "static"), [(64, torch.int8, False), (128, FP8, False), (64, FP8, True), (128, torch.int8, True)], ids=str
+)
+@pytest.mark.parametrize("name", COUNTED)
+def test_append_of_counted_tokens(name, head_dim, key_dtype, static, backend):
+    check_counted(backend, *COUNTED[name], head_dim, key_dtype, static)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("queries", [1, 5, 130])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attention_writes_into_a_given_output(queries, splits, backend, monkeypatch):
+    monkeypatch.setattr(portable, "num_splits", lambda *_: splits)
+    check_out(backend, 64, queries)
+
+
 @pytest.mark.parametrize("case", pairwise(QUANTIZE_FACTORS), ids=case_id)
 def test_from_dense_writes_the_references_bytes(case):
     check_from_dense(from_dense, case)
@@ -108,7 +128,7 @@ def test_from_dense_writes_the_references_bytes(case):
 @pytest.mark.parametrize("rotary", [8, 64])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
-    """A row has fewer angles than pairs of channels where only some of them turn."""
+    """If RoPE rotates only some channels, a row has fewer angles than pairs of channels."""
     k, angle = random_tokens(80, 2, 64, torch.bfloat16).view(2, 40, 2, 64).transpose(1, 2), torch.randn(2, 40, rotary // 2)
     held = torch.zeros(3, *angle.shape)
     held[0], held[1] = angle.cos(), angle.sin()
@@ -250,7 +270,7 @@ def test_no_queries():
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_rows_behind_the_last_sequence_are_zeros(splits, sinks, backend, monkeypatch):
-    """A serving engine pads its batches; what is allocated is poisoned here."""
+    """A serving engine pads its batches. The memory of the output is poisoned here."""
     monkeypatch.setattr(portable, "num_splits", lambda *_: splits)
     pages, q = _cache_and_queries()
     q, logits = torch.cat([q, torch.randn(20, 4, 64).half()]), torch.randn(4) if sinks else None
@@ -396,7 +416,8 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     options = (None, 1, True, 0.125, 0, 0.0, None, None, None, None, False, True, "triton")
     torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.state, *options))
     token = torch.randn(2, 2, 64).half()
-    arguments = (token, token.clone(), *pages.state, None, None, None, 1, None, None, False, False, "triton")
+    overflows = torch.zeros(2, 3, dtype=torch.int64)
+    arguments = (token, token.clone(), *pages.state, None, None, None, 1, None, None, False, False, True, overflows, "triton")
     torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 

@@ -48,7 +48,7 @@ def test_launches_are_recorded(launches):
 
 @pytest.mark.parametrize(("case", "made", "most"), [("1 query", 1, 38), ("256 queries", 1, 42), ("64 queries in parts", 2, 54)])
 def test_attention_is_checks_a_plan_and_launches(launches, case, made, most):
-    """From its second call on. Python functions cost 0.1 to 0.3 us each; those of fp8attn are counted."""
+    """This holds from the second call. Each Python function costs 0.1 to 0.3 us; those of fp8attn are counted."""
     row = launches["rows"]["attended"][case]
     assert row["ordinary"] == 0 and row["launches"] == made
     assert {"out", "lse"} <= set(row["last takes"])
@@ -83,7 +83,7 @@ def test_plans_are_of_all_that_launches_depend_on(launches):
 
 
 def test_launches_find_what_was_compiled_ahead(launches):
-    """Under the same key, with the C function that launches it: a launch adds nothing to Triton's cache."""
+    """They are found by the same key, with the C function that launches them: a launch adds nothing to Triton's cache."""
     row = launches["rows"]["warmed"]
     assert len(set(row["compiled"])) == 7 and row["looked up"] == [[kernel, True] for kernel in row["compiled"]]
     assert row["new"] == []

@@ -18,7 +18,7 @@ CUTS = (1, 2, 5, 16, 17, 40, 120)
 
 
 def tokens(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V whose magnitude jumps by 100 within pages, and that are not finite here and there."""
+    """K and V whose magnitude changes by a factor of 100 within pages, with some values that are not finite."""
     k, v = (torch.randn(TOKENS, HEADS, head_dim) for _ in "kv")
     for x in (k, v):
         x *= torch.where(torch.rand(TOKENS, HEADS, 1) < 0.03, 100.0, 1.0)  # a token of a head
@@ -40,7 +40,7 @@ def append(cache: PagedKVCache, seq: int, k: torch.Tensor, v: torch.Tensor) -> N
 
 
 def held(cache: PagedKVCache, seq: int) -> dict[str, torch.Tensor]:
-    """What is stored of a sequence: scales `[pages, HEADS]`, and codes `[tokens, HEADS, head_dim]`."""
+    """The stored data of a sequence: scales `[pages, HEADS]`, and codes `[tokens, HEADS, head_dim]`."""
     pages, length = cache.pages(0), cache.lengths[seq]
     ids = pages.page_table[seq, : -(-length // PAGE_SIZE)].long()
     k, v = unpack_k(pages.k[ids].view(torch.uint8))[:length], unpack_v(pages.v[ids].view(torch.uint8))[:length]
@@ -52,7 +52,7 @@ def by_token(scale: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Codes under a scale of NaN mean nothing, and a NaN may lose its sign."""
+    """Assert equal data, except for codes whose scale is NaN, and the sign of a NaN."""
     for name in ("k", "v"):
         scale, expected_scale, codes, expected = ours[f"{name}_scale"], theirs[f"{name}_scale"], ours[name], theirs[name]
         assert torch.equal(scale.isnan(), expected_scale.isnan()) and torch.equal(scale.nan_to_num(), expected_scale.nan_to_num()), name

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted o
 
 
 def check(x, heads_per_scale=1, means=False, cos=None, sin=None, interleaved=False, rotate=False, dtype=FP8):
-    """The kernels' bytes are those that their means and this definition give; the reference's means are near, and without means all is
-    the reference's."""
+    """Check that the kernels' bytes follow from their means by the definition in this test. The reference's means must be near; without
+    means, all bytes are the reference's."""
     options = dict(
         rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved, rotate_keys=rotate, subtract_mean=means, heads_per_scale=heads_per_scale,
         dtype=dtype,

@@ -29,7 +29,7 @@ def test_no_call_launches_a_kernel_that_is_not_listed(target):
 
 
 def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
-    """The whole way, for few calls of the portable kernels."""
+    """All steps, for a few calls of the portable kernels."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     few_calls = "import fp8attn.precompile as w; w.STEPS, w.PROMPTS, w.BATCHES, w.HELD = (1,), (), (1,), (0,); w.serve()"
     monkeypatch.setattr(precompile, "SERVE", few_calls)

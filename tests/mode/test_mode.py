@@ -72,7 +72,7 @@ def no_gradients():
 
 
 def ran(report):
-    """Layers by where they ran."""
+    """The layers, by where they ran."""
     return {
         "fp8": [row.layer for row in report.rows if row.reason is None],
         "torch": {row.layer: row.reason for row in report.rows if row.reason is not None},
@@ -182,7 +182,7 @@ def test_derivatives_and_vmap_are_torchs_own():
             ours = calls()
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)) and expected[1].norm() > 1.0
     assert {row.reason.partition(",")[0].partition(" (")[0]: row.calls for row in report.rows} == {
-        "a forward-mode derivative is wanted": 1,
+        "an input has a forward-mode tangent": 1,
         "a transform of torch.func is active": 2,
     }
 
@@ -273,7 +273,7 @@ def test_the_innermost_context_that_is_concerned_decides(net, x):
 
 
 def test_threads_do_not_affect_each_other(net, x):
-    """Three on one model: one outside, two inside with policies of their own, all between the same two barriers."""
+    """Three threads use one model: one outside of the mode, two inside with different policies, all between the same two barriers."""
     policies = [None, AttentionPolicy(min_length=1, skip_first=1), AttentionPolicy(min_length=1, skip_last=2)]
     expected, results, reports = [], [[], [], []], [None] * 3
     for policy in policies:
@@ -312,7 +312,7 @@ def test_threads_do_not_affect_each_other(net, x):
 
 @pytest.mark.parametrize("first_out", [0, 1])
 def test_asyncio_tasks_do_not_affect_each_other(net, x, first_out):
-    """Two tasks with a policy each and one without, which take turns; the contexts end in either order."""
+    """Two tasks have different policies, and one has none. They alternate, and the contexts end in either order."""
     policies = [AttentionPolicy(min_length=1, skip_first=1), AttentionPolicy(min_length=1000)]
     plain = net(x)
     with fp8_attention(policies[0], net):

@@ -21,14 +21,14 @@ HANG = 3600  # seconds. However busy a machine is, only what never ends takes so
 
 
 def environment() -> dict[str, str]:
-    """This process's, but Triton compiles. What it has compiled is kept until `make clean`."""
+    """The environment of this process, in which Triton compiles. Compiled kernels are kept until `make clean`."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return {"TRITON_CACHE_DIR": str(ROOT / ".pytest_cache/triton"), **kept, "PYTHONPATH": path}
 
 
 def run(*arguments: str | Path, **variables: str) -> str:
-    """What `python *arguments` prints, in the repository, with these environment variables; it must end well."""
+    """The output of `python *arguments`, run in the repository with these environment variables. It must exit with 0."""
     ended = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment() | variables, capture_output=True, text=True, timeout=HANG, check=False
     )
@@ -37,7 +37,7 @@ def run(*arguments: str | Path, **variables: str) -> str:
 
 
 def call(module: str, function: str, *arguments: Any) -> Any:
-    """`module.function(*arguments)` in a process that lives as long as this one, so that only the first call imports Triton."""
+    """Call `module.function(*arguments)` in a process that runs as long as this one, so that only the first call imports Triton."""
     with patch.dict(os.environ, environment(), clear=True):  # a process that begins inherits it
         answer = _beside()(module, function, *arguments)
     assert answer is not None, f"{module}.{function}{arguments} crashed, or did not end within {HANG} s"
@@ -52,7 +52,7 @@ def _beside() -> Beside:
 
 
 def _answer(module: str, function: str, *arguments: Any) -> tuple[Any, str | None]:
-    """The result, or how it failed."""
+    """The result, or the error."""
     torch.set_num_threads(1)
     try:
         return getattr(importlib.import_module(module), function)(*arguments), None

@@ -22,7 +22,7 @@ VLLM = HEAD.replace(" = None", "") + (  # 0.22's: no defaults, and arguments of 
 
 
 def exact(q, k, v, scale, causal):
-    """`[B, S, H, D]` in float64, causal aligned to the last key."""
+    """Attention of `[B, S, H, D]` in float64, with a causal mask aligned to the last key."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * scale
@@ -33,7 +33,8 @@ def exact(q, k, v, scale, causal):
 
 
 def in_the_tensor_core(products, acc):
-    """`acc + products.sum(0)` as a Hopper FP8 tensor core sums: all are cut off below 2^-13 of the largest of them's power of two."""
+    """`acc + products.sum(0)` as a Hopper FP8 tensor core computes it: all terms are truncated below 2^-13 of the power of two of the
+    largest one."""
     largest = torch.maximum(acc.abs(), products.abs().amax(0))
     unit = torch.exp2(torch.floor(torch.log2(largest)) - 13)
     return ((acc / unit).trunc() + (products / unit).trunc().sum(0)) * unit

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+import fp8attn
 from fp8attn import AttentionParams, KVPages, reference, rotation
 from fp8attn.layout import FP8, HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.numerics import relative_error
@@ -37,13 +38,13 @@ def assert_lse(lse: torch.Tensor, ref: torch.Tensor, slack: float = 0.0) -> None
 
 
 def poison_empty(monkeypatch) -> None:
-    """`torch.empty` gives NaN: outputs and scratch that a kernel leaves unwritten show."""
+    """Make `torch.empty` return NaN, so that outputs and scratch memory that a kernel does not write become visible."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: x.fill_(torch.nan) if (x := empty(*a, **k)).is_floating_point() else x)
 
 
 def pairwise(factors: dict[str, list], seed: int = 0) -> list[dict]:
-    """Few cases in which every two values of different factors meet (a greedy covering array)."""
+    """A small set of cases in which all pairs of values of different factors occur (a greedy covering array)."""
     rng = random.Random(seed)
     names = list(factors)
     pairs = lambda case: {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(range(len(names)), 2)}  # noqa: E731
@@ -85,7 +86,8 @@ def empty_cache(
     lengths: list[int], heads: int, head_dim: int, device="cpu", mean: float = 0.0, spare: int = 2, key_dtype: torch.dtype = torch.int8,
     rotate: bool = True,
 ) -> KVPages:  # fmt: skip
-    """Pages for `lengths`, shuffled. K, the scales and the pages in no table are poisoned. Means are normal times `mean`; None for 0."""
+    """Pages for `lengths`, shuffled. K, the scales and the pages that no table names are poisoned. The means are normal values times
+    `mean`, or None if that is 0."""
     columns = max(1, -(-max(lengths) // PAGE_SIZE))
     num_seqs = len(lengths)
     k_mean, v_mean = (torch.randn(heads, head_dim, device=device) * mean if mean else None for _ in "kv")
@@ -191,9 +193,14 @@ def check_append(append, case: dict, device="cpu") -> None:
         "static_scales": case["static"],
     }
     actual = clone(expected)
+    expected_overflows, overflows = (torch.zeros(2, 3, dtype=torch.int64, device=device) for _ in range(2))
     expected_q, actual_q = (None if q is None else torch.full(q.shape, torch.inf, dtype=dtype, device=device) for _ in range(2))
-    reference.append(expected, k, v, q_out=expected_q, **arguments)
-    append(actual, k, v, q_out=actual_q, **arguments)
+    uncounted = clone(expected)
+    reference.append(expected, k, v, q_out=expected_q, overflows=expected_overflows, **arguments)
+    append(actual, k, v, q_out=actual_q, overflows=overflows, **arguments)
+    assert overflows.tolist() == expected_overflows.tolist()
+    append(uncounted, k, v, q_out=actual_q, **arguments)
+    assert torch.equal(uncounted.pool, actual.pool), "counting changes bytes"
     assert actual.cache_seqlens.tolist() == expected.cache_seqlens.tolist() == totals
     if q is not None:
         assert torch.equal(actual_q.isnan(), expected_q.isnan())
@@ -212,6 +219,50 @@ def check_append(append, case: dict, device="cpu") -> None:
     held[actual.page_table.flatten().long().cpu()] = True
     assert (actual.pool[~held.to(device)] == POISON)[:, :, :-HEADER].all(), "wrote to a page that is in no table"
     assert not actual.pool[..., 8 - HEADER :][held.to(device)].any(), "wrote to the header's zeros"
+
+
+COUNTED = {  # tokens held before, and new tokens
+    "one token": ([5, 127, 128, 0], [1, 1, 1, 1]),
+    "three tokens": ([5, 126, 128, 0], [3, 3, 3, 3]),
+    "200 tokens": ([5, 127, 0, 300], [200, 200, 200, 200]),
+    "a ragged step": ([5, 40, 127, 0], [3, 0, 16, 1]),
+    "a ragged prompt": ([5, 40, 127, 250], [200, 0, 1, 134]),
+}
+
+
+def check_counted(
+    backend: str, lengths: list[int], new: list[int], head_dim: int, key_dtype: torch.dtype, static: bool, device="cpu"
+) -> None:
+    """`append(advance=False)` writes the bytes and counts of an append that advances the lengths, and leaves the lengths.
+
+    Two more sequences pad the batch, as engines pad it: their length is 0, `cu_seqlens` is flat at its end, and their rows of the page
+    table name pages that do not exist. Without `cu_seqlens`, they have as many new tokens as the others.
+    """
+    uniform = len(set(new)) == 1
+    totals = [a + b for a, b in zip(lengths, new, strict=True)]
+    pages = empty_cache([*totals, 0, 0], 3, head_dim, device, key_dtype=key_dtype)
+    if static:
+        pages.k_scale.fill_(0.01 if key_dtype == torch.int8 else 2.0**-7)
+        pages.v_scale.fill_(2.0**-8)
+    real = replace(pages, page_table=pages.page_table[:-2], cache_seqlens=pages.cache_seqlens[:-2])
+    fill(real, *(random_tokens(sum(lengths), 3, head_dim, torch.bfloat16, device) for _ in "kv"), lengths, static)
+    pages.page_table[-2:] = 1 << 30
+    counted = clone(pages)
+    counted.cache_seqlens.copy_(torch.tensor([*totals, 0, 0]))
+    k, v = (random_tokens(sum(new), 3, head_dim, torch.bfloat16, device, 6) for _ in "kv")
+    counts = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
+    options = {"static_scales": static, "backend": backend}
+    fp8attn.append(real, k, v, cu_seqlens=cumulative(new, device), max_seqlen=max(new), overflows=counts[0], **options)
+    options |= {"advance": False, "overflows": counts[1]}
+    if uniform:
+        k, v = (torch.cat([x, x[: 2 * new[0]]]) for x in (k, v))
+        fp8attn.append(counted, k, v, **options)
+    else:
+        k, v = (torch.cat([x, x[:5]]) for x in (k, v))  # the rows of a batch that is padded
+        fp8attn.append(counted, k, v, cu_seqlens=cumulative([*new, 0, 0], device), max_seqlen=max(new), **options)
+    assert real.cache_seqlens.tolist() == totals and counted.cache_seqlens.tolist() == [*totals, 0, 0]
+    assert torch.equal(counted.pool, pages.pool)
+    assert counts[0].tolist() == counts[1].tolist() and counts[0, :, 0].tolist() == [sum(new)] * 2
 
 
 QUANTIZE_FACTORS = {
@@ -326,6 +377,30 @@ def run_attention(attention, pages: KVPages, q, arguments: dict) -> float:
         slack = 2 * float(rows) * keys * abs(arguments["softmax_scale"])
     assert_lse(lse, ref_lse, slack)
     return assert_kernel_error(out, ref)
+
+
+def check_out(
+    backend: str, head_dim: int, queries: int, device="cpu", lengths: tuple[int, ...] = (300, 30, 140), heads: int = 2, **options
+) -> None:
+    """`attention(out=...)` writes the bits of a call without it, rows after the last sequence too, and nothing around them.
+
+    Queries are cut out of a fused projection. The last output is at an address that is no multiple of 16 bytes.
+    """
+    pages = empty_cache(list(lengths), heads, head_dim, device, mean=0.5)
+    fill(pages, *(random_tokens(sum(lengths), heads, head_dim, torch.bfloat16, device) for _ in "kv"), list(lengths))
+    tokens = len(lengths) * queries
+    fused = torch.randn(tokens + 3, 6 * heads, head_dim, device=device).bfloat16()
+    counts = cumulative([min(queries, length) for length in lengths], device)
+    for spare, bounds in ((0, {}), (3, {"cu_seqlens_q": counts, "max_seqlen_q": queries})):
+        q = fused[: tokens + spare, : 4 * heads]
+        expected = fp8attn.attention(q, pages, backend=backend, **bounds, **options)
+        assert not expected.isnan().any()
+        for around in (4 * heads * head_dim, 1):  # elements before and after the output
+            memory = torch.full((q.numel() + 2 * around,), torch.nan, dtype=q.dtype, device=device)
+            out = memory[around:-around].view(q.shape)
+            assert fp8attn.attention(q, pages, out=out, backend=backend, **bounds, **options) is out
+            assert torch.equal(out, expected)
+            assert memory[:around].isnan().all() and memory[-around:].isnan().all()
 
 
 def check_attention(attention, case: dict, device="cpu") -> float:

@@ -8,7 +8,7 @@ import pytest
 
 
 def build(folder: Path) -> dict[str, str]:
-    """Compiles it to `folder`; returns the environment variables of a process that is to load it."""
+    """Compile it into `folder`. Returns the environment variables of a process that loads it."""
     triton = pytest.importorskip("triton")
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     if shutil.which("gcc") is None:

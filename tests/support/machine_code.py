@@ -48,7 +48,7 @@ class Built(NamedTuple):
 
     @property
     def warnings(self) -> str:
-        """C75xx (serialized MMAs) and whatever else ptxas warns of."""
+        """The warnings of ptxas: C75xx (serialized MMAs) and others."""
         return " ".join(sorted(set(re.findall(r"\bC75\d\d\b|warning.*", self.log))))
 
     def sass(self) -> Sass:
@@ -60,7 +60,7 @@ class Built(NamedTuple):
 
 @contextlib.contextmanager
 def dry() -> Iterator[tuple[list[Launch], pytest.MonkeyPatch]]:
-    """Launchers run, and what they would launch is listed. The patches are for what they ask of the device."""
+    """A context in which launchers run without a GPU. Yields the list of their launches, and a monkeypatch for questions to the device."""
     with pytest.MonkeyPatch.context() as patch, recording(dry=True) as launches:
         yield launches, patch
 
@@ -88,7 +88,7 @@ def build(launch: Launch, target: GPUTarget = HOPPER) -> Built:
 
 
 def _compiled(launch: Launch, target: GPUTarget) -> tuple[CompiledKernel, str]:
-    """The kernel, and what ptxas said if it ran."""
+    """The kernel, and the output of ptxas if it ran."""
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
         knobs.nvidia.dump_ptxas_log = True
         return compiled(launch.kernel, launch.args, launch.given, target), said.getvalue()

@@ -102,7 +102,7 @@ def make(family="llama", **changes):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Small matrices: more threads only wait for each other."""
+    """Use one thread: with small matrices, more threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -119,7 +119,7 @@ class OracleLayer(DynamicLayer):
 
 
 class Oracle(DynamicCache):
-    """What FP8Cache holds, dequantized: all tokens at once, at every read."""
+    """The contents of FP8Cache, dequantized: all tokens are quantized at once, at every read."""
 
     def __init__(self, config, key_dtype="int8", rotate_keys=True):
         super().__init__(config=config)
@@ -158,7 +158,7 @@ def close(a, b, tolerance=2e-3):
 
 
 class using:
-    """Another attention implementation for a while."""
+    """A context with another attention implementation."""
 
     def __init__(self, model, name):
         self.model, self.name = model, name

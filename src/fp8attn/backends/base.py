@@ -10,7 +10,7 @@ import torch
 from ..layout import KVPages
 from ..params import AttentionParams, BackendName
 
-Attention = Callable[[torch.Tensor, KVPages, AttentionParams], tuple[torch.Tensor, torch.Tensor]]
+Attention = Callable[[torch.Tensor, KVPages, AttentionParams, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 ApplyRope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
@@ -29,9 +29,9 @@ class Backend(Protocol):
     def append(
         self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, q_out: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
-        rope_interleaved: bool, static_scales: bool,
+        rope_interleaved: bool, static_scales: bool, advance: bool, overflows: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`."""
+        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`. Add to `overflows`."""
 
     def from_dense(
         self, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
@@ -55,18 +55,21 @@ class Backend(Protocol):
         """Whether `attention` takes E4M3 queries with this number of query rows for each KV head (query tokens x GQA group)."""
         ...
 
-    def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(out, lse)` of queries `[T, num_q_heads, head_dim]`. Without `params.return_lse`, lse is unspecified.
+    def attention(
+        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(out, lse)` of queries `[T, num_q_heads, head_dim]`, written to `out` if there is one. Without `params.return_lse`, lse is
+        unspecified.
 
-        Dense calls pass queries `[num_seqs, S, num_q_heads, head_dim]` of any strides, with RoPE tables `[num_seqs, S, R / 2]`. Then `out`
-        has the memory order of q.
+        `out` is contiguous, at a multiple of 16 bytes. Dense calls pass none. Their queries are `[num_seqs, S, num_q_heads, head_dim]` of
+        any strides, with RoPE tables `[num_seqs, S, R / 2]`, and the result has the memory order of q.
         """
         ...
 
 
-def empty_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_rows(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and LSE of rows that see no key."""
-    return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    return q.new_zeros(q.shape) if out is None else out.zero_(), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
 
 
 def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> tuple[torch.Tensor, AttentionParams]:
@@ -81,15 +84,15 @@ def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> 
 
 
 def attend_tokens(
-    kernel: Attention, apply_rope: ApplyRope, q: torch.Tensor, pages: KVPages, params: AttentionParams
+    kernel: Attention, apply_rope: ApplyRope, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`Backend.attention` with a kernel that takes only queries `[T, num_q_heads, head_dim]`, has no RoPE and always returns an LSE."""
     if not params.max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: all rows are padding
-        return empty_rows(q)
+        return empty_rows(q, out)
     if params.rope_cos is not None:
         q, params = rotated(apply_rope, q, params)
     if q.dim() == 3:
-        return kernel(q, pages, params)
-    out, lse = (x.unflatten(0, q.shape[:2]) for x in kernel(q.flatten(0, 1), pages, params))
+        return kernel(q, pages, params, out)
+    out, lse = (x.unflatten(0, q.shape[:2]) for x in kernel(q.flatten(0, 1), pages, params, None))
     like = torch.empty_like(q)
     return (out if out.stride() == like.stride() else like.copy_(out)), lse

@@ -42,14 +42,16 @@ class Hopper(triton.Writer):
     def takes_fp8_queries(self, rows: int) -> bool:
         return rows > self._decode.MAX_ROWS
 
-    def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attention(
+        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
-            return attend_tokens(self._decode.attention, self.apply_rope, q, pages, params)
+            return attend_tokens(self._decode.attention, self.apply_rope, q, pages, params, out)
         if not pages.page_table.shape[0]:  # no sequence
-            return empty_rows(q)
+            return empty_rows(q, out)
         if params.rope_cos is not None and not self._prefill.takes_tables(params.rope_cos):
             q, params = rotated(self.apply_rope, q, params)
-        return self._prefill.attention(q, pages, params)
+        return self._prefill.attention(q, pages, params, out)
 
 
 @cache

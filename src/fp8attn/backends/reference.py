@@ -28,5 +28,7 @@ class Reference:
     def takes_fp8_queries(self, rows: int) -> bool:
         return False
 
-    def attention(self, q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return attend_tokens(reference.attention, self.apply_rope, q, pages, params)
+    def attention(
+        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return attend_tokens(reference.attention, self.apply_rope, q, pages, params, out)

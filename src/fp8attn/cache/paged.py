@@ -40,10 +40,12 @@ class PagedKVCache(Sequences):
             layer.
         scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`. `key_dtype` and `rotate_keys` must
             be the calibrated ones. Or a list with one for each layer.
+        count_overflows: count, on the device, values that saturate and scales of pages that grow, for `overflows`.
         device: the device of the pages.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Attributes:
         layers: each layer's pool, static means and scales.
+        overflow_counts: the counts of `overflows`; None without `count_overflows`.
         table: the pages of each sequence, for all layers.
     Raises:
         ValueError: no kernel takes the shape, or the options contradict each other.
@@ -81,11 +83,12 @@ class PagedKVCache(Sequences):
             RuntimeError: a static cache is full. On a GPU the error is raised later, when the host waits for it.
         """
         static_scales = self._layer(layer).scales is not None
+        overflows = None if self.overflow_counts is None else self.overflow_counts.tensors[layer]
         if torch.compiler.is_compiling():
             self._trace_append(layer, k, lengths)
             return ops.append(
                 self.pages(layer), k, v, q=q, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-                static_scales=static_scales, backend=self.backend,
+                static_scales=static_scales, overflows=overflows, backend=self.backend,
             )  # fmt: skip
         name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
         step = self._join(layer, k.shape[0], lengths)
@@ -98,7 +101,7 @@ class PagedKVCache(Sequences):
                 pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
             rotated = ops.run_append(
                 name, pages, k, v, q=q, cu_seqlens=step.cu_seqlens, max_seqlen=step.longest, rope_cos=rope_cos, rope_sin=rope_sin,
-                rope_interleaved=rope_interleaved, static_scales=static_scales,
+                rope_interleaved=rope_interleaved, static_scales=static_scales, overflows=overflows,
             )  # fmt: skip
         step.pages[layer] = pages
         return rotated
@@ -250,7 +253,7 @@ class PagedKVCache(Sequences):
             columns = self._static.columns(longest, self.device)
         elif longest <= table.headroom:
             table.advance(new, longest)
-        elif not table.num_pages and lengths is None and all(layer.scales is None for layer in self.layers):
+        elif not table.num_pages and lengths is None and self._begins_dense:
             begins = True
             table.begin(longest)
             self._pages = [None] * len(self.layers)
@@ -259,6 +262,11 @@ class PagedKVCache(Sequences):
             table.advance(new, longest)
         cu_seqlens = None if lengths is None else table.to_device([0, *accumulate(new)], torch.int32)
         return Step(new, cu_seqlens, before, begins, columns)
+
+    @property
+    def _begins_dense(self) -> bool:
+        """Whether `ops.run_from_dense` may make the first pages: it has neither static scales nor counts."""
+        return self.overflow_counts is None and all(layer.scales is None for layer in self.layers)
 
     def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
         """The number of new tokens of each sequence."""

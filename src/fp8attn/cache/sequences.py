@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages
+from ..overflow import OverflowCounts, OverflowReport
 from ..params import BackendName
 from ..scales import LayerScales
 from .layer import LayerPages
@@ -32,13 +33,15 @@ class Sequences:
         k_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         v_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         scales: LayerScales | Sequence[LayerScales] | None = None,
+        count_overflows: bool = False,
         device: torch.device | str | None = None,
         backend: BackendName = "auto",
     ) -> None:
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
-        sizes = {"num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages}
-        sizes["max_seqlen"] = max_seqlen
+        sizes = {
+            "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen
+        }  # fmt: skip
         if any(size is not None and size < 1 for size in sizes.values()):
             given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
             raise ValueError(f"{', '.join(sizes)} must be positive; got {given}")
@@ -58,6 +61,7 @@ class Sequences:
             LayerPages(num_kv_heads, head_dim, key_dtype, rotated, k, v, own, self.device)
             for rotated, k, v, own in zip(*options, strict=True)
         ]
+        self.overflow_counts = OverflowCounts(num_layers, num_kv_heads, head_dim, self.device) if count_overflows else None
         self.table = PageTable(num_layers, num_seqs, num_pages, self.device)
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append
@@ -108,9 +112,21 @@ class Sequences:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors on the device: pages (also free ones), means, page table and lengths."""
+        """Bytes of all tensors on the device, except counts: pages (also free ones), means, page table and lengths."""
         held = [x for layer in self.layers for x in (layer.pool, layer.k_mean, layer.v_mean) if x is not None]
         return sum(x.nbytes for x in (*held, self.table.page_table, *self.table.cache_seqlens))
+
+    def overflows(self) -> OverflowReport:
+        """How many values saturated, and how often pages were rescaled, in all appends so far. It waits for the GPU once.
+
+        If calibrated scales no longer fit, the first report that shows it logs a warning (`OverflowCounts`).
+
+        Raises:
+            ValueError: the cache was made without `count_overflows=True`.
+        """
+        if self.overflow_counts is None:
+            raise ValueError("this cache counts no overflows: make it with count_overflows=True")
+        return self.overflow_counts.read()
 
     def __repr__(self) -> str:
         lengths = "" if self.max_seqlen is not None else f"lengths=({', '.join(map(str, self.table.lengths))}), "
@@ -280,6 +296,8 @@ class Sequences:
             for x in self.pages(layer).state:
                 if isinstance(x, torch.Tensor):
                     torch._dynamo.mark_static_address(x)  # CUDA graphs write into it in place
+        for x in () if self.overflow_counts is None else self.overflow_counts.tensors:
+            torch._dynamo.mark_static_address(x)
 
     def check_complete(self, what: str) -> None:
         """Raise ValueError if some layers have not appended the tokens of the step. The message names the call `what`."""

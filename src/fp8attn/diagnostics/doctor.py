@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..backends import BACKENDS, unsupported_reason
+from ..backends import DENSE_BACKENDS, unsupported_reason
 from ..kernels import fa3
 from ..scales import ranges
 from . import accumulation
@@ -56,12 +56,10 @@ def diagnose(measure: bool = True) -> list[Check]:
     checks.append(Check("cpu", "info", f"{platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()}"))
     devices = _gpus(checks)
     for device in [*devices, "cpu"]:
-        for backend in BACKENDS:
-            dtype = torch.float32 if device == "cpu" and backend == "reference" else torch.bfloat16
-            reason = unsupported_reason(backend, device, dtype)
-            checks.append(Check(f"backend {backend} on {device}", "no" if reason else "ok", reason or "runs"))
-        reason = fa3.unsupported_reason(device)
-        checks.append(Check(f"backend fa3 on {device}", "no" if reason else "ok", reason or f"runs {fa3.default().name}"))
+        for backend in DENSE_BACKENDS:
+            reason = unsupported_reason(backend, device)
+            runs = f"runs {fa3.default().name}" if backend == "fa3" and not reason else "runs"  # which build
+            checks.append(Check(f"backend {backend} on {device}", "no" if reason else "ok", reason or runs))
     hopper = next((device for device in devices if unsupported_reason("hopper", device) is None), None)
     if measure and hopper is not None:
         for name, attend in accumulation.kernels().items():

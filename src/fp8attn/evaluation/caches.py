@@ -20,7 +20,7 @@ from .names import CACHES, UNIFORM
 
 
 class Format(TypedDict, total=False):
-    """Of keys, as `FP8Cache` takes it; what is absent is its default."""
+    """The format of keys, as arguments of `FP8Cache`. An absent one has its default."""
 
     key_dtype: KeyDtype
     rotate_keys: bool

@@ -194,6 +194,8 @@ def windows(tokens: torch.Tensor, length: int, count: int, *, from_end: bool = F
     if length < 2 or count < 1:
         raise UsageError(f"windows need a length of at least 2 tokens and a count of at least 1; got {length} and {count}")
     if length * count > len(tokens):
-        raise UsageError(f"{count} windows of {length} tokens need {length * count}, and the text has {len(tokens)}")
+        raise UsageError(
+            f"{count} windows of {length} tokens need {length * count}, and the text has {len(tokens)}; pass a longer text, or fewer tokens"
+        )
     part = tokens[-length * count :] if from_end else tokens[: length * count]
     return part.view(count, length)

@@ -82,7 +82,7 @@ def compare(outcomes: Iterable[Outcome], first: str, second: str) -> Paired:
     mine, theirs = ({o.sample: o for o in outcomes if o.cache == name} for name in (first, second))
     pairs = [(outcome, theirs[sample]) for sample, outcome in mine.items() if sample in theirs]
     if not pairs:
-        raise UsageError(f"the caches {first!r} and {second!r} have no sample in common")
+        raise UsageError(f"the caches {first!r} and {second!r} have no sample in common; ask both the same samples")
     counts = {(a, b): sum((x.right, y.right) == (a, b) for x, y in pairs) for a in (True, False) for b in (True, False)}
     both, only_first, only_second, neither = (counts[k] for k in ((True, True), (True, False), (False, True), (False, False)))
     return Paired(

@@ -95,6 +95,10 @@ def _check_that_chains_fit(tokenizer: Any, length: int) -> None:
     example, question = (vt_utils.generate_input_output(noises, 1, 4, is_icl=short)[0] for noises, short in ((5, True), (10, False)))
     example, question = (len(tokenizer(text)["input_ids"]) + 60 for text in (example, question))  # 30 for the answer, and a margin
     if example > 500:
-        raise UsageError(f"{_CHAINS} takes an example of at most 500 tokens; the shortest has {example} with this tokenizer")
+        raise UsageError(
+            f"{_CHAINS} takes an example of at most 500 tokens; the shortest has {example} with this tokenizer: leave this task out"
+        )
     if example + question > length:
-        raise UsageError(f"{_CHAINS} does not fit into {length} tokens; its shortest prompt takes about {example + question}")
+        raise UsageError(
+            f"{_CHAINS} does not fit into {length} tokens; its shortest prompt takes about {example + question}: give a larger length"
+        )

@@ -59,14 +59,19 @@ def plant(model: Any, strength: Strength, *, seed: int = 0) -> None:
     for layer in layers:
         wanted = ("q_proj", "k_proj", "v_proj", "o_proj")
         if not all(isinstance(getattr(layer.self_attn, name, None), torch.nn.Linear) for name in wanted):
-            raise UsageError(f"a stress needs a Llama-like model, with {', '.join(wanted)}; {config.model_type!r} has none")
+            raise UsageError(
+                f"a stress needs a Llama-like model, with {', '.join(wanted)}, and {config.model_type!r} is another; leave the stress out"
+            )
         if any(hasattr(layer.self_attn, name) for name in ("q_norm", "k_norm", "sinks")):
             raise UsageError(
-                f"a stress would change what {config.model_type!r} computes, because it has norms after its projections, or sinks"
+                f"a stress would change what {config.model_type!r} computes, because it has norms after its projections, or sinks; leave "
+                "the stress out"
             )
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
     if not layers or partial != 1:
-        raise UsageError(f"a stress needs a Llama-like model with RoPE in all channels; {config.model_type!r} is none")
+        raise UsageError(
+            f"a stress needs a Llama-like model with RoPE in all channels, and {config.model_type!r} is another; leave the stress out"
+        )
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:
         _plant_layer(layer, config, strength, generator)

@@ -80,9 +80,14 @@ def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any],
     """
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{kernel!r} cannot be compiled. Unset TRITON_INTERPRET before Triton is imported.")
-    compute_key(kernel)
     with _active(_Driver(target)):
-        return kernel.warmup(*map(_argument, args), grid=(1,), **given)
+        return loaded(kernel, args, given)
+
+
+def loaded(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any]) -> CompiledKernel:
+    """`compiled` for the current device. Triton then has the kernel in memory, and the first launch finds it there."""
+    compute_key(kernel)
+    return kernel.warmup(*map(_argument, args), grid=(1,), **given)
 
 
 def _argument(x: Any) -> Any:

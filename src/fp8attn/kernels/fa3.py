@@ -91,7 +91,9 @@ def find(name: str) -> Build:
         elif argument.name in NEUTRAL:
             neutral.append(NEUTRAL[argument.name])
         else:
-            raise LookupError(f"{namespace}::fwd has an argument {argument.name!r} that this version of fp8attn does not know")
+            raise LookupError(
+                f"{namespace}::fwd has an argument {argument.name!r} that this version of fp8attn cannot set; install another build"
+            )
     return Build(name, op, tuple(neutral), {argument.name: i for i, argument in enumerate(op._schema.arguments)})
 
 

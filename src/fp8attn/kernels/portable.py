@@ -28,6 +28,7 @@ import triton.language as tl
 from ..layout import HEADER, PAGE_SIZE, V_GROUP, KVPages
 from ..params import AttentionParams
 from .combine import combine, finish, num_splits
+from .constexpr import ConstexprFields
 from .fp8 import from_e4m3, from_int8, is_native, round_to
 from .launch import constants, launch
 from .machine import machine
@@ -45,7 +46,7 @@ _NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: fini
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ConstexprFields):
     """The compile-time options of the kernel. The host makes them, and device code reads them."""
 
     int8: bool  # keys; or else E4M3
@@ -259,7 +260,7 @@ def _attention_kernel(
     q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
     if OPTIONS.rotate:
         q = hadamard(q, D)
-    # factor * q16 = |softmax_scale| * log2(e) * q: what is left of q after a power of two that brings its largest value to 2^8.
+    # factor * q16 = |softmax_scale| * log2(e) * q. q16 is q times the power of two that brings its largest value to 2^8.
     exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
     grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)
     shrink = ((exponent - _Q_BITS) << 23).to(tl.float32, bitcast=True)
@@ -397,12 +398,14 @@ def attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention`, with a relative error of up to 3e-4 plus the rounding of the output's dtype."""
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     num_tokens, num_q_heads, head_dim = q.shape
     device = q.device
-    out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)
+    if out is None:
+        out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)
     lse = torch.empty((num_tokens, num_q_heads), dtype=torch.float32, device=device)
     if not num_tokens:
         return out, lse

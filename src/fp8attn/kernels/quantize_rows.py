@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .constexpr import ConstexprFields
 from .fp8 import finite, inverse, is_native, needed_scale, to_codes
 from .launch import constants, launch
 from .rotation import hadamard
@@ -27,7 +28,7 @@ _INF = tl.constexpr(float("inf"))
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(ConstexprFields):
     """How the kernels read the tensor."""
 
     row: Row
@@ -36,7 +37,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ConstexprFields):
     """How codes are made."""
 
     tokens: Tokens

@@ -12,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .constexpr import ConstexprFields
 from .fp8 import from_e4m3
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(ConstexprFields):
     """The compile-time options of rows, a constexpr parameter. The host makes it (`row_of`)."""
 
     head_dim: int

@@ -13,6 +13,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 from ...cache import PagedKVCache
 from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, KeyDtype, KVPages, key_type
+from ...overflow import OverflowReport
 from ...params import BackendName
 from ...scales import KVScales
 from . import files
@@ -43,6 +44,7 @@ class FP8Cache(Cache):
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
         skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `fp8attn
             sensitivity` measures a model and chooses them. `edge_layers` names the first and last layers.
+        count_overflows: count values that saturate and scales of pages that grow, for `overflows`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`, for append and attention.
     Raises:
         TypeError: `config` is not the config of a model.
@@ -59,6 +61,7 @@ class FP8Cache(Cache):
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
+        count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -82,7 +85,7 @@ class FP8Cache(Cache):
             )
         plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
         length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
-        layers, shared = [], FP8Layers(config, max_cache_len, key_dtype, backend)
+        layers, shared = [], FP8Layers(config, max_cache_len, key_dtype, count_overflows, backend)
         for index, spec in enumerate(specs):
             if spec.kind not in (FULL, *UNQUANTIZED_LAYER_TYPES):
                 raise UsageError(
@@ -111,6 +114,7 @@ class FP8Cache(Cache):
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
+        count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> FP8Cache:
         """The cache of `model.config`, with static means where the model's biases are several deviations of K or V (`biases`).
@@ -122,8 +126,8 @@ class FP8Cache(Cache):
 
         Args:
             model: a transformers model.
-            max_cache_len, skip_layers, key_dtype, rotate_keys, backend: as `FP8Cache` takes them. K's bias is averaged over max_cache_len
-                positions, or over the config's max_position_embeddings if max_cache_len is None.
+            max_cache_len, skip_layers, key_dtype, rotate_keys, count_overflows, backend: as `FP8Cache` takes them. K's bias is averaged
+                over max_cache_len positions, or over the config's max_position_embeddings if max_cache_len is None.
         Returns:
             The `FP8Cache`.
         Raises:
@@ -134,7 +138,7 @@ class FP8Cache(Cache):
             raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
         cache = cls(
             model.config, max_cache_len=max_cache_len, skip_layers=skip_layers, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            backend=backend,
+            count_overflows=count_overflows, backend=backend,
         )  # fmt: skip
         check_attention_interface(decoder_config(model.config))
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -190,6 +194,18 @@ class FP8Cache(Cache):
         if self.shared.paged is None or layer not in self.fp8_layers:
             raise ValueError(f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}, with pages after the first forward")
         return self.shared.paged.pages(self.layers[layer].slot)
+
+    def overflows(self) -> OverflowReport:
+        """How many values saturated, and how often pages were rescaled, by the numbers of the model's layers. It waits for the GPU once.
+
+        If calibrated scales no longer fit, the first report that shows it logs a warning (`OverflowCounts`).
+
+        Raises:
+            ValueError: the cache was made without `count_overflows=True`, or has no tokens yet.
+        """
+        if self.shared.paged is None:
+            raise ValueError("no token has been appended: the counts are known after the first forward")
+        return self.shared.paged.overflows()
 
     @property
     def nbytes(self) -> int:

@@ -27,8 +27,11 @@ class FP8Layers:
         paged: the pages of all FP8 layers; None before the first K and V.
     """
 
-    def __init__(self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, backend: BackendName) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, count_overflows: bool, backend: BackendName
+    ) -> None:
         self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
+        self.count_overflows = count_overflows
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
         self.implementation, self.length = "", 0  # of attention, and of every sequence, in this forward
@@ -65,9 +68,12 @@ class FP8Layers:
             k_mean=[layer.k_mean for layer in self.layers],
             v_mean=[layer.v_mean for layer in self.layers],
             scales=scales or None,
+            count_overflows=self.count_overflows,
             device=key_states.device,
             backend=self.backend,
         )
+        if self.paged.overflow_counts is not None:
+            self.paged.overflow_counts.layers = [layer.index for layer in self.layers]
         return self.paged
 
     def other_shape(self, index: int, key_states: torch.Tensor) -> None:
@@ -161,7 +167,7 @@ class FP8Layer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         if self.shared.paged is None:
-            raise AttributeError("the batch is known after the first update")
+            raise AttributeError("the cache has a batch size only after the first update")
         return self.shared.paged.num_seqs
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -7,6 +7,7 @@
 | `page.py` | more tokens, and dense K and V, page by page |
 | `settle.py` | how `page.py` finds a page's scale |
 | `e4m3.py` | pages of E4M3 inputs |
+| `overflow.py` | counts of values that saturate and of scales that grow |
 | `queries.py` | RoPE on Q |
 | `slot.py`, `words.py` | the positions of tokens and scales in a page |
 | `options.py` | the compile-time options of the kernels |
@@ -49,6 +50,8 @@ def append(
     rope_sin: torch.Tensor | None,
     rope_interleaved: bool,
     static_scales: bool,
+    advance: bool = True,
+    overflows: torch.Tensor | None = None,
 ) -> None:
     """`reference.append` with the same bits, except for the sign of NaN."""
     if not k.shape[0] or not max_seqlen:
@@ -56,8 +59,8 @@ def append(
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
     heads, head_dim = pages.num_kv_heads, pages.head_dim
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
-    stored = row, is_native(device), pages.key_dtype == torch.int8, pages.rotate_keys, static_scales
-    held = pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens
+    stored = row, is_native(device), pages.key_dtype == torch.int8, pages.rotate_keys, static_scales, advance
+    held = pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, overflows
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
         queries, query_strides, query_shape = (None, None), (0, 0, 0, 0), (0, 0)
@@ -83,7 +86,8 @@ def append(
         launch(page_kernel, (2 * heads, min(places, MAX_GRID), -(-places // MAX_GRID)), (*args, 0), given)
     if q is not None:
         _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
-    pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+    if advance:
+        pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
 
 
 def from_dense(
@@ -109,10 +113,10 @@ def from_dense(
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
     else:
         args = (
-            k, v, pool, k_mean, v_mean, table, lengths, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch, length, heads,
-            _columns_ahead(device, heads, row.width),
+            k, v, pool, k_mean, v_mean, table, lengths, None, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch, length,
+            heads, _columns_ahead(device, heads, row.width),
         )  # fmt: skip
-        stored = row, is_native(device), key_dtype == torch.int8, rotate_keys, False
+        stored = row, is_native(device), key_dtype == torch.int8, rotate_keys, False, True
         given = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
         _launch_sequences(page_kernel, (2 * heads, columns), batch, args, given)
     return KVPages.trusted(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)
@@ -169,9 +173,9 @@ def _page_constants(device: torch.device, hip: bool, row: Row, *stored: bool, de
     return constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
 
 
-def _options(row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, dense: bool) -> Options:
+def _options(row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> Options:
     keys = Codes(row, False, int8, native, static, dense)
-    return Options(keys, replace(keys, row=_without_rope(row), is_v=True, int8=False), rotate_keys)
+    return Options(keys, replace(keys, row=_without_rope(row), is_v=True, int8=False), rotate_keys, advance)
 
 
 def _without_rope(row: Row) -> Row:

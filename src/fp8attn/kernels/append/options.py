@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..constexpr import ConstexprFields
 from ..rows import Row
 
 
 @dataclass(frozen=True)
-class Codes:
+class Codes(ConstexprFields):
     """How K or V is stored in pages."""
 
     row: Row
@@ -20,18 +21,19 @@ class Codes:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ConstexprFields):
     """The one constexpr parameter of the kernels that write pages."""
 
     k: Codes
     v: Codes
     rotate: bool  # keys are rotated (`rotation`)
+    advance: bool = True  # the lengths do not count the new tokens yet, and the launch adds them
     tokens: int = 1  # of a step's sequence, padded to a power of two
     heads: int = 1  # of K or V: what a program of a step writes
 
 
 @dataclass(frozen=True)
-class Queries:
+class Queries(ConstexprFields):
     """The one constexpr parameter of the code that applies RoPE to Q."""
 
     row: Row

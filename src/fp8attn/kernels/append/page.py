@@ -75,10 +75,13 @@ def _store_keys(x, position, page_ptr, old, end, CODES: tl.constexpr):
 
 
 @triton.jit
-def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, angle_strides, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
+def _write_keys(
+    x_ptr, stride_t, mean_ptr, slot_ptr, angles, angle_strides, old, end, ahead, counting, CODES: tl.constexpr, ROTATE: tl.constexpr
+):
     """Write tokens `[old, end)` of a head's K page, and prefetch the page `ahead` tokens on.
 
-    The pointers `x_ptr` and `angles` (cos and sin) are those of token 0. If `old` > 0, they point before the tensors.
+    The pointers `x_ptr` and `angles` (cos and sin) are those of token 0. If `old` > 0, they point before the tensors. `counting` is
+    `settle`'s.
     """
     ROW: tl.constexpr = CODES.row
     HALF_PAGE: tl.constexpr = PAGE // 2
@@ -94,7 +97,7 @@ def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, angle_strides, old,
         mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW)
         x0 -= mean
         x1 -= mean
-    x0, x1 = settle(x0, x1, 0.0, slot_ptr, old, CODES)
+    x0, x1 = settle(x0, x1, 0.0, slot_ptr, old, end, counting, CODES)
     _store_keys(x0, t0, slot_ptr, old, end, CODES)
     _store_keys(x1, t1, slot_ptr, old, end, CODES)
 
@@ -117,7 +120,7 @@ def _take_apart(x):
 
 
 @triton.jit
-def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, CODES: tl.constexpr):
+def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting, CODES: tl.constexpr):
     """`_write_keys` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
     ROW: tl.constexpr = CODES.row
     first = word_token(tl.arange(0, PAGE // 4))
@@ -132,7 +135,7 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, CODES: t
         x1 -= mean
         token -= load_lanes(mean_ptr, ROW)
     first_amax = float_of(tl.max(tl.max(bits_of(finite(token)), 1), 0))
-    x0, x1 = settle(x0, x1, first_amax, slot_ptr, old, CODES)
+    x0, x1 = settle(x0, x1, first_amax, slot_ptr, old, end, counting, CODES)
     a, b = _take_apart(x0)
     c, d = _take_apart(x1)
     store_words(slot_ptr + PAGE * ROW.head_dim, pack_e4m3(a, b, c, d, CODES.native), first, old, end, ROW)
@@ -140,7 +143,7 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, CODES: t
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])
 def page_kernel(
-    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
+    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, overflows_ptr,
     cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
     sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, columns_ahead, first_seq, OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +159,7 @@ def page_kernel(
     if cu_seqlens_ptr is None:
         column = tl.program_id(1)
         seq = first_seq + tl.program_id(2)
-        start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+        start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
     else:
         # A sequence of n tokens touches at most n // 128 + 2 pages, so its places may begin at start // 128 + 2 * seq.
         place = tl.program_id(1) + tl.program_id(2) * _MAX_GRID
@@ -165,7 +168,7 @@ def page_kernel(
             seqs = s + tl.arange(0, 128)
             starts = tl.load(cu_seqlens_ptr + seqs, mask=seqs < num_seqs, other=0)
             seq += tl.sum(((seqs < num_seqs) & (starts // PAGE + 2 * seqs <= place)).to(tl.int32), 0)
-        start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+        start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
         column = place - start // PAGE - 2 * seq
     wide = seq.to(tl.int64)
     if DENSE:  # sequences have their own strides and consecutive pages, which the first program writes to the table
@@ -183,6 +186,8 @@ def page_kernel(
             sin_ptr += wide * sin_stride_b
     else:
         length = tl.load(seqlens_ptr + seq)
+        if not OPTIONS.advance:
+            length -= new
         column += length // PAGE
     first = column * PAGE  # the page's first token
     old = 0 if DENSE else tl.maximum(length - first, 0)
@@ -205,10 +210,11 @@ def page_kernel(
             k_mean_ptr += head * D
         k_ptr += row * k_stride_t + head * k_stride_h
         _write_keys(
-            k_ptr, k_stride_t, k_mean_ptr, slot_ptr, (cos_ptr, sin_ptr), (cos_stride, sin_stride), old, end, ahead, K, OPTIONS.rotate
-        )
+            k_ptr, k_stride_t, k_mean_ptr, slot_ptr, (cos_ptr, sin_ptr), (cos_stride, sin_stride), old, end, ahead, (overflows_ptr, head),
+            K, OPTIONS.rotate,
+        )  # fmt: skip
     else:
         if v_mean_ptr is not None:
             v_mean_ptr += head * D
         v_ptr += row * v_stride_t + head * v_stride_h
-        _write_values(v_ptr, v_stride_t, v_mean_ptr, slot_ptr, old, end, ahead, V)
+        _write_values(v_ptr, v_stride_t, v_mean_ptr, slot_ptr, old, end, ahead, (overflows_ptr, head), V)

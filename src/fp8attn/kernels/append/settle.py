@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..fp8 import finite, inverse, magnitude, needed_scale, saturate_int8, with_headroom
+from .overflow import add_overflows, saturated
 from .slot import HEADER_WORDS, PAGE, rescale, round_again, scale_ptr_of, word_token
 
 _LARGE = tl.constexpr(2.0**38)  # values below it do not saturate with a scale that was settled for them
@@ -105,7 +106,7 @@ def _finite_rows(x0, x1):
 
 
 @triton.jit
-def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURATE: tl.constexpr):
+def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURATE: tl.constexpr, COUNT: tl.constexpr):
     """Round tokens again until one scale fits all.
 
     Args:
@@ -113,7 +114,8 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURA
         amax: the magnitudes of the new tokens (`_lanes` of bits). For V, they are computed here.
         most: the scale that the new tokens need.
     Returns:
-        The values to round of each tile, and the scale that fits all. Codes in the page have been rounded again to it.
+        The values to round of each tile, the scale that fits all, and how often it grew, with COUNT. Codes in the page have been rounded
+        again to it.
     """
     IS_V: tl.constexpr = CODES.is_v
     INT8: tl.constexpr = CODES.int8
@@ -127,6 +129,7 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURA
     needs = _needs(amax, INT8)
     fresh = old  # tokens before it are codes, to be multiplied by `ratio`
     ratio = 1.0
+    count = tl.zeros((), tl.int32)
     while most > scale:
         index = _first_token_over(needs, scale, old, IS_V)
         grown = with_headroom(needed_scale(float_of(_at(amax, index, IS_V)), INT8), INT8)
@@ -140,22 +143,26 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURA
             rescale(codes_ptr, ratio, old, CODES)
         fresh = index
         scale = grown
+        if COUNT:
+            count += 1
     factor = inverse(scale, INT8)
     x0 *= _factor(t0, fresh, ratio, factor)
     x1 *= _factor(t1, fresh, ratio, factor)
     if INT8 and SATURATE:
-        return saturate_int8(x0), saturate_int8(x1), scale
+        return saturate_int8(x0), saturate_int8(x1), scale, count
     else:
-        return x0, x1, scale
+        return x0, x1, scale, count
 
 
 @triton.jit
-def settle(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
-    """Settle the scale of a page from its tokens from `old` on, and write it.
+def settle(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr):
+    """Settle the scale of a page from its tokens `[old, end)`, and write it.
 
-    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns the values to round of each tile, saturated
-    for INT8.
+    `first` is the largest finite magnitude of V's first token; K's is computed here. `counting` is a pointer to the counts of overflows,
+    or None, and the head. Returns the values to round of each tile, saturated for INT8.
     """
+    overflows_ptr, head = counting
+    COUNT: tl.constexpr = overflows_ptr is not None
     D: tl.constexpr = CODES.row.head_dim
     IS_V: tl.constexpr = CODES.is_v
     INT8: tl.constexpr = CODES.int8
@@ -174,6 +181,11 @@ def settle(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
         factor = inverse(scale, INT8)
         x0 *= factor
         x1 *= factor
+        if COUNT:
+            t0 = _token(0, tl.arange(0, PAGE // 2), IS_V)
+            t1 = _token(1, tl.arange(0, PAGE // 2), IS_V)
+            overflows = saturated(x0, ((t0 >= old) & (t0 < end))[:, None], CODES)
+            overflows += saturated(x1, ((t1 >= old) & (t1 < end))[:, None], CODES)
         if INT8:
             x0, x1 = saturate_int8(x0), saturate_int8(x1)
     else:
@@ -193,9 +205,11 @@ def settle(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
             scale = with_headroom(needed_scale(first, INT8), INT8)
         most = needed_scale(worst, INT8)
         if INT8 and large:  # two paths: few pages have values that saturate, and saturation would add a sixth to the instructions
-            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, True)
+            x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, True, COUNT)
         else:
-            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False)
+            x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False, COUNT)
+    if COUNT:
+        add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if INT8:  # INT8 has no code for NaN
         tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
     elif not CODES.static:

@@ -46,14 +46,19 @@ def word_token(word):
 
 
 @triton.jit
-def new_tokens(cu_seqlens_ptr, seq, max_seqlen):
-    """The index of a sequence's first new token, and the number of its new tokens."""
+def new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, ADVANCE: tl.constexpr):
+    """The index of a sequence's first new token, and the number of its new tokens.
+
+    If the lengths count the new tokens already, a sequence that is shorter than its new tokens is padding of the batch, and has none.
+    """
     if cu_seqlens_ptr is None:
         start = seq * max_seqlen
         new = max_seqlen
     else:
         start = tl.load(cu_seqlens_ptr + seq)
         new = tl.load(cu_seqlens_ptr + seq + 1) - start
+    if not ADVANCE:
+        new = tl.where(new > tl.load(seqlens_ptr + seq), 0, new)
     return start, new
 
 

@@ -1,7 +1,7 @@
 """A step: up to 16 new tokens of each sequence, in one launch.
 
 A program writes a few heads of a sequence's K or V. Other programs apply RoPE to Q. The last program that reads a sequence's length
-advances it.
+advances it, unless the length counts the new tokens already.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import triton.language as tl
 from ..fp8 import finite, inverse, needed_scale, to_codes, with_headroom
 from ..rotation import hadamard
 from ..rows import load_rotated, load_rows, store_rows
+from .overflow import add_overflows, saturated
 from .queries import rotate_queries
 from .slot import GROUP, PAGE, new_tokens, rescale, round_again, scale_ptr_of, slot_bytes, v_position
 
 MAX_PROGRAMS = 64  # for one sequence
 
-_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_take_turn`)
+_TURN = tl.constexpr(2**31 // MAX_PROGRAMS)  # more than any length (`_advance`)
 _NONE = tl.constexpr(1 << 62)  # where all tokens fit (`_first_over`)
 
 
 @triton.jit
-def _take_turn(length_ptr, new, programs):
+def _advance(length_ptr, new, programs):
     """Read the length of a sequence before this launch, and add `new` to it for later launches.
 
     Each of the sequence's programs reads the length once, and counts its read in the upper bits. When the count is complete, all programs
@@ -52,7 +53,7 @@ def _first_over(need, token, scale, new):
 
 
 @triton.jit
-def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr):
+def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr, COUNT: tl.constexpr):
     """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which have `old` tokens, from the scales that their tokens need.
 
     Args:
@@ -61,8 +62,8 @@ def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr
         scale: `[HEADS]`, zero for an empty page.
         held: `[HEADS]`, whether the head exists.
     Returns:
-        `x`, with codes where a later token made the scale grow; the factors of its rows before they are rounded, `[HEADS, T]`; and the
-        scales.
+        `x`, with codes where a later token made the scale grow; the factors of its rows before they are rounded, `[HEADS, T]`; the
+        scales; and how often a scale grew after the first token of its page, with COUNT.
     """
     HEADS: tl.constexpr = need.shape[0]
     T: tl.constexpr = need.shape[1]
@@ -72,6 +73,7 @@ def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr
     # How often any of the scales grows. (A `while` that carries the tile is more than Triton 3.6 compiles.)
     settled = scale
     count = 0
+    grown_scales = tl.zeros((), tl.int32)
     key = _first_over(need, token, settled[:, None], new)
     while tl.min(key) < _NONE:
         settled = tl.where(key < _NONE, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8), settled)
@@ -95,9 +97,11 @@ def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr
                 if tl.max(this.to(tl.int32)) > 0:
                     address = tl.sum(tl.where(this, codes_ptr.to(tl.int64), 0)).to(tl.pointer_type(tl.uint8))
                     rescale(address, tl.sum(tl.where(this, ratio, 0.0)), old, CODES)
+        if COUNT:
+            grown_scales += tl.sum((grows & held & (scale > 0.0)).to(tl.int32))
         scale = grown
         key = _first_over(need, token, scale[:, None], new)
-    return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, INT8)[:, None]), scale
+    return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, INT8)[:, None]), scale, grown_scales
 
 
 @triton.jit
@@ -110,7 +114,7 @@ def _store_scale(scale_ptr, scale, broken, held, CODES: tl.constexpr):
 
 
 @triton.jit
-def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr):
+def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, overflows_ptr, CODES: tl.constexpr, ADVANCE: tl.constexpr):
     """Quantize `x [HEADS * T, C]` and write it at the end of a sequence.
 
     Args:
@@ -127,7 +131,8 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, COD
     INT8: tl.constexpr = CODES.int8
     IS_V: tl.constexpr = CODES.is_v
     STATIC: tl.constexpr = CODES.static
-    length = _take_turn(seqlens_ptr, new, programs)
+    COUNT: tl.constexpr = overflows_ptr is not None
+    length = _advance(seqlens_ptr, new, programs) if ADVANCE else tl.load(seqlens_ptr) - new
     old = length % PAGE
     table_ptr += length // PAGE
     slot_ptr = pool_ptr + (tl.load(table_ptr).to(tl.int64) * num_kv_heads + head) * slot_bytes(D)
@@ -147,12 +152,16 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, COD
     else:
         need = tl.reshape(needed_scale(tl.max(finite(x), 1), INT8), (HEADS, T))
         scale = tl.where(old > 0, scale, 0.0)
-        x, factor, scale = _settle(x, need, tokens, here, scale, slot_ptr, held, old, CODES)
+        x, factor, scale, overflows = _settle(x, need, tokens, here, scale, slot_ptr, held, old, CODES, COUNT)
         next_scale = scale
         if crosses:
-            x, next_factor, next_scale = _settle(x, need, tokens, ~here, tl.zeros((HEADS,), tl.float32), next_ptr, held, 0, CODES)
+            empty = tl.zeros((HEADS,), tl.float32)
+            x, next_factor, next_scale, more = _settle(x, need, tokens, ~here, empty, next_ptr, held, 0, CODES, COUNT)
             factor = tl.where(here, factor, next_factor)
-    codes = to_codes(x * _rows(factor), INT8, CODES.native)
+            if COUNT:
+                overflows += more
+    x *= _rows(factor)
+    codes = to_codes(x, INT8, CODES.native)
     _store_scale(scale_ptr, scale, tl.max((nan & here).to(tl.int32), 1) > 0, held, CODES)
     if (INT8 or not STATIC) and crosses:
         _store_scale(next_scale_ptr, next_scale, tl.max((nan & ~here).to(tl.int32), 1) > 0, held, CODES)
@@ -160,6 +169,10 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, COD
     offset = PAGE * D + position // GROUP * (D * GROUP) + v_position(position) if IS_V else position * D
     rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
     valid = held[:, None] & (tl.arange(0, T) < new)[None, :]
+    if COUNT:
+        if STATIC:
+            overflows = saturated(x, _rows(valid), CODES)
+        add_overflows(overflows_ptr, tl.where(tl.min(head) == 0, new, 0), overflows, CODES)
     if IS_V:
         d = tl.arange(0, ROW.width)
         tl.store(_rows(rows) + d * GROUP, codes, mask=_rows(valid) & (d < D))
@@ -169,7 +182,7 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, COD
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
 def step_kernel(
-    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
+    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, overflows_ptr,
     q_ptr, q_out_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_stride_t, q_stride_h, q_out_stride_t,
     q_out_stride_h, cos_stride, sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, num_tokens, num_q_heads,
     OPTIONS: tl.constexpr, QUERIES: tl.constexpr,
@@ -189,7 +202,7 @@ def step_kernel(
             strides = q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h, cos_stride, sin_stride
             rotate_queries(tl.program_id(0) - num_seqs * programs, pointers, strides, num_tokens, num_q_heads, QUERIES)
         return
-    start, new = new_tokens(cu_seqlens_ptr, seq, max_seqlen)
+    start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
     if new <= 0:
         return
     token = tl.minimum(tl.arange(0, T), new - 1)  # past the end, repeat the last token, so that only the stores need a mask
@@ -217,10 +230,10 @@ def step_kernel(
             x = hadamard(x, ROW.head_dim)
         if k_mean_ptr is not None:
             x -= mean
-        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, K)
+        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, overflows_ptr, K, OPTIONS.advance)
     else:
         x = load_rows(v_ptr + _rows(head[:, None] * v_stride_h + row * v_stride_t), ROW)
         if v_mean_ptr is not None:
             x -= load_rows(v_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
         tl.debug_barrier()
-        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, V)
+        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, overflows_ptr, V, OPTIONS.advance)

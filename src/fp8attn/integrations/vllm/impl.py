@@ -1,0 +1,118 @@
+"""A layer's attention in vLLM: quantize the new tokens into its pages, then attend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from ... import ops
+from ...errors import UsageError
+from ...layout import KVPages, key_type, page_bytes
+from .metadata import FP8AttentionMetadata
+from .options import Options
+from .specs import BACKEND_IS_ASKED, of_layer
+from .supported import unsupported_config, unsupported_layer
+
+
+class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
+    """`AttentionImpl` describes the arguments.
+
+    Raises:
+        UsageError: fp8attn does not support the layer or vLLM's configuration; the message has the reason and what to do.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        config = get_current_vllm_config()
+        reason = unsupported_layer(head_size, kv_cache_dtype, attn_type, alibi_slopes, others) or unsupported_config(config)
+        if reason is not None:
+            raise UsageError(f"fp8attn cannot serve this model: {reason}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.window, self.softcap, self.sinks = sliding_window, logits_soft_cap or None, sinks
+        self.writes = kv_sharing_target_layer_name is None  # otherwise the pages are of another layer, which has written them
+        self.options = Options.of(config.additional_config)
+        self._config = config
+        self._pool: torch.Tensor | None = None  # the pages in vLLM's allocation
+        self._state: tuple[Any, ...] = ()  # the last fields of `KVPages`
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM calls this before it asks layers for the bytes of their blocks."""
+        if BACKEND_IS_ASKED:
+            return
+        for layer in self._config.compilation_config.static_forward_context.values():
+            if getattr(layer, "impl", None) is self:
+                layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FP8AttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a step.
+
+        Args:
+            query, output: `[T, num_heads, head_size]`.
+            key, value: `[T, num_kv_heads, head_size]`, after RoPE.
+            kv_cache: the layer's blocks.
+            attn_metadata: None while vLLM measures memory.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        if self._pool is None or self._pool.data_ptr() != kv_cache.data_ptr():
+            self._bind(layer, kv_cache)
+        for part in attn_metadata.parts:
+            pages = KVPages.trusted(self._pool, part.page_table, part.cache_seqlens, *self._state)
+            tokens = part.tokens
+            if self.writes:
+                ops.append(pages, key[tokens], value[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False)
+            ops.attention(
+                query[tokens], pages, cu_seqlens_q=part.cu_seqlens, max_seqlen_q=part.max_seqlen, softmax_scale=self.scale,
+                window=self.window, softcap=self.softcap, sinks=self.sinks, out=output[tokens],
+            )  # fmt: skip
+        return output
+
+    def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:
+        """Make the pool of pages from vLLM's allocation for the layer, and its means."""
+        heads, size = self.num_kv_heads, page_bytes(self.head_size)
+        blocks = kv_cache.shape[0]
+        if kv_cache.nbytes != blocks * heads * size or not kv_cache.is_contiguous():
+            raise RuntimeError(
+                f"vLLM gave layer {layer.layer_name} blocks of {kv_cache.nbytes // max(blocks, 1)} bytes with strides {kv_cache.stride()}, "
+                f"and fp8attn needs {heads * size} bytes each without gaps; please report the model and the options"
+            )
+        self._pool = kv_cache.view(torch.uint8).view(blocks, heads, size)
+        model, parallel = self._config.model_config, self._config.parallel_config
+        total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
+        first = get_tensor_model_parallel_rank() * total // ranks
+        means = self.options.means(
+            layer.layer_name, slice(first, first + heads), num_layers=model.get_num_layers(parallel) * parallel.pipeline_parallel_size,
+            num_kv_heads=total, head_dim=self.head_size,
+        )  # fmt: skip
+        k_mean, v_mean = (None if mean is None else mean.to(kv_cache.device) for mean in means)
+        self._state = k_mean, v_mean, key_type(self.options.key_dtype), True

@@ -1,0 +1,70 @@
+"""The sequences of a step, in one or two parts: decodes (and verified drafts), then prompts.
+
+Attention of few queries and of many have different kernels. A batch of both is two calls, so that a long prompt does not take the decodes
+through the kernel for many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from .warm import warm_up
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighboring sequences of a step, for one `append` and one `attention`.
+
+    Attributes:
+        tokens: their tokens among those of the step.
+        cu_seqlens: `[num_seqs + 1]` int32, the index in `tokens` of each sequence's first token, then their number.
+        max_seqlen: the largest number of new tokens of a sequence.
+        cache_seqlens: `[num_seqs]` int32, with the new tokens.
+        page_table: `[num_seqs, max_pages]` int32.
+    """
+
+    tokens: slice
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    cache_seqlens: torch.Tensor
+    page_table: torch.Tensor
+
+
+@dataclass
+class FP8AttentionMetadata(AttentionMetadata):
+    """The step, which all layers share."""
+
+    parts: tuple[Part, ...]
+
+
+class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]):
+    """Makes the metadata of a step. A part of decodes has views of vLLM's buffers only, so CUDA graphs can replay it."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        if device.type != "cpu":
+            warm_up(vllm_config, layer_names, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FP8AttentionMetadata:
+        step = common_attn_metadata
+        num_decodes, num_prompts, num_tokens, _ = split_decodes_and_prefills(step, decode_threshold=self.reorder_batch_threshold)
+        lengths, table, bounds = step.seq_lens[: step.num_reqs], step.block_table_tensor[: step.num_reqs], step.query_start_loc
+        parts = []
+        if num_decodes:
+            longest = step.max_query_len if not num_prompts else self.reorder_batch_threshold
+            parts.append(Part(slice(0, num_tokens), bounds[: num_decodes + 1], longest, lengths[:num_decodes], table[:num_decodes]))
+        if num_prompts:
+            first = bounds[num_decodes : step.num_reqs + 1]
+            own = first - num_tokens if num_decodes else first
+            parts.append(
+                Part(slice(num_tokens, step.num_actual_tokens), own, step.max_query_len, lengths[num_decodes:], table[num_decodes:])
+            )
+        return FP8AttentionMetadata(tuple(parts))

@@ -1,0 +1,70 @@
+"""Options of fp8attn in vLLM: `--additional-config '{"fp8attn": {"scales": "scales.safetensors", "key_dtype": "int8"}}'`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...layout import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ...scales import KVScales
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of all layers.
+
+    Attributes:
+        scales: a file of `KVScales.save`. Its means of K and V are used. Its scales are not: each page has its own.
+        key_dtype: `"int8"` or `"e4m3"`.
+    """
+
+    scales: str | None = None
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
+
+    @classmethod
+    def of(cls, additional_config: Any) -> Options:
+        """The options in vLLM's `additional_config`.
+
+        Raises:
+            UsageError: an option is unknown, or has no such value.
+        """
+        given = additional_config.get("fp8attn", {}) if isinstance(additional_config, dict) else {}
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(names)):
+            raise UsageError(f"additional_config['fp8attn'] has {', '.join(unknown)}; the options are {', '.join(names)}")
+        options = cls(**given)
+        key_type(options.key_dtype)  # raises UsageError
+        return options
+
+    def means(
+        self, layer_name: str, heads: slice, *, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The means of K and V of a layer, each `[heads, head_dim]` float32 on the CPU; None where all are zero.
+
+        Args:
+            layer_name: vLLM's, such as `model.layers.3.self_attn.attn`.
+            heads: the KV heads of this process, if tensor parallelism divides them.
+            num_layers, num_kv_heads, head_dim: the shape of the whole model.
+        Raises:
+            UsageError: the file is missing or damaged, or of another model, key_dtype or rotation.
+        """
+        if self.scales is None:
+            return None, None
+        scales = _load(self.scales)
+        scales.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, key_dtype=self.key_dtype, rotate_keys=True)
+        number = re.search(r"layers\.(\d+)\.", layer_name)
+        if number is None or int(number[1]) not in scales:  # layers with a window have none
+            return None, None
+        layer = scales.layer(int(number[1]))
+        k_mean, v_mean = layer.k_mean[heads].contiguous(), layer.v_mean[heads].contiguous()
+        return k_mean if k_mean.any() else None, v_mean if v_mean.any() else None
+
+
+@lru_cache(maxsize=1)
+def _load(path: str) -> KVScales:
+    return KVScales.load(path)

@@ -1,0 +1,60 @@
+"""The bytes of a vLLM block: `layout.page_bytes` for each KV head of 128 tokens.
+
+vLLM budgets, allocates, hashes and moves blocks by its `KVCacheSpec`. Its own FP8 blocks have `2 * head_dim` bytes a token and head. A page
+has one byte more, 128 for the page, which hold its header. vLLM 0.32 asks the backend (`customize_spec`). vLLM 0.26 asks the layer, so a
+layer with this backend gets another method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+from ...errors import UsageError
+from ...layout import HEADER, PAGE_SIZE, page_bytes
+
+BACKEND_IS_ASKED = "state_content_bytes" in {field.name for field in fields(AttentionSpec)}  # vLLM 0.32
+
+
+def token_bytes(head_dim: int) -> int:
+    """Bytes of a token of one KV head: K, V and its share of the header."""
+    return 2 * head_dim + HEADER // PAGE_SIZE
+
+
+def with_header(spec: Any) -> Any:
+    """The spec that vLLM 0.32 makes for a layer, with the bytes of a page."""
+    return replace(spec, state_content_bytes=token_bytes(spec.head_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSpec(FullAttentionSpec):
+    """A layer's blocks in vLLM 0.26. vLLM finds what manages them by the base class."""
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.num_kv_heads * page_bytes(self.head_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowPageSpec(SlidingWindowSpec):
+    """The blocks of a layer with a window."""
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.num_kv_heads * page_bytes(self.head_size)
+
+
+def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A layer's method `get_kv_cache_spec` for vLLM 0.26, with the bytes of a page."""
+
+    def get_page_spec(vllm_config: Any) -> Any:
+        spec = get_kv_cache_spec(vllm_config)
+        if spec.block_size != PAGE_SIZE:
+            raise UsageError(f"a block must have {PAGE_SIZE} tokens, and this one has {spec.block_size}: leave out --block-size")
+        kind = WindowPageSpec if isinstance(spec, SlidingWindowSpec) else PageSpec
+        return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+    return get_page_spec

@@ -1,0 +1,44 @@
+"""Compiles and loads the kernels of a model before the first request, so that no request waits for a compiler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from ...precompile import warmup
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
+
+
+def warm_up(vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
+    """Compile the kernels of these layers, for all that they have in common."""
+    for layer in {vllm_config.compilation_config.static_forward_context[name] for name in layer_names}:
+        impl = layer.impl
+        _compile(
+            impl.num_heads, impl.num_kv_heads, impl.head_size, vllm_config.model_config.dtype, device, impl.options.key_dtype,
+            impl.options.scales is not None, impl.window is not None, impl.softcap is not None, impl.sinks is not None,
+        )  # fmt: skip
+
+
+@cache
+def _compile(
+    num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any, means: bool, window: bool,
+    softcap: bool, sinks: bool,
+) -> None:  # fmt: skip
+    from triton import knobs
+
+    begun = time.perf_counter()
+    folder = Path(knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "fp8attn.lock"):  # processes of one machine compile the same kernels: the first compiles, the others find them
+        kernels = warmup(
+            num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device, key_dtype=key_dtype,
+            means=means, window=window, softcap=softcap, sinks=sinks, advance=False, load_kernels=True,
+        )  # fmt: skip
+    logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
