@@ -24,6 +24,7 @@ from fp8attn.cli.shared import output
 from fp8attn.evaluation import models, needle, public
 from fp8attn.evaluation import perplexity as evaluation_perplexity
 from fp8attn.evaluation.names import CACHES, TASKS
+from fp8attn.evaluation.sensitivity import Sensitivity
 
 
 def run(*arguments):
@@ -134,6 +135,56 @@ def test_evaluate_drift(tiny_model):
     assert [(row["start"], row["stop"]) for row in found["rows"]] == [(50, 54), (54, 58), (58, 59)]
     text = run(*options, "--stress", 3)
     assert "copied" in text and "50 to 54" in text
+
+
+SENSITIVITY = ("--context", 200, "--chunk", 64)
+
+
+def test_sensitivity(tiny_model, tmp_path):
+    plot, save = tmp_path / "plots" / "layers.svg", tmp_path / "report.json"
+    options = ("sensitivity", "--model", tiny_model, *SENSITIVITY)
+    found = run_json(*options, "--max-bytes", 800, "--plot", plot, "--save", save)
+    report = Sensitivity.load(save)
+    chosen = report.ranking[:1]  # of two layers, 258 bytes in 8 bits and 512 in 16
+    assert found["choice"]["skip_layers"] == [*chosen] and found["choice"]["bytes_per_token"] == 770
+    assert found["choice"]["vllm"] == f"--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {chosen[0]}"
+    assert found["choice"]["kl"] == report.cumulated_kl[1] == min(row["kl"] for row in found["report"]["layers"])
+    others = found["choice"]["other_tokens"]
+    assert 0 < others["chosen"]["kl"] < others["all_in_8_bits"]["kl"] != report.cumulated_kl[0]  # these are other tokens
+    assert (report.tokens, report.chunk, report.dtype, report.cache) == (200, 64, "float32", "fp8")
+    assert "<svg" in plot.read_text()
+    text = run(*options, "--max-kl", 1)
+    assert "KL alone" in text and "FP8Cache: skip_layers=()\nAttentionPolicy: skip=()\nvllm serve: --kv-cache-dtype fp8\n" in text
+    assert run_json(*options)["choice"] is None
+    assert "skip_layers" not in run(*options)
+
+
+def test_sensitivity_of_other_caches(tiny_model, scales_file):
+    options = ("sensitivity", "--model", tiny_model, *SENSITIVITY)
+    found = [
+        run_json(*options, *more)["report"] for more in ((), ("--scales", scales_file), ("--cache", "scale-1"), ("--dtype", "bfloat16"))
+    ]
+    assert [(report["cache"], report["dtype"]) for report in found] == [
+        ("fp8", "float32"), ("fp8-static", "float32"), ("scale-1", "float32"), ("fp8", "bfloat16"),
+    ]  # fmt: skip
+    assert len({report["cumulated_kl"][0] for report in found}) == 4
+
+
+def test_sensitivity_without_a_budget_that_can_be_met(monkeypatch, capsys, tiny_model, tmp_path):
+    save = tmp_path / "report.json"
+    message = fail(monkeypatch, capsys, "sensitivity", "--model", tiny_model, *SENSITIVITY, "--max-kl", 0, "--save", save)
+    assert message.startswith("fp8attn: no choice of layers has a KL divergence of at most 0 nats per token: the smallest measured is ")
+    assert len(Sensitivity.load(save).layers) == 2  # a long run is not lost
+
+
+def test_sensitivity_refuses_before_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(models, "load", never)
+    assert "give --max-kl or --max-bytes, not both" in fail(monkeypatch, capsys, "sensitivity", "--max-kl", 1, "--max-bytes", 1)
+    for cache in ("both", "fp8,scale-1", "bf16", "transformers-fp8"):
+        message = fail(monkeypatch, capsys, "sensitivity", "--cache", cache)
+        assert message.startswith("fp8attn: sensitivity takes one of fp8, ") and message.endswith(f"; got {cache!r}")
+    assert "no such text file: nowhere" in fail(monkeypatch, capsys, "sensitivity", "--text", "nowhere")
+    assert "a plot must be a .png, .svg or .pdf file; got x.txt" in fail(monkeypatch, capsys, "sensitivity", "--plot", "x.txt")
 
 
 def test_stress_changes_the_values_and_not_the_answers(tiny_model):
@@ -442,6 +493,8 @@ COMMANDS = {
     "needle --plot": ("evaluate", "needle", "--plot"),
     "needle --save": ("evaluate", "needle", "--save"),
     "demo --out": ("demo", "--out"),
+    "sensitivity --plot": ("sensitivity", "--plot"),
+    "sensitivity --save": ("sensitivity", "--save"),
 }
 
 

@@ -1,5 +1,6 @@
 """Tables, the HTML page and plots of results."""
 
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -15,6 +16,7 @@ from fp8attn.evaluation.caches import cache_factory
 from fp8attn.evaluation.outcomes import Outcome
 from fp8attn.evaluation.paired import discordant
 from fp8attn.evaluation.perplexity import perplexity
+from fp8attn.evaluation.sensitivity import LayerSensitivity, Sensitivity
 
 
 def outcomes():
@@ -84,6 +86,38 @@ def test_page(loaded, tokens):
     assert "tiny-llama" in html and f"{runs[0][1].ppl:.4f}" in html and "256 to 512" in html
     assert "&lt;b&gt;" in html and "<td><b>" not in html  # what models say is text
     assert "Discordant samples: 9" in html
+
+
+def report():
+    """Of four layers; the third costs most, and the second nothing."""
+    rows = [LayerSensitivity(n, db, kl, kl / 9, 258.0, 512.0) for n, (db, kl) in enumerate([(30, 2e-4), (99, 0.0), (20, 3e-3), (31, 1e-4)])]
+    return Sensitivity(tuple(rows), (4e-3, 5e-4, 1e-4, 0.0), 1e-9, 512, 512, 64, (), "folder/tiny", "float32", "fp8", False)
+
+
+def test_layers_table():
+    rows = [line.split() for line in shown(tables.layers_table(report())).splitlines()]
+    assert ["none", "4.00e-03", "1,032"] in rows
+    at = rows.index(["2", "20.0", "3.00e-03", "±", "3e-04", "5.00e-04", "1,286"])
+    assert rows[at + 1] == ["0", "30.0", "2.00e-04", "±", "2e-05", "1.00e-04", "1,540"]
+    assert rows[at + 3] == ["1", "99.0", "0.00e+00", "±", "0e+00", "0.00e+00", "2,048"]  # all in 16 bits
+
+
+def test_layer_bars(tmp_path):
+    figure = plots.layer_bars(report(), (0, 2), 2e-4)
+    alone, together = figure.axes
+    colors = [bar.get_facecolor() for bar in alone.patches]
+    assert [bar.get_height() for bar in alone.patches] == [2e-4, 0.0, 3e-3, 1e-4]
+    assert colors[0] == colors[2] != colors[1] == colors[3]  # the chosen ones
+    assert list(together.lines[0].get_ydata()) == [4e-3, 5e-4, 1e-4, 0.0]
+    assert together.lines[1].get_xydata().tolist() == [[2, 1e-4]]
+    assert [text.get_text() for text in together.texts] == ["layers 0, 2\n0.0001 nats, 1,540 bytes/token", "budget"]
+    assert alone.get_yscale() == together.get_yscale() == "log"
+    assert not alone.texts  # the floor is below the picture
+    noisy = plots.layer_bars(replace(report(), floor=5e-4, dtype="bfloat16"))
+    assert [text.get_text() for text in noisy.axes[0].texts] == ["rounding in bfloat16 alone"]
+    nothing = replace(report(), layers=report().layers[1:2], cumulated_kl=(0.0,))
+    for number, drawn in enumerate((figure, noisy, plots.layer_bars(nothing))):
+        plots.save(drawn, tmp_path / f"{number}.png")
 
 
 def test_perplexity_table(loaded, tokens):

@@ -403,6 +403,12 @@ def test_layers_may_be_said(net, x):
     assert [(row.layer, row.reason is None) for row in report.rows] == [(None, True), (1, True), (None, True), (0, False), (None, True)]
 
 
+def test_numbers_are_layers(net, x):
+    with fp8_attention(AttentionPolicy(min_length=1, skip=(1, -1)), net) as report:
+        net(x)
+    assert ran(report) == {"fp8": [0, 2, 3], "torch": {1: "left out by number (1)", 4: "left out by number (4)"}}
+
+
 def test_names_stay_with_all_inside(net, x):
     with fp8_attention(AttentionPolicy(min_length=1, skip=("blocks.1", "*.3.attention")), net) as report:
         net(x)
@@ -448,8 +454,10 @@ def test_steps_of_a_schedule(net, x, steps):
         ({"min_length": -1}, "min_length is a number of tokens"),
         ({"skip_first": "2"}, "skip_first is a number of layers, 0 or more; got '2'"),
         ({"min_length": 1.5}, "min_length is a number of tokens, 0 or more; got 1.5"),
-        ({"skip": 3}, "skip is a sequence of patterns .* got 3"),
-        ({"skip": (3,)}, r"skip is a sequence of patterns .* got \(3,\)"),
+        ({"skip": 3}, r"skip is a sequence of layers, patterns and functions: pass \(3,\)"),
+        ({"skip": (3,)}, "numbers and patterns in skip, and layers need the model"),
+        ({"skip": (3.0,)}, r"skip is a sequence of layers \(whole numbers\), patterns .* got \(3\.0,\)"),
+        ({"skip": (True,)}, r"skip is a sequence of layers .* got \(True,\)"),
         ({"steps": 5}, "steps is a range, a set or a function .* got 5"),
         ({"steps": "5"}, "steps is a range, a set or a function .* got '5'"),
         ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
@@ -483,6 +491,8 @@ def test_arguments_of_another_type(net):
 def test_a_model_that_does_not_fit_the_policy(net):
     for policy, model, options, message in [
         (AttentionPolicy(skip=("atention",)), net, {}, "no module of the model is called 'atention'"),
+        (AttentionPolicy(skip=(1, 5, -6)), net, {}, r"skip names layers \[5, -6\], and the model has layers 0 to 4 \(-1 is the last\)"),
+        (AttentionPolicy(skip=(0,)), net.blocks[0], {}, r"none in a ModuleList; pass them: fp8_attention\(policy, model, layers="),
         (AttentionPolicy(skip_last=1), net.blocks[0], {}, r"none in a ModuleList; pass them: fp8_attention\(policy, model, layers="),
         (AttentionPolicy(skip_last=1), net, {"layers": [nn.Linear(1, 1)]}, r"layers\[0\], a Linear, is not inside the model"),
     ]:

@@ -1,4 +1,4 @@
-"""The command line: `fp8attn generate | evaluate | calibrate | export | plan | warmup | doctor | demo`."""
+"""The command line: `fp8attn generate | evaluate | calibrate | sensitivity | export | plan | warmup | doctor | demo`."""
 
 from __future__ import annotations
 

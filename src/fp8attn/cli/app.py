@@ -17,6 +17,7 @@ from . import fail, is_optional
 from .evaluate import evaluate
 from .export import export
 from .options import CacheChoice, Device, Json, KeyDtype, Model, RotateKeys, Scales, Text
+from .sensitivity import sensitivity
 from .shared import about, choose, encode, load, makers, numbers, out, output, print_json, progress, read_text, windows
 
 
@@ -142,6 +143,7 @@ def calibrate(
     out.print(f"scales: {save}")
 
 
+app.command()(sensitivity)
 app.command()(export)
 
 

@@ -13,6 +13,7 @@ from ..evaluation.names import title
 from ..evaluation.outcomes import Outcome, cells
 from ..evaluation.paired import compare, wilson
 from ..evaluation.perplexity import Perplexity
+from ..evaluation.sensitivity import Sensitivity
 from ..layout import FP8, key_type
 from ..numerics import E4M3, INT8_MAX
 from ..scales import KVScales
@@ -47,6 +48,20 @@ def sensitivity_table(scales: KVScales) -> Table:
         layer, k_max = scales.layer(index), E4M3.max if key_type(scales.key_dtype) == FP8 else INT8_MAX
         tops = float(layer.k_scale.max()) * k_max, float(layer.v_scale.max()) * E4M3.max
         table.add_row(str(index), f"{k:.1f}", f"{v:.1f}", *(f"{top:.3g}" for top in tops))
+    return table
+
+
+def layers_table(report: Sensitivity) -> Table:
+    """One row for each layer, the most sensitive first: what it costs alone, and the model with all layers down to this row in 16 bits."""
+    table = _table(f"What 8 bits cost in each layer: {report.cache}, {report.tokens} tokens, {report.dtype}")
+    for column in ("layer", "SQNR of its\noutput, dB", "KL alone,\nnats", "KL left with 16 bits\nfrom the top to here", "bytes/\ntoken"):
+        table.add_column(column, justify="right")
+    rows, ranking = {row.layer: row for row in report.layers}, report.ranking
+    table.add_row("none", "", "", f"{report.cumulated_kl[0]:.2e}", f"{report.bytes_per_token():,.0f}")
+    for number, layer in enumerate(ranking, 1):
+        row, left = rows[layer], (*report.cumulated_kl, 0.0)[number]
+        alone = f"{row.kl:.2e} ± {row.standard_error:.0e}"
+        table.add_row(str(layer), f"{row.sqnr_db:.1f}", alone, f"{left:.2e}", f"{report.bytes_per_token(ranking[:number]):,.0f}")
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypedDict
 
 import torch
@@ -14,8 +14,9 @@ from ..errors import UsageError
 from ..integrations.transformers import FP8Cache
 from ..layout import KeyDtype
 from ..numerics import E4M3, quantize
+from ..params import BackendName
 from ..scales import KVScales
-from .names import CACHES
+from .names import CACHES, UNIFORM
 
 
 class Format(TypedDict, total=False):
@@ -114,11 +115,14 @@ class E4M3Layer(DynamicLayer):
 
 
 class E4M3Cache(DynamicCache):
-    """A cache whose full-attention layers are `E4M3Layer`s with these options; sliding windows stay in 16 bits."""
+    """A cache whose full-attention layers are `E4M3Layer`s with these options; sliding windows and `skip_layers` stay in 16 bits."""
 
-    def __init__(self, config: Any, **options: Any) -> None:
+    def __init__(self, config: Any, *, skip_layers: Collection[int] = (), **options: Any) -> None:
         super().__init__(config=config)
-        self.layers: list[CacheLayerMixin] = [E4M3Layer(**options) if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers: list[CacheLayerMixin] = [
+            E4M3Layer(**options) if type(layer) is DynamicLayer and number not in skip_layers else layer
+            for number, layer in enumerate(self.layers)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +131,14 @@ class E4M3Cache(DynamicCache):
 
 
 def cache_factory(
-    name: str, config: Any, *, model: Any = None, scales: KVScales | None = None, max_cache_len: int | None = None
+    name: str,
+    config: Any,
+    *,
+    model: Any = None,
+    scales: KVScales | None = None,
+    max_cache_len: int | None = None,
+    skip_layers: Collection[int] = (),
+    backend: BackendName = "auto",
 ) -> MakeCache:
     """A function that makes an empty cache of this name, for a model with this config.
 
@@ -140,28 +151,32 @@ def cache_factory(
         model: the model; its biases give fp8attn's caches static means (`FP8Cache.for_model`). None: no means except those of `scales`.
         scales: for `fp8-static`.
         max_cache_len: tokens that fp8attn's caches allocate from the start. None: they grow.
+        skip_layers: numbers of the layers to keep in 16 bits, for fp8attn's caches and `scale-1`.
+        backend: of fp8attn's caches.
     Raises:
-        UsageError: no cache has this name; `scales` are missing, or passed to a cache that does not use them.
+        UsageError: no cache has this name; `scales` are missing, or passed to a cache that does not use them; a cache that takes no
+            `skip_layers` gets some.
     """
     if name not in CACHES:
         raise UsageError(f"no cache is called {name!r}; choose from {', '.join(CACHES)}")
     if (scales is not None) != (name == "fp8-static"):
         raise UsageError(f"the cache 'fp8-static' needs scales; {LOAD}" if scales is None else f"the cache {name!r} takes no scales")
+    if skip_layers and name in UNIFORM:
+        raise UsageError(f"the cache {name!r} holds all layers in one format; it takes no skip_layers")
     if name == "bf16":
         return lambda: BF16Cache(config)
     if name == "scale-1":
-        return lambda: E4M3Cache(config)
+        return lambda: E4M3Cache(config, skip_layers=skip_layers)
     if name == "transformers-fp8":
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
             raise UsageError(f"the cache 'transformers-fp8' needs transformers 5.23 or newer; {transformers.__version__} is installed")
         return lambda: QuantizedCache("fp8", config)
+    options: dict[str, Any] = {"max_cache_len": max_cache_len, "skip_layers": skip_layers, "backend": backend}
     if scales is not None:
-        return lambda: FP8Cache(
-            config, max_cache_len=max_cache_len, scales=scales, key_dtype=scales.key_dtype, rotate_keys=scales.rotate_keys
-        )
+        return lambda: FP8Cache(config, scales=scales, key_dtype=scales.key_dtype, rotate_keys=scales.rotate_keys, **options)
     if model is not None:
-        return lambda: FP8Cache.for_model(model, max_cache_len=max_cache_len, **FORMATS[name])
-    return lambda: FP8Cache(config, max_cache_len=max_cache_len, **FORMATS[name])
+        return lambda: FP8Cache.for_model(model, **FORMATS[name], **options)
+    return lambda: FP8Cache(config, **FORMATS[name], **options)
 
 
 def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ CACHES = {  # by name, the title in tables and pictures
     "scale-1": "plain cast",
     "transformers-fp8": "HF FP8",
 }
+UNIFORM = ("bf16", "transformers-fp8")  # caches that hold all layers in one format, so they take no skip_layers
 RECALL = "recall"
 RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt")
 TASKS = (RECALL, *RULER_TASKS)

@@ -62,9 +62,9 @@ def fp8_attention(
         policy: default `AttentionPolicy()`.
         model: the context includes only calls inside this module. It gets forward hooks until the block ends, for the names and layers in
             the policy and in the report. None: the context includes every call, and none is in a layer.
-        layers: the layers that `skip_first` and `skip_last` count, in order; each is a module inside the model. Default: the contents of
-            the model's outermost `ModuleList`s, one after another (`model.layers`, `transformer.blocks`, an encoder's and then a decoder's
-            layers).
+        layers: the layers that `skip_first`, `skip_last` and numbers in `skip` count, in order; each is a module inside the model. Default:
+            the contents of the model's outermost `ModuleList`s, one after another (`model.layers`, `transformer.blocks`, an encoder's and
+            then a decoder's layers).
     Yields:
         The `AttentionReport`.
     Raises:
@@ -76,8 +76,10 @@ def fp8_attention(
         raise TypeError(f"policy must be an AttentionPolicy, as in fp8_attention(AttentionPolicy(), model); got {type(policy).__name__}")
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module (of a pipeline, pass its transformer); got {type(model).__name__}")
-    if model is None and (policy.skip_first or policy.skip_last or policy.patterns or layers is not None):
-        raise UsageError("skip_first, skip_last, patterns in skip, and layers need the model: call fp8_attention(policy, model)")
+    if model is None and (policy.skip_first or policy.skip_last or policy.layers or policy.patterns or layers is not None):
+        raise UsageError(
+            "skip_first, skip_last, numbers and patterns in skip, and layers need the model: call fp8_attention(policy, model)"
+        )
     mode = _Mode(policy, getattr(_thread, "mode", None))
     with _entered(mode), nullcontext() if model is None else _hooks(mode, model, layers), mode:
         try:
@@ -335,11 +337,14 @@ def _sites(
     """The modules that get hooks, and the policy's decision for each."""
     names = {module: name for name, module in model.named_modules()}
     layers = _layers(model) if layers is None else [getattr(layer, "_orig_mod", layer) for layer in layers]
-    if (policy.skip_first or policy.skip_last) and not layers:
+    if (policy.skip_first or policy.skip_last or policy.layers) and not layers:
         raise UsageError(
-            f"skip_first and skip_last count layers, and {type(model).__name__} has none in a ModuleList; pass them: "
+            f"skip_first, skip_last and numbers in skip count layers, and {type(model).__name__} has none in a ModuleList; pass them: "
             "fp8_attention(policy, model, layers=[...])"
         )
+    if wrong := [number for number in policy.layers if not -len(layers) <= number < len(layers)]:
+        raise UsageError(f"skip names layers {wrong}, and the model has layers 0 to {len(layers) - 1} (-1 is the last)")
+    numbers = {number % len(layers) for number in policy.layers}
     for i, layer in enumerate(layers):
         if layer not in names:
             raise UsageError(f"layers[{i}], a {type(layer).__name__}, is not inside the model; pass modules from model.modules()")
@@ -367,6 +372,8 @@ def _sites(
             reason = "left out by skip_first"
         elif own is not None and own >= len(layers) - policy.skip_last:
             reason = "left out by skip_last"
+        elif own in numbers:
+            reason = f"left out by number ({own})"
         elif matched is not None:
             reason = f"left out by name ({matched})"
         sites[module] = by_name[name] = _Site(name, number, reason, parent, slot, module, copies)

@@ -42,8 +42,9 @@ class AttentionPolicy:
     Attributes:
         min_length: calls with fewer queries or fewer keys are skipped, because quantizing them costs more time than it saves.
         skip_first, skip_last: numbers of the model's first and last layers that are skipped; these need the `model`.
-        skip: what else is skipped. A string is a pattern (`fnmatch`: `"*.attn2"`) of dotted module names; it includes all modules inside,
-            and needs the `model`. A function takes an `AttentionCall` and returns whether to skip it.
+        skip: what else is skipped. A number is that of a layer (negative ones count from the end), and a string is a pattern (`fnmatch`:
+            `"*.attn2"`) of dotted module names, which includes all modules inside; these need the `model`. A function takes an
+            `AttentionCall` and returns whether to skip it.
         steps: the diffusion steps that run in FP8: a range, a set, or a function of the step's index. None: all. `AttentionReport.step`
             counts them.
         key_dtype, rotate_keys, backend: as `fp8attn.scaled_dot_product_attention` takes them.
@@ -54,7 +55,7 @@ class AttentionPolicy:
     min_length: int = MIN_LENGTH
     skip_first: int = 0
     skip_last: int = 0
-    skip: Sequence[str | Callable[[AttentionCall], bool]] = ()
+    skip: Sequence[int | str | Callable[[AttentionCall], bool]] = ()
     steps: Container[int] | Callable[[int], bool] | None = None
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     rotate_keys: bool = True
@@ -65,15 +66,20 @@ class AttentionPolicy:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise UsageError(f"{name} is a number of {'tokens' if name == 'min_length' else 'layers'}, 0 or more; got {value!r}")
-        if isinstance(self.skip, str) or callable(self.skip):
-            raise UsageError(f"skip is a sequence of patterns and functions: pass ({self.skip!r},)")
-        if not isinstance(self.skip, Collection) or not all(isinstance(item, str) or callable(item) for item in self.skip):
-            raise UsageError(f"skip is a sequence of patterns (strings) and functions of a call; got {self.skip!r}")
+        if isinstance(self.skip, int | str) or callable(self.skip):
+            raise UsageError(f"skip is a sequence of layers, patterns and functions: pass ({self.skip!r},)")
+        if not isinstance(self.skip, Collection) or not all(_names_calls(item) for item in self.skip):
+            raise UsageError(f"skip is a sequence of layers (whole numbers), patterns (strings) and functions of a call; got {self.skip!r}")
         if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
             raise UsageError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
         key_type(self.key_dtype)  # raises UsageError
         if self.backend not in ("auto", *DENSE_BACKENDS):
             raise UsageError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, ('auto', *DENSE_BACKENDS)))}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers in `skip`."""
+        return tuple(item for item in self.skip if isinstance(item, int))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -83,10 +89,15 @@ class AttentionPolicy:
     @property
     def functions(self) -> tuple[Callable[[AttentionCall], bool], ...]:
         """The functions in `skip`."""
-        return tuple(item for item in self.skip if not isinstance(item, str))
+        return tuple(item for item in self.skip if not isinstance(item, int | str))
 
     def takes_step(self, index: int) -> bool:
         """Whether a diffusion step runs in FP8."""
         if self.steps is None:
             return True
         return bool(self.steps(index)) if callable(self.steps) else index in self.steps
+
+
+def _names_calls(item: object) -> bool:
+    """Whether an item of `AttentionPolicy.skip` is a layer, a pattern or a function."""
+    return (isinstance(item, int) and not isinstance(item, bool)) or isinstance(item, str) or callable(item)

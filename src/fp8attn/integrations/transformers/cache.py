@@ -42,8 +42,8 @@ class FP8Cache(Cache):
             no calibration is needed.
         key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
-        skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. Measure a
-            model to choose them: `fp8attn calibrate` reports each layer's error. `edge_layers` names the first and last layers.
+        skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `fp8attn
+            sensitivity` measures a model and chooses them. `edge_layers` names the first and last layers.
         count_overflows: count values that saturate and scales of pages that grow, for `overflows`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`, for append and attention.
     Raises:
