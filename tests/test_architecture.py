@@ -21,7 +21,7 @@ ALLOWED = {
     "params": set(),
     "layout": {"errors", "params", "rotation"},
     "scales": {"errors", "layout", "numerics"},
-    "statistics": {"numerics", "rotation", "scales"},
+    "calibration": {"errors", "layout", "numerics", "rotation", "scales"},
     "reference": {"layout", "numerics", "params", "rope", "rotation"},
     "backends": {"errors", "kernels", "layout", "params", "reference"},
     "_torch_ops": {"backends", "layout", "params"},
@@ -34,7 +34,7 @@ ALLOWED = {
     "plan": {"errors", "layout"},
     "precompile": {"backends", "errors", "integrations", "kernels", "layout", "params"},
     "integrations": {"cache", "dense", "errors", "layout", "mode", "numerics", "ops", "params"}
-    | {"plan", "rope", "rotation", "scales", "statistics"},
+    | {"calibration", "plan", "rope", "rotation", "scales"},
     "diagnostics": {"backends", "dense", "integrations", "kernels", "layout", "numerics", "scales"},
 }
 

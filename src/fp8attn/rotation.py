@@ -47,6 +47,20 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return _hadamard(x * _factor(x))
 
 
+def rotate_many(x: torch.Tensor) -> torch.Tensor:
+    """`R x` on the last dimension as one matrix product, in FP32: for statistics of many rows, where `rotate` would read and write them
+    `log2(n)` times. Sums round in another order than in `rotate`.
+
+    The matrix is of 1 and -1. So the products are exact, even in TF32 if x is in 16 bits.
+
+    Args:
+        x: `[..., head_dim]`, any floating point.
+    """
+    n = block_size(x.shape[-1])
+    blocks = torch.eye(x.shape[-1], device=x.device)
+    return (x.float() @ _hadamard(blocks * signs(blocks))) * n**-0.5
+
+
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
     """The inverse of `rotate`: `R^T x`."""
     return _hadamard(x) * _factor(x)
