@@ -190,7 +190,8 @@ class KVScales:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file and make the folders above it.
 
-        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`, and `q_scale` if there is one. Its metadata has the other attributes, as strings.
+        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`, and `q_scale` if there is one. Its metadata has the other
+        attributes, as strings.
         """
         tensors = {
             f"model.layers.{index}.self_attn.{name}": getattr(layer, name).cpu().contiguous()

@@ -1,5 +1,7 @@
 """Histograms of magnitudes against numpy, and the scale of least error against a search over all scales on the values themselves."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -41,7 +43,9 @@ def test_values_of_bfloat16_are_counted_exactly():
     x = torch.tensor([[1.0, -1.0, 1.0078125, 0.0, -0.0, 2.0**-130, 3e38]]).bfloat16()
     histogram = counted(x)
     bins = {1.0: 2, 1.0078125: 1, 0.0: 2, 2.0**-130: 1, 3e38: 1}
-    found = {float((torch.tensor(int(n)) << 16).int().view(torch.float32)): int(histogram.counts[0, n]) for n in histogram.counts[0].nonzero()}
+    found = {
+        float((torch.tensor(int(n)) << 16).int().view(torch.float32)): int(histogram.counts[0, n]) for n in histogram.counts[0].nonzero()
+    }
     assert found == {float(torch.tensor(value).bfloat16()): count for value, count in bins.items()}
 
 
@@ -57,7 +61,7 @@ def test_the_integral_of_the_error_is_that_of_the_codes(dtype):
     """Against the midpoint rule on the codes that `encode` gives, over every octave from subnormal to saturated."""
     top = 1.5 * largest_code(dtype)
     ends = torch.tensor([0.0, 2.0**-11, 2.0**-9, 0.013, 2.0**-6, 0.02, 0.4999, 1.0, 17.3, 100.0, top], dtype=torch.float64)[1:]
-    for low, high in zip(ends[:-1], ends[1:], strict=True):
+    for low, high in pairwise(ends):
         t = low + (high - low) * (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
         numeric = ((encode(t.float(), torch.ones(()), dtype).double() - t).square().mean() * (high - low)).item()
         found = (_error_integral(high, dtype) - _error_integral(low, dtype)).item()

@@ -20,7 +20,9 @@ def test_shares_are_those_of_the_codes():
             mean = torch.randn(HEADS, DIM, generator=generator)
             keys = key_type(key_dtype)
             # A third of the octaves of these values saturates.
-            layer = LayerScales(*[torch.tensor([2.0**-7, 2.0**-5])] * 2, mean, torch.zeros(HEADS, DIM), key_dtype, rotated, torch.ones(HEADS))
+            layer = LayerScales(
+                *[torch.tensor([2.0**-7, 2.0**-5])] * 2, mean, torch.zeros(HEADS, DIM), key_dtype, rotated, torch.ones(HEADS)
+            )
             found = counters(layer)
             for which, y in x.items():
                 for part in y.split(150):

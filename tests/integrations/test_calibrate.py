@@ -226,7 +226,7 @@ def test_a_checkpoint_of_another_calibration_is_refused(model, ids, few, tmp_pat
         calibrate(model, ids[:1].split(1), checkpoint=path)
     assert path.read_bytes() == before
     path.write_bytes(before[:100])
-    with pytest.raises(ValueError, match="is no checkpoint of a calibration .*pass another path"):
+    with pytest.raises(ValueError, match=r"is no checkpoint of a calibration .*pass another path"):
         calibrate(model, ids.split(1), checkpoint=path)
 
 

@@ -31,7 +31,9 @@ class Text:
         """Count a batch of these tensors."""
         found = hashlib.sha256(self.digest.encode())
         for tensor in tensors:
-            found.update(b"none" if tensor is None else f"{list(tensor.shape)}".encode() + tensor.cpu().long().contiguous().numpy().tobytes())
+            found.update(
+                b"none" if tensor is None else f"{list(tensor.shape)}".encode() + tensor.cpu().long().contiguous().numpy().tobytes()
+            )
         self.count, self.digest = self.count + 1, found.hexdigest()
 
 
@@ -73,7 +75,9 @@ class Checkpoint:
         names = [name for name in theirs.keys() | self._identity.keys() if theirs.get(name) != self._identity.get(name)]
         if names:
             what = "; ".join(f"{name} is {theirs.get(name)!r} there and {self._identity.get(name)!r} here" for name in sorted(names))
-            raise UsageError(f"the checkpoint {self.path} is of another calibration: {what}. Pass another path, or delete it to begin again")
+            raise UsageError(
+                f"the checkpoint {self.path} is of another calibration: {what}. Pass another path, or delete it to begin again"
+            )
         return tensors, Text(int(metadata["count"]), metadata["digest"])
 
     def check(self, counted: Text, given: Text) -> None:

@@ -32,6 +32,7 @@ class Histogram(Mergeable):
         heads = len(x)
         if self.counts is None:
             self.counts = torch.zeros(heads, BINS, dtype=torch.int64, device=x.device)
+        self.counts = self.counts.to(x.device)  # after loading, the device may be another one
         bins = (x.reshape(heads, -1).bfloat16().view(torch.int16) & (BINS - 1)).long()
         self.counts.scatter_add_(1, bins, self.counts.new_ones(()).expand_as(bins))
 

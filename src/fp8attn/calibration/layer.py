@@ -106,8 +106,8 @@ class LayerObserver:
         for which, observer in self.observers.items():
             if observer.amax is not None:
                 found[which] = observer.amax.sum()
-            elif which in self.moments and (high := self.moments[which].high) is not None:
-                found[which] = (high - self.moments[which].low).sum()
+            elif which in self.moments and (sums := self.moments[which].sums) is not None:
+                found[which] = sums[0].sum()
         return found
 
     def results(self, data_group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
 Operation = Literal["sum", "min", "max"]
-_COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 
 
 class Mergeable:

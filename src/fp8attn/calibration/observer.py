@@ -35,7 +35,7 @@ class Sample:
             self.stride *= 2
             self.kept = None if self.kept is None else self.kept[::2]
         new = x[-self.seen % self.stride :: self.stride]
-        self.kept = new.clone() if self.kept is None else torch.cat([self.kept, new])
+        self.kept = new.clone() if self.kept is None else torch.cat([self.kept.to(new.device), new])
         self.seen += len(x)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -88,10 +88,11 @@ class Observer(Mergeable):
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, num_heads, head_dim]` as it is stored, before quantization: FP32 if it is not as given."""
+        mean = None if self.mean is None else self.mean.to(x.device)  # after loading, the device may be another one
         if self.rotated:
             y = rotate_many(x)
-            return y if self.mean is None else y - rotate_many(self.mean)
-        return x if self.mean is None else x.float() - self.mean
+            return y if mean is None else y - rotate_many(mean)
+        return x if mean is None else x.float() - mean
 
     def merge(self, other: Observer) -> None:
         """Add what another observer of the same heads has seen. Samples are not merged."""

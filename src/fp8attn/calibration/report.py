@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,6 +70,14 @@ class ScalesReport:
             what: `"saturated"` or `"underflow"`.
         """
         return torch.stack([getattr(found[tensor], what) for found in self.layers.values()])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One entry for each layer and tensor, for JSON."""
+        return [
+            {"layer": layer, "tensor": tensor, "saturated": coverage.saturated.tolist(), "underflow": coverage.underflow.tolist()}
+            for layer, found in self.layers.items()
+            for tensor, coverage in found.items()
+        ]
 
     def worst(self, count: int, what: str = "saturated") -> list[Worst]:
         """The `count` heads, of any layer and tensor, with the largest shares of saturated values or of underflow."""

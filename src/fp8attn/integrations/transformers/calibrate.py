@@ -56,7 +56,7 @@ def calibrate(
     The state has a constant size, so a text may have any length. With the methods "percentile" and "mse" and with means, the first 32,768
     tokens run twice. Whoever calibrates for long contexts calibrates on long texts (`pack_tokens`): with RoPE, K depends on the position.
 
-    The model runs with a cache that receives K (after RoPE) and V, and with an attention function that receives Q and calls the model's own.
+    The model runs with a cache that receives K (after RoPE) and V, and an attention function that receives Q and calls the model's own.
     There are no hooks or patches, and the model is left as it was.
 
     Args:
@@ -256,8 +256,8 @@ def _check_heads(observers: dict[int, LayerObserver], specs: list[LayerSpec], gr
         assert low is not None
         if len(low) * processes != specs[index].num_kv_heads:
             raise UsageError(
-                f"layer {index} has {len(low)} KV heads in this process, {processes} times that with tensor_parallel={group}, and the config "
-                f"says {specs[index].num_kv_heads}. Pass the process group that the heads are divided over as tensor_parallel"
+                f"layer {index} has {len(low)} KV heads in each of {processes} processes, and the config says {specs[index].num_kv_heads}. "
+                "Pass the process group that the heads are divided over as tensor_parallel"
             )
 
 
