@@ -12,6 +12,7 @@ from fp8attn.numerics import E4M3, INT8_MAX, encode, largest_code, needed_scale,
 from fp8attn.rotation import rotate
 
 transformers = pytest.importorskip("transformers")
+from fp8attn.integrations.transformers import check_scales, context_of, pack_tokens  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +221,11 @@ def test_a_checkpoint_of_another_calibration_is_refused(model, ids, few, tmp_pat
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"of another calibration: options is .*absmax.* there and .*mse.* here"):
         calibrate(model, ids.split(1), method="mse", checkpoint=path)
-    with pytest.raises(ValueError, match="has counted 3 batches, and the first batches here are other ones"):
+    with pytest.raises(ValueError, match="has seen 2 batches, and the first batches here are other ones"):  # of the means
         calibrate(model, ids.flip(0).split(1), checkpoint=path)
-    with pytest.raises(ValueError, match="has counted 3 batches, and the first batches here are only 1"):
+    with pytest.raises(ValueError, match="has seen 3 batches, and the first batches here are other ones"):
+        calibrate(model, ids[[0, 1, 3]].split(1), checkpoint=path)
+    with pytest.raises(ValueError, match="has seen 2 batches, and the first batches here are only 1"):
         calibrate(model, ids[:1].split(1), checkpoint=path)
     assert path.read_bytes() == before
     path.write_bytes(before[:100])
@@ -275,6 +278,64 @@ def test_no_means(model, ids):
         torch.testing.assert_close(layer.k_scale, k.abs().amax((0, 2)) / 448, rtol=1e-5, atol=0)
         torch.testing.assert_close(layer.v_scale, v.abs().amax((0, 2)) / 448, rtol=1e-5, atol=0)
         assert found.k_offsets[index] == pytest.approx(20, rel=0.5)  # of the bias, whose mean is not subtracted
+
+
+@pytest.mark.parametrize(("key_dtype", "rotate_keys"), WAYS)
+def test_the_report_counts_what_scales_do_not_cover(model, ids, key_dtype, rotate_keys):
+    """Against the codes of the K and V of an ordinary cache, on text that the scales are not from."""
+    scales = calibrate(model, ids[:1].split(1), method="percentile", percentile=95.0, key_dtype=key_dtype, rotate_keys=rotate_keys)
+    mask = torch.ones_like(ids[1:])
+    mask[0, :50] = 0
+    calls = []
+    report = check_scales(model, [ids[1:]], scales, chunk=70, progress=lambda *call: calls.append(call))
+    assert report.tokens == 600 and calls == [(1, 1)] and report.tensors == ("k", "v", "q")
+    assert check_scales(model, [{"input_ids": ids[1:], "attention_mask": mask}], scales).tokens == 550
+    for index, (k, v) in enumerate(kept(model, ids[1:])):
+        layer = scales.layer(index)
+        k = rotate(k - layer.k_mean) if rotate_keys else k - layer.k_mean
+        for x, scale, dtype, which in ((k, layer.k_scale, key_type(key_dtype), "k"), (v - layer.v_mean, layer.v_scale, FP8, "v")):
+            y = x / scale[:, None]
+            saturated = (y.abs() > largest_code(dtype)).double().mean((0, 2))
+            underflow = ((encode(y, torch.ones(()), dtype) == 0) & (x != 0)).double().mean((0, 2))
+            found = report.layers[index][which]
+            # 38,400 values of a head; one on an edge may fall otherwise
+            torch.testing.assert_close(found.saturated, saturated, rtol=0, atol=1e-4)
+            torch.testing.assert_close(found.underflow, underflow, rtol=0, atol=1e-4)
+            assert 0.02 < found.saturated.mean() < 0.1
+    assert 0.02 < report.map("q", "saturated").mean() < 0.1
+
+
+def test_scales_of_another_model_are_not_checked(model, ids):
+    scales = calibrate(model, [ids])
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+    )
+    with pytest.raises(ValueError, match="num_layers is 2 in the scales and 1 in the model"):
+        check_scales(transformers.LlamaForCausalLM(config), [ids], scales)
+    with pytest.raises(ValueError, match="the text has no tokens"):
+        check_scales(model, [], scales)
+
+
+@pytest.mark.parametrize("length", [1, 7, 10, 11, 100])
+@pytest.mark.parametrize("separator", [None, 99])
+def test_packing_keeps_all_tokens(length, separator):
+    documents = [torch.arange(10), [], list(range(20, 43))]
+    packed = list(pack_tokens(iter(documents), length, separator=separator))
+    joined = [*range(10), *([] if separator is None else [99, 99]), *range(20, 43)]
+    assert torch.cat([part[0] for part in packed]).tolist() == joined
+    assert [len(part[0]) for part in packed[:-1]] == [length] * (len(packed) - 1) and 1 <= len(packed[-1][0]) <= length
+
+
+def test_packing_streams_and_the_context(model):
+    def endless():
+        while True:
+            yield [1, 2, 3]
+
+    packed = pack_tokens(endless(), 4)
+    assert [next(packed).tolist() for _ in range(2)] == [[[1, 2, 3, 1]], [[2, 3, 1, 2]]]
+    assert (context_of(model.config), context_of(model.config, 1000)) == (4096, 1000)
+    with pytest.raises(ValueError, match="length must be a positive number of tokens; got 0"):
+        next(pack_tokens([[1]], 0))
 
 
 def test_sensitivity(model, ids):

@@ -17,7 +17,7 @@ FORMAT = "fp8attn.calibration.1"
 
 
 class Text:
-    """Which batches have been counted: their number, and a digest by which a file refuses other batches.
+    """Which batches have been seen: their number, and a digest by which a file refuses other batches.
 
     Attributes:
         count: number of batches.
@@ -28,7 +28,7 @@ class Text:
         self.count, self.digest = count, digest
 
     def add(self, *tensors: torch.Tensor | None) -> None:
-        """Count a batch of these tensors."""
+        """See a batch of these tensors."""
         found = hashlib.sha256(self.digest.encode())
         for tensor in tensors:
             found.update(
@@ -48,15 +48,16 @@ class Checkpoint:
     def __init__(self, path: str | Path, identity: dict[str, object]) -> None:
         self.path, self._identity = Path(path), {name: str(value) for name, value in identity.items()}
 
-    def save(self, tensors: dict[str, torch.Tensor], text: Text) -> None:
-        """Write the state after the batches of `text`."""
-        metadata = {"format": FORMAT, "identity": json.dumps(self._identity), "count": str(text.count), "digest": text.digest}
+    def save(self, tensors: dict[str, torch.Tensor], looked: Text, counted: Text) -> None:
+        """Write the state after means were computed from the batches `looked`, and the batches `counted` have been counted."""
+        texts = [[text.count, text.digest] for text in (looked, counted)]
+        metadata = {"format": FORMAT, "identity": json.dumps(self._identity), "texts": json.dumps(texts)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_name(f".{self.path.name}-{os.getpid()}")
         draft.write_bytes(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata))
         draft.replace(self.path)
 
-    def load(self) -> tuple[dict[str, torch.Tensor], Text] | None:
+    def load(self) -> tuple[dict[str, torch.Tensor], Text, Text] | None:
         """What `save` wrote last; None: there is no file.
 
         Raises:
@@ -78,18 +79,19 @@ class Checkpoint:
             raise UsageError(
                 f"the checkpoint {self.path} is of another calibration: {what}. Pass another path, or delete it to begin again"
             )
-        return tensors, Text(int(metadata["count"]), metadata["digest"])
+        looked, counted = (Text(*text) for text in json.loads(metadata["texts"]))
+        return tensors, looked, counted
 
-    def check(self, counted: Text, given: Text) -> None:
-        """Refuse batches that are not those that were counted.
+    def check(self, seen: Text, given: Text) -> None:
+        """Refuse batches that are not those that the file is of.
 
         Raises:
             UsageError: another text or order, or fewer batches.
         """
-        if (counted.count, counted.digest) != (given.count, given.digest):
+        if (seen.count, seen.digest) != (given.count, given.digest):
             raise UsageError(
-                f"the checkpoint {self.path} has counted {counted.count} batches, and the first batches here "
-                f"{'are other ones' if given.count == counted.count else f'are only {given.count}'}. Pass the same batches in the same "
+                f"the checkpoint {self.path} has seen {seen.count} batches, and the first batches here "
+                f"{'are other ones' if given.count == seen.count else f'are only {given.count}'}. Pass the same batches in the same "
                 "order, or delete the checkpoint to begin again"
             )
 

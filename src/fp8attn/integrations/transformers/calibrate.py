@@ -93,7 +93,7 @@ def calibrate(
     total = len(batches) if isinstance(batches, Sequence) else None
     observers = {index: LayerObserver(options) for index, spec in enumerate(specs) if spec.kind == FULL}
     file = None if checkpoint is None else _checkpoint(checkpoint, model, options, (tensor_parallel, data_parallel))
-    counted, stream = Text(), iter(batches)
+    looked, counted, stream = Text(), Text(), iter(batches)
 
     def tick() -> None:
         _check_finite(observers)
@@ -102,27 +102,28 @@ def calibrate(
 
     def save() -> None:
         if file is not None:
-            file.save({f"{index}.{name}": x for index, layer in observers.items() for name, x in layer.state_dict().items()}, counted)
+            file.save(
+                {f"{index}.{name}": x for index, layer in observers.items() for name, x in layer.state_dict().items()}, looked, counted
+            )
 
     resumed = None if file is None else file.load()
-    _agree(-1 if resumed is None else resumed[1].count, tensor_parallel, data_parallel)
+    _agree(-1 if resumed is None else resumed[2].count, tensor_parallel, data_parallel)
     with observing(model, chunk=chunk) as run:
         if file is not None and resumed is not None:
-            tensors, counted = resumed
-            given = Text()
-            for batch in islice(stream, counted.count):
-                given.add(*tensors_of(batch))
-            file.check(counted, given)
+            tensors, looked, counted = resumed
+            again = _replay(stream, file, looked, counted)
             for index, layer in observers.items():
                 layer.load_state_dict(_of_layer(tensors, index), model.device)
         else:
-            seen, looked = 0, []
+            seen, again = 0, []
             for batch in stream:
                 run(batch, lambda index, which, x: observers[index].look(which, x))
                 ids, mask = tensors_of(batch)
                 seen += ids.numel() if mask is None else int(mask.bool().sum())
-                looked.append(batch)
-                if not options.twice:
+                looked.add(ids, mask)
+                if options.twice:
+                    again.append(batch)
+                else:
                     counted.add(ids, mask)
                 tick()
                 if seen >= MEANS_TOKENS:
@@ -136,10 +137,8 @@ def calibrate(
                     for moments in layer.moments.values():
                         moments.all_reduce(data_parallel)
                 layer.settle()
-            if options.twice:
-                stream = chain(looked, stream)
             save()
-        for batch in stream:
+        for batch in chain(again, stream):
             run(batch, lambda index, which, x: observers[index].add(which, x))
             counted.add(*tensors_of(batch))
             tick()
@@ -233,6 +232,22 @@ def _layers(model: Any) -> list[LayerSpec]:
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"calibrate takes a transformers causal language model (AutoModelForCausalLM); got {type(model).__name__}")
     return layers_of(config)
+
+
+def _replay(stream: Iterator[Batch], file: Checkpoint, looked: Text, counted: Text) -> list[Batch]:
+    """Read the batches that a checkpoint has seen, check them, and return those that it has not counted yet."""
+    given, rest = Text(), []
+    for batch in islice(stream, max(looked.count, counted.count)):
+        given.add(*tensors_of(batch))
+        for seen in (looked, counted):
+            if seen.count == given.count:
+                file.check(seen, given)
+        if given.count > counted.count:
+            rest.append(batch)
+    for seen in (looked, counted):
+        if seen.count > given.count:
+            file.check(seen, given)
+    return rest
 
 
 def _check_finite(observers: dict[int, LayerObserver]) -> None:
