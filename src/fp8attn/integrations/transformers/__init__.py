@@ -11,6 +11,7 @@ other attention implementation `FP8Cache` returns dequantized tensors: the same 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ...calibration import Coverage, ScalesReport
 from .attention import fp8_kv_attention, fp8_kv_mask
 from .cache import FP8Cache, edge_layers
 from .calibrate import check_scales, context_of, pack_tokens
@@ -24,6 +25,16 @@ AttentionInterface.register(OBSERVED, observed_attention)
 AttentionMaskInterface.register(OBSERVED, observed_mask)
 
 __all__ = [
-    "ATTN_IMPLEMENTATION", "FP8Cache", "check_scales", "context_of", "count_weights", "edge_layers", "fp8_kv_attention", "fp8_kv_mask",
-    "pack_tokens", "shape_of",
-]  # fmt: skip
+    "ATTN_IMPLEMENTATION",
+    "Coverage",
+    "FP8Cache",
+    "ScalesReport",
+    "check_scales",
+    "context_of",
+    "count_weights",
+    "edge_layers",
+    "fp8_kv_attention",
+    "fp8_kv_mask",
+    "pack_tokens",
+    "shape_of",
+]
