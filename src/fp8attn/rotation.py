@@ -13,6 +13,8 @@ golden ratio's expansion 0x9E3779.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 LOW_SIGNS = 0x9E37  # bit c % 16 is set if the sign is negative,
@@ -56,14 +58,19 @@ def rotate_many(x: torch.Tensor) -> torch.Tensor:
     Args:
         x: `[..., head_dim]`, any floating point.
     """
-    n = block_size(x.shape[-1])
-    blocks = torch.eye(x.shape[-1], device=x.device)
-    return (x.float() @ _hadamard(blocks * signs(blocks))) * n**-0.5
+    return (x.float() @ _matrix(x.shape[-1], x.device)) * block_size(x.shape[-1]) ** -0.5
 
 
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
     """The inverse of `rotate`: `R^T x`."""
     return _hadamard(x) * _factor(x)
+
+
+@cache
+def _matrix(head_dim: int, device: torch.device) -> torch.Tensor:
+    """`[head_dim, head_dim]`: the transpose of R without its factor."""
+    blocks = torch.eye(head_dim, device=device)
+    return _hadamard(blocks * signs(blocks))
 
 
 def _factor(x: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Observer(Mergeable):
         new = Observer(self.dtype)
         new.tokens = torch.full((), len(x), dtype=torch.int64, device=x.device)
         for piece in x.split(max(1, PIECE // x[0].numel())):
-            y = self.stored(piece).transpose(0, 1)
+            y = self.stored(piece.transpose(0, 1))
             amax = torch.linalg.vector_norm(y, torch.inf, (1, 2)).float()
             new.amax = amax if new.amax is None else torch.maximum(new.amax, amax)
             if self.histogram is not None:
@@ -87,8 +87,9 @@ class Observer(Mergeable):
             self.sample.add(x)
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [T, num_heads, head_dim]` as it is stored, before quantization: FP32 if it is not as given."""
-        mean = None if self.mean is None else self.mean.to(x.device)  # after loading, the device may be another one
+        """`x [num_heads, T, head_dim]` as it is stored, before quantization: FP32 if it is not as given."""
+        # Heads are first, as they are in the memory of one sequence's Q, K and V: then the rotation is one product, without a copy.
+        mean = None if self.mean is None else self.mean.to(x.device)[:, None]  # after loading, the device may be another one
         if self.rotated:
             y = rotate_many(x)
             return y if mean is None else y - rotate_many(mean)
@@ -137,8 +138,8 @@ class Observer(Mergeable):
     def noise(self, scale: torch.Tensor) -> torch.Tensor:
         """Sums of squares of the sample and of its errors with static scales as a cache stores them, `[num_heads, 2]` float64."""
         assert self.sample is not None and self.sample.kept is not None
-        y = self.stored(self.sample.kept).float()
-        scale = needed_scale(scale * largest_code(self.dtype), self.dtype)[:, None]
+        x = self.sample.kept.transpose(0, 1)
+        y = self.stored(x).float()
+        scale = needed_scale(scale * largest_code(self.dtype), self.dtype)[:, None, None]
         error = encode(y, 1.0 / scale, self.dtype) * scale - y
-        signal = rotate_many(self.sample.kept) if self.rotated else self.sample.kept
-        return torch.stack([z.double().square().sum((0, 2)) for z in (signal, error)], 1)
+        return torch.stack([z.double().square().sum((1, 2)) for z in (x, error)], 1)  # the rotation keeps lengths

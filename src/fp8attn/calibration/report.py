@@ -111,14 +111,14 @@ class Counter(Mergeable):
     def add(self, x: torch.Tensor) -> None:
         """Count `x [T, num_heads, head_dim]`, without waiting for the device."""
         if self.counts is None:
-            self._limit, self._least = (y.to(x.device)[:, None] for y in (self._limit, self._least))
+            self._limit, self._least = (y.to(x.device)[:, None, None] for y in (self._limit, self._least))
             self._as_stored.mean = None if self._mean is None else self._mean.to(x.device)
         new = Counter.__new__(Counter)
         for piece in x.split(max(1, PIECE // x[0].numel())):
-            size = self._as_stored.stored(piece).abs()
-            saturated = (size > self._limit).sum((0, 2))
-            underflow = ((size <= self._least) & (size > 0)).sum((0, 2))
-            new.counts = torch.stack([torch.full_like(saturated, size[:, 0].numel()), saturated, underflow])
+            size = self._as_stored.stored(piece.transpose(0, 1)).abs()
+            saturated = (size > self._limit).sum((1, 2))
+            underflow = ((size <= self._least) & (size > 0)).sum((1, 2))
+            new.counts = torch.stack([torch.full_like(saturated, size[0].numel()), saturated, underflow])
             self.merge(new)
 
     def coverage(self) -> Coverage:
