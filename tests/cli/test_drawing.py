@@ -72,7 +72,7 @@ def test_coverage(tmp_path):
     assert lines[-2:] == [["K", "3", "1", "1.2300%", "0"], ["Q", "0", "2", "0", "20.0000%"]]
     figure = plots.coverage_maps(coverage_report())
     maps = [axis for axis in figure.axes if axis.get_title()]
-    assert [axis.get_title() for axis in maps[:3]] == ["K saturated: 0.0031 of all", "V saturated: 0 of all", "Q saturated: 0 of all"]
+    assert [axis.get_title() for axis in maps[:3]] == ["K: 0.31%", "V: 0%", "Q: 0%"]
     drawn = maps[0].get_images()[0].get_array()
     assert drawn[1, 1] == 0.0123 and drawn.mask.tolist() == [[True, True], [True, False]]
     assert [label.get_text() for label in maps[0].get_yticklabels()] == ["0", "3"]

@@ -109,7 +109,7 @@ def coverage_maps(report: ScalesReport) -> Figure:
             axis.set_facecolor("#eeeeee")
             shown = values.masked_fill(values == 0, math.nan).numpy()
             image = axis.imshow(shown, cmap="YlOrRd", norm=norm, aspect="auto", interpolation="nearest")
-            axis.set_title(f"{tensor.upper()} {label}: {float(values.mean()):.2g} of all", fontsize=10)
+            axis.set_title(f"{tensor.upper()}: {100 * float(values.mean()):.2g}%", fontsize=10)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             step = -(-len(layers) // 16)
             axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
@@ -119,7 +119,7 @@ def coverage_maps(report: ScalesReport) -> Figure:
         row[0].set_ylabel("layer")
         bar = figure.colorbar(image, ax=row, pad=0.02)
         bar.outline.set_visible(False)
-        bar.set_label("share of values")
+        bar.set_label(f"share of values {label}")
     figure.suptitle(f"Static scales on {report.tokens:,} tokens of held-out text", fontsize=12)
     return figure
 
