@@ -77,8 +77,15 @@ class LayerObserver:
         """See tokens `x [T, num_heads, head_dim]` of `"q"`, `"k"` or `"v"`, after `settle`."""
         self.observers[which].add(x)
 
-    def settle(self) -> None:
-        """Compute the means. They do not change afterwards, whatever the tokens that follow: any constant may be subtracted."""
+    def settle(self, data_group: dist.ProcessGroup | None = None) -> None:
+        """Compute the means. They do not change afterwards, whatever the tokens that follow: any constant may be subtracted.
+
+        Args:
+            data_group: processes that have looked at different text, whose means are the same.
+        """
+        if data_group is not None:
+            for moments in self.moments.values():
+                moments.all_reduce(data_group)
         if not self.options.means:
             return
         for which, moments in self.moments.items():
@@ -88,11 +95,11 @@ class LayerObserver:
             if not self.options.twice:  # what `add` has found in `look` is without the mean
                 observer.amax = moments.amax(mean)
 
-    def all_reduce(self, group: dist.ProcessGroup) -> None:
-        """Merge the observers of all processes of a group, which have seen different text."""
-        for observer in self.observers.values():
-            if observer.tokens is not None:
-                observer.all_reduce(group)
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that were seen."""
+        low = self.moments["k"].low
+        return 0 if low is None else len(low)
 
     @property
     def tokens(self) -> int:
@@ -115,12 +122,14 @@ class LayerObserver:
         each is the head.
 
         Args:
-            data_group: processes whose observers were merged; their samples are not merged, so their noise is summed.
+            data_group: processes that have seen different text. Their observers are merged; samples are not, so their noise is summed.
         """
         found = {}
         for which, observer in self.observers.items():
             if observer.amax is None:  # a model whose attention cannot be observed: no Q
                 continue
+            if data_group is not None:
+                observer.all_reduce(data_group)
             scale = found[f"{which}_scale"] = observer.scale(self.options.method, self.options.percentile)
             if which in self.moments:
                 low = self.moments[which].low

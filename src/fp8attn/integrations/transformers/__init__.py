@@ -14,9 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...calibration import Coverage, ScalesReport
 from .attention import fp8_kv_attention, fp8_kv_mask
 from .cache import FP8Cache, edge_layers
-from .calibrate import check_scales, context_of, pack_tokens
+from .calibrate import check_scales
 from .config import count_weights, shape_of
 from .observe import OBSERVED, observed_attention, observed_mask
+from .pack import context_of, pack_tokens
 from .tensors import ATTN_IMPLEMENTATION
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, fp8_kv_attention)

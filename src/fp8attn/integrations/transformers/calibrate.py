@@ -10,23 +10,22 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from ...calibration import LayerObserver, Method, Options, ScalesReport, concatenate, counters
+from ...calibration import LayerObserver, Method, Options, ScalesReport, concatenate, counters, select
 from ...calibration.checkpoint import Checkpoint, Text
 from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, KeyDtype
 from ...scales import SEVERAL, KVScales, LayerScales
 from .config import FULL, LayerSpec, decoder_config, layers_of
-from .observe import Batch, observing, tensors_of
+from .observe import Batch, See, observing, tensors_of
 
 MEANS_TOKENS = 32768  # means are computed from the first batches, up to this many tokens
 CHUNK = 32768  # tokens of a forward. A later chunk attends with a mask, for which most attention kernels are slower.
-LONGEST = 32768  # tokens of a packed sequence, at most, if the model's context is longer
 EVERY = 16  # batches between two checkpoints
 Progress = Callable[[int, int | None], None]
 
@@ -86,72 +85,175 @@ def calibrate(
             processes without `tensor_parallel`; a checkpoint of another calibration.
         ValueError: NaN or Inf in Q, K or V.
     """
-    specs = _layers(model)
+    specs = layers_of(_config(model))
     options = Options(method, percentile, key_dtype, rotate_keys, means)
     if chunk < 1:
         raise UsageError(f"chunk must be a positive number of tokens; got {chunk}")
-    total = len(batches) if isinstance(batches, Sequence) else None
-    observers = {index: LayerObserver(options) for index, spec in enumerate(specs) if spec.kind == FULL}
-    file = None if checkpoint is None else _checkpoint(checkpoint, model, options, (tensor_parallel, data_parallel))
-    looked, counted, stream = Text(), Text(), iter(batches)
-
-    def tick() -> None:
-        _check_finite(observers)
-        if progress is not None:
-            progress(counted.count, total)
-
-    def save() -> None:
-        if file is not None:
-            file.save(
-                {f"{index}.{name}": x for index, layer in observers.items() for name, x in layer.state_dict().items()}, looked, counted
-            )
-
-    resumed = None if file is None else file.load()
-    _agree(-1 if resumed is None else resumed[2].count, tensor_parallel, data_parallel)
-    with observing(model, chunk=chunk) as run:
-        if file is not None and resumed is not None:
-            tensors, looked, counted = resumed
-            again = _replay(stream, file, looked, counted)
-            for index, layer in observers.items():
-                layer.load_state_dict(_of_layer(tensors, index), model.device)
-        else:
-            seen, again = 0, []
-            for batch in stream:
-                run(batch, lambda index, which, x: observers[index].look(which, x))
-                ids, mask = tensors_of(batch)
-                seen += ids.numel() if mask is None else int(mask.bool().sum())
-                looked.add(ids, mask)
-                if options.twice:
-                    again.append(batch)
-                else:
-                    counted.add(ids, mask)
-                tick()
-                if seen >= MEANS_TOKENS:
-                    break
-            observers = {index: layer for index, layer in observers.items() if layer.moments["k"].count is not None}
-            if not observers:
-                raise UsageError("calibration saw no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding")
-            _check_heads(observers, specs, tensor_parallel)
-            for layer in observers.values():
-                if data_parallel is not None:
-                    for moments in layer.moments.values():
-                        moments.all_reduce(data_parallel)
-                layer.settle()
-            save()
-        for batch in chain(again, stream):
-            run(batch, lambda index, which, x: observers[index].add(which, x))
-            counted.add(*tensors_of(batch))
-            tick()
-            if counted.count % EVERY == 0:
-                save()
-    found = {}
-    for index, layer in observers.items():
-        if data_parallel is not None:
-            layer.all_reduce(data_parallel)
-        found[index] = {name: concatenate(x, tensor_parallel) for name, x in layer.results(data_parallel).items()}
+    groups = _Groups(tensor_parallel, data_parallel)
+    file = None if checkpoint is None else _checkpoint(checkpoint, model, options, groups)
+    run = _Run(specs, options, groups, file, progress, len(batches) if isinstance(batches, Sequence) else None)
+    with observing(model, chunk=chunk) as forward:
+        run.observe(forward, iter(batches), model.device)
+    scales = run.scales(getattr(model.config, "_name_or_path", ""))
     if file is not None:
         file.remove()
-    return _scales(model, specs, options, found, next(iter(observers.values())).tokens)
+    return scales
+
+
+class _Groups(NamedTuple):
+    """Processes that calibrate together, as `calibrate` takes them."""
+
+    tensor: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
+
+
+class _Run:
+    """One call of `calibrate`.
+
+    Args:
+        specs: the model's layers.
+        total: number of batches; None: not known.
+    """
+
+    def __init__(
+        self,
+        specs: list[LayerSpec],
+        options: Options,
+        groups: _Groups,
+        file: Checkpoint | None,
+        progress: Progress | None,
+        total: int | None,
+    ) -> None:
+        self.specs, self.options, self.groups, self.file, self.progress, self.total = specs, options, groups, file, progress, total
+        self.layers = {index: LayerObserver(options) for index, spec in enumerate(specs) if spec.kind == FULL}
+        self.looked, self.counted = Text(), Text()  # the batches that means are from; those that are in the observers
+
+    def observe(self, forward: Callable[[Batch, See], None], stream: Iterator[Batch], device: torch.device) -> None:
+        """Run all batches, or those that the checkpoint does not have."""
+        state = None if self.file is None else self.file.load()
+        self._agree(-1 if state is None else state[2].count)
+        again = self._look(forward, stream) if state is None else self._resume(*state, stream, device)
+        for batch in chain(again, stream):
+            forward(batch, lambda index, which, x: self.layers[index].add(which, x))
+            self.counted.add(*tensors_of(batch))
+            self._done()
+            if self.counted.count % EVERY == 0:
+                self._save()
+
+    def _look(self, forward: Callable[[Batch, See], None], stream: Iterator[Batch]) -> list[Batch]:
+        """Compute means from the first batches, and return those that must run again."""
+        seen, again = 0, []
+        for batch in stream:
+            forward(batch, lambda index, which, x: self.layers[index].look(which, x))
+            ids, mask = tensors_of(batch)
+            seen += ids.numel() if mask is None else int(mask.bool().sum())
+            self.looked.add(ids, mask)
+            if self.options.twice:
+                again.append(batch)
+            else:
+                self.counted.add(ids, mask)
+            self._done()
+            if seen >= MEANS_TOKENS:
+                break
+        if not seen:
+            raise UsageError("calibration saw no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding")
+        for index, layer in self.layers.items():
+            processes = 1 if self.groups.tensor is None else dist.get_world_size(self.groups.tensor)
+            if layer.num_kv_heads * processes != self.specs[index].num_kv_heads:
+                raise UsageError(
+                    f"layer {index} has {layer.num_kv_heads} KV heads in each of {processes} processes, and the config says "
+                    f"{self.specs[index].num_kv_heads}. Pass the process group that the heads are divided over as tensor_parallel"
+                )
+            layer.settle(self.groups.data)
+        self._save()
+        return again
+
+    def _resume(
+        self, tensors: dict[str, torch.Tensor], looked: Text, counted: Text, stream: Iterator[Batch], device: torch.device
+    ) -> list[Batch]:
+        """Continue from a checkpoint. Read the batches that it has seen, check them, and return those that it has not counted."""
+        assert self.file is not None
+        self.looked, self.counted = looked, counted
+        for index, layer in self.layers.items():
+            layer.load_state_dict(select(tensors, str(index)), device)
+        given, again = Text(), []
+        seen = sorted((looked, counted), key=lambda text: text.count)
+        for text in seen:
+            for batch in islice(stream, text.count - given.count):
+                given.add(*tensors_of(batch))
+                if given.count > counted.count:
+                    again.append(batch)
+            self.file.check(text, given)
+        return again
+
+    def _agree(self, counted: int) -> None:
+        """Raise UsageError in every process if the checkpoints of some do not fit together, instead of waiting forever for each other.
+
+        Args:
+            counted: number of batches in this process's checkpoint; -1: it has none.
+        """
+        same = concatenate(torch.tensor([counted]), self.groups.tensor)
+        begun = concatenate(torch.tensor([counted >= 0]), self.groups.data)
+        if len(same.unique()) > 1 or len(begun.unique()) > 1:
+            raise UsageError(
+                "the checkpoints of the processes do not fit together: they were killed while writing. Delete them to begin again"
+            )
+
+    def _done(self) -> None:
+        """After each batch: refuse NaN and Inf, which waits for the device once, and report progress."""
+        largest = {(which, index): x for index, layer in self.layers.items() for which, x in layer.largest().items()}
+        if largest:
+            device = next(iter(largest.values())).device
+            finite = torch.isfinite(torch.stack([x.to(device, non_blocking=True) for x in largest.values()])).tolist()
+            if not all(finite):
+                which, index = list(largest)[finite.index(False)]
+                raise ValueError(
+                    f"{which.upper()} of layer {index} has NaN or Inf; run the model in bfloat16 or float32 (float16 overflows at 65504)"
+                )
+        if self.progress is not None:
+            self.progress(self.counted.count, self.total)
+
+    def _save(self) -> None:
+        if self.file is not None:
+            tensors = {f"{index}.{name}": x for index, layer in self.layers.items() for name, x in layer.state_dict().items()}
+            self.file.save(tensors, self.looked, self.counted)
+
+    def scales(self, model_id: str) -> KVScales:
+        """The scales of all layers and heads, from the observations of all processes."""
+        scales, sqnr, offsets = {}, {}, {}
+        for index, layer in self.layers.items():
+            found = layer.results(self.groups.data)
+            x = {name: concatenate(tensor, self.groups.tensor) for name, tensor in found.items()}
+            scales[index] = LayerScales(
+                x["k_scale"], x["v_scale"], x["k_mean"], x["v_mean"], self.options.key_dtype, self.options.rotate_keys, x.get("q_scale")
+            )
+            powers = (x[f"{which}_noise"].sum(0).tolist() for which in "kv")
+            k, v = (10 * math.log10(signal / noise) if noise else math.inf for signal, noise in powers)
+            sqnr[index] = (k, v)
+            if (offset := float(x["k_offset"].max())) >= SEVERAL:
+                offsets[index] = offset
+        first = next(iter(self.layers))
+        num_kv_heads, head_dim = scales[first].k_mean.shape
+        return KVScales(
+            scales,
+            num_layers=len(self.specs),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            model_id=model_id,
+            tokens=self.layers[first].tokens,
+            method=str(self.options),
+            sqnr_db=sqnr,
+            k_offsets=offsets,
+        )
+
+
+def _checkpoint(path: str | Path, model: Any, options: Options, groups: _Groups) -> Checkpoint:
+    """The checkpoint of this process."""
+    path, process = Path(path), "the only one"
+    if any(groups):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        path, process = path.with_name(f"{path.stem}.{rank}-of-{size}{path.suffix}"), f"{rank} of {size}"
+    return Checkpoint(path, {"model": model.config.to_json_string(), "options": options, "process": process})
 
 
 def check_scales(
@@ -167,7 +269,7 @@ def check_scales(
     Raises:
         TypeError, UsageError: as `calibrate`; or the scales are of another model.
     """
-    specs = _layers(model)
+    specs = layers_of(_config(model))
     full = next(spec for spec in specs if spec.kind == FULL)
     scales.check(
         num_layers=len(specs), num_kv_heads=full.num_kv_heads, head_dim=full.head_dim, model_id=decoder_config(model.config).name_or_path
@@ -196,127 +298,8 @@ def check_scales(
     return ScalesReport(seen, tokens)
 
 
-def pack_tokens(documents: Iterable[Sequence[int] | torch.Tensor], length: int, *, separator: int | None = None) -> Iterator[torch.Tensor]:
-    """Concatenate token ids of documents, and cut them into sequences of one length: batches for `calibrate`, without padding.
-
-    Args:
-        documents: token ids of each; any iterable. Only one sequence is in memory.
-        length: tokens of a sequence (`context_of`).
-        separator: a token id between two documents, such as `tokenizer.eos_token_id`; None: no token.
-    Returns:
-        `input_ids [1, length]`, one after another; the last one has the tokens that are left.
-    Raises:
-        UsageError: the length is less than 1.
-    """
-    if length < 1:
-        raise UsageError(f"length must be a positive number of tokens; got {length}")
-    held: list[int] = []
-    for number, document in enumerate(documents):
-        ids = document.tolist() if isinstance(document, torch.Tensor) else list(document)
-        held += ids if separator is None or not number else [separator, *ids]
-        whole = len(held) - len(held) % length
-        for begin in range(0, whole, length):
-            yield torch.tensor(held[begin : begin + length])[None]
-        del held[:whole]
-    if held:
-        yield torch.tensor(held)[None]
-
-
-def context_of(config: PreTrainedConfig, longest: int = LONGEST) -> int:
-    """Tokens of a sequence to calibrate on: the model's context, at most `longest`."""
-    return min(getattr(decoder_config(config), "max_position_embeddings", None) or longest, longest)
-
-
-def _layers(model: Any) -> list[LayerSpec]:
+def _config(model: Any) -> PreTrainedConfig:
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"calibrate takes a transformers causal language model (AutoModelForCausalLM); got {type(model).__name__}")
-    return layers_of(config)
-
-
-def _replay(stream: Iterator[Batch], file: Checkpoint, looked: Text, counted: Text) -> list[Batch]:
-    """Read the batches that a checkpoint has seen, check them, and return those that it has not counted yet."""
-    given, rest = Text(), []
-    for batch in islice(stream, max(looked.count, counted.count)):
-        given.add(*tensors_of(batch))
-        for seen in (looked, counted):
-            if seen.count == given.count:
-                file.check(seen, given)
-        if given.count > counted.count:
-            rest.append(batch)
-    for seen in (looked, counted):
-        if seen.count > given.count:
-            file.check(seen, given)
-    return rest
-
-
-def _check_finite(observers: dict[int, LayerObserver]) -> None:
-    """Raise ValueError if a tensor had NaN or Inf. It waits for the device once."""
-    largest = {(which, index): x for index, layer in observers.items() for which, x in layer.largest().items()}
-    if largest:
-        device = next(iter(largest.values())).device
-        finite = torch.isfinite(torch.stack([x.to(device, non_blocking=True) for x in largest.values()])).tolist()
-        if not all(finite):
-            which, index = list(largest)[finite.index(False)]
-            raise ValueError(
-                f"{which.upper()} of layer {index} has NaN or Inf; run the model in bfloat16 or float32 (float16 overflows at 65504)"
-            )
-
-
-def _check_heads(observers: dict[int, LayerObserver], specs: list[LayerSpec], group: dist.ProcessGroup | None) -> None:
-    """Raise UsageError if the heads that this process has, times the number of processes, are not those of the config."""
-    processes = 1 if group is None else dist.get_world_size(group)
-    for index, layer in observers.items():
-        low = layer.moments["k"].low
-        assert low is not None
-        if len(low) * processes != specs[index].num_kv_heads:
-            raise UsageError(
-                f"layer {index} has {len(low)} KV heads in each of {processes} processes, and the config says {specs[index].num_kv_heads}. "
-                "Pass the process group that the heads are divided over as tensor_parallel"
-            )
-
-
-def _checkpoint(path: str | Path, model: Any, options: Options, groups: Sequence[dist.ProcessGroup | None]) -> Checkpoint:
-    path, place = Path(path), "one process"
-    if any(group is not None for group in groups):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        path, place = path.with_name(f"{path.stem}.{rank}-of-{size}{path.suffix}"), f"{rank} of {size}"
-    return Checkpoint(path, {"model": model.config.to_json_string(), "options": options, "process": place})
-
-
-def _agree(counted: int, tensor_parallel: dist.ProcessGroup | None, data_parallel: dist.ProcessGroup | None) -> None:
-    """Raise UsageError in every process if the checkpoints of some do not fit together, instead of waiting forever for each other."""
-    same = concatenate(torch.tensor([counted]), tensor_parallel)
-    begun = concatenate(torch.tensor([counted >= 0]), data_parallel)
-    if len(same.unique()) > 1 or len(begun.unique()) > 1:
-        raise UsageError("the checkpoints of the processes do not fit together: they were killed while writing. Delete them to begin again")
-
-
-def _of_layer(tensors: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    prefix = f"{index}."
-    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-
-
-def _scales(model: Any, specs: list[LayerSpec], options: Options, found: dict[int, dict[str, torch.Tensor]], tokens: int) -> KVScales:
-    """The results of all layers (`LayerObserver.results`, all heads) as `KVScales`."""
-    scales, sqnr, offsets = {}, {}, {}
-    for index, x in found.items():
-        scales[index] = LayerScales(
-            x["k_scale"], x["v_scale"], x["k_mean"], x["v_mean"], options.key_dtype, options.rotate_keys, x.get("q_scale")
-        )
-        k, v = (10 * math.log10(signal / noise) if noise else math.inf for signal, noise in (x[f"{y}_noise"].sum(0).tolist() for y in "kv"))
-        sqnr[index] = (k, v)
-        if (offset := float(x["k_offset"].max())) >= SEVERAL:
-            offsets[index] = offset
-    num_kv_heads, head_dim = next(iter(scales.values())).k_mean.shape
-    return KVScales(
-        scales,
-        num_layers=len(specs),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        model_id=getattr(model.config, "_name_or_path", ""),
-        tokens=tokens,
-        method=str(options),
-        sqnr_db=sqnr,
-        k_offsets=offsets,
-    )
+    return config
