@@ -16,6 +16,7 @@ from .mergeable import Mergeable, Operation
 
 BINS = 1 << 15
 INFINITE = 0x7F80  # the bin of infinity; NaN is above
+WINDOW = 32 * 128  # bins of 32 octaves
 COARSE, FINE, OCTAVES = 8, 64, 16  # scales that are tried for each octave: first, then near the best; and how far below the maximum
 
 
@@ -62,7 +63,7 @@ class Histogram(Mergeable):
         """The scales that minimize the mean squared error of rounding and saturation (`squared_error`).
 
         The error has many local minima. So scales over 16 octaves below the one without saturation are compared, 8 for each octave; then 64
-        for each octave around the best.
+        for each octave around the best. The first comparison merges 8 bins into one.
 
         Args:
             amax: `[num_heads]`, the largest magnitudes.
@@ -71,41 +72,45 @@ class Histogram(Mergeable):
             `[num_heads]` float32.
         """
         top = amax.double() / largest_code(dtype)
-        steps = torch.arange(COARSE * OCTAVES + 1, device=amax.device, dtype=torch.float64) / COARSE
-        best = top * 2.0 ** -self._best(top, steps.expand(len(top), -1), dtype)
-        steps = torch.arange(-FINE // COARSE, FINE // COARSE + 1, device=amax.device, dtype=torch.float64) / FINE
-        steps = steps.expand(len(top), -1).clone()
-        steps = torch.where(best[:, None] * 2.0**-steps > top[:, None], 0.0, steps)  # not above the scale without saturation
-        return (best * 2.0 ** -self._best(best, steps, dtype)).float()
+        octaves = torch.arange(COARSE * OCTAVES + 1, device=amax.device, dtype=torch.float64).expand(len(top), -1) / COARSE
+        best = self._least(top, octaves, dtype, 8)
+        near = torch.arange(-FINE // COARSE, FINE // COARSE + 1, device=amax.device, dtype=torch.float64) / FINE
+        best = self._least(top, (best[:, None] + near).clamp_min(0), dtype, 1)  # not above the scale without saturation
+        return (top * 2.0**-best).float()
 
-    def _best(self, scale: torch.Tensor, octaves: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """By how many of the `octaves [num_heads, N]` below `scale [num_heads]` the error is least."""
-        errors = [self.squared_error(scale * 2.0**-step, dtype) for step in octaves.unbind(1)]
+    def _least(self, top: torch.Tensor, octaves: torch.Tensor, dtype: torch.dtype, merged: int) -> torch.Tensor:
+        """Which of the `octaves [num_heads, N]` below the scales `top [num_heads]` has the least error, `[num_heads]`."""
+        bins = self._window(merged)
+        errors = [_error_of(*bins, top * 2.0**-octave, dtype) for octave in octaves.unbind(1)]
         return octaves.gather(1, torch.stack(errors, 1).argmin(1, keepdim=True))[:, 0]
 
     def squared_error(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the squared errors of all values with static scales, `[num_heads]` float64.
 
-        It is the exact integral for values that are spread evenly over each bin.
+        It is the exact integral for values that are spread evenly over each bin. Values of less than 2^-31 of the largest are left out.
 
         Args:
             scale: `[num_heads]`, positive; of zero only where all values are zero.
             dtype: `torch.float8_e4m3fn` or `torch.int8`.
         """
-        assert self.counts is not None
-        used = self._used
-        counts = self.counts[:, used].double()
-        edges = _edges().to(counts.device)[used.start : used.stop + 1]
-        scale = scale.double().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        integral = _error_integral(edges / scale, dtype) * scale**3
-        return (counts * (integral.diff() / edges.diff())).sum(1)
+        return _error_of(*self._window(1), scale, dtype)
 
-    @property
-    def _used(self) -> slice:
-        """The bins from the first to the last that has a value other than zero."""
+    def _window(self, merged: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The counts of the 32 octaves up to each head's largest value, `[num_heads, N]` float64, and the ends of their bins,
+        `[num_heads, N + 1]`. Each is of `merged` bins of the histogram."""
         assert self.counts is not None
-        found = self.counts[:, 1:INFINITE].any(0).nonzero()[:, 0] + 1
-        return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(1, 2)
+        used = (self.counts[:, :INFINITE] > 0) * torch.arange(INFINITE, device=self.counts.device)
+        first = (used.amax(1) // merged * merged + merged - WINDOW).clamp(merged, INFINITE - WINDOW)[:, None]
+        offsets = torch.arange(WINDOW + 1, device=self.counts.device)
+        counts = self.counts.gather(1, first + offsets[:-1]).unflatten(1, (-1, merged)).sum(2)
+        return counts.double(), _edges().to(self.counts.device)[first + offsets[::merged]]
+
+
+def _error_of(counts: torch.Tensor, edges: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the squared errors of `counts [num_heads, N]` values that are spread evenly between `edges [num_heads, N + 1]`."""
+    scale = scale.double().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    integral = _error_integral(edges / scale, dtype) * scale**3
+    return (counts * (integral.diff() / edges.diff())).sum(1)
 
 
 @cache
