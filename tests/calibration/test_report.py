@@ -1,8 +1,9 @@
 """Saturation and underflow against the codes that quantization gives."""
 
+import pytest
 import torch
 
-from fp8attn import LayerScales
+from fp8attn import LayerScales, UsageError
 from fp8attn.calibration import Coverage, ScalesReport, counters
 from fp8attn.layout import FP8, key_type
 from fp8attn.numerics import encode, largest_code
@@ -61,3 +62,10 @@ def test_maps_and_the_worst():
     assert report.tensors == ("k", "v")
     assert report.map("k", "saturated").tolist() == [[0.1, 0.0], [0.0, 0.2]]
     assert [(worst.layer, worst.tensor, worst.head) for worst in report.worst(3)] == [(1, "v", 1), (4, "k", 1), (1, "k", 0)]
+
+
+def test_another_number_of_heads_is_refused():
+    """A part of the heads would be broadcast to all."""
+    layer = LayerScales(*[torch.ones(HEADS)] * 2, *[torch.zeros(HEADS, DIM)] * 2)
+    with pytest.raises(UsageError, match=r"the scales have 2 heads, and the model has 1 in this process\. Pass the process group"):
+        counters(layer)["k"].add(torch.ones(3, 1, DIM))

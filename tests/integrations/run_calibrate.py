@@ -2,9 +2,11 @@
 
     python run_calibrate.py tensor|data RANK SIZE FOLDER MODEL
 
-It writes the scales to `FOLDER/RANK-METHOD.safetensors`, with each method of `CASES`.
+It writes the scales to `FOLDER/RANK-METHOD.safetensors`, with each method of `CASES`, and a report to
+`FOLDER/RANK-report.json`.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8attn import UsageError, calibrate
 from fp8attn.integrations.transformers import calibrate as module
+from fp8attn.integrations.transformers import check_scales
 
 CASES = {"absmax": False, "percentile": True, "mse": True}  # by method, whether there are means
 
@@ -40,6 +43,9 @@ def main(kind, rank, size, folder, model):
     for method, means in CASES.items():
         scales = calibrate(loaded, batches, method=method, means=means, checkpoint=folder / "state.safetensors", **groups)
         scales.save(folder / f"{rank}-{method}.safetensors")
+    held_out = torch.randint(0, 257, (1, 150), generator=torch.Generator().manual_seed(2))
+    report = check_scales(loaded, [held_out], scales, tensor_parallel=groups.get("tensor_parallel"))
+    (folder / f"{rank}-report.json").write_text(json.dumps(report.rows()))
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Calibration on two processes gives what one process gives: with heads divided over them, and with text divided over them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import torch
 from fp8attn import KVScales, calibrate
 
 transformers = pytest.importorskip("transformers")
+from fp8attn.integrations.transformers import check_scales  # noqa: E402
+
 SCRIPT = Path(__file__).with_name("run_calibrate.py")
 NAMES = ("k_scale", "v_scale", "q_scale", "k_mean", "v_mean")
 
@@ -68,4 +71,11 @@ def test_two_processes_are_one(biased, tmp_path, kind):
             assert scales.k_offsets == pytest.approx(want.k_offsets, rel=1e-3)
             for index, pair in want.sqnr_db.items():
                 assert scales.sqnr_db[index] == pytest.approx(pair, abs=0.1)  # dB; the rounding of the sums moves values over ties
+    held_out = torch.randint(0, 257, (1, 150), generator=torch.Generator().manual_seed(2))
+    rows = check_scales(model, [held_out], found[0]).rows()
+    for rank in range(2):
+        for row, theirs in zip(rows, json.loads((tmp_path / f"{rank}-report.json").read_text()), strict=True):
+            assert (row["layer"], row["tensor"]) == (theirs["layer"], theirs["tensor"])
+            for what in ("saturated", "underflow"):
+                assert theirs[what] == pytest.approx(row[what], abs=3 / (150 * 64))  # sums in another order: a value may cross an edge
     assert not list(tmp_path.glob("state*"))  # each process removed its own checkpoint

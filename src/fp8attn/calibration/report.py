@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
+from ..errors import UsageError
 from ..layout import FP8, key_type
 from ..numerics import E4M3, largest_code
 from ..scales import LayerScales
-from .mergeable import Mergeable, Operation
+from .mergeable import Mergeable, Operation, concatenate
 from .observer import PIECE, Observer
 
 # A scale of `amax / 127` times 127 may be less than amax by a rounding error. Such values are not counted as saturated.
@@ -109,7 +111,16 @@ class Counter(Mergeable):
         self.counts: torch.Tensor | None = None  # [3, num_heads] int64: all values, saturated ones, underflow
 
     def add(self, x: torch.Tensor) -> None:
-        """Count `x [T, num_heads, head_dim]`, without waiting for the device."""
+        """Count `x [T, num_heads, head_dim]`, without waiting for the device.
+
+        Raises:
+            UsageError: another number of heads than the scales have.
+        """
+        if x.shape[1] != len(self._limit):
+            raise UsageError(
+                f"the scales have {len(self._limit)} heads, and the model has {x.shape[1]} in this process. Pass the process group that "
+                "the heads are divided over as tensor_parallel, or the scales of this model"
+            )
         if self.counts is None:
             self._limit, self._least = (y.to(x.device)[:, None, None] for y in (self._limit, self._least))
             self._as_stored.mean = None if self._mean is None else self._mean.to(x.device)
@@ -121,20 +132,24 @@ class Counter(Mergeable):
             new.counts = torch.stack([torch.full_like(saturated, size[0].numel()), saturated, underflow])
             self.merge(new)
 
-    def coverage(self) -> Coverage:
-        """The shares of what was counted."""
+    def coverage(self, tensor_group: dist.ProcessGroup | None = None) -> Coverage:
+        """The shares of what was counted, of the heads of all processes of the group."""
         assert self.counts is not None
-        values, saturated, underflow = self.counts.double().cpu()
+        values, saturated, underflow = concatenate(self.counts.T, tensor_group).double().unbind(1)
         return Coverage(saturated / values, underflow / values)
 
 
-def counters(scales: LayerScales) -> dict[str, Counter]:
-    """The `Counter`s of a layer with these scales: K and V, and Q if they have a `q_scale`."""
+def counters(scales: LayerScales, tensor_group: dist.ProcessGroup | None = None) -> dict[str, Counter]:
+    """The `Counter`s of a layer with these scales: K and V, and Q if they have a `q_scale`.
+
+    Args:
+        scales: of all heads.
+        tensor_group: the processes that the heads are divided over; None: this process has all.
+    """
+    rank, size = (0, 1) if tensor_group is None else (dist.get_rank(tensor_group), dist.get_world_size(tensor_group))
+    k_scale, v_scale, k_mean, v_mean = (x.chunk(size)[rank] for x in (scales.k_scale, scales.v_scale, scales.k_mean, scales.v_mean))
     keys = key_type(scales.key_dtype)
-    found = {
-        "k": Counter(scales.k_scale, scales.k_mean, keys, scales.rotate_keys),
-        "v": Counter(scales.v_scale, scales.v_mean, FP8, False),
-    }
+    found = {"k": Counter(k_scale, k_mean, keys, scales.rotate_keys), "v": Counter(v_scale, v_mean, FP8, False)}
     if scales.q_scale is not None:
-        found["q"] = Counter(scales.q_scale, None, keys, scales.rotate_keys)
+        found["q"] = Counter(scales.q_scale.chunk(size)[rank], None, keys, scales.rotate_keys)
     return found

@@ -257,12 +257,18 @@ def _checkpoint(path: str | Path, model: Any, options: Options, groups: _Groups)
 
 
 def check_scales(
-    model: Any, batches: Iterable[Batch], scales: KVScales, *, chunk: int = CHUNK, progress: Progress | None = None
+    model: Any,
+    batches: Iterable[Batch],
+    scales: KVScales,
+    *,
+    chunk: int = CHUNK,
+    tensor_parallel: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
 ) -> ScalesReport:
     """Report how well static scales cover a text: the shares of values that saturate, and that round to zero, of each layer and head.
 
     Args:
-        model, batches, chunk, progress: as `calibrate` takes them. The text should not be the one that the scales are from.
+        model, batches, chunk, tensor_parallel, progress: as `calibrate` takes them. The text should not be the one of the scales.
         scales: of this model.
     Returns:
         The `ScalesReport`.
@@ -274,7 +280,7 @@ def check_scales(
     scales.check(
         num_layers=len(specs), num_kv_heads=full.num_kv_heads, head_dim=full.head_dim, model_id=decoder_config(model.config).name_or_path
     )
-    counting = {index: counters(layer) for index, layer in scales.layers.items()}
+    counting = {index: counters(layer, tensor_parallel) for index, layer in scales.layers.items()}
 
     def see(index: int, which: str, x: torch.Tensor) -> None:
         if index in counting and which in counting[index]:
@@ -292,7 +298,7 @@ def check_scales(
     if not tokens:
         raise UsageError("the text has no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding")
     seen = {
-        index: {which: counter.coverage() for which, counter in found.items() if counter.counts is not None}
+        index: {which: counter.coverage(tensor_parallel) for which, counter in found.items() if counter.counts is not None}
         for index, found in counting.items()
     }
     return ScalesReport(seen, tokens)
