@@ -159,7 +159,8 @@ class _Run:
             raise UsageError("calibration saw no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding")
         for index, layer in self.layers.items():
             processes = 1 if self.groups.tensor is None else dist.get_world_size(self.groups.tensor)
-            if layer.num_kv_heads * processes != self.specs[index].num_kv_heads:
+            # Only where there are several processes: some configs (Falcon's) do not say how many KV heads there are.
+            if dist.is_initialized() and layer.num_kv_heads * processes != self.specs[index].num_kv_heads:
                 raise UsageError(
                     f"layer {index} has {layer.num_kv_heads} KV heads in each of {processes} processes, and the config says "
                     f"{self.specs[index].num_kv_heads}. Pass the process group that the heads are divided over as tensor_parallel"
