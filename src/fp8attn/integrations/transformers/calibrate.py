@@ -53,7 +53,7 @@ def calibrate(
     with `rotate_keys`.
 
     The state has a constant size, so a text may have any length. With the methods "percentile" and "mse" and with means, the first 32,768
-    tokens run twice. Whoever calibrates for long contexts calibrates on long texts (`pack_tokens`): with RoPE, K depends on the position.
+    tokens run twice. For long contexts, calibrate on long texts (`pack_tokens`): with RoPE, K depends on the position.
 
     The model runs with a cache that receives K (after RoPE) and V, and an attention function that receives Q and calls the model's own.
     There are no hooks or patches, and the model is left as it was.
@@ -160,7 +160,7 @@ class _Run:
         for index, layer in self.layers.items():
             processes = 1 if self.groups.tensor is None else dist.get_world_size(self.groups.tensor)
             # Only where there are several processes: some configs (Falcon's) do not say how many KV heads there are.
-            if dist.is_initialized() and layer.num_kv_heads * processes != self.specs[index].num_kv_heads:
+            if dist.is_available() and dist.is_initialized() and layer.num_kv_heads * processes != self.specs[index].num_kv_heads:
                 raise UsageError(
                     f"layer {index} has {layer.num_kv_heads} KV heads in each of {processes} processes, and the config says "
                     f"{self.specs[index].num_kv_heads}. Pass the process group that the heads are divided over as tensor_parallel"
