@@ -11,7 +11,6 @@ other attention implementation `FP8Cache` returns dequantized tensors: the same 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...calibration import Coverage, ScalesReport
 from .attention import fp8_kv_attention, fp8_kv_mask
 from .cache import FP8Cache, edge_layers
 from .calibrate import check_scales
@@ -27,9 +26,7 @@ AttentionMaskInterface.register(OBSERVED, observed_mask)
 
 __all__ = [
     "ATTN_IMPLEMENTATION",
-    "Coverage",
     "FP8Cache",
-    "ScalesReport",
     "check_scales",
     "context_of",
     "count_weights",
