@@ -10,8 +10,8 @@ Each implementation is an engine in a process of its own, one after another, wit
 
 | case | rows |
 |---|---|
-| `llama` | random weights. `decode-B1-S131072`: `ms` of a decode step of one sequence of 131,072 tokens. `prefill-S131072`: `ms` to the first |
-| | token. `fits`: tokens that fit into the memory that vLLM gives the cache |
+| `llama` | random weights: `decode-B1-S131072`, `ms` of a decode step of one sequence of 131,072 tokens; `prefill-S131072`, `ms` to the |
+| | first token; `fits`, tokens that fit into the memory that vLLM gives the cache |
 | `load` | random weights, a mixed load: prompts and answers of different lengths, all requested at once |
 | `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks or speculation |
 | `parallel` | likewise with tensor parallelism, on two GPUs |

@@ -22,7 +22,7 @@ ALLOWED = {
     "layout": {"errors", "params", "rotation"},
     "scales": {"errors", "layout", "numerics"},
     "overflow": {"layout", "scales"},
-    "statistics": {"numerics", "rotation", "scales"},
+    "calibration": {"errors", "layout", "numerics", "rotation", "scales"},
     "reference": {"layout", "numerics", "params", "rope", "rotation"},
     "backends": {"errors", "kernels", "layout", "params", "reference"},
     "_torch_ops": {"backends", "layout", "params"},
@@ -34,8 +34,8 @@ ALLOWED = {
     "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
     "precompile": {"backends", "errors", "kernels", "layout", "params"},
-    "integrations": {"cache", "dense", "errors", "layout", "mode", "numerics", "ops", "overflow", "params"}
-    | {"plan", "precompile", "rope", "rotation", "scales", "statistics"},
+    "integrations": {"cache", "calibration", "dense", "errors", "layout", "mode", "numerics", "ops", "overflow", "params"}
+    | {"plan", "precompile", "rope", "rotation", "scales"},
     "diagnostics": {"backends", "dense", "integrations", "kernels", "layout", "numerics", "scales"},
 }
 

@@ -53,6 +53,18 @@ def test_round_trip(saved):
             assert torch.equal(getattr(loaded.layer(index), name), getattr(original.layer(index), name))
 
 
+def test_a_scale_of_q_is_optional(tmp_path, saved):
+    """A file without it is read, as files of older versions are; with it, it comes back."""
+    assert KVScales.load(saved).layer(0).q_scale is None
+    path, q = tmp_path / "q.safetensors", torch.rand(6) + 0.1
+    scales(layers={0: layer(0, q_scale=q), 2: layer(2)}).save(path)
+    loaded = KVScales.load(path)
+    assert torch.equal(loaded.layer(0).q_scale, q) and loaded.layer(2).q_scale is None
+    for wrong, message in ((torch.ones(5), r"q_scale must be \[4\] float32, not \[5\]"), (-q, "q_scale must be positive and finite")):
+        with pytest.raises(ValueError, match=message):
+            scales(layers={0: layer(0, q_scale=wrong)})
+
+
 @pytest.mark.parametrize("way", [{"key_dtype": "e4m3"}, {"rotate_keys": False}])
 def test_how_keys_are_stored_is_saved(tmp_path, way):
     path = tmp_path / "scales.safetensors"

@@ -109,6 +109,11 @@ def needed_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (amax * torch.tensor(1 / INT8_MAX)).clamp(MIN_SCALE, MAX_SCALE)
 
 
+def largest_code(dtype: torch.dtype) -> float:
+    """The largest magnitude of a code: 448 for `torch.float8_e4m3fn`, 127 for `torch.int8`."""
+    return INT8_MAX if dtype == torch.int8 else E4M3.max
+
+
 def with_headroom(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The scale of a page, with headroom, if a token that sets or raises it needs `scale`."""
     return (scale * HEADROOM[dtype]).clamp_max(MAX_SCALE)

@@ -15,15 +15,16 @@ from safetensors.torch import save
 
 from .errors import UsageError
 from .layout import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
-from .numerics import E4M3, INT8_MAX, needed_scale
+from .numerics import largest_code, needed_scale
 
 FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
 RECALIBRATE = "calibrate again (fp8attn.calibrate(model, batches).save(path))"
 TENSORS = ("k_scale", "v_scale", "k_mean", "v_mean")
+OPTIONAL = ("q_scale",)
 # A static mean is subtracted if it is at least this many deviations. A smaller one saves little, and it costs accuracy if a token with most
 # of the attention has a V near zero, as sink tokens have: after subtracting the mean, that V is no longer near zero.
 SEVERAL = 4.0
-_NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS)})")
+_NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS + OPTIONAL)})")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,6 +37,8 @@ class LayerScales:
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; K's as the model makes K, not rotated.
         key_dtype: `"int8"` or `"e4m3"`.
         rotate_keys: whether K is rotated.
+        q_scale: `[num_q_heads]` float32, of Q after RoPE in K's 8-bit dtype, rotated with `rotate_keys`; None: not calibrated. fp8attn does
+            not use it; engines that quantize Q with a static scale do.
     """
 
     k_scale: torch.Tensor
@@ -44,6 +47,7 @@ class LayerScales:
     v_mean: torch.Tensor
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     rotate_keys: bool = True
+    q_scale: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         kept = "rotated" if self.rotate_keys else "not rotated"
@@ -53,7 +57,7 @@ class LayerScales:
     def page_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K's and V's scales in the form that pages have. Cached, because every cache reads them."""
         k, v = (
-            needed_scale(scale * (INT8_MAX if dtype == torch.int8 else E4M3.max), dtype)
+            needed_scale(scale * largest_code(dtype), dtype)
             for scale, dtype in ((self.k_scale, key_type(self.key_dtype)), (self.v_scale, FP8))
         )
         return k, v
@@ -69,7 +73,7 @@ class KVScales:
         num_kv_heads, head_dim: the shape of every layer here.
         model_id: the model's name or folder, from its config.
         tokens: number of tokens that were counted.
-        method: how the scales were chosen, such as "absmax" or "percentile 99.99".
+        method: how the scales were chosen: "absmax", "mse", or such as "percentile 99.99".
         sqnr_db: by layer index, (K, V) signal to quantization-noise ratio in dB on a sample of those tokens.
         k_offsets: by layer index, the largest offset of a pair of K's channels that no static mean removes, in deviations, because RoPE
             rotates the pair too far. Layers where it is less than several are absent.
@@ -94,9 +98,10 @@ class KVScales:
         for index, layer in self.layers.items():
             if not 0 <= index < self.num_layers:
                 raise UsageError(f"scales for layer {index} of a model of {self.num_layers} layers; {RECALIBRATE}")
-            for name in TENSORS:
+            for name in present(layer):
                 tensor = getattr(layer, name)
-                shape = (self.num_kv_heads,) if name.endswith("scale") else (self.num_kv_heads, self.head_dim)
+                heads = self.num_kv_heads if name != "q_scale" else max(1, tensor.numel() // self.num_kv_heads) * self.num_kv_heads
+                shape = (heads,) if name.endswith("scale") else (heads, self.head_dim)
                 if tensor.shape != shape or tensor.dtype != torch.float32:
                     got = f"{list(tensor.shape)} {tensor.dtype}"
                     raise UsageError(f"layer {index}: {name} must be {list(shape)} float32, not {got}; {RECALIBRATE}")
@@ -183,12 +188,13 @@ class KVScales:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file and make the folders above it.
 
-        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`. Its metadata has the other attributes, as strings.
+        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`, and `q_scale` if there is one. Its metadata has the other
+        attributes, as strings.
         """
         tensors = {
             f"model.layers.{index}.self_attn.{name}": getattr(layer, name).cpu().contiguous()
             for index, layer in self.layers.items()
-            for name in TENSORS
+            for name in present(layer)
         }
         metadata = {name: str(getattr(self, name)) for name in (*_METADATA, "key_dtype")}
         metadata |= {"format": FORMAT, "rotate_keys": json.dumps(self.rotate_keys)}
@@ -223,8 +229,8 @@ class KVScales:
                 raise UsageError(f"{path} has a tensor {name!r} that fp8attn does not write; {RECALIBRATE}")
             given.setdefault(int(match[1]), {})[match[2]] = tensor
         for index, named in given.items():
-            if len(named) < len(TENSORS):
-                raise UsageError(f"{path}: layer {index} has no {', '.join(sorted(set(TENSORS) - set(named)))}; {RECALIBRATE}")
+            if missing := sorted(set(TENSORS) - set(named)):
+                raise UsageError(f"{path}: layer {index} has no {', '.join(missing)}; {RECALIBRATE}")
         try:
             provenance = {name: kind(metadata[name]) for name, kind in _METADATA.items()}
             key_dtype, rotate_keys = metadata["key_dtype"], {"true": True, "false": False}[metadata["rotate_keys"]]
@@ -234,12 +240,16 @@ class KVScales:
             raise UsageError(f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}") from error
         layers = {}
         for index in sorted(given):
-            k_scale, v_scale, k_mean, v_mean = (given[index][name] for name in TENSORS)
-            layers[index] = LayerScales(k_scale, v_scale, k_mean, v_mean, key_dtype, rotate_keys)
+            layers[index] = LayerScales(**given[index], key_dtype=key_dtype, rotate_keys=rotate_keys)
         return cls(layers, sqnr_db=sqnr_db, k_offsets=offsets, **provenance)
 
 
 _METADATA = {"num_layers": int, "num_kv_heads": int, "head_dim": int, "model_id": str, "tokens": int, "method": str}
+
+
+def present(layer: LayerScales) -> tuple[str, ...]:
+    """The names of the tensors that a layer has."""
+    return (*TENSORS, *(name for name in OPTIONAL if getattr(layer, name) is not None))
 
 
 def ranges(indices: Iterable[int]) -> str:

@@ -56,6 +56,38 @@ def test_calibrate(tiny_model, scales_file, tmp_path):
     assert (narrow.layer(0).k_scale < wide.layer(0).k_scale).all()
 
 
+def test_calibrate_uses_the_models_context(tiny_model, tmp_path):
+    """Without options: all of a short text, in sequences of the context; `--no-means` gives scales that other engines can use."""
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 250)  # 6,000 tokens, of a context of 4,096
+    path = tmp_path / "s.safetensors"
+    options = ("--key-dtype", "e4m3", "--no-rotate-keys", "--no-means", "--method", "mse")
+    written = run_json("calibrate", "--model", tiny_model, "--text", text, "--out", path, *options)
+    assert (written["tokens"], written["method"], written["report"]) == (6000, "mse", None)
+    scales = KVScales.load(path)
+    assert not scales.layer(1).v_mean.any() and scales.layer(1).q_scale.shape == (4,)
+
+
+def test_calibrate_reports_on_held_out_text(tiny_model, tmp_path):
+    held_out, plot = tmp_path / "held.txt", tmp_path / "plots" / "report.png"
+    held_out.write_text("QUICK BROWN FOX; " * 20)
+    options = ("--model", tiny_model, "--out", tmp_path / "s.safetensors", "--context", 100, "--windows", 3, "--report", held_out)
+    options += ("--method", "percentile", "--percentile", 90)
+    found = run_json("calibrate", *options, "--plot", plot, "--checkpoint", tmp_path / "c.safetensors")
+    assert [(row["layer"], row["tensor"]) for row in found["report"]] == [(layer, tensor) for layer in (0, 1) for tensor in "kvq"]
+    shares = [share for row in found["report"] for share in row["saturated"]]
+    assert all(0.0 < share < 0.3 for share in shares)  # about a tenth of other text, too
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["held.txt", "plots", "s.safetensors"]  # no checkpoint is left
+    text = " ".join(run("calibrate", *options).split())
+    assert "Held-out text: what static scales do not cover, 340 tokens" in text
+
+
+def test_a_plot_needs_a_report(monkeypatch, capsys, tmp_path):
+    message = fail(monkeypatch, capsys, "calibrate", "--out", tmp_path / "s.safetensors", "--plot", tmp_path / "x.png")
+    assert message.endswith("--plot shows the report on a held-out text; add --report FILE")
+
+
 def test_generate(tiny_model, scales_file):
     found = run_json("generate", "value_", "--model", tiny_model, "--cache", "both", "--max-new-tokens", 5, "--scales", scales_file)
     assert [row["cache"] for row in found["rows"]] == ["bf16", "fp8-static"]
@@ -258,7 +290,7 @@ def test_version():
     assert run("--version") == f"fp8attn {__version__}\n"
 
 
-@pytest.mark.parametrize("choice", [("--method", "mse"), ("--key-dtype", "int4")])
+@pytest.mark.parametrize("choice", [("--method", "best"), ("--key-dtype", "int4")])
 def test_a_choice_that_does_not_exist_is_an_error(choice):
     result = CliRunner().invoke(app, ["calibrate", *choice])
     assert result.exit_code == 2 and f"'{choice[1]}' is not one of" in result.output

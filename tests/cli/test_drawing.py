@@ -4,11 +4,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from fp8attn.calibration import Coverage, ScalesReport
 from fp8attn.cli import page, plots, tables
 from fp8attn.cli.shared import about
 from fp8attn.evaluation import models
@@ -40,6 +42,33 @@ def test_needle_plot(tmp_path):
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     assert 1000 < width < 3000
     assert 400 < height < 1500
+
+
+def coverage_report():
+    """Two layers of 2 KV heads and 4 query heads; K of layer 3 saturates in head 1, and Q of layer 0 is rounded to zero in head 2."""
+    found = {}
+    for layer in (0, 3):
+        found[layer] = {
+            tensor: Coverage(torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64))
+            for tensor, heads in (("k", 2), ("v", 2), ("q", 4))
+        }
+    found[3]["k"].saturated[1] = 0.0123
+    found[0]["q"].underflow[2] = 0.2
+    return ScalesReport(found, 5000)
+
+
+def test_coverage(tmp_path):
+    lines = [line.split() for line in shown(tables.coverage_table(coverage_report())).splitlines()]
+    assert ["K", "all", "all", "0.3075%", "0"] in lines
+    assert ["Q", "all", "all", "0", "2.5000%"] in lines
+    assert lines[-2:] == [["K", "3", "1", "1.2300%", "0"], ["Q", "0", "2", "0", "20.0000%"]]
+    figure = plots.coverage_maps(coverage_report())
+    maps = [axis for axis in figure.axes if axis.get_title()]
+    assert [axis.get_title() for axis in maps[:3]] == ["K: 0.31%", "V: 0%", "Q: 0%"]
+    drawn = maps[0].get_images()[0].get_array()
+    assert drawn[1, 1] == 0.0123 and drawn.mask.tolist() == [[True, True], [True, False]]
+    assert [label.get_text() for label in maps[0].get_yticklabels()] == ["0", "3"]
+    plots.save(figure, tmp_path / "coverage.png")
 
 
 def shown(table):

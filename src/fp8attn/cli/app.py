@@ -11,14 +11,15 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..calibration import Method
 from ..errors import UsageError
 from ..layout import DEFAULT_KEY_DTYPE
 from . import fail, is_optional
 from .evaluate import evaluate
 from .export import export
-from .options import CacheChoice, Device, Json, KeyDtype, Model, RotateKeys, Scales, Text
+from .options import CacheChoice, Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Scales, Text
 from .sensitivity import sensitivity
-from .shared import about, choose, encode, load, makers, numbers, out, output, print_json, progress, read_text, windows
+from .shared import about, choose, encode, load, makers, numbers, out, output, print_json, progress, read_text, sequences
 
 
 class Commands(TyperGroup):
@@ -106,40 +107,65 @@ def calibrate(
     model: Model = None,
     save: Annotated[Path, typer.Option("--out", help="The file to write (safetensors).")] = Path("out/scales.safetensors"),
     text: Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window.", min=2)] = 1024,
-    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the end of the text.", min=1)] = 16,
-    method: Annotated[Literal["absmax", "percentile"], typer.Option(help="With percentile larger values saturate.")] = "absmax",
+    context: Context = None,
+    count: Annotated[int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1)] = None,
+    method: Annotated[Method, typer.Option(help="With percentile and mse (least squared error), larger values saturate.")] = "absmax",
     percentile: Annotated[float, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100].")] = 99.99,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
+    means: Annotated[bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")] = True,
+    chunk: Chunk = 32768,
+    checkpoint: Annotated[Path | None, typer.Option(help="A file from which the same command continues after it was killed.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A held-out text: report which of its values saturate, and which are rounded to zero.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --report: write heat maps by layer and head (.png, .svg, .pdf).")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Find static scales and means, what each layer loses in 8 bits, and the layers whose K has an offset that no mean removes."""
-    write_scales = output(save)
+    """Find static scales and means, what each layer loses in 8 bits, and the layers whose K has an offset that no mean removes.
+
+    The text's last tokens are used, in sequences of the model's context.
+    """
+    if plot:
+        from . import plots
+
+        plots.check_format(plot)
+        if report is None:
+            raise UsageError("--plot shows the report on a held-out text; add --report FILE")
+    write_scales, write_plot = output(save), output(plot)
+    passage, held_out = read_text(text, model), None if report is None else read_text(report, model)
     from .. import calibrate as run
     from ..diagnostics import offset_checks
-    from .tables import sensitivity_table
+    from ..integrations.transformers import check_scales
+    from .tables import coverage_table, sensitivity_table
 
-    passage = read_text(text, model)
     loaded, tokenizer = load(model, device)
-    batches = windows(tokenizer, passage, context, count, from_end=True)
-    with progress("windows") as tick:
+    batches = sequences(tokenizer, passage, loaded, context, count, from_end=True)
+    with progress("sequences") as tick:
         found = run(
-            loaded, batches.split(1), method=method, percentile=percentile, key_dtype=key_dtype, rotate_keys=rotate_keys, progress=tick
-        )
+            loaded, batches, method=method, percentile=percentile, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means, chunk=chunk,
+            checkpoint=checkpoint, progress=tick,
+        )  # fmt: skip
     write_scales(found.save)
+    covered = None
+    if held_out is not None:
+        with progress("held-out sequences") as tick:
+            covered = check_scales(loaded, sequences(tokenizer, held_out, loaded, context), found, chunk=chunk, progress=tick)
+        write_plot(lambda path: plots.save(plots.coverage_maps(covered), path))
     if as_json:
         rows = [
             {"layer": index, "k_sqnr_db": k, "v_sqnr_db": v, "k_offset": found.k_offsets.get(index)}
             for index, (k, v) in found.sqnr_db.items()
         ]
         how = {"scales": str(save), "tokens": found.tokens, "method": found.method, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
-        print_json({"meta": about(loaded), **how, "rows": rows})
+        print_json({"meta": about(loaded), **how, "rows": rows, "report": None if covered is None else covered.rows()})
         return
     out.print(sensitivity_table(found))
     for check in offset_checks(found.k_offsets):
         out.print(f"{check.name}: {check.detail}", markup=False)
+    if covered is not None:
+        out.print(coverage_table(covered))
     out.print(f"scales: {save}")
 
 

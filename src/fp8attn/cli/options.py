@@ -25,6 +25,9 @@ Text = Annotated[
     typer.Option(help="A text file, plain or .xz. Default: the held-out text of the model in a checkout, or Python source code."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
+Context = Annotated[
+    int | None, typer.Option(help="Tokens of a sequence. Default: the model's context, at most 32,768; on a CPU, 4,096.", min=2)
+]
 Chunk = Annotated[int, typer.Option(help="Tokens of a forward during prefill.", min=1)]
 Stress = Annotated[
     int, typer.Option(help="Make K and V harder to quantize, by offsets and outlier channels that cancel: 0 (off) to 3.", min=0, max=3)

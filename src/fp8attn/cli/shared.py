@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 out = Console()
 SECONDS = 10.0  # between two lines of progress, if stderr is no terminal
-Tick = Callable[[int, int], None]
+Tick = Callable[[int, int | None], None]
+CPU_CONTEXT = 4096
+TOKENS = 32768  # of a text that calibration uses, if no number is given
 
 
 def output(path: Path | None) -> Callable[[Callable[[Path], object]], object]:
@@ -126,11 +128,28 @@ def read_text(path: Path | None, model: str | None) -> str:
     return models.read_text(path, model)
 
 
-def windows(tokenizer: Any, text: str, length: int, count: int, *, from_end: bool = False) -> Any:
-    """`[count, length]` ids from the start or the end of the text."""
+def windows(tokenizer: Any, text: str, length: int, count: int) -> Any:
+    """`[count, length]` ids from the start of the text."""
     from ..evaluation import models
 
-    return models.windows(models.tokenize(tokenizer, text), length, count, from_end=from_end)
+    return models.windows(models.tokenize(tokenizer, text), length, count)
+
+
+def sequences(tokenizer: Any, text: str, model: Any, length: int | None, count: int | None = None, *, from_end: bool = False) -> list:
+    """Batches `[1, length]` of ids from the start or the end of the text.
+
+    Args:
+        length: None: the model's context (`context_of`), on a CPU at most 4,096 tokens, because attention takes minutes there.
+        count: None: up to 32,768 tokens; the last sequence has those that are left.
+    """
+    from ..evaluation import models
+    from ..integrations.transformers import context_of, pack_tokens
+
+    longest = {"longest": CPU_CONTEXT} if model.device.type == "cpu" else {}
+    ids, length = models.tokenize(tokenizer, text), length or context_of(model.config, **longest)
+    if count is not None:
+        return list(models.windows(ids, length, count, from_end=from_end).split(1))
+    return list(pack_tokens([ids[-TOKENS:] if from_end else ids[:TOKENS]], length))
 
 
 def numbers(text: str, kind: type, option: str) -> list:
@@ -209,12 +228,12 @@ def progress(what: str) -> Iterator[Tick]:
 def _lines(what: str) -> Tick:
     begun = last = time.monotonic()
 
-    def tick(done: int, total: int) -> None:
+    def tick(done: int, total: int | None) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= SECONDS:
             last = now
-            print(f"{what}: {done} of {total}, {now - begun:.0f} s", file=sys.stderr, flush=True)
+            print(f"{what}: {done}{'' if total is None else f' of {total}'}, {now - begun:.0f} s", file=sys.stderr, flush=True)
 
     return tick
 

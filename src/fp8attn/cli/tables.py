@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..calibration import ScalesReport
 from ..evaluation.drift import Segment
 from ..evaluation.names import title
 from ..evaluation.outcomes import Outcome, cells
@@ -15,7 +16,7 @@ from ..evaluation.paired import compare, wilson
 from ..evaluation.perplexity import Perplexity
 from ..evaluation.sensitivity import Sensitivity
 from ..layout import FP8, key_type
-from ..numerics import E4M3, INT8_MAX
+from ..numerics import largest_code
 from ..scales import KVScales
 
 
@@ -45,8 +46,8 @@ def sensitivity_table(scales: KVScales) -> Table:
     for column in ("layer", "K SQNR (dB)", "V SQNR (dB)", "K up to", "V up to"):
         table.add_column(column, justify="right")
     for index, (k, v) in scales.sqnr_db.items():
-        layer, k_max = scales.layer(index), E4M3.max if key_type(scales.key_dtype) == FP8 else INT8_MAX
-        tops = float(layer.k_scale.max()) * k_max, float(layer.v_scale.max()) * E4M3.max
+        layer = scales.layer(index)
+        tops = float(layer.k_scale.max()) * largest_code(key_type(scales.key_dtype)), float(layer.v_scale.max()) * largest_code(FP8)
         table.add_row(str(index), f"{k:.1f}", f"{v:.1f}", *(f"{top:.3g}" for top in tops))
     return table
 
@@ -62,6 +63,20 @@ def layers_table(report: Sensitivity) -> Table:
         row, left = rows[layer], (*report.cumulated_kl, 0.0)[number]
         alone = f"{row.kl:.2e} ± {row.standard_error:.0e}"
         table.add_row(str(layer), f"{row.sqnr_db:.1f}", alone, f"{left:.2e}", f"{report.bytes_per_token(ranking[:number]):,.0f}")
+    return table
+
+
+def coverage_table(report: ScalesReport, count: int = 8) -> Table:
+    """Shares of saturated values and of underflow: of each tensor, and of the `count` heads that are worst in each."""
+    table = _table(f"Held-out text: what static scales do not cover, {report.tokens} tokens")
+    for column in ("tensor", "layer", "head", "saturated", "rounded to zero"):
+        table.add_column(column, justify="left" if column == "tensor" else "right")
+    for tensor in report.tensors:
+        shares = (_share(float(report.map(tensor, what).mean())) for what in ("saturated", "underflow"))
+        table.add_row(tensor.upper(), "all", "all", *shares, end_section=tensor == report.tensors[-1])
+    heads = dict.fromkeys(head for what in ("saturated", "underflow") for head in report.worst(count, what) if getattr(head, what))
+    for head in heads:
+        table.add_row(head.tensor.upper(), str(head.layer), str(head.head), _share(head.saturated), _share(head.underflow))
     return table
 
 
@@ -138,6 +153,10 @@ def drift_table(rows: Sequence[Segment], most: int = 24) -> Table:
 def _table(heading: str) -> Table:
     """An empty table that fits into 80 columns."""
     return Table(title=heading, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, min_width=min(80, len(heading)))
+
+
+def _share(value: float) -> str:
+    return f"{value:.4%}" if value else "0"
 
 
 def _number(value: float, form: str) -> str:

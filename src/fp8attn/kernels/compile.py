@@ -100,8 +100,8 @@ def ptxas_version(target: GPUTarget) -> str:
 def use_ptxas(target: GPUTarget, version: str) -> None:
     """Compile with the ptxas of that version, and not with the one that the environment names.
 
-    torch.compile sets TRITON_PTXAS_PATH to torch's own ptxas, for this process and its children. But a process that asked Triton's ptxas for
-    its version before keeps that version in the keys of kernels.
+    torch.compile sets TRITON_PTXAS_PATH to torch's own ptxas, for this process and its children. But a process that asked Triton's ptxas
+    for its version before keeps that version in the keys of kernels.
     """
     if ptxas_version(target) != version:
         os.environ.pop("TRITON_PTXAS_PATH", None)

@@ -129,7 +129,7 @@ def _compare_values(export: Export, scales: KVScales) -> None:
     for index, found in export.scales.items():
         layer = scales.layer(index)
         calibrated = values(layer, index in export.moved)
-        if (queries := getattr(layer, "q_scale", None)) is not None:
+        if (queries := layer.q_scale) is not None:
             calibrated["q"] = queries
         for x, given in calibrated.items():
             value = to_tensor(given, export.format, export.strategy).flatten()

@@ -137,7 +137,7 @@ def _layers_to_write(source: Checkpoint, scales: KVScales, skip_layers: Collecti
 def _q_scale(source: Checkpoint, index: int, layer: LayerScales, given: float | None) -> torch.Tensor:
     """The scale of each query head `[num_q_heads]`."""
     q_heads = source.heads[0]
-    found: torch.Tensor | None = getattr(layer, "q_scale", None)
+    found = layer.q_scale
     if found is not None and given is not None:
         raise UsageError("the scales have a q_scale; leave out the argument q_scale")
     if found is None:

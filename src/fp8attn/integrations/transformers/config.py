@@ -120,6 +120,11 @@ def has_sinks(config: PreTrainedConfig) -> bool:
     return config.model_type == "gpt_oss" or any("sinks" in name for name in getattr(config, "base_model_tp_plan", None) or ())
 
 
+def calls_attention_interface(config: PreTrainedConfig) -> bool:
+    """Whether the model with this decoder's config calls transformers' attention interface, or computes its attention itself."""
+    return getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)()
+
+
 def check_attention_interface(config: PreTrainedConfig) -> None:
     """Refuse a model that computes its attention itself, and so never calls the attention function `fp8_kv`.
 
@@ -128,7 +133,7 @@ def check_attention_interface(config: PreTrainedConfig) -> None:
     Raises:
         UsageError: the model does not call transformers' attention interface.
     """
-    if not getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)():
+    if not calls_attention_interface(config):
         raise UsageError(
             f"{config.model_type!r} computes its attention itself and never calls {ATTN_IMPLEMENTATION!r}, whose masks it would misread; "
             "load it with attn_implementation='eager', under which FP8Cache(model.config) gives K and V dequantized"
