@@ -135,8 +135,10 @@ def test_a_layers_steps(builder, monkeypatch, options):
         window, softcap, sinks = (options.get(name) for name in ("sliding_window", "logits_soft_cap", "sinks"))
         params = AttentionParams(None, length, True, 0.125, window or 0, softcap or 0.0, sinks)
         expected, _ = reference.attention(q[i, :length], whole, params)
-        # The order of the reference's sums depends on the number of rows: up to two steps of BF16 (2^-7 each, relative).
-        torch.testing.assert_close(torch.cat(outputs[i]), expected, rtol=2**-6, atol=2**-12)
+        # The last step: equal but for a step of BF16, because the order of the reference's sums depends on the number of rows. Before it, a
+        # page's scale can be smaller than in the end (`numerics.settle`): values of up to 5 then differ by 5 / 127 at most.
+        torch.testing.assert_close(outputs[i][-1], expected[-len(outputs[i][-1]) :], rtol=2**-7, atol=2**-12)
+        torch.testing.assert_close(torch.cat(outputs[i]), expected, rtol=0, atol=5 / 127)
 
 
 def test_while_vllm_measures_memory(monkeypatch):
