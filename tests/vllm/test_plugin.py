@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from fp8attn import KVPages, reference
+from fp8attn import KVPages, UsageError, reference
 from fp8attn.integrations.vllm import impl as impl_module
 from fp8attn.integrations.vllm import metadata as metadata_module
 from fp8attn.integrations.vllm import specs
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
-from fp8attn.integrations.vllm.impl import FP8AttentionImpl
+from fp8attn.integrations.vllm.impl import FP8AttentionImpl, overflows
 from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer
 from fp8attn.layout import page_bytes
@@ -89,30 +89,38 @@ def test_padded_requests_of_a_graph(builder):
     assert part.cu_seqlens.tolist() == [0, 1, 2, 2, 2] and part.cache_seqlens.tolist() == [300, 20, 0, 0]
 
 
-def layer_impl(monkeypatch, **options):
+LAYER = "model.layers.3.self_attn.attn"
+
+
+def layer_impl(monkeypatch, additional_config=None, **options):
     model = SimpleNamespace(
-        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: HEADS, get_num_layers=lambda parallel: 1,
+        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: HEADS, get_num_layers=lambda parallel: 4,
         get_sliding_window=lambda: None,
     )  # fmt: skip
     parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), additional_config={},
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), additional_config=additional_config or {},
         compilation_config=SimpleNamespace(static_forward_context={}),
     )  # fmt: skip
     monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(impl_module, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(impl_module, "get_tensor_model_parallel_world_size", lambda: 1)
-    return FP8AttentionImpl(GROUP * HEADS, D, 0.125, HEADS, kv_cache_dtype="fp8", **options)
+    made = FP8AttentionImpl(GROUP * HEADS, D, 0.125, HEADS, kv_cache_dtype="fp8", **options)
+    layer = torch.nn.Module()
+    layer.impl, layer.layer_name, layer._k_scale = made, LAYER, torch.ones(1)
+    layer.get_kv_cache_spec = lambda config: FullAttentionSpec(**PLAIN)
+    config.compilation_config.static_forward_context[LAYER] = layer
+    made.process_weights_after_loading(torch.bfloat16)
+    return made, layer
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 100}, {"logits_soft_cap": 20.0}, {"sinks": torch.tensor([0.0, 1.0, 2.0, 3.0])}])
 def test_a_layers_steps(builder, monkeypatch, options):
     """A prompt in two chunks beside a decode, in scattered poisoned blocks: the bytes of one append, and the reference's output."""
     torch.manual_seed(0)
-    made = layer_impl(monkeypatch, **options)
+    made, layer = layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}}, **options)
     cache = torch.full((9, HEADS, 128, 2 * D + 1), 0x7F, dtype=torch.uint8)
-    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
     tables = [[7, 2, 5, 0], [3, 8, 1, 0]]
     k, v = (torch.randn(2, 400, HEADS, D).bfloat16() + 1 for _ in range(2))
     q = torch.randn(2, 400, GROUP * HEADS, D).bfloat16()
@@ -140,17 +148,25 @@ def test_a_layers_steps(builder, monkeypatch, options):
         torch.testing.assert_close(outputs[i][-1], expected[-len(outputs[i][-1]) :], rtol=2**-7, atol=2**-12)
         torch.testing.assert_close(torch.cat(outputs[i]), expected, rtol=0, atol=5 / 127)
 
+    report = overflows(layer)
+    assert [(row.layer, row.kind, row.tokens, row.saturated) for row in report.rows] == [(3, "k", 543, 0), (3, "v", 543, 0)]
+    assert report.rows[0].rescaled > 0  # an INT8 page's scale is set by its first token, with little headroom
+
+
+def test_counts_need_the_option(monkeypatch):
+    with pytest.raises(UsageError, match=r"nothing was counted: pass .*count_overflows"):
+        overflows(layer_impl(monkeypatch)[1])
+
 
 def test_while_vllm_measures_memory(monkeypatch):
     output = torch.full((3, GROUP * HEADS, D), torch.nan)
-    made = layer_impl(monkeypatch)
+    made, _ = layer_impl(monkeypatch)
     assert not made.forward(SimpleNamespace(), output, output, output, torch.empty(0), None, output).any()
 
 
 def test_blocks_of_another_size_are_an_error(monkeypatch):
-    made = layer_impl(monkeypatch)
-    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
-    with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.attn blocks of 32768 bytes .* needs 33024 bytes each"):
+    made, layer = layer_impl(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"model.layers.3.self_attn.attn blocks of 32768 bytes .* needs 33024 bytes each"):
         made._bind(layer, torch.zeros(9, HEADS, 128, 2 * D, dtype=torch.uint8))
 
 
