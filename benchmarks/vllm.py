@@ -14,7 +14,7 @@ Each implementation is an engine in a process of its own, one after another, wit
 | | first token; `fits`, tokens that fit into the memory that vLLM gives the cache |
 | `load` | random weights, a mixed load: prompts and answers of different lengths, all requested at once |
 | `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks or speculation |
-| `parallel` | likewise with tensor parallelism, on two GPUs |
+| `parallel` | likewise with tensor parallelism, on two GPUs or two cores |
 | `perplexity` | of held-out text, from the engine's own log-probabilities of prompts |
 
 Times are of a user's calls, `LLM.generate`, with all that vLLM does around attention. The answers of random weights mean nothing, so
@@ -94,8 +94,8 @@ def equal() -> Iterator[dict]:
 
 
 def parallel() -> Iterator[dict]:
-    if gpus() < 2:
-        left_out("parallel", "it needs two GPUs")
+    if gpus() == 1:
+        left_out("parallel", "it needs two GPUs, or none")
         return
     for impl in ("fp8attn", "vllm-bf16"):
         yield from compared(impl, ["plain", "tp2"])
@@ -138,7 +138,9 @@ def worker(task: str, impl: str, way: str, *args: str) -> list[dict]:
     """The rows that a task prints in a process of its own."""
     environment = os.environ | ENVIRONMENT
     if gpus() == 0:
-        environment["FP8ATTN_VLLM_CPU"] = str(int(impl == "fp8attn"))
+        environment |= {"FP8ATTN_VLLM_CPU": str(int(impl == "fp8attn"))}
+        if way == "tp2":
+            environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # a core for each process
     rows, lines = [], []
     command = [sys.executable, "-m", "benchmarks.vllm", task, impl, way, *args]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -192,7 +192,7 @@ class KVScales:
         attributes, as strings.
         """
         tensors = {
-            f"model.layers.{index}.self_attn.{name}": getattr(layer, name).cpu().contiguous()
+            f"model.layers.{index}.self_attn.{name}": getattr(layer, name).cpu().clone(memory_format=torch.contiguous_format)
             for index, layer in self.layers.items()
             for name in present(layer)
         }

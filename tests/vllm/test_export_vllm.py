@@ -36,16 +36,14 @@ def engine(folder, windows, out, **options):
 def calibrated():
     model, tokenizer = models.load(models.committed_model(), device="cpu")
     tokens = models.tokenize(tokenizer, models.read_text(None, models.committed_model()))
-    scales = calibrate(model, models.windows(tokens, 512, 2, from_end=True).split(1), key_dtype="e4m3", rotate_keys=False)
-    return scales, {} if getattr(scales.layer(0), "q_scale", None) is not None else {"q_scale": 0.25}
+    return calibrate(model, models.windows(tokens, 512, 2, from_end=True).split(1), key_dtype="e4m3", rotate_keys=False)
 
 
 @pytest.mark.parametrize(
     ("format", "strategy"), [("compressed-tensors", "tensor"), ("compressed-tensors", "attn_head"), ("modelopt", "tensor")]
 )
 def test_every_scale_arrives(calibrated, tmp_path, format, strategy):
-    scales, options = calibrated
-    exported = export(models.committed_model(), scales, tmp_path / "out", format=format, strategy=strategy, **options)
+    exported = export(models.committed_model(), calibrated, tmp_path / "out", format=format, strategy=strategy)
     (tmp_path / "none.json").write_text("[]")
     found = engine(exported.folder, tmp_path / "none.json", tmp_path / "found.json")["scales"]
     assert len(found) == len(exported.scales) == 6
@@ -60,8 +58,7 @@ def test_every_scale_arrives(calibrated, tmp_path, format, strategy):
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_transformers_rounds_k_and_v(calibrated, tmp_path, strategy):
     """With the package compressed-tensors, which vLLM installs, transformers reads the scales too."""
-    scales, options = calibrated
-    folder = export(models.committed_model(), scales, tmp_path / "out", strategy=strategy, **options).folder
+    folder = export(models.committed_model(), calibrated, tmp_path / "out", strategy=strategy).folder
     ids = torch.arange(200)[None]
     loaded = (transformers.AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (models.committed_model(), folder))
     with torch.no_grad():

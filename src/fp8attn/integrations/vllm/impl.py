@@ -12,8 +12,9 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from ... import ops
 from ...errors import UsageError
 from ...layout import KVPages, key_type, page_bytes
+from ...overflow import OverflowCounts, OverflowReport
 from .metadata import FP8AttentionMetadata
-from .options import Options
+from .options import Options, layer_number
 from .specs import BACKEND_IS_ASKED, of_layer
 from .supported import unsupported_config, unsupported_layer
 
@@ -53,14 +54,29 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         self._config = config
         self._pool: torch.Tensor | None = None  # the pages in vLLM's allocation
         self._state: tuple[Any, ...] = ()  # the last fields of `KVPages`
+        self.overflows: OverflowCounts | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls this before it asks layers for the bytes of their blocks."""
-        if BACKEND_IS_ASKED:
-            return
+        """vLLM calls this before it asks layers for the bytes of their blocks, and before it records CUDA graphs."""
         for layer in self._config.compilation_config.static_forward_context.values():
             if getattr(layer, "impl", None) is self:
-                layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
+                self._prepare(layer)
+                if not BACKEND_IS_ASKED:
+                    layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
+
+    def _prepare(self, layer: Any) -> None:
+        """Put the layer's means and counts on its device."""
+        model, parallel, device = self._config.model_config, self._config.parallel_config, layer._k_scale.device
+        total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
+        first = get_tensor_model_parallel_rank() * total // ranks
+        means = self.options.means(
+            layer.layer_name, slice(first, first + self.num_kv_heads), num_kv_heads=total, head_dim=self.head_size,
+            num_layers=model.get_num_layers(parallel) * parallel.pipeline_parallel_size,
+        )  # fmt: skip
+        k_mean, v_mean = (None if mean is None else mean.to(device) for mean in means)
+        self._state = k_mean, v_mean, key_type(self.options.key_dtype), True
+        if self.options.count_overflows and self.writes:
+            self.overflows = OverflowCounts([layer_number(layer.layer_name) or 0], self.num_kv_heads, self.head_size, device)
 
     def forward(
         self,
@@ -90,7 +106,10 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             pages = KVPages.trusted(self._pool, part.page_table, part.cache_seqlens, *self._state)
             tokens = part.tokens
             if self.writes:
-                ops.append(pages, key[tokens], value[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False)
+                ops.append(
+                    pages, key[tokens], value[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False,
+                    overflows=None if self.overflows is None else self.overflows.tensors[0],
+                )  # fmt: skip
             ops.attention(
                 query[tokens], pages, cu_seqlens_q=part.cu_seqlens, max_seqlen_q=part.max_seqlen, softmax_scale=self.scale,
                 window=self.window, softcap=self.softcap, sinks=self.sinks, out=output[tokens],
@@ -98,7 +117,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         return output
 
     def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:
-        """Make the pool of pages from vLLM's allocation for the layer, and its means."""
+        """Make the pool of pages from vLLM's allocation for the layer."""
         heads, size = self.num_kv_heads, page_bytes(self.head_size)
         blocks = kv_cache.shape[0]
         if kv_cache.nbytes != blocks * heads * size or not kv_cache.is_contiguous():
@@ -107,12 +126,22 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                 f"and fp8attn needs {heads * size} bytes each without gaps; please report the model and the options"
             )
         self._pool = kv_cache.view(torch.uint8).view(blocks, heads, size)
-        model, parallel = self._config.model_config, self._config.parallel_config
-        total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
-        first = get_tensor_model_parallel_rank() * total // ranks
-        means = self.options.means(
-            layer.layer_name, slice(first, first + heads), num_layers=model.get_num_layers(parallel) * parallel.pipeline_parallel_size,
-            num_kv_heads=total, head_dim=self.head_size,
-        )  # fmt: skip
-        k_mean, v_mean = (None if mean is None else mean.to(kv_cache.device) for mean in means)
-        self._state = k_mean, v_mean, key_type(self.options.key_dtype), True
+
+
+def overflows(model: torch.nn.Module) -> OverflowReport:
+    """How often the scales of this process's pages grew, since the start. Needs the option `count_overflows`.
+
+        llm = LLM(..., additional_config={"fp8attn": {"count_overflows": True}})
+        for report in llm.apply_model(overflows):  # of each process
+            print(report)
+
+    vLLM's own steps at the start, while it records CUDA graphs, are counted, too.
+
+    Raises:
+        UsageError: nothing was counted.
+    """
+    impls = (getattr(module, "impl", None) for module in model.modules())
+    counts = [impl.overflows for impl in impls if isinstance(impl, FP8AttentionImpl) and impl.overflows is not None]
+    if not counts:
+        raise UsageError("nothing was counted: pass additional_config={'fp8attn': {'count_overflows': True}} to vLLM")
+    return OverflowReport(tuple(row for count in counts for row in count.read().rows))

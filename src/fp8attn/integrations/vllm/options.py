@@ -21,10 +21,12 @@ class Options:
     Attributes:
         scales: a file of `KVScales.save`. Its means of K and V are used. Its scales are not: each page has its own.
         key_dtype: `"int8"` or `"e4m3"`.
+        count_overflows: count how often the scales of pages grow, for `impl.overflows`.
     """
 
     scales: str | None = None
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
+    count_overflows: bool = False
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:
@@ -57,12 +59,18 @@ class Options:
             return None, None
         scales = _load(self.scales)
         scales.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, key_dtype=self.key_dtype, rotate_keys=True)
-        number = re.search(r"layers\.(\d+)\.", layer_name)
-        if number is None or int(number[1]) not in scales:  # layers with a window have none
+        number = layer_number(layer_name)
+        if number is None or number not in scales:  # layers with a window have none
             return None, None
-        layer = scales.layer(int(number[1]))
+        layer = scales.layer(number)
         k_mean, v_mean = layer.k_mean[heads].contiguous(), layer.v_mean[heads].contiguous()
         return k_mean if k_mean.any() else None, v_mean if v_mean.any() else None
+
+
+def layer_number(layer_name: str) -> int | None:
+    """The number in vLLM's name of a layer, such as `model.layers.3.self_attn.attn`."""
+    found = re.search(r"layers\.(\d+)\.", layer_name)
+    return None if found is None else int(found[1])
 
 
 @lru_cache(maxsize=1)
