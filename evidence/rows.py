@@ -19,9 +19,16 @@ def rows_of(path: Path) -> Rows:
     return {(row["case"], row["impl"]): row for row in json.loads(path.read_text())["rows"]}
 
 
-def devices(name: str) -> dict[str, Rows]:
-    """The rows of the GPUs that have a results file, by the title of the GPU."""
-    return {path.parent.name.upper(): rows_of(path) for path in sorted(RESULTS.glob(f"*/{name}.json")) if path.parent.name != "cpu"}
+def devices(name: str, *, cpus: bool = False) -> dict[str, Rows]:
+    """The rows of the GPUs that have a results file, by the title of the GPU. With `cpus`, those of CPUs too, which are titled `CPU`."""
+    paths = (path for path in sorted(RESULTS.glob(f"*/{name}.json")) if cpus or path.parent.name != "cpu")
+    return {path.parent.name.upper(): rows_of(path) for path in paths}
+
+
+def commits(name: str) -> dict[str, str]:
+    """The commits that rows of a results file were measured at, by their `provenance`."""
+    found = (json.loads(path.read_text())["provenance"] for path in sorted(RESULTS.glob(f"*/{name}.json")))
+    return {number: each["commit"] for provenances in found for number, each in provenances.items()}
 
 
 def latest(name: str) -> tuple[str, Rows]:

@@ -1,4 +1,4 @@
-"""README's six results, and their row in the comparison with other systems."""
+"""README's results, and their row in the comparison with other systems."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from ..rows import latest, over, ratio
 from .accuracy import errors, ours_off, single_level_off
 from .kernels import SINGLE_LEVEL
 from .texts import memory
-from .writing import block, span, table
+from .writing import block, number, span, table
+
+LONG_STEP = "decode-B1-S131072"
 
 
 @block
 def headline() -> str:
-    """Six results: of fp8attn, and of the system with which it is compared."""
+    """Results: of fp8attn, and of the system with which it is compared."""
     title, model = latest("real_model")
     code = {impl: model["smollm2-S8192", impl] for impl in ("fp8attn-int8-keys-prefill", "scale-1-prefill", "transformers-fp8-decode")}
     ours, plain, theirs = (f"{row['d_ppl_pct']:+.1f}%" for row in code.values())
-    needle = latest("needle")[1]
+    needle, engine = latest("needle")[1], latest("vllm")[1]
     stressed = "niah_multikey_2-stress3-S131072"
     step, prompt = latest("decode")[1], latest("prefill")[1]
     off = errors(prompt.values(), "rel_err_mean1")
@@ -30,6 +32,11 @@ def headline() -> str:
             "RULER's needles at 128k tokens",
             " and BF16 ".join(share("niah_multikey_2-S131072", impl) for impl in ("fp8attn", "bf16")) + " right",
             f"with the strongest planted outliers {share(stressed, 'fp8attn')}, FA3's FP8 {share(stressed, 'fa3-fp8:calibrated')}",
+        ],
+        [
+            "decode step in vLLM at 128k tokens, Llama-3.1-8B's shape",
+            f"{number(over(engine, LONG_STEP, 'fp8attn', 'vllm-fp8'))} times vLLM's FP8 cache",
+            f"{number(over(engine, LONG_STEP, 'fp8attn', 'vllm-bf16'))} times its BF16",
         ],
         ["decode, 8k to 128k tokens", f"{span(steps)} times vLLM's paged FP8", "in 16-bit arithmetic"],
         [

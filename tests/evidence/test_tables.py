@@ -3,7 +3,7 @@
 import pytest
 
 from evidence.rows import over_bf16, ratio
-from evidence.tables import FILES, filled
+from evidence.tables import FILES, filled, vllm
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -20,3 +20,37 @@ def test_ratios_are_of_rows_timed_together():
     del found["a", "fp8attn-graph"]
     assert over_bf16(found, "a", "fp8attn") is None  # called, and timed apart
     assert ratio(ours, theirs | {"provenance": "2"}) is None and ratio(ours, None) is None
+
+
+def engines(provenance: str) -> dict:
+    """Rows of two engines of vLLM, of which `vllm-fp8` is of the run `1`."""
+    rows = ({"case": "throughput", "impl": impl, "tokens_per_s": 100 * n} for n, impl in enumerate(("vllm-fp8", "fp8attn"), 1))
+    return {("throughput", row["impl"]): row | {"provenance": "1" if row["impl"] == "vllm-fp8" else provenance} for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("provenance", "ratio", "said"),
+    [
+        ("1", "2.000", "One run measured all rows of a case."),
+        ("2", "", "`throughput` (H200) is of several runs, so it has no ratio: vLLM's FP8 at commit aaa, fp8attn at commit bbb."),
+    ],
+)
+def test_rows_of_several_runs_are_named_and_have_no_ratio(monkeypatch, provenance, ratio, said):
+    found = engines(provenance)
+    monkeypatch.setattr(vllm, "devices", lambda name, cpus=False: {"H200": found})
+    monkeypatch.setattr(vllm, "commits", lambda name: {"1": "aaa", "2": "bbb"})
+    assert vllm.more(found, "throughput", "tokens_per_s") == ratio
+    assert vllm.vllm_runs() == said
+
+
+def test_a_table_of_engines_has_only_what_was_measured(monkeypatch):
+    row = {"case": "equal-tp2", "impl": "fp8attn", "equal": 19, "prompts": 20, "provenance": "1"}
+    worst = row | {"case": "equal-chunks", "equal": 12}
+    found = {(each["case"], each["impl"]): each for each in (row, worst, worst | {"impl": "vllm-bf16", "equal": 17})}
+    monkeypatch.setattr(vllm, "devices", lambda name, cpus=False: {"H200": found})
+    lines = vllm.vllm_equal().splitlines()[2:]
+    assert lines == [
+        "| H200 | prompts in chunks of 256 tokens | 17 of 20 | 12 of 20 |",  # the fewest first
+        "| H200 | tensor parallel, 2 GPUs | | 19 of 20 |",
+    ]
+    assert len(vllm.vllm_perplexity().splitlines()) == 2  # a head without lines
