@@ -11,7 +11,7 @@ IMPLS = {"vllm-bf16": "BF16", "vllm-fp8": "vLLM's FP8", "fp8attn": "fp8attn"}
 LOAD = {"fits": ("tokens that fit into the cache", "tokens"), "throughput": ("mixed load, tokens/s", "tokens_per_s")}
 WAYS = {
     "prefix-caching": "prefix caching, first request", "prefix-caching-hits": "prefix caching, the same prompts again",
-    "chunks": "prompts in chunks of 256 tokens", "ngram": "n-gram speculation, 4 tokens", "tp2": "tensor parallel, 2 GPUs",
+    "chunks": "prompts in chunks of 256 tokens", "ngram": "n-gram speculation, 4 tokens", "tp2": "tensor parallel, 2 processes",
 }  # fmt: skip
 MODELS = {"stdlib": "our model", "smollm2": "SmolLM2"}  # of perplexity
 RATIO = "vLLM's FP8 over fp8attn"

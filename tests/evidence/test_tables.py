@@ -51,6 +51,6 @@ def test_a_table_of_engines_has_only_what_was_measured(monkeypatch):
     lines = vllm.vllm_equal().splitlines()[2:]
     assert lines == [
         "| H200 | prompts in chunks of 256 tokens | 17 of 20 | 12 of 20 |",  # the fewest first
-        "| H200 | tensor parallel, 2 GPUs | | 19 of 20 |",
+        "| H200 | tensor parallel, 2 processes | | 19 of 20 |",
     ]
     assert len(vllm.vllm_perplexity().splitlines()) == 2  # a head without lines
