@@ -9,6 +9,7 @@ import torch
 from fp8attn import KVScales, LayerScales, UsageError
 from fp8attn.integrations.vllm import RELEASES, refused, register, unsupported_release
 from fp8attn.integrations.vllm.options import Options
+from fp8attn.rotation import rotate
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,13 +49,13 @@ def test_options():
 
 def test_means_of_the_heads_of_a_rank(tmp_path):
     """Only the means are used. A layer that was not calibrated, and a mean that is zero, have none."""
-    ones, mean = torch.ones(4), torch.arange(4 * 8).view(4, 8).float()
-    layers = {i: LayerScales(ones, ones, mean + 100 * i, torch.zeros(4, 8)) for i in (0, 2)}
-    KVScales(layers, num_layers=3, num_kv_heads=4, head_dim=8).save(tmp_path / "scales.safetensors")
-    shape = {"num_layers": 3, "num_kv_heads": 4, "head_dim": 8}
+    ones, mean = torch.ones(4), torch.arange(4 * 64).view(4, 64).float()
+    layers = {i: LayerScales(ones, ones, mean + 100 * i, torch.zeros(4, 64)) for i in (0, 2)}
+    KVScales(layers, num_layers=3, num_kv_heads=4, head_dim=64).save(tmp_path / "scales.safetensors")
+    shape = {"num_layers": 3, "num_kv_heads": 4, "head_dim": 64}
     options = Options(str(tmp_path / "scales.safetensors"))
     k, v = options.means("model.layers.2.self_attn.attn", slice(2, 4), **shape)
-    assert torch.equal(k, mean[2:] + 200) and v is None
+    assert torch.equal(k, rotate(mean[2:] + 200)) and v is None
     assert options.means("model.layers.1.self_attn.attn", slice(0, 4), **shape) == (None, None)
     with pytest.raises(UsageError, match=r"num_layers is 3 in the scales and 5 in the model"):
         options.means("model.layers.2.self_attn.attn", slice(0, 4), **(shape | {"num_layers": 5}))

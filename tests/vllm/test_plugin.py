@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from fp8attn import KVPages, UsageError, reference
+from fp8attn import KVPages, KVScales, LayerScales, UsageError, reference
 from fp8attn.integrations.vllm import impl as impl_module
 from fp8attn.integrations.vllm import metadata as metadata_module
 from fp8attn.integrations.vllm import specs
@@ -94,10 +94,10 @@ LAYER = "model.layers.3.self_attn.attn"
 
 def layer_impl(monkeypatch, additional_config=None, **options):
     model = SimpleNamespace(
-        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: HEADS, get_num_layers=lambda parallel: 4,
+        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: HEADS, hf_text_config=SimpleNamespace(num_hidden_layers=4),
         get_sliding_window=lambda: None,
     )  # fmt: skip
-    parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), additional_config=additional_config or {},
@@ -156,6 +156,27 @@ def test_a_layers_steps(builder, monkeypatch, options):
 def test_counts_need_the_option(monkeypatch):
     with pytest.raises(UsageError, match=r"nothing was counted: pass .*count_overflows"):
         overflows(layer_impl(monkeypatch)[1])
+
+
+def test_means_of_a_calibration(builder, monkeypatch, tmp_path):
+    """A large offset of K and V, which the file's means remove: what is left of the error is a hundredth."""
+    torch.manual_seed(0)
+    offset = 50.0
+    ones, mean = torch.ones(HEADS), torch.full((HEADS, D), offset)
+    KVScales({3: LayerScales(ones, ones, mean, mean)}, num_layers=4, num_kv_heads=HEADS, head_dim=D).save(tmp_path / "scales.safetensors")
+    k, v = (torch.randn(130, HEADS, D) + offset for _ in range(2))
+    q = torch.randn(130, GROUP * HEADS, D)
+    step = Step([130], [130], [[1, 2]])
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1).double() for x in (q, k, v)), is_causal=True, scale=0.125, enable_gqa=True
+    ).transpose(0, 1)
+    errors = []
+    for options in ({}, {"scales": str(tmp_path / "scales.safetensors")}):
+        made, layer = layer_impl(monkeypatch, {"fp8attn": options})
+        cache, output = torch.zeros(3, HEADS, 128, 2 * D + 1, dtype=torch.uint8), torch.empty_like(q)
+        made.forward(layer, q, k, v, cache, builder.build(0, step), output)
+        errors.append(float((output - exact).square().mean().sqrt()))
+    assert errors[1] < 0.04 < errors[0] / 5, errors  # E4M3 rounds values of one by 2^-5 at most, and of 50 by 2
 
 
 def test_while_vllm_measures_memory(monkeypatch):

@@ -66,12 +66,12 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
 
     def _prepare(self, layer: Any) -> None:
         """Put the layer's means and counts on its device."""
-        model, parallel, device = self._config.model_config, self._config.parallel_config, layer._k_scale.device
+        model, device = self._config.model_config, layer._k_scale.device
         total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
         first = get_tensor_model_parallel_rank() * total // ranks
         means = self.options.means(
             layer.layer_name, slice(first, first + self.num_kv_heads), num_kv_heads=total, head_dim=self.head_size,
-            num_layers=model.get_num_layers(parallel) * parallel.pipeline_parallel_size,
+            num_layers=model.hf_text_config.num_hidden_layers,
         )  # fmt: skip
         k_mean, v_mean = (None if mean is None else mean.to(device) for mean in means)
         self._state = k_mean, v_mean, key_type(self.options.key_dtype), True

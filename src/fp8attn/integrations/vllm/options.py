@@ -11,6 +11,7 @@ import torch
 
 from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ...rotation import rotate
 from ...scales import KVScales
 
 
@@ -46,7 +47,7 @@ class Options:
     def means(
         self, layer_name: str, heads: slice, *, num_layers: int, num_kv_heads: int, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The means of K and V of a layer, each `[heads, head_dim]` float32 on the CPU; None where all are zero.
+        """The means of K (rotated) and V of a layer, each `[heads, head_dim]` float32 on the CPU; None where all are zero.
 
         Args:
             layer_name: vLLM's, such as `model.layers.3.self_attn.attn`.
@@ -63,7 +64,7 @@ class Options:
         if number is None or number not in scales:  # layers with a window have none
             return None, None
         layer = scales.layer(number)
-        k_mean, v_mean = layer.k_mean[heads].contiguous(), layer.v_mean[heads].contiguous()
+        k_mean, v_mean = rotate(layer.k_mean[heads]), layer.v_mean[heads].contiguous()
         return k_mean if k_mean.any() else None, v_mean if v_mean.any() else None
 
 
