@@ -3,12 +3,7 @@
 Needs vLLM, and starts engines for minutes. `make test` has no vLLM, and skips this file.
 """
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,17 +14,8 @@ pytest.importorskip("vllm")
 from fp8attn import calibrate
 from fp8attn.evaluation import models
 from fp8attn.integrations.checkpoints import export
+from tests.vllm.engines import engine
 from tests.vllm.planted import prepare
-
-ENGINE = Path(__file__).with_name("run_engine.py")
-
-
-def engine(folder, windows, out, **options):
-    """What an engine of its own process found: run_engine.py."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ENGINE), str(folder), str(windows), str(out), json.dumps(options)]
-    subprocess.run(command, check=True, env=environment)
-    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
