@@ -153,8 +153,7 @@ def settle(
     codes = torch.where(new[..., None], encode(x, inverse[:, None, None], dtype), old)
     overflows = torch.zeros_like(scale, dtype=torch.int64)
     if static:
-        largest = INT8_MAX if dtype == torch.int8 else E4M3.max
-        overflows += (new[..., None] & ((x * inverse[:, None, None]).abs() > largest)).sum((1, 2))
+        overflows += (new[..., None] & ((x * inverse[:, None, None]).abs() > largest_code(dtype))).sum((1, 2))
     while not static:
         over = new & (need > scale[:, None])
         grows = over.any(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ...errors import UsageError
 from ...scales import KVScales, LayerScales
@@ -89,8 +89,8 @@ def export(
         for file in changed:
             new = {name: tensor for name, tensor in moved.items() if source.tensors[name].file == file}
             overwrite(folder / _RENAMED.get(file, file), new)
-        save_file(written, folder / SCALES, {"format": "pt", NOTE: json.dumps(note)})
-        (folder / SCALES).chmod(0o666 & ~_umask())  # safetensors ignores the umask and makes the file private
+        # safetensors' own save_file ignores the umask and makes the file private.
+        (folder / SCALES).write_bytes(save(written, {"format": "pt", NOTE: json.dumps(note)}))
         for name, config in new_configs.items():
             _write_json(folder / name, config)
         _write_json(folder / INDEX, _index(source, written))
@@ -185,11 +185,6 @@ def _index(source: Checkpoint, written: dict[str, torch.Tensor]) -> dict[str, An
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _umask() -> int:
-    os.umask(old := os.umask(0))
-    return old
 
 
 def _write_folder(target: Path, write: Callable[[Path], None]) -> None:

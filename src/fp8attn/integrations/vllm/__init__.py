@@ -8,14 +8,15 @@ page of fp8attn: one run of bytes that depends on its 128 tokens alone. So prefi
 | file | what |
 |---|---|
 | `__init__.py` | `register` |
-| `backend.py` | what vLLM asks before the start: which models and options are supported, and why others are not |
+| `backend.py` | what vLLM asks before the start |
+| `supported.py`, `refused.py` | which models and options are not supported, and why; other releases of vLLM |
 | `specs.py` | the bytes of a block, which vLLM's releases are told in different ways |
 | `metadata.py` | the sequences of a step, decodes first |
 | `impl.py` | the step of a layer: append, then attention |
 | `options.py` | options from `--additional-config` |
 | `warm.py` | kernels, compiled before the first request |
 
-This module does not import vLLM; the others do.
+Importing this module, `options.py` or `refused.py` does not import vLLM.
 """
 
 from __future__ import annotations

@@ -62,9 +62,8 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
             longest = step.max_query_len if not num_prompts else self.reorder_batch_threshold
             parts.append(Part(slice(0, num_tokens), bounds[: num_decodes + 1], longest, lengths[:num_decodes], table[:num_decodes]))
         if num_prompts:
-            own = bounds[num_decodes : step.num_reqs + 1], lengths[num_decodes:], table[num_decodes:]
+            cu_seqlens, lengths, table = bounds[num_decodes : step.num_reqs + 1], lengths[num_decodes:], table[num_decodes:]
             if num_decodes:  # at new addresses: those inside vLLM's tensors are no multiples of 16 bytes, which need other kernels
-                own = own[0] - num_tokens, own[1].clone(), own[2].clone()
-            cu_seqlens, own_lengths, own_table = own
-            parts.append(Part(slice(num_tokens, step.num_actual_tokens), cu_seqlens, step.max_query_len, own_lengths, own_table))
+                cu_seqlens, lengths, table = cu_seqlens - num_tokens, lengths.clone(), table.clone()
+            parts.append(Part(slice(num_tokens, step.num_actual_tokens), cu_seqlens, step.max_query_len, lengths, table))
         return FP8AttentionMetadata(tuple(parts))
