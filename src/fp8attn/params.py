@@ -32,6 +32,7 @@ class AttentionParams(NamedTuple):
         rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for the queries, which are then rounded to their dtype. None: no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
+        exact: compute as if queries and weights had 16 bits, however many rows there are, so that the error is that of the pages alone.
     """
 
     cu_seqlens_q: torch.Tensor | None
@@ -46,3 +47,4 @@ class AttentionParams(NamedTuple):
     rope_sin: torch.Tensor | None = None
     rope_interleaved: bool = False
     return_lse: bool = False
+    exact: bool = False

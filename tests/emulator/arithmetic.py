@@ -93,6 +93,9 @@ def _float(opcode: list[str], x: list[np.ndarray]) -> np.ndarray:
             a, b = (np.ascontiguousarray(v).view(np.uint16) for v in x)
             out = rounded(np.fmax(*(widened(v & 0x7FFF, kind[:-2]) for v in (a, b))), kind[:-2])
             return (out | (a ^ b) & 0x8000).view(np.uint32)
+        case "sub" if kind == "f16x2":
+            a, b = (np.ascontiguousarray(v).view(np.float16) for v in x)
+            return (a - b).view(np.uint32)
     if kind != "f32":
         raise NotImplementedError(".".join(opcode))
     match name:
@@ -162,7 +165,12 @@ def cvt(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
             codes = warp.get(operands[1], "b16")
             out = E4M3_TO_F16[codes & 0xFF].astype(np.uint32) | E4M3_TO_F16[codes >> 8].astype(np.uint32) << 16
         elif to == "e4m3x2":
-            high, low = (rounded(warp.get(o, "f32"), to).astype(np.uint16) for o in operands[1:])
+            if source == "f16x2":
+                pair = warp.get(operands[1], "b32")
+                values = [widened((half & 0xFFFF).astype(np.uint16), "f16") for half in (pair >> 16, pair)]
+            else:
+                values = [warp.get(o, "f32") for o in operands[1:]]
+            high, low = (rounded(x, to).astype(np.uint16) for x in values)
             out = low | high << 8
         elif to in ("f16x2", "bf16x2"):
             high, low = (rounded(warp.get(o, "f32"), to[:-2]).astype(np.uint32) for o in operands[1:])

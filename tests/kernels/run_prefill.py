@@ -27,6 +27,8 @@ from tests.support.machine_code import dry
 CASES = {
     "INT8 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "out": True},
     "E4M3 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3"},
+    "exact": {"lengths": [1100], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "exact": True},
+    "exact, E4M3 keys": {"lengths": [1100], "queries": [100], "head_dim": 64, "dtype": torch.float16, "keys": "e4m3", "exact": True},
     "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
     "ragged, RoPE on queries": {
         "lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "rope": True,
@@ -51,7 +53,7 @@ def emulate_case(name: str) -> dict:
     bounds = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int() if len(set(queries)) > 1 else None
     options = {
         "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": True, "softmax_scale": case["head_dim"] ** -0.5, "window": 0,
-        "softcap": 0.0, "sinks": None, "leftpad_k": None, "return_lse": True,
+        "softcap": 0.0, "sinks": None, "leftpad_k": None, "return_lse": True, "exact": case.get("exact", False),
     }  # fmt: skip
     given = torch.full_like(q, torch.nan) if case.get("out") else None
     with dry() as (launches, patch):

@@ -8,7 +8,7 @@ from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
 from .options import ROWS, TILE
 from .queries import apply_rope, keep_rest, load_queries
 from .ring import Place
-from .tiles import attend_few, attend_in_turn, attend_overlapped
+from .tiles import attend_in_turn, attend_overlapped, attend_twice
 from .tiles_wide import attend_wide
 
 # Rows that see fewer keys are multiplied twice, because rounding errors of Q and P do not average out. The numbers are for prompts, whose
@@ -78,17 +78,10 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             ring.wait_v(place)
             ring.release_v(place)
             place = ring.next(place)
-        if few:
-            if queries.Q16:
-                keep_rest(queries.rest.index(2 * WG), queries.given.index(WG), item >> 30, options)
-            else:
-                mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory
-            if options.width == 256:
-                acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
-            else:
-                acc, m, sums, place = attend_few(rows, ring, queries, top, top - bottom + 1, place, options)
-            if queries.Q16:
-                mbarrier.arrive(queries.empty.index(WG))
+        if options.exact:
+            acc, m, sums, place = twice(rows, ring, queries, item, top, n_hi, n_free, n_lo, place, options)
+        elif few:
+            acc, m, sums, place = twice(rows, ring, queries, item, top, n_hi, n_free, n_lo, place, options)
         else:
             mbarrier.arrive(queries.empty.index(WG))
             if options.width == 256:
@@ -105,3 +98,20 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
         tiles = items.get(item & 1, TILES)
     if output.desc is not None:
         send_wait(0)  # a CTA's shared memory ends with it
+
+
+@gluon.jit
+def twice(rows, ring, queries, item, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
+    """The loop over tiles that multiplies Q and P twice, and the memory of the queries' rounding errors."""
+    WG: gl.constexpr = rows.WG
+    if queries.Q16:
+        keep_rest(queries.rest.index(2 * WG), queries.given.index(WG), item >> 30, options)
+    else:
+        mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory
+    if options.width == 256:
+        acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
+    else:
+        acc, m, sums, place = attend_twice(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
+    if queries.Q16:
+        mbarrier.arrive(queries.empty.index(WG))
+    return acc, m, sums, place

@@ -42,6 +42,7 @@ class Options(ConstexprFields):
     producer_registers: int
     mask_left: bool  # keys on the left may be masked: there is a window, or padding
     softcap: bool
+    exact: bool  # Q and P are multiplied twice for all rows, not only for those that see few keys
     split: bool  # an item has a part of its tiles, and `combine` adds the parts
     rope_pairs: int  # number of channels that RoPE rotates; 0 without RoPE
     rope_interleaved: bool  # pairs are neighbors

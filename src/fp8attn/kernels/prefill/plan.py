@@ -47,6 +47,7 @@ def make_plan(
     leftpad: bool,
     rope: tuple[int, tuple[int, ...], bool] | None,
     rotate_keys: bool,
+    exact: bool,
 ) -> Plan:
     """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `rope` is R / 2, the
     tables' strides and `rope_interleaved`."""
@@ -80,7 +81,7 @@ def make_plan(
         outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     options = Options(
         head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.cubics, registers=cut.registers,
-        producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap, split=splits > 1,
+        producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap, exact=exact, split=splits > 1,
         rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
     )  # fmt: skip
     given = constants("prefill", device, OPTIONS=options, num_warps=4, launch_pdl=True)

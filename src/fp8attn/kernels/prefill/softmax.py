@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from ..ptx import MAGIC, exp2, fill_magic, logistic
+from ..ptx import MAGIC, MAGIC_BITS, exp2, fill_magic, logistic
 from .items import LEFT
 from .options import HIDDEN, LOG2E, ROWS, SCORES, SUMS, TILE
 from .registers import join, split
@@ -40,12 +40,14 @@ def end_scores(s):
 
 @gluon.jit
 def scores_of_both(q, rest, k):
-    """Compute Q K in FP32, for Q and its rounding error together."""
-    if k.dtype == gl.int8:  # the rest counts 1 / 256: all of it is an integer below 2^30
-        s = warpgroup_mma(q, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.int32, SCORES), use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s]) * 256
-        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(rest, k.permute([1, 0]), s, use_acc=True, is_async=True)])
-        s = s.to(gl.float32) * (1 / 256)
+    """Compute Q K in FP32, for Q and its rounding error together; for INT8 keys it is `MAGIC + s`, as in `end_scores`."""
+    if k.dtype == gl.int8:
+        # The rest counts 1 / 256. Its product is rounded down to an integer: an error of at most one product of two codes, far below
+        # what K's rounding costs, and the same on average for all keys.
+        s = warpgroup_mma(rest, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.int32, SCORES), use_acc=False, is_async=True)
+        s = (warpgroup_mma_wait(0, deps=[s]) >> 8) + MAGIC_BITS
+        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)])
+        s = s.to(gl.float32, bitcast=True)
     else:
         s = warpgroup_mma(rest, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, SCORES), use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)])

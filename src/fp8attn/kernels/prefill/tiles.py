@@ -8,7 +8,7 @@ then `n_free` tiles that all rows see completely, then `n_lo` tiles with keys le
 from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from ..ptx import pin, rest_to_fp8, to_fp8
+from ..ptx import pin, split_to_fp8, to_fp8
 from .options import ROWS, SCORES, output_layout
 from .registers import as_operand, whole
 from .softmax import (
@@ -26,18 +26,19 @@ from .softmax import (
 
 
 @gluon.jit
-def tile_weights(rows, ring, rest, tile, m, place, options: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, REST: gl.constexpr):
-    """A tile's weights as operands of P V, in FP32 and FP8; the factor of the sums and output so far; the rows' new maxima.
+def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, TWICE: gl.constexpr):
+    """A tile's weights in FP8 as operands of P V; their rounding errors, likewise; the factors of the sums and of the output so far; the
+    rows' new maxima.
 
-    With REST, every other index of `rest` has the rounding error of the queries, whose products are added.
+    With TWICE, scores include the rounding errors of 16-bit queries. Without, there are no rounding errors of weights.
     """
-    INT: gl.constexpr = ring.k.dtype == gl.int8 and not REST
+    INT: gl.constexpr = ring.k.dtype == gl.int8
     ring.wait_k(place)
     factor = rows.factor * ring.k_scale(place)
     ratio = ring.v_ratio(place)
-    if REST:
+    if TWICE and queries.Q16:
         # ptxas: `tile >> 30` is zero, which it cannot know. Descriptors that it kept would leave no uniform registers to the ring's place.
-        s = scores_of_both(rows.q, rest.index(2 * rows.WG + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)))
+        s = scores_of_both(rows.q, queries.rest.index(2 * rows.WG + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)))
     else:
         s = end_scores(begin_scores(rows.q, ring.k.index(place.stage), m))
     ring.release_k(place)
@@ -45,8 +46,12 @@ def tile_weights(rows, ring, rest, tile, m, place, options: gl.constexpr, P: gl.
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
     # ptxas: volatile, it stays before the next wait, and without what it cuts off the FP32 weights end there.
     p = as_operand(p, P)
-    p8 = to_fp8(p, False)
-    return p, p8, alpha, alpha * ratio, m
+    if TWICE:
+        p8, rest = split_to_fp8(p)
+    else:
+        p8 = to_fp8(p, False)
+        rest = p8
+    return p8, rest, alpha, alpha * ratio, m
 
 
 # Two warpgroups: the next tile's Q K is computed during this tile's softmax
@@ -189,7 +194,7 @@ def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options
     return acc, m, sum_of_rows(sums), place
 
 
-# Rows of few keys
+# Both parts of Q and P
 
 
 @gluon.jit
@@ -201,36 +206,50 @@ def add_both(acc, shrink, zero, rest, p8, v):
 
 
 @gluon.jit
-def attend_few(rows, ring, queries, tile, n, place, options: gl.constexpr):
-    """Compute all `n` tiles, masked, of rows with few keys, whose rounding errors do not average out. Q and P are multiplied twice: once
-    their FP8 values, once their rounding errors."""
+def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr):
+    """Compute a whole tile, Q and P each multiplied twice: their 8-bit values, and the 8-bit values of what their rounding cut off."""
     OUT: gl.constexpr = output_layout(options.width)
-    acc = gl.zeros([ROWS, options.width], gl.float32, OUT)
-    m = no_maximum()
-    none, sums = no_sums()
-    for _ in range(n):
-        p, p8, alpha, shrink, m = tile_weights(
-            rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), True, queries.Q16)  # fmt: skip
-        rest = rest_to_fp8(p, False)
+    p8, rest, alpha, shrink, m = tile_weights(
+        rows, ring, queries, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, True)  # fmt: skip
+    ring.wait_v(place)
+    none, _ = no_sums()
+    total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
+    sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
+    if ring.v.shape[1] < options.width:  # ptxas: d128-long. In halves, as `tiles_wide` in quarters
+        HALF: gl.constexpr = output_layout(options.width // 2)
+        zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
+        p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
+        rest = gl.convert_layout(rest, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
+        a0, a1 = acc.reshape([ROWS, 2, options.width // 2]).permute([0, 2, 1]).split()
+        a0 = add_both(gl.convert_layout(a0, HALF, assert_trivial=True), shrink, zero, rest, p8, ring.v.index(2 * place.stage))
         ring.wait_v(place)
-        total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
-        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
-        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)
-        if ring.v.shape[1] < options.width:  # ptxas: d128-long. In halves, as `tiles_wide` in quarters
-            HALF: gl.constexpr = output_layout(options.width // 2)
-            zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
-            shrink = gl.convert_layout(shrink, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
-            p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
-            rest = gl.convert_layout(rest, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
-            a0, a1 = acc.reshape([ROWS, 2, options.width // 2]).permute([0, 2, 1]).split()
-            a0 = add_both(gl.convert_layout(a0, HALF, assert_trivial=True), shrink, zero, rest, p8, ring.v.index(2 * place.stage))
-            ring.wait_v(place)
-            a1 = add_both(gl.convert_layout(a1, HALF, assert_trivial=True), shrink, zero, rest, p8, ring.v.index(2 * place.stage + 1))
-            acc = whole(a0, a1, OUT)
-        else:
-            zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
-            acc = add_both(acc, shrink[:, None], zero, rest, p8, ring.v.index(place.stage))
-        ring.release_v(place)
-        place = ring.next(place)
+        a1 = add_both(gl.convert_layout(a1, HALF, assert_trivial=True), shrink, zero, rest, p8, ring.v.index(2 * place.stage + 1))
+        acc = whole(a0, a1, OUT)
+    else:
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+        zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+        acc = add_both(acc, shrink, zero, rest, p8, ring.v.index(place.stage))
+    ring.release_v(place)
+    return m, sums, acc, ring.next(place)
+
+
+@gluon.jit
+def attend_twice(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: gl.constexpr):
+    acc = gl.zeros([ROWS, options.width], gl.float32, output_layout(options.width))
+    m = no_maximum()
+    _, sums = no_sums()
+    if not options.exact:  # few tiles, which are all masked: less code
+        n_hi += n_free + n_lo
+    for _ in range(n_hi + 1):
+        m, sums, acc, place = tile_twice(rows, ring, queries, tile, m, sums, acc, place, options, True)
         tile -= 1
+    if options.exact:
+        for _ in range(n_free):
+            m, sums, acc, place = tile_twice(rows, ring, queries, tile, m, sums, acc, place, options, False)
+        if options.mask_left:
+            tile -= n_free
+            for _ in range(n_lo):
+                m, sums, acc, place = tile_twice(rows, ring, queries, tile, m, sums, acc, place, options, True)
+                tile -= 1
     return acc, m, sum_of_rows(sums), place

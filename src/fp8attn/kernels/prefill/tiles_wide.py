@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from ..ptx import pin, rest_to_fp8
+from ..ptx import pin
 from .options import ROWS, output_layout
 from .softmax import no_maximum, no_sums, rescale_sums, row_sum_mma, sum_of_rows
 from .tiles import add_both, tile_weights
 
 
 @gluon.jit
-def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr, FEW: gl.constexpr):
+def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr, TWICE: gl.constexpr):
     """Compute a whole tile. P V is in four slices of channels, because registers are scarce. Meanwhile the other warpgroup
     uses the tensor core.
 
-    With FEW, Q and P are multiplied twice, as in `tiles.attend_few`.
+    With TWICE, Q and P are multiplied twice, as in `tiles.tile_twice`.
 
     ptxas: d256. It would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic
     block), keep the life of one slice's partial apart from the next but one.
     """
     OUT: gl.constexpr = output_layout(options.width // 4)
     a0, a1, a2, a3 = acc
-    p, p8, alpha, shrink, m = tile_weights(
-        rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, FEW and queries.Q16)  # fmt: skip
-    if FEW:
-        rest = rest_to_fp8(p, False)
+    p8, rest, alpha, shrink, m = tile_weights(
+        rows, ring, queries, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, TWICE)  # fmt: skip
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     zero = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
     ring.wait_v(place)
     none, _ = no_sums()
-    if FEW:
+    if TWICE:
         total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
         a0 = add_both(a0, shrink, zero, rest, p8, ring.v.index(4 * place.stage))
@@ -62,7 +60,7 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
 
 
 @gluon.jit
-def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl.constexpr, FEW: gl.constexpr):
+def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl.constexpr, TWICE: gl.constexpr):
     OUT: gl.constexpr = output_layout(options.width // 4)
     a0 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
     a1 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
@@ -72,17 +70,18 @@ def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl
     m = no_maximum()
     _, sums = no_sums()
     tile = top
-    if FEW:
+    ALL_MASKED: gl.constexpr = TWICE and not options.exact  # as in `tiles.attend_twice`
+    if ALL_MASKED:
         n_hi += n_free + n_lo
-    for _ in range(n_hi + 1 if FEW else gl.maximum(n_hi + 1, 1)):  # ptxas: as in `tiles.attend_in_turn`
-        m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, True, FEW)
+    for _ in range(n_hi + 1 if TWICE else gl.maximum(n_hi + 1, 1)):  # ptxas: as in `tiles.attend_in_turn`
+        m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, True, TWICE)
         tile -= 1
-    if not FEW:
+    if not ALL_MASKED:
         for _ in range(n_free):
-            m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, False, False)
+            m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, False, TWICE)
         if options.mask_left:
             tile -= n_free
             for _ in range(n_lo):
-                m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, True, False)
+                m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, True, TWICE)
                 tile -= 1
     return acc, m, sum_of_rows(sums), place
