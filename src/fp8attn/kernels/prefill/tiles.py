@@ -198,11 +198,10 @@ def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options
 
 
 @gluon.jit
-def add_both(acc, shrink, zero, rest, p8, v):
-    """`acc * shrink` and the products of both parts of P."""
+def multiply_both(rest, p8, v, zero):
+    """Begin the products of both parts of P."""
     t = warpgroup_mma(rest, v.permute([1, 0]), zero, use_acc=False, is_async=True)
-    t = warpgroup_mma_wait(0, deps=[warpgroup_mma(p8, v.permute([1, 0]), t, use_acc=True, is_async=True)])
-    return pin(acc * shrink + t)
+    return warpgroup_mma(p8, v.permute([1, 0]), t, use_acc=True, is_async=True)
 
 
 @gluon.jit
@@ -214,22 +213,26 @@ def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.const
     ring.wait_v(place)
     none, _ = no_sums()
     total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
-    sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
-    if ring.v.shape[1] < options.width:  # ptxas: d128-long. In halves, as `tiles_wide` in quarters
+    if ring.v.shape[1] < options.width:  # ptxas: d128-long. One half after the other, as `tiles_wide` in quarters
         HALF: gl.constexpr = output_layout(options.width // 2)
         zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
         p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
         rest = gl.convert_layout(rest, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
         a0, a1 = acc.reshape([ROWS, 2, options.width // 2]).permute([0, 2, 1]).split()
-        a0 = add_both(gl.convert_layout(a0, HALF, assert_trivial=True), shrink, zero, rest, p8, ring.v.index(2 * place.stage))
+        t = multiply_both(rest, p8, ring.v.index(2 * place.stage), zero)
+        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
+        a0 = pin(gl.convert_layout(a0, HALF, assert_trivial=True) * shrink + warpgroup_mma_wait(0, deps=[t]))
         ring.wait_v(place)
-        a1 = add_both(gl.convert_layout(a1, HALF, assert_trivial=True), shrink, zero, rest, p8, ring.v.index(2 * place.stage + 1))
+        t = multiply_both(rest, p8, ring.v.index(2 * place.stage + 1), zero)
+        a1 = pin(gl.convert_layout(a1, HALF, assert_trivial=True) * shrink + warpgroup_mma_wait(0, deps=[t]))
         acc = whole(a0, a1, OUT)
     else:
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
-        acc = add_both(acc, shrink, zero, rest, p8, ring.v.index(place.stage))
+        t = multiply_both(rest, p8, ring.v.index(place.stage), zero)
+        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
+        acc = pin(acc * shrink + warpgroup_mma_wait(0, deps=[t]))
     ring.release_v(place)
     return m, sums, acc, ring.next(place)
 

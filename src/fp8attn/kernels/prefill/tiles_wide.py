@@ -6,7 +6,7 @@ from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import pin
 from .options import ROWS, output_layout
 from .softmax import no_maximum, no_sums, rescale_sums, row_sum_mma, sum_of_rows
-from .tiles import add_both, tile_weights
+from .tiles import multiply_both, tile_weights
 
 
 @gluon.jit
@@ -29,14 +29,18 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     none, _ = no_sums()
     if TWICE:
         total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
-        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
-        a0 = add_both(a0, shrink, zero, rest, p8, ring.v.index(4 * place.stage))
+        t0 = multiply_both(rest, p8, ring.v.index(4 * place.stage), zero)
+        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
+        a0 = pin(a0 * shrink + warpgroup_mma_wait(0, deps=[t0]))
         ring.wait_v(place)
-        a1 = add_both(a1, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 1))
+        t1 = multiply_both(rest, p8, ring.v.index(4 * place.stage + 1), zero)
+        a1 = pin(a1 * shrink + warpgroup_mma_wait(0, deps=[t1]))
         ring.wait_v(place)
-        a2 = add_both(a2, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 2))
+        t2 = multiply_both(rest, p8, ring.v.index(4 * place.stage + 2), zero)
+        a2 = pin(a2 * shrink + warpgroup_mma_wait(0, deps=[t2]))
         ring.wait_v(place)
-        a3 = add_both(a3, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 3))
+        t3 = multiply_both(rest, p8, ring.v.index(4 * place.stage + 3), zero)
+        a3 = pin(a3 * shrink + warpgroup_mma_wait(0, deps=[t3]))
     else:
         total = row_sum_mma(p8, ring.ones, none, False)
         t0 = warpgroup_mma(p8, ring.v.index(4 * place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
