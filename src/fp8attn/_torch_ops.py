@@ -74,7 +74,7 @@ def _attention_fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Te
 register(  # after the pages, the fields of `AttentionParams`
     f"attention(Tensor q, {_STATE}, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, "
     "float softcap, Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool return_lse, "
-    "str backend) -> (Tensor, Tensor)",
+    "bool exact, str backend) -> (Tensor, Tensor)",
     _attention,
     _attention_fake,
 )

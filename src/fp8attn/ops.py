@@ -84,7 +84,8 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ..., backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: Literal[False] = ..., exact: bool = ..., out: torch.Tensor | None = ...,
+    backend: BackendName = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -93,7 +94,8 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: Literal[True], out: torch.Tensor | None = ..., backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: Literal[True], exact: bool = ..., out: torch.Tensor | None = ...,
+    backend: BackendName = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -102,7 +104,8 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: bool, out: torch.Tensor | None = ..., backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: bool, exact: bool = ..., out: torch.Tensor | None = ...,
+    backend: BackendName = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -122,6 +125,7 @@ def attention(
     rope_sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
     return_lse: bool = False,
+    exact: bool = False,
     out: torch.Tensor | None = None,
     backend: BackendName = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +184,7 @@ def attention(
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     params = AttentionParams(
         cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved,
-        return_lse,
+        return_lse, exact,
     )  # fmt: skip
     if unobserved(q):
         taken = out if out is None or not out.data_ptr() & 15 else None  # kernels write 16 bytes at a time

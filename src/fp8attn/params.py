@@ -32,7 +32,9 @@ class AttentionParams(NamedTuple):
         rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for the queries, which are then rounded to their dtype. None: no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
-        exact: compute as if queries and weights had 16 bits, however many rows there are, so that the error is that of the pages alone.
+        exact: multiply 16 bits of queries and of softmax weights for any number of rows. The error is then that of K's and V's storage, and
+            a token gets equal attention in a long prompt, in a short chunk and in a decode step, up to FP32 rounding. Otherwise a fast
+            kernel may round them to 8 bits (`hopper`, in prompts).
     """
 
     cu_seqlens_q: torch.Tensor | None

@@ -72,6 +72,7 @@ class Layer:
         advance: whether appends advance the lengths, as `fp8attn.append` takes it.
         overflows: whether appends count overflows.
         window, softcap, sinks: whether attention has them.
+        exact: whether attention is exact (`AttentionParams.exact`).
     """
 
     num_q_heads: int
@@ -89,6 +90,7 @@ class Layer:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS or self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
@@ -129,6 +131,7 @@ def warmup(
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
+    exact: bool = False,
     target: str | None = None,
     load_kernels: bool = False,
     processes: int | None = None,
@@ -164,6 +167,7 @@ def warmup(
         overflows: compile the appends that count overflows (`count_overflows=True` of a cache), and not the others.
         window: also compile for a window. (Sliding layers of an `FP8Cache` are in 16 bits and do not use these kernels.)
         softcap, sinks: whether attention has them.
+        exact: compile exact attention (`exact=True` of a cache), and not the other.
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
             machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
             first launch, which needs the GPU's driver.)
@@ -193,7 +197,7 @@ def warmup(
         backend, triton_target, numbers = _aim(device, dtype, backend, target)
         layer = Layer(
             num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            static_scales=static_scales, advance=advance, overflows=overflows, softcap=softcap, sinks=sinks,
+            static_scales=static_scales, advance=advance, overflows=overflows, softcap=softcap, sinks=sinks, exact=exact,
         )  # fmt: skip
         of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
         layers = [
@@ -430,6 +434,7 @@ def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool =
             softcap=30.0 if layer.softcap else 0.0,
             sinks=_empty(layer.num_q_heads, dtype=dtype) if layer.sinks else None,
             leftpad_k=_empty(batch, dtype=torch.int32) if leftpad else None,
+            exact=layer.exact,
         )
         load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
 

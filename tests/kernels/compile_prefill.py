@@ -77,7 +77,8 @@ CASES = (
 
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
-           long=False, rotary=0, interleaved=False, lse=True, keys="int8", rotate_keys=True, means=False, exact=False) -> Launch:  # fmt: skip
+           long=False, rotary=0, interleaved=False, lse=True, keys="int8", rotate_keys=True, means=False,
+           exact=False) -> Launch:  # fmt: skip
     """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
     keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
     mean = torch.zeros(2, head_dim) if means else None

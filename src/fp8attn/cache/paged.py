@@ -124,7 +124,7 @@ class PagedKVCache(Sequences):
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
         rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
-        return_lse: Literal[False] = ...,
+        return_lse: Literal[False] = ..., exact: bool = ...,
     ) -> torch.Tensor: ...  # fmt: skip
 
     @overload
@@ -132,7 +132,7 @@ class PagedKVCache(Sequences):
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
         rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
-        return_lse: Literal[True],
+        return_lse: Literal[True], exact: bool = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
     @overload
@@ -140,7 +140,7 @@ class PagedKVCache(Sequences):
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
         rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
-        return_lse: bool,
+        return_lse: bool, exact: bool = ...,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
     def attention(
@@ -158,6 +158,7 @@ class PagedKVCache(Sequences):
         rope_sin: torch.Tensor | None = None,
         rope_interleaved: bool = False,
         return_lse: bool = False,
+        exact: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the queries of the last append over the layer's K and V.
 
@@ -166,8 +167,8 @@ class PagedKVCache(Sequences):
         Args:
             layer: the layer's number.
             q: `[T, num_q_heads, head_dim]`, the queries of the T tokens that the layer appended last, in the same order.
-            causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse: as
-                `fp8attn.attention` takes them.
+            causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, exact:
+                as `fp8attn.attention` takes them.
         Returns:
             `out [T, num_q_heads, head_dim]` in q's dtype, and with `return_lse` also the LSE `[T, num_q_heads]` float32.
         Raises:
@@ -186,7 +187,7 @@ class PagedKVCache(Sequences):
         return ops.attention(
             q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale, window=window,
             softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-            return_lse=return_lse, backend=self.backend,
+            return_lse=return_lse, exact=exact, backend=self.backend,
         )  # fmt: skip
 
     # Files

@@ -243,6 +243,7 @@ def warmup(
     window: Annotated[bool, typer.Option(help="Also kernels with windows.")] = False,
     softcap: Annotated[bool, typer.Option(help="Attention has a softcap (read from a model's config).")] = False,
     sinks: Annotated[bool, typer.Option(help="Attention has sinks (read from a model's config).")] = False,
+    exact: Annotated[bool, typer.Option(help="Exact attention (exact=True of a cache) instead of the other.")] = False,
     target: Annotated[str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")] = None,
     processes: Annotated[
         int | None, typer.Option(help="Processes that compile at the same time. Default: one for each core.", min=1)
@@ -272,7 +273,8 @@ def warmup(
     with progress("kernels") as tick:
         kernels = run(
             **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
-            static_scales=static_scales, window=window, softcap=softcap, sinks=sinks, target=target, processes=processes, progress=tick,
+            static_scales=static_scales, window=window, softcap=softcap, sinks=sinks, exact=exact, target=target, processes=processes,
+            progress=tick,
         )  # fmt: skip
     seconds = time.monotonic() - begun
     if as_json:

@@ -90,10 +90,8 @@ def rest_to_fp8(x, PURE: gl.constexpr = True):
 
 @gluon.jit
 def split_to_fp8(x):
-    """E4M3 values of `x`, up to FP16's range, and of their rounding errors. The sum of both has 8 bits. It is volatile, like `to_fp8(x, False)`."""
-    return gl.inline_asm_elementwise(
-        SPLIT_TO_FP8, "=r,=r,f,f,f,f", [x], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=False, pack=4
-    )
+    """E4M3 values of `x`, and of their rounding errors; together they have 8 bits. Volatile, as `to_fp8(x, False)`."""
+    return gl.inline_asm_elementwise(SPLIT_TO_FP8, "=r,=r,f,f,f,f", [x], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=False, pack=4)
 
 
 @gluon.jit

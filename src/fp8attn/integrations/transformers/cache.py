@@ -44,6 +44,7 @@ class FP8Cache(Cache):
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
         skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `fp8attn
             sensitivity` measures a model and chooses them. `edge_layers` names the first and last layers.
+        exact: keep 16 bits of queries and softmax weights in prompts, too, as `fp8attn.attention` takes it. Prompts are slower.
         count_overflows: count values that saturate and scales of pages that grow, for `overflows`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`, for append and attention.
     Raises:
@@ -61,6 +62,7 @@ class FP8Cache(Cache):
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
+        exact: bool = False,
         count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> None:
@@ -85,7 +87,7 @@ class FP8Cache(Cache):
             )
         plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
         length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
-        layers, shared = [], FP8Layers(config, max_cache_len, key_dtype, count_overflows, backend)
+        layers, shared = [], FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend)
         for index, spec in enumerate(specs):
             if spec.kind not in (FULL, *UNQUANTIZED_LAYER_TYPES):
                 raise UsageError(
@@ -114,6 +116,7 @@ class FP8Cache(Cache):
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
+        exact: bool = False,
         count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> FP8Cache:
@@ -126,8 +129,8 @@ class FP8Cache(Cache):
 
         Args:
             model: a transformers model.
-            max_cache_len, skip_layers, key_dtype, rotate_keys, count_overflows, backend: as `FP8Cache` takes them. K's bias is averaged
-                over max_cache_len positions, or over the config's max_position_embeddings if max_cache_len is None.
+            max_cache_len, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend: as `FP8Cache` takes them. K's bias is
+                averaged over max_cache_len positions, or over the config's max_position_embeddings if max_cache_len is None.
         Returns:
             The `FP8Cache`.
         Raises:
@@ -138,7 +141,7 @@ class FP8Cache(Cache):
             raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
         cache = cls(
             model.config, max_cache_len=max_cache_len, skip_layers=skip_layers, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            count_overflows=count_overflows, backend=backend,
+            exact=exact, count_overflows=count_overflows, backend=backend,
         )  # fmt: skip
         check_attention_interface(decoder_config(model.config))
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -170,6 +173,7 @@ class FP8Cache(Cache):
         *,
         max_cache_len: int | None = None,
         device: torch.device | str | None = None,
+        exact: bool = False,
         backend: BackendName = "auto",
     ) -> FP8Cache:
         """Make a cache from a file of `save`, with the same bytes, format, means and calibrated scales.
@@ -177,12 +181,12 @@ class FP8Cache(Cache):
         Args:
             path: the file. Only tensors and strings are read; nothing in it is executed.
             config: the config of the same model (`model.config`).
-            max_cache_len, backend: as `FP8Cache` takes them.
+            max_cache_len, exact, backend: as `FP8Cache` takes them.
             device: the model's device.
         Raises:
             ValueError: the file does not exist, is damaged, or is of another model; the message says what differs.
         """
-        return files.load(cls, path, config, max_cache_len, device, backend)
+        return files.load(cls, path, config, max_cache_len, device, exact, backend)
 
     @property
     def paged(self) -> PagedKVCache | None:

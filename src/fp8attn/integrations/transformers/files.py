@@ -41,7 +41,7 @@ def save(cache: FP8Cache, path: str | Path, config: PreTrainedConfig, seqs: Sequ
 
 def load(
     make: type[FP8Cache], path: str | Path, config: PreTrainedConfig, max_cache_len: int | None, device: torch.device | str | None,
-    backend: BackendName,
+    exact: bool, backend: BackendName,
 ) -> FP8Cache:  # fmt: skip
     """The cache of a file of `save` (`FP8Cache.load`). `make` is FP8Cache."""
     tensors, metadata = storage.read(path)
@@ -53,7 +53,9 @@ def load(
         )
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
-    cache = make(config, max_cache_len=max_cache_len, skip_layers=lambda i: i not in fp8_layers, key_dtype=key_dtype, backend=backend)
+    cache = make(
+        config, max_cache_len=max_cache_len, skip_layers=lambda i: i not in fp8_layers, key_dtype=key_dtype, exact=exact, backend=backend,
+    )  # fmt: skip
     given = _model(cache.shared.config), list(cache.fp8_layers)
     if given != (model, fp8_layers):
         raise ValueError(

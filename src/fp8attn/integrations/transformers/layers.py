@@ -28,10 +28,11 @@ class FP8Layers:
     """
 
     def __init__(
-        self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, count_overflows: bool, backend: BackendName
-    ) -> None:
+        self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool, count_overflows: bool,
+        backend: BackendName,
+    ) -> None:  # fmt: skip
         self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
-        self.count_overflows = count_overflows
+        self.exact, self.count_overflows = exact, count_overflows
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
         self.implementation, self.length = "", 0  # of attention, and of every sequence, in this forward
@@ -198,8 +199,8 @@ class FP8Layer(CacheLayerMixin):
             shared.implementation = shared.config._attn_implementation
             shared.length = paged.max_seqlen or paged.lengths[0]
         if shared.implementation == ATTN_IMPLEMENTATION:
-            shape, dtype, backend = (batch, heads, shared.length, head_dim), key_states.dtype, paged.backend
-            return PagedTensor(pages, "k", shape, dtype, backend), PagedTensor(pages, "v", shape, dtype, backend)
+            held = (batch, heads, shared.length, head_dim), key_states.dtype, paged.backend, shared.exact
+            return PagedTensor(pages, "k", *held), PagedTensor(pages, "v", *held)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
             warnings.warn(

@@ -61,11 +61,15 @@ class PagedTensor(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto") -> PagedTensor:
+    def __new__(
+        cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False
+    ) -> PagedTensor:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
-    def __init__(self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto") -> None:
-        self.which, self.backend, self.pages = which, backend, pages
+    def __init__(
+        self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False
+    ) -> None:
+        self.which, self.backend, self.exact, self.pages = which, backend, exact, pages
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
     _pool, _page_table, _cache_seqlens, _k_mean, _v_mean, _key_dtype, _rotate_keys = (
@@ -81,15 +85,15 @@ class PagedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         given = [f"_{name}" for name in _TENSORS if getattr(self.pages, name) is not None]
-        return given, (self._key_dtype, self._rotate_keys, self.which, self.dtype, self.backend)
+        return given, (self._key_dtype, self._rotate_keys, self.which, self.dtype, self.backend, self.exact)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> PagedTensor:
-        key_dtype, rotate_keys, which, dtype, backend = context
+        key_dtype, rotate_keys, which, dtype, backend, exact = context
         pages = KVPages.trusted(*(inner.get(f"_{name}") for name in _TENSORS), key_dtype, rotate_keys)
-        return cls(pages, which, outer_size, dtype, backend)
+        return cls(pages, which, outer_size, dtype, backend, exact)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method

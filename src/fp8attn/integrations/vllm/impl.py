@@ -112,7 +112,8 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                 )  # fmt: skip
             ops.attention(
                 query[tokens], pages, cu_seqlens_q=part.cu_seqlens, max_seqlen_q=part.max_seqlen, softmax_scale=self.scale,
-                window=self.window, softcap=self.softcap, sinks=self.sinks, out=output[tokens],
+                window=self.window, softcap=self.softcap, sinks=self.sinks, exact=self.options.exact,
+                out=output[tokens],
             )  # fmt: skip
         return output
 

@@ -23,14 +23,14 @@ def warm_up(vllm_config: Any, layer_names: list[str], device: torch.device) -> N
         _compile(
             impl.num_heads, impl.num_kv_heads, impl.head_size, vllm_config.model_config.dtype, device, impl.options.key_dtype,
             impl.options.scales is not None, impl.options.count_overflows, impl.window is not None, impl.softcap is not None,
-            impl.sinks is not None,
+            impl.sinks is not None, impl.options.exact,
         )  # fmt: skip
 
 
 @cache
 def _compile(
     num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any, means: bool,
-    overflows: bool, window: bool, softcap: bool, sinks: bool,
+    overflows: bool, window: bool, softcap: bool, sinks: bool, exact: bool,
 ) -> None:  # fmt: skip
     from triton import knobs
 
@@ -40,6 +40,7 @@ def _compile(
     with FileLock(folder / "fp8attn.lock"):  # processes of one machine compile the same kernels: the first compiles, the others find them
         kernels = warmup(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device, key_dtype=key_dtype,
-            means=means, overflows=overflows, window=window, softcap=softcap, sinks=sinks, advance=False, load_kernels=True,
+            means=means, overflows=overflows, window=window, softcap=softcap, sinks=sinks, exact=exact, advance=False,
+            load_kernels=True,
         )  # fmt: skip
     logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)

@@ -39,6 +39,7 @@ PART, LONG_PART = 8, 128  # the smallest number of tiles in a part: if items lea
 # and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
 # items, or if the order has MIN_HEADS heads. The numbers are measured.
 MAX_HEADS, MIN_HEADS, CLAIMS = 32, 8, 10
+EXACT = 1.7  # a tile's time with Q and P multiplied twice, over its time without, measured
 
 
 class Problem(NamedTuple):
@@ -51,6 +52,7 @@ class Problem(NamedTuple):
     max_seqlen_q: int
     tiles: int  # the largest number of tiles of keys that a query sees
     causal: bool  # and the first query of a sequence sees fewer
+    exact: bool  # Q and P are multiplied twice
 
 
 def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape, int]:
@@ -76,8 +78,10 @@ def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
 
 def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Chip) -> float:
     """The estimated time of a launch, in microseconds."""
-    num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, tiles, causal = problem
+    num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, tiles, causal, exact = problem
     tile, item = chip.prefill[PADDED[head_dim], shape.warpgroups]
+    if exact:
+        tile *= EXACT
     most = -(-max_seqlen_q // shape.rows)  # blocks of a sequence
     blocks = tokens / shape.rows + num_seqs / 2 if tokens else num_seqs * most
     items = num_q_heads * blocks * splits

@@ -78,7 +78,7 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             ring.wait_v(place)
             ring.release_v(place)
             place = ring.next(place)
-        if options.exact:
+        if options.exact:  # noqa: SIM114 - the other condition is a tensor
             acc, m, sums, place = twice(rows, ring, queries, item, top, n_hi, n_free, n_lo, place, options)
         elif few:
             acc, m, sums, place = twice(rows, ring, queries, item, top, n_hi, n_free, n_lo, place, options)
