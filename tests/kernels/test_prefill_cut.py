@@ -30,7 +30,7 @@ MEASURED = {
 
 
 def problem(sequences, heads, queries, keys, causal):
-    return cut.Problem(sequences, heads, 128, 0, queries, -(-keys // 128), causal)
+    return cut.Problem(sequences, heads, 128, 0, queries, -(-keys // 128), causal, False)
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
@@ -55,5 +55,5 @@ def test_parts_make_waves_even():
     assert parts(1, 32, 2048, 131072, True) == (3, 3)  # 352 items are 2.7 waves, 1,056 are 8
     assert parts(1, 32, 2048, 8192, True) == (2, 1)  # not worth the combination
     assert parts(1, 8, 1024, 1024, True) == (2, 1)
-    ragged = cut.Problem(2, 32, 128, 2100, 2048, 1024, True)
+    ragged = cut.Problem(2, 32, 128, 2100, 2048, 1024, True, False)
     assert {splits for _, splits in cut.cuts(128, SMS, ragged)} == {1}  # most of its keys may be a short sequence's
