@@ -255,7 +255,7 @@ def test_ops_pass_torch_opcheck(cache):
     torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *cache.pages(0).state, *options))
     arguments = (torch.randn(4, 4, 64), *cache.pages(0).state, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
     for return_lse in (False, True):
-        torch.library.opcheck(torch.ops.fp8attn.attention, (*arguments, return_lse, "reference"))
+        torch.library.opcheck(torch.ops.fp8attn.attention, (*arguments, return_lse, True, "reference"))
     x, mean, table = torch.randn(2, 2, 130, 64), torch.randn(2, 64), torch.randn(2, 130, 32)
     for key_dtype in (torch.int8, torch.float8_e4m3fn):
         torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x.clone(), table, table, False, mean, None, key_dtype, True, "reference"))
