@@ -11,8 +11,8 @@ from .ring import Place
 from .tiles import attend_few, attend_in_turn, attend_overlapped
 from .tiles_wide import attend_wide
 
-# Rows that see fewer keys are multiplied twice, because rounding errors of Q and P do not average out. The numbers are for prompts, whose
-# other rows see more keys, and for queries that all see the same keys.
+# Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `Queries.REST`, do not average out. The
+# numbers are for prompts, whose other rows see more keys, and for queries that all see the same keys.
 FEW = gl.constexpr(256)
 FEW_IN_ALL = gl.constexpr(640)
 
@@ -79,15 +79,15 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             ring.release_v(place)
             place = ring.next(place)
         if few:
-            if queries.Q16:
+            if queries.REST:
                 keep_rest(queries.rest.index(2 * WG), given, queries.signs, item >> 30, options)
             else:
-                mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory
+                mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
             if options.width == 256:
                 acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
             else:
                 acc, m, sums, place = attend_few(rows, ring, queries, top, top - bottom + 1, place, options)
-            if queries.Q16:
+            if queries.REST:
                 mbarrier.arrive(queries.empty.index(WG))
         else:
             mbarrier.arrive(queries.empty.index(WG))

@@ -202,15 +202,15 @@ def add_both(acc, shrink, zero, rest, p8, v):
 
 @gluon.jit
 def attend_few(rows, ring, queries, tile, n, place, options: gl.constexpr):
-    """Compute all `n` tiles, masked, of rows with few keys, whose rounding errors do not average out. Q and P are multiplied twice: once
-    their FP8 values, once their rounding errors."""
+    """Compute all `n` tiles, masked, of rows with few keys, whose rounding errors do not average out. P, and Q with `Queries.REST`, are
+    multiplied twice: once their 8-bit values, once their rounding errors."""
     OUT: gl.constexpr = output_layout(options.width)
     acc = gl.zeros([ROWS, options.width], gl.float32, OUT)
     m = no_maximum()
     none, sums = no_sums()
     for _ in range(n):
         p, p8, alpha, shrink, m = tile_weights(
-            rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), True, queries.Q16)  # fmt: skip
+            rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), True, queries.REST)  # fmt: skip
         rest = rest_to_fp8(p, False)
         ring.wait_v(place)
         total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)

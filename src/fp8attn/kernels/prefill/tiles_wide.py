@@ -14,7 +14,7 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     """Compute a whole tile. P V is in four slices of channels, because registers are scarce. Meanwhile the other warpgroup
     uses the tensor core.
 
-    With FEW, Q and P are multiplied twice, as in `tiles.attend_few`.
+    With FEW, P is multiplied twice, and Q with `Queries.REST`, as in `tiles.attend_few`.
 
     ptxas: d256. It would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic
     block), keep the life of one slice's partial apart from the next but one.
@@ -22,7 +22,7 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     OUT: gl.constexpr = output_layout(options.width // 4)
     a0, a1, a2, a3 = acc
     p, p8, alpha, shrink, m = tile_weights(
-        rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, FEW and queries.Q16)  # fmt: skip
+        rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, FEW and queries.REST)  # fmt: skip
     if FEW:
         rest = rest_to_fp8(p, False)
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
