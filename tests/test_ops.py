@@ -356,7 +356,7 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
     given = {
         "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32), "max_seqlen_q": 3, "causal": True, "softmax_scale": 0.5, "window": 7,
         "softcap": 9.0, "sinks": torch.randn(4), "leftpad_k": torch.tensor([0, 1], dtype=torch.int32), "rope_cos": torch.randn(4, 16),
-        "rope_sin": torch.randn(4, 16), "rope_interleaved": True, "return_lse": True,
+        "rope_sin": torch.randn(4, 16), "rope_interleaved": True, "return_lse": True, "exact": True,
     }  # fmt: skip
     assert tuple(given) == AttentionParams._fields
     q = torch.randn(4, 4, 64)

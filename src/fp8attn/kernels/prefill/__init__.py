@@ -59,8 +59,8 @@ def attention(
     num_pages, num_kv_heads = pages.pool.shape[:2]
     table = pages.page_table
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    # ptxas: d256-q8-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
-    return_lse |= PADDED[head_dim] == 256 and (q.dtype == FP8 or cu_seqlens_q is not None)
+    # ptxas: d256-e4m3-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
+    return_lse |= PADDED[head_dim] == 256 and (pages.key_dtype == FP8 or cu_seqlens_q is not None)
     if out is None:
         out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
         # The layout of queries cannot be copied where strides overlap, or are arbitrary because a dimension has one element.

@@ -16,7 +16,7 @@ from .memory import allocate_barriers, allocate_numbers
 from .multiply import multiply
 from .options import ROWS, TILE
 from .producer import Source, Work, produce
-from .queries import Queries, Rope
+from .queries import Queries, Rope, store_signs
 from .ring import Ring
 from .schedule import Batch
 
@@ -57,6 +57,11 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     bits = gl.full([8, TILE], 0x38, gl.uint8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
     ones.store(bits.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
+    if Q16 and OPTIONS.rotate:
+        signs = gl.allocate_shared_memory(q_desc.dtype, [1, 16, 16], gl.SwizzledSharedLayout(8, 1, 1, [0, 1]))
+        store_signs(signs)
+    else:
+        signs: gl.constexpr = None
     mean_memory = allocate_numbers(gl.float32, 4, WIDTH if WIDTH < 256 else 1)
     fields = allocate_numbers(gl.int32, 2 * FIELDS, 1)
     last_v_scale = allocate_numbers(gl.float32, 2, 1)
@@ -67,8 +72,9 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     else:
         out_memory: gl.constexpr = None
     queries = Queries(
-        codes=codes, given=given, rest=rest, shift=shift, factor=factor, full=allocate_barriers(WARPGROUPS),
-        empty=allocate_barriers(WARPGROUPS), Q16=Q16)  # fmt: skip
+        codes=codes, given=given, rest=rest, signs=signs, shift=shift, factor=factor, full=allocate_barriers(WARPGROUPS),
+        empty=allocate_barriers(WARPGROUPS), Q16=Q16,
+        REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
     ring = Ring(
         k=k_tiles, v=v_tiles, scales=scales, ones=ones, k_full=allocate_barriers(STAGES), k_empty=allocate_barriers(STAGES),
         v_full=allocate_barriers(STAGES), v_empty=allocate_barriers(STAGES), STAGES=STAGES)  # fmt: skip

@@ -11,8 +11,8 @@ from .ring import Place
 from .tiles import attend_in_turn, attend_overlapped, attend_twice
 from .tiles_wide import attend_wide
 
-# Rows that see fewer keys are multiplied twice, because rounding errors of Q and P do not average out. The numbers are for prompts, whose
-# other rows see more keys, and for queries that all see the same keys.
+# Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `Queries.REST`, do not average out. The
+# numbers are for prompts, whose other rows see more keys, and for queries that all see the same keys.
 FEW = gl.constexpr(256)
 FEW_IN_ALL = gl.constexpr(640)
 
@@ -54,7 +54,7 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             if count > 0:  # rows before a sequence have no angles
                 apply_rope(queries, rope, items, slot, count, options, WG)
         given = queries.given.index(WG)
-        factor, shift = load_queries(q, given, k_mean, scale, item >> 30, options, queries.Q16)
+        factor, shift = load_queries(q, given, queries.signs, k_mean, scale, item >> 30, options, queries.Q16)
         rows = Rows(WG=WG, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift, cap=cap)
         if means.SHIFT and not options.softcap:
             queries.shift.index(WG).store(shift)  # loaded again at the end, because there are no registers for it until then
@@ -79,9 +79,9 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             ring.release_v(place)
             place = ring.next(place)
         if options.exact:  # noqa: SIM114 - the other condition is a tensor
-            acc, m, sums, place = twice(rows, ring, queries, item, top, n_hi, n_free, n_lo, place, options)
+            acc, m, sums, place = twice(rows, ring, queries, given, item, top, n_hi, n_free, n_lo, place, options)
         elif few:
-            acc, m, sums, place = twice(rows, ring, queries, item, top, n_hi, n_free, n_lo, place, options)
+            acc, m, sums, place = twice(rows, ring, queries, given, item, top, n_hi, n_free, n_lo, place, options)
         else:
             mbarrier.arrive(queries.empty.index(WG))
             if options.width == 256:
@@ -101,17 +101,17 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
 
 
 @gluon.jit
-def twice(rows, ring, queries, item, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
-    """The loop over tiles that multiplies Q and P twice, and the memory of the queries' rounding errors."""
+def twice(rows, ring, queries, given, item, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
+    """The loop over tiles that multiplies P and Q twice, and the memory of the queries' rounding errors."""
     WG: gl.constexpr = rows.WG
-    if queries.Q16:
-        keep_rest(queries.rest.index(2 * WG), queries.given.index(WG), item >> 30, options)
+    if queries.REST:
+        keep_rest(queries.rest.index(2 * WG), given, queries.signs, item >> 30, options)
     else:
-        mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory
+        mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
     if options.width == 256:
         acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
     else:
         acc, m, sums, place = attend_twice(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
-    if queries.Q16:
+    if queries.REST:
         mbarrier.arrive(queries.empty.index(WG))
     return acc, m, sums, place

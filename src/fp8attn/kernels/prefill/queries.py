@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from triton.language import PropagateNan
+
 from ... import rotation
 from ..gluon import aggregate, fence_async_shared, gl, gluon, mma_v2, sync
 from ..ptx import MAGIC, rest_to_fp8, rotate_pair, to_fp8
@@ -11,9 +13,19 @@ from .means import channels_of_mean
 from .options import ROWS, SCORES
 from .registers import join, split
 
+PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 TINY = gl.constexpr(2.0**-100)  # the smallest scale of a row of queries
 LOW_SIGNS, HIGH_SIGNS = (gl.constexpr(bits) for bits in (rotation.LOW_SIGNS, rotation.HIGH_SIGNS))
-BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 channels of rotated queries
+BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 channels of rotated queries, in the order of `PAIRS`
+
+
+@gluon.constexpr_function
+def words(width):
+    """`width` channels of rows, of which a thread has four neighbors in every 16, so that their codes are a word."""
+    blocks = [[0, 16 << bit] for bit in range((width // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *blocks], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width]
+    )
 
 
 @aggregate
@@ -25,9 +37,11 @@ class Queries:
     rest: gl.shared_memory_descriptor  # [2 * warpgroups, 64, width], 8 bits: the memory of `given`
     shift: gl.shared_memory_descriptor  # float32 [warpgroups, 64], of rows between the beginning of an item and its end
     factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
+    signs: gl.shared_memory_descriptor | gl.constexpr  # [1, 16, 16], the dtype of `given`: steps of the rotation (`store_signs`), or None
     full: gl.shared_memory_descriptor  # barriers, one a warpgroup: rows and the item's fields are there,
     empty: gl.shared_memory_descriptor  # and their memory is free
     Q16: gl.constexpr  # queries have 16 bits
+    REST: gl.constexpr  # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it
 
 
 @aggregate
@@ -95,17 +109,16 @@ def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.
 
 
 @gluon.jit
-def rotation_operand(DTYPE: gl.constexpr, zero):
-    """`H diag(sign)` of 16 channels, transposed, as the right operand of `mma_v2`.
-
-    ptxas: `zero` is 0, which the compiler cannot know. It would compute a constant before the items, and keep it in registers.
-    """
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(1, BLOCK, 2)
-    channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None] + zero
-    odd = channel & gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+def store_signs(signs):
+    """Write `H diag(sign)` of 16 channels, transposed, to `signs [1, 16, 16]`. Columns are in the order in which `mma_v2` gives a thread
+    four neighbors."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    odd = channel & ((column & 1) | ((column >> 2) & 2) | ((column << 1) & 12))
     odd = odd ^ (odd >> 2)
     odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> channel)) & 1
-    return gl.where(odd > 0, -1.0, 1.0).to(DTYPE)
+    signs.index(0).store(gl.where(odd > 0, -1.0, 1.0).to(signs.dtype))
 
 
 @gluon.jit
@@ -124,24 +137,28 @@ def hadamard(blocks, STEP: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(given, zero, options: gl.constexpr):
+def load_rows(given, signs, zero, options: gl.constexpr):
     """A warpgroup's rows of 16-bit queries in FP32, 16 channels at a time, rotated without the factor `block ** -0.5`
     (`rotation.rotate`)."""
     WIDTH: gl.constexpr = options.width
+    WORDS: gl.constexpr = words(16)
     blocks = ()
     if options.rotate:
-        operand = rotation_operand(given.dtype, zero)
+        plus = signs.index(zero).load(gl.DotOperandLayout(1, BLOCK, 2))
+        minus = (plus.to(gl.int16, bitcast=True) ^ -0x8000).to(plus.dtype, bitcast=True)
+        none = gl.zeros([ROWS, 16], gl.float32, BLOCK)
         for j in gl.static_range(WIDTH // 16):
             x = given.slice(16 * j, 16, 1).load(gl.DotOperandLayout(0, BLOCK, 2))
-            x = mma_v2(x, operand, gl.zeros([ROWS, 16], gl.float32, BLOCK))
             if (HIGH_SIGNS >> (j % 8)) & 1:
-                blocks += (-x,)
+                x = mma_v2(x, minus, none)
             else:
-                blocks += (x,)
+                x = mma_v2(x, plus, none)
+            x = x.reshape([ROWS, 2, 4, 2]).permute(0, 2, 1, 3).reshape([ROWS, 16])
+            blocks += (gl.convert_layout(x, WORDS, assert_trivial=True),)
         blocks = hadamard(blocks, 1, block_size(options.head_dim) // 16)
     else:
         for j in gl.static_range(WIDTH // 16):
-            blocks += (given.slice(16 * j, 16, 1).load(BLOCK).to(gl.float32),)
+            blocks += (given.slice(16 * j, 16, 1).load(WORDS).to(gl.float32),)
     return blocks
 
 
@@ -149,12 +166,26 @@ def load_rows(given, zero, options: gl.constexpr):
 
 
 @gluon.jit
+def larger(a, b):
+    """The maximum, which is NaN if either is."""
+    return gl.maximum(a, b, PROPAGATE_NAN)
+
+
+@gluon.jit
 def largest_magnitude(blocks):
-    """The largest magnitude of each row. NaN is ignored."""
+    """The largest magnitude of each row; NaN if the row has a NaN."""
     x = gl.abs(blocks[0])
     for j in gl.static_range(1, len(blocks)):
-        x = gl.maximum(x, gl.abs(blocks[j]))
-    return gl.max(x, 1)
+        x = larger(x, gl.abs(blocks[j]))
+    return gl.reduce(x, 1, larger)
+
+
+@gluon.jit
+def store_codes(codes, blocks):
+    """Store blocks of codes as rows, and let TMA and the tensor cores see them."""
+    LAYOUT: gl.constexpr = words(codes.shape[1])
+    codes.store(gl.convert_layout(join(blocks), LAYOUT, assert_trivial=True))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -175,39 +206,37 @@ def powers_of_two(largest):
 @gluon.jit
 def quantize_rows(codes, blocks):
     """Round rows to 8 bits into `codes`, and return their factors."""
+    largest = largest_magnitude(blocks)
+    eight = ()
     if codes.dtype == gl.int8:
-        largest = gl.maximum(largest_magnitude(blocks), TINY)
+        largest = larger(largest, TINY)
         up = 127.0 / largest
-        factor = largest * (1 / 127)
-        broken = blocks[0] * 0.0  # NaN has no code: the row's factor becomes NaN
-        for j in gl.static_range(1, len(blocks)):
-            broken += blocks[j] * 0.0
-        factor += gl.sum(broken, 1)
+        factor = largest * (1 / 127) + largest * 0.0  # INT8 has no NaN and no Inf: a row with one of them has the factor NaN
         for j in gl.static_range(len(blocks)):
-            codes.slice(16 * j, 16, 1).store(rounded(blocks[j] * up[:, None]).to(gl.int32, bitcast=True).to(gl.int8))
+            eight += (rounded(blocks[j] * up[:, None]).to(gl.int32, bitcast=True).to(gl.int8),)
     else:
-        up, factor = powers_of_two(largest_magnitude(blocks))
+        up, factor = powers_of_two(largest)
         for j in gl.static_range(len(blocks)):
-            codes.slice(16 * j, 16, 1).store(to_fp8(blocks[j] * up[:, None]))
-    fence_async_shared()
+            eight += (to_fp8(blocks[j] * up[:, None]),)
+    store_codes(codes, eight)
     return factor
 
 
 @gluon.jit
-def load_queries(codes, given, k_mean, scale, zero, options: gl.constexpr, Q16: gl.constexpr):
+def load_queries(codes, given, signs, k_mean, scale, zero, options: gl.constexpr, Q16: gl.constexpr):
     """Round a warpgroup's rows to 8 bits into `codes`, unless they are FP8 already.
 
     Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
     """
     if Q16:
-        blocks = load_rows(given, zero, options)
+        blocks = load_rows(given, signs, zero, options)
         if options.rotate:
             scale = scale * block_size(options.head_dim) ** -0.5
         factor = quantize_rows(codes, blocks) * scale
-        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, BLOCK))
+        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, words(16)))
         if k_mean is not None:
             for j in gl.static_range(len(blocks)):
-                shift += gl.sum(blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, BLOCK))[None, :], 1) * scale
+                shift += gl.sum(blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, words(16)))[None, :], 1) * scale
     else:
         A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
         factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
@@ -220,22 +249,23 @@ def load_queries(codes, given, k_mean, scale, zero, options: gl.constexpr, Q16: 
 
 
 @gluon.jit
-def keep_rest(rest, given, zero, options: gl.constexpr):
+def keep_rest(rest, given, signs, zero, options: gl.constexpr):
     """Write the rounding error of 16-bit queries, in 8 bits, to the queries' own memory. For INT8 the unit is 1 / 256.
 
     ptxas: d256. The rows are loaded again, because keeping them in registers would spill.
     """
-    blocks = load_rows(given, zero, options)
+    blocks = load_rows(given, signs, zero, options)
     largest = largest_magnitude(blocks)
     sync()  # all of this warpgroup's rows are read
+    eight = ()
     if rest.dtype == gl.int8:
-        up = 127.0 / gl.maximum(largest, TINY)
+        up = 127.0 / larger(largest, TINY)
         for j in gl.static_range(len(blocks)):
             x = blocks[j] * up[:, None]
             cut = (x - (rounded(x) - MAGIC)) * 256.0
-            rest.slice(16 * j, 16, 1).store(rounded(gl.minimum(cut, 127.0)).to(gl.int32, bitcast=True).to(gl.int8))
+            eight += (rounded(gl.minimum(cut, 127.0)).to(gl.int32, bitcast=True).to(gl.int8),)
     else:
         up, _ = powers_of_two(largest)
         for j in gl.static_range(len(blocks)):
-            rest.slice(16 * j, 16, 1).store(rest_to_fp8(blocks[j] * up[:, None]))
-    fence_async_shared()
+            eight += (rest_to_fp8(blocks[j] * up[:, None]),)
+    store_codes(rest, eight)

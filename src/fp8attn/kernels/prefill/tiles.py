@@ -30,13 +30,13 @@ def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: 
     """A tile's weights in FP8 as operands of P V; their rounding errors, likewise; the factors of the sums and of the output so far; the
     rows' new maxima.
 
-    With TWICE, scores include the rounding errors of 16-bit queries. Without, there are no rounding errors of weights.
+    With TWICE, scores include the rounding errors of queries if there is `Queries.REST`. Without, there are no rounding errors of weights.
     """
     INT: gl.constexpr = ring.k.dtype == gl.int8
     ring.wait_k(place)
     factor = rows.factor * ring.k_scale(place)
     ratio = ring.v_ratio(place)
-    if TWICE and queries.Q16:
+    if TWICE and queries.REST:
         # ptxas: `tile >> 30` is zero, which it cannot know. Descriptors that it kept would leave no uniform registers to the ring's place.
         s = scores_of_both(rows.q, queries.rest.index(2 * rows.WG + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)))
     else:
@@ -206,7 +206,7 @@ def multiply_both(rest, p8, v, zero):
 
 @gluon.jit
 def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr):
-    """Compute a whole tile, Q and P each multiplied twice: their 8-bit values, and the 8-bit values of what their rounding cut off."""
+    """Compute a whole tile. P, and Q with `Queries.REST`, are multiplied twice: their 8-bit values, and what their rounding cut off."""
     OUT: gl.constexpr = output_layout(options.width)
     p8, rest, alpha, shrink, m = tile_weights(
         rows, ring, queries, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, True)  # fmt: skip

@@ -14,7 +14,7 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     """Compute a whole tile. P V is in four slices of channels, because registers are scarce. Meanwhile the other warpgroup
     uses the tensor core.
 
-    With TWICE, Q and P are multiplied twice, as in `tiles.tile_twice`.
+    With TWICE, P and Q are multiplied twice, as in `tiles.tile_twice`.
 
     ptxas: d256. It would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic
     block), keep the life of one slice's partial apart from the next but one.
