@@ -14,13 +14,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -42,6 +42,7 @@ TARGETS = {
     "sm_100": Machine(148, 232448, True),
     "sm_120": Machine(188, 101376, True),
 }
+AttentionOption = Literal["window", "softcap", "sinks", "exact"]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # The grid: new tokens of a sequence, sequences, and pages before the new tokens. `_calls` combines them.
@@ -128,10 +129,7 @@ def warmup(
     static_scales: bool = False,
     advance: bool = True,
     overflows: bool = False,
-    window: bool = False,
-    softcap: bool = False,
-    sinks: bool = False,
-    exact: bool = False,
+    attention: Collection[AttentionOption] = (),
     target: str | None = None,
     load_kernels: bool = False,
     processes: int | None = None,
@@ -165,9 +163,8 @@ def warmup(
         advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and not those of
             `FP8Cache`. Attention has the same kernels, with and without `out`.
         overflows: compile the appends that count overflows (`count_overflows=True` of a cache), and not the others.
-        window: also compile for a window. (Sliding layers of an `FP8Cache` are in 16 bits and do not use these kernels.)
-        softcap, sinks: whether attention has them.
-        exact: compile exact attention (`exact=True` of a cache), and not the other.
+        attention: what attention has, besides what `config` says: `"window"` (these kernels, too; sliding layers of an `FP8Cache` are in 16
+            bits and do not use them), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact).
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
             machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
             first launch, which needs the GPU's driver.)
@@ -186,8 +183,10 @@ def warmup(
         raise UsageError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {given or 'neither'}")
     if config is not None:
         (num_q_heads, num_kv_heads, head_dim), has_softcap, has_sinks = _read(config)
-        softcap, sinks = softcap or has_softcap, sinks or has_sinks
+        attention = {*attention, *["softcap"] * has_softcap, *["sinks"] * has_sinks}
     assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
+    if unknown := sorted({*attention} - {*get_args(AttentionOption)}):
+        raise UsageError(f"attention may have {', '.join(get_args(AttentionOption))}; got {', '.join(unknown)}")
     if load_kernels and target is not None:
         raise UsageError(f"kernels for another GPU cannot be loaded here: leave out load_kernels or target={target!r}")
     names = {value: name for name, value in DTYPES.items()}
@@ -197,13 +196,14 @@ def warmup(
         backend, triton_target, numbers = _aim(device, dtype, backend, target)
         layer = Layer(
             num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            static_scales=static_scales, advance=advance, overflows=overflows, softcap=softcap, sinks=sinks, exact=exact,
+            static_scales=static_scales, advance=advance, overflows=overflows, softcap="softcap" in attention,
+            sinks="sinks" in attention, exact="exact" in attention,
         )  # fmt: skip
         of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
         layers = [
             asdict(replace(layer, k_mean=k_mean, v_mean=v_mean, window=windowed))
             for k_mean, v_mean in (of_k_and_v if means else of_k_and_v[:1])
-            for windowed in ((False, True) if window else (False,))
+            for windowed in ((False, True) if "window" in attention else (False,))
         ]
         assert process.stdin is not None and process.stdout is not None
         request = {"layers": layers, "target": triton_target, "machine": numbers, "processes": processes or _cores()}

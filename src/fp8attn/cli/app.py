@@ -254,7 +254,7 @@ def warmup(
     import time
 
     from .. import warmup as run
-    from ..precompile import DTYPES
+    from ..precompile import DTYPES, AttentionOption
 
     if (model is None) == (shape is None):
         raise UsageError("give --model, or --shape such as --shape 32,8,128 (query heads, KV heads, head_dim)")
@@ -269,11 +269,12 @@ def warmup(
         if shape.count(",") != 2:
             raise UsageError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
         layer = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=True))
+    options: dict[AttentionOption, bool] = {"window": window, "softcap": softcap, "sinks": sinks, "exact": exact}
     begun = time.monotonic()
     with progress("kernels") as tick:
         kernels = run(
             **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
-            static_scales=static_scales, window=window, softcap=softcap, sinks=sinks, exact=exact, target=target, processes=processes,
+            static_scales=static_scales, attention=[name for name, given in options.items() if given], target=target, processes=processes,
             progress=tick,
         )  # fmt: skip
     seconds = time.monotonic() - begun

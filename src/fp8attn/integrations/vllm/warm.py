@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from ...precompile import warmup
+from ...precompile import AttentionOption, warmup
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
 
@@ -22,15 +22,22 @@ def warm_up(vllm_config: Any, layer_names: list[str], device: torch.device) -> N
         impl = layer.impl
         _compile(
             impl.num_heads, impl.num_kv_heads, impl.head_size, vllm_config.model_config.dtype, device, impl.options.key_dtype,
-            impl.options.scales is not None, impl.options.count_overflows, impl.window is not None, impl.softcap is not None,
-            impl.sinks is not None, impl.options.exact,
+            impl.options.scales is not None, impl.options.count_overflows, _of_attention(impl),
         )  # fmt: skip
+
+
+def _of_attention(impl: Any) -> frozenset[AttentionOption]:
+    has: dict[AttentionOption, bool] = {
+        "window": impl.window is not None, "softcap": impl.softcap is not None, "sinks": impl.sinks is not None,
+        "exact": impl.options.exact,
+    }  # fmt: skip
+    return frozenset(name for name, given in has.items() if given)
 
 
 @cache
 def _compile(
     num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any, means: bool,
-    overflows: bool, window: bool, softcap: bool, sinks: bool, exact: bool,
+    overflows: bool, attention: frozenset[AttentionOption],
 ) -> None:  # fmt: skip
     from triton import knobs
 
@@ -40,7 +47,6 @@ def _compile(
     with FileLock(folder / "fp8attn.lock"):  # processes of one machine compile the same kernels: the first compiles, the others find them
         kernels = warmup(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device, key_dtype=key_dtype,
-            means=means, overflows=overflows, window=window, softcap=softcap, sinks=sinks, exact=exact, advance=False,
-            load_kernels=True,
+            means=means, overflows=overflows, attention=attention, advance=False, load_kernels=True,
         )  # fmt: skip
     logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
