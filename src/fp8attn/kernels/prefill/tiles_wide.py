@@ -1,4 +1,5 @@
-"""The loop over tiles at head_dim 256, like those in `tiles`. The output is a tuple of four slices of channels, `[64, width / 4]` each."""
+"""The loop over tiles at head_dim 192 and 256, like those in `tiles`. The output is a tuple of three or four slices of channels,
+`[64, width / 4]` each."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .tiles import add_both, tile_weights
 
 @gluon.jit
 def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr, FEW: gl.constexpr):
-    """Compute a whole tile. P V is in four slices of channels, because registers are scarce. Meanwhile the other warpgroup
+    """Compute a whole tile. P V is in slices of channels, because registers are scarce. Meanwhile the other warpgroup
     uses the tensor core.
 
     With FEW, Q and P are multiplied twice, as in `tiles.attend_few`.
@@ -20,7 +21,7 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     block), keep the life of one slice's partial apart from the next but one.
     """
     OUT: gl.constexpr = output_layout(options.width // 4)
-    a0, a1, a2, a3 = acc
+    a0, a1, a2 = acc[0], acc[1], acc[2]
     p, p8, alpha, shrink, m = tile_weights(
         rows, ring, queries.rest, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, FEW and queries.Q16)  # fmt: skip
     if FEW:
@@ -32,13 +33,11 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     if FEW:
         total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
-        a0 = add_both(a0, shrink, zero, rest, p8, ring.v.index(4 * place.stage))
-        ring.wait_v(place)
-        a1 = add_both(a1, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 1))
-        ring.wait_v(place)
-        a2 = add_both(a2, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 2))
-        ring.wait_v(place)
-        a3 = add_both(a3, shrink, zero, rest, p8, ring.v.index(4 * place.stage + 3))
+        new = ()
+        for i in gl.static_range(len(acc)):
+            if i > 0:
+                ring.wait_v(place)
+            new += (add_both(acc[i], shrink, zero, rest, p8, ring.v.index(4 * place.stage + i)),)
     else:
         total = row_sum_mma(p8, ring.ones, none, False)
         t0 = warpgroup_mma(p8, ring.v.index(4 * place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -51,24 +50,26 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
         t2 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 2).permute([1, 0]), zero, use_acc=False, is_async=True)
         t1 = warpgroup_mma_wait(1, deps=[t1])
         a1 = pin(a1 * shrink + t1)
-        ring.wait_v(place)
-        t3 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
-        t2 = warpgroup_mma_wait(1, deps=[t2])
-        a2 = a2 * shrink + t2
-        t3 = warpgroup_mma_wait(0, deps=[t3])
-        a3 = a3 * shrink + t3
+        if len(acc) == 4:
+            ring.wait_v(place)
+            t3 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
+            t2 = warpgroup_mma_wait(1, deps=[t2])
+            a2 = a2 * shrink + t2
+            t3 = warpgroup_mma_wait(0, deps=[t3])
+            new = (a0, a1, a2, acc[3] * shrink + t3)
+        else:
+            t2 = warpgroup_mma_wait(0, deps=[t2])
+            new = (a0, a1, a2 * shrink + t2)
     ring.release_v(place)
-    return m, sums, (a0, a1, a2, a3), ring.next(place)
+    return m, sums, new, ring.next(place)
 
 
 @gluon.jit
 def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl.constexpr, FEW: gl.constexpr):
     OUT: gl.constexpr = output_layout(options.width // 4)
-    a0 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
-    a1 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
-    a2 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
-    a3 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
-    acc = (a0, a1, a2, a3)
+    acc = ()
+    for _ in gl.static_range(options.head_dim // (options.width // 4)):
+        acc += (gl.zeros([ROWS, options.width // 4], gl.float32, OUT),)
     m = no_maximum()
     _, sums = no_sums()
     tile = top
