@@ -30,6 +30,7 @@ CASES = {
     "exact": {"lengths": [1100], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "exact": True},
     "exact, E4M3 keys": {"lengths": [1100], "queries": [100], "head_dim": 64, "dtype": torch.float16, "keys": "e4m3", "exact": True},
     "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
+    "head_dim 192": {"lengths": [450], "queries": [170], "head_dim": 192, "dtype": torch.bfloat16, "keys": "int8"},
     "ragged, RoPE on queries": {
         "lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "rope": True,
         "out": True,

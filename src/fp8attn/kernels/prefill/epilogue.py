@@ -133,10 +133,7 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
         v_mean: gl.constexpr = None
     if options.width == 256:
         N: gl.constexpr = options.width // 4
-        a0, a1, a2, a3 = acc
-        write_channels(rows.WG, output, batch, token, head, count, v_mean, a0, inverse, share, unseen, blind, 0, options)
-        write_channels(rows.WG, output, batch, token, head, count, v_mean, a1, inverse, share, unseen, blind, N, options)
-        write_channels(rows.WG, output, batch, token, head, count, v_mean, a2, inverse, share, unseen, blind, 2 * N, options)
-        write_channels(rows.WG, output, batch, token, head, count, v_mean, a3, inverse, share, unseen, blind, 3 * N, options)
+        for i in gl.static_range(len(acc)):
+            write_channels(rows.WG, output, batch, token, head, count, v_mean, acc[i], inverse, share, unseen, blind, i * N, options)
     else:
         write_channels(rows.WG, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind, 0, options)

@@ -16,16 +16,27 @@ UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite
 
 
 @gluon.jit
-def begin_scores(q, k, m):
+def begin_scores(q, k, m, options: gl.constexpr):
     """Begin Q K. `m` are the rows' maxima so far; only the fact that they are finite is used."""
     if k.dtype == gl.int8:
         zero, _ = gl.broadcast((m * 0.0)[:, None], gl.zeros([ROWS, TILE], gl.float32, SCORES))
         a, b, c, d = split(zero, 4)
         s = join((fill_magic(a, 0), fill_magic(b, 1), fill_magic(c, 2), fill_magic(d, 3)))
         s = gl.convert_layout(s, SCORES, assert_trivial=True)
-        s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)
+        s = multiply_channels(q, k, s, True, options)
     else:
-        s = warpgroup_mma(q, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, SCORES), use_acc=False, is_async=True)
+        s = multiply_channels(q, k, gl.zeros([ROWS, TILE], gl.float32, SCORES), False, options)
+    return s
+
+
+@gluon.jit
+def multiply_channels(q, k, s, ACCUMULATE: gl.constexpr, options: gl.constexpr):
+    """Begin `s` (+)= Q K. The channels of head_dim 192 are 128 and 64, because Triton's sizes are powers of two; zeros pad them to 256."""
+    if options.head_dim == 192:
+        s = warpgroup_mma(q.slice(0, 128, 1), k.slice(0, 128, 1).permute([1, 0]), s, use_acc=ACCUMULATE, is_async=True)
+        s = warpgroup_mma(q.slice(128, 64, 1), k.slice(128, 64, 1).permute([1, 0]), s, use_acc=True, is_async=True)
+    else:
+        s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=ACCUMULATE, is_async=True)
     return s
 
 
@@ -39,18 +50,18 @@ def end_scores(s):
 
 
 @gluon.jit
-def scores_of_both(q, rest, k):
+def scores_of_both(q, rest, k, options: gl.constexpr):
     """Compute Q K in FP32, for Q and its rounding error together; for INT8 keys it is `MAGIC + s`, as in `end_scores`."""
     if k.dtype == gl.int8:
         # The rest counts 1 / 256. Its product is rounded down to an integer: an error of at most one product of two codes, far below
         # what K's rounding costs, and the same on average for all keys.
-        s = warpgroup_mma(rest, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.int32, SCORES), use_acc=False, is_async=True)
+        s = multiply_channels(rest, k, gl.zeros([ROWS, TILE], gl.int32, SCORES), False, options)
         s = (warpgroup_mma_wait(0, deps=[s]) >> 8) + MAGIC_BITS
-        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)])
+        s = warpgroup_mma_wait(0, deps=[multiply_channels(q, k, s, True, options)])
         s = s.to(gl.float32, bitcast=True)
     else:
-        s = warpgroup_mma(rest, k.permute([1, 0]), gl.zeros([ROWS, TILE], gl.float32, SCORES), use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), s, use_acc=True, is_async=True)])
+        s = multiply_channels(rest, k, gl.zeros([ROWS, TILE], gl.float32, SCORES), False, options)
+        s = warpgroup_mma_wait(0, deps=[multiply_channels(q, k, s, True, options)])
     return s
 
 

@@ -38,9 +38,9 @@ def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: 
     ratio = ring.v_ratio(place)
     if TWICE and queries.REST:
         # ptxas: `tile >> 30` is zero, which it cannot know. Descriptors that it kept would leave no uniform registers to the ring's place.
-        s = scores_of_both(rows.q, queries.rest.index(2 * rows.WG + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)))
+        s = scores_of_both(rows.q, queries.rest.index(2 * rows.WG + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)), options)
     else:
-        s = end_scores(begin_scores(rows.q, ring.k.index(place.stage), m))
+        s = end_scores(begin_scores(rows.q, ring.k.index(place.stage), m, options))
     ring.release_k(place)
     s = mask_scores(s, factor, rows, tile, options, MASK, INT)
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
@@ -71,7 +71,7 @@ def overlapped_tile(rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v
     zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
     t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
     ring.wait_k(k_place)
-    s_next = begin_scores(rows.q, ring.k.index(k_place.stage), m)
+    s_next = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
     shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
     k_scale = ring.k_scale(k_place)
     ratio = ring.v_ratio(k_place)
@@ -96,7 +96,7 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.c
     m = no_maximum()
     none, sums = no_sums()
     ring.wait_k(k_place)
-    s = begin_scores(rows.q, ring.k.index(k_place.stage), m)
+    s = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
     factor = rows.factor * ring.k_scale(k_place)
     ratio = ring.v_ratio(k_place)
     s = end_scores(s)
@@ -138,7 +138,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
     OUT: gl.constexpr = output_layout(options.width)
     INT: gl.constexpr = ring.k.dtype == gl.int8
     ring.wait_k(place)
-    s = begin_scores(rows.q, ring.k.index(place.stage), m)
+    s = begin_scores(rows.q, ring.k.index(place.stage), m, options)
     if queries.Q16:  # noqa: SIM108 - at compile time. From memory: there are no registers for it between tiles
         factor = queries.factor.index(rows.WG).load(gl.SliceLayout(1, SCORES))
     else:

@@ -1,4 +1,5 @@
-"""The loop over tiles at head_dim 256, like those in `tiles`. The output is a tuple of four slices of channels, `[64, width / 4]` each."""
+"""The loop over tiles at head_dim 192 and 256, like those in `tiles`. The output is a tuple of three or four slices of channels,
+`[64, width / 4]` each."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .tiles import multiply_both, tile_weights
 
 @gluon.jit
 def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr, TWICE: gl.constexpr):
-    """Compute a whole tile. P V is in four slices of channels, because registers are scarce. Meanwhile the other warpgroup
+    """Compute a whole tile. P V is in slices of channels, because registers are scarce. Meanwhile the other warpgroup
     uses the tensor core.
 
     With TWICE, P and Q are multiplied twice, as in `tiles.tile_twice`.
@@ -20,7 +21,7 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     block), keep the life of one slice's partial apart from the next but one.
     """
     OUT: gl.constexpr = output_layout(options.width // 4)
-    a0, a1, a2, a3 = acc
+    a0, a1, a2 = acc[0], acc[1], acc[2]
     p8, rest, alpha, shrink, m = tile_weights(
         rows, ring, queries, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, TWICE)  # fmt: skip
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
@@ -29,18 +30,13 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     none, _ = no_sums()
     if TWICE:
         total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
-        t0 = multiply_both(rest, p8, ring.v.index(4 * place.stage), zero)
-        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
-        a0 = pin(a0 * shrink + warpgroup_mma_wait(0, deps=[t0]))
-        ring.wait_v(place)
-        t1 = multiply_both(rest, p8, ring.v.index(4 * place.stage + 1), zero)
-        a1 = pin(a1 * shrink + warpgroup_mma_wait(0, deps=[t1]))
-        ring.wait_v(place)
-        t2 = multiply_both(rest, p8, ring.v.index(4 * place.stage + 2), zero)
-        a2 = pin(a2 * shrink + warpgroup_mma_wait(0, deps=[t2]))
-        ring.wait_v(place)
-        t3 = multiply_both(rest, p8, ring.v.index(4 * place.stage + 3), zero)
-        a3 = pin(a3 * shrink + warpgroup_mma_wait(0, deps=[t3]))
+        sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
+        new = ()
+        for i in gl.static_range(len(acc)):
+            if i > 0:
+                ring.wait_v(place)
+            t = multiply_both(rest, p8, ring.v.index(4 * place.stage + i), zero)
+            new += (pin(acc[i] * shrink + warpgroup_mma_wait(0, deps=[t])),)
     else:
         total = row_sum_mma(p8, ring.ones, none, False)
         t0 = warpgroup_mma(p8, ring.v.index(4 * place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -53,24 +49,26 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
         t2 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 2).permute([1, 0]), zero, use_acc=False, is_async=True)
         t1 = warpgroup_mma_wait(1, deps=[t1])
         a1 = pin(a1 * shrink + t1)
-        ring.wait_v(place)
-        t3 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
-        t2 = warpgroup_mma_wait(1, deps=[t2])
-        a2 = a2 * shrink + t2
-        t3 = warpgroup_mma_wait(0, deps=[t3])
-        a3 = a3 * shrink + t3
+        if len(acc) == 4:
+            ring.wait_v(place)
+            t3 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
+            t2 = warpgroup_mma_wait(1, deps=[t2])
+            a2 = a2 * shrink + t2
+            t3 = warpgroup_mma_wait(0, deps=[t3])
+            new = (a0, a1, a2, acc[3] * shrink + t3)
+        else:
+            t2 = warpgroup_mma_wait(0, deps=[t2])
+            new = (a0, a1, a2 * shrink + t2)
     ring.release_v(place)
-    return m, sums, (a0, a1, a2, a3), ring.next(place)
+    return m, sums, new, ring.next(place)
 
 
 @gluon.jit
 def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl.constexpr, TWICE: gl.constexpr):
     OUT: gl.constexpr = output_layout(options.width // 4)
-    a0 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
-    a1 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
-    a2 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
-    a3 = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
-    acc = (a0, a1, a2, a3)
+    acc = ()
+    for _ in gl.static_range(options.head_dim // (options.width // 4)):
+        acc += (gl.zeros([ROWS, options.width // 4], gl.float32, OUT),)
     m = no_maximum()
     _, sums = no_sums()
     tile = top
