@@ -63,7 +63,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     shift = allocate_numbers(gl.float32, WARPGROUPS, ROWS)
     factor = allocate_numbers(gl.float32, WARPGROUPS, ROWS if WARPGROUPS == 3 else 1)
     if out_desc is not None:
-        out_memory = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, ROWS, 1, WIDTH], out_desc.layout)
+        out_memory = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
     else:
         out_memory: gl.constexpr = None
     queries = Queries(

@@ -10,7 +10,7 @@ import torch
 from ..devices import chip
 from ..launch import Constants, Counters, View, constants, num_sms
 from .cut import PADDED, Problem, best_cut, heads_per_wave, min_tiles_per_split
-from .options import ROWS, TILE, Options
+from .options import ENDLESS, ROWS, TILE, Options
 
 NO_WINDOW = 1 << 30
 
@@ -75,9 +75,11 @@ def make_plan(
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     outputs = None
-    # Ragged blocks have other sequences' rows beside their own, parts are in FP32, and head_dim 256 leaves no shared memory.
-    if not ragged and splits == 1 and width < 256:
-        outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
+    if splits == 1 and width < 256:  # parts are in FP32, and head_dim 256 leaves no shared memory
+        if ragged:
+            outputs = ragged_rows(num_q_heads, head_dim, out_strides[1:], width)
+        else:
+            outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     options = Options(
         head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.cubics, registers=cut.registers,
         producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap, split=splits > 1,
@@ -87,6 +89,19 @@ def make_plan(
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
     return Plan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, given)
+
+
+def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], width: int) -> View:
+    """The output of a ragged batch, `[T, num_heads, head_dim]` of 16 bits with these strides, for blocks that end with any sequence.
+
+    TMA skips what is outside the tensor that it sees. So the third dimension has `ENDLESS` tokens, of which a block with `count` tokens of
+    a sequence begins `count` before the end. The other two move the address back: coordinates `ENDLESS` and `token + count` add
+    `(2**34 - stride) * ENDLESS + stride * (token + count)`, and `2**34 * ENDLESS` elements are a multiple of 2**64 bytes, so nothing to a
+    64-bit address. This leaves `stride * token`. (Triton's `tools/ragged_tma.py` does the same.)
+    """
+    token, head = strides
+    most = 0x7FFF0000
+    return View((most, most, ENDLESS.value, num_heads, head_dim), ((1 << 34) - token, token, token, head, 1), (1, 1, ROWS.value, 1, width))
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
