@@ -30,7 +30,7 @@ MEASURED = {
 
 
 def problem(sequences, heads, queries, keys, causal):
-    return cut.Problem(sequences, heads, 128, 0, queries, -(-keys // 128), causal)
+    return cut.Problem(sequences, heads, 128, sequences * queries, queries, -(-keys // 128), causal)
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)

@@ -35,10 +35,6 @@ SHAPES = {
 }
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA pads with zeros
 PART, LONG_PART = 8, 128  # the smallest number of tiles in a part: if items leave SMs idle, and otherwise
-# The number of heads of Q whose items are in one order (a wave): as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share K
-# and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
-# items, or if the order has MIN_HEADS heads. The numbers are measured.
-MAX_HEADS, MIN_HEADS, CLAIMS = 32, 8, 10
 
 
 class Problem(NamedTuple):
@@ -47,10 +43,34 @@ class Problem(NamedTuple):
     num_seqs: int
     num_q_heads: int
     head_dim: int
-    tokens: int  # of a ragged batch, or 0
+    tokens: int  # queries of all sequences
     max_seqlen_q: int
     tiles: int  # the largest number of tiles of keys that a query sees
     causal: bool  # and the first query of a sequence sees fewer
+
+    @property
+    def equal(self) -> bool:
+        """Whether the sequences have equal numbers of queries. If not, the host knows only the largest and the sum."""
+        return self.num_seqs == 1 or self.tokens >= self.num_seqs * self.max_seqlen_q
+
+    def blocks(self, rows: int) -> list[tuple[float, float, float]]:
+        """Blocks of `rows` queries of one head: how many there are, the tiles of a sequence's last block, and those of its first.
+
+        If numbers of queries differ, one sequence has the most. The others are taken to have equal shares of the rest, a first block that is
+        half empty, and as many keys before their queries.
+        """
+        most = -(-self.max_seqlen_q // rows)
+        alike = 1 if not self.equal else self.num_seqs
+        found = [(alike * most, self.tiles, self._first(self.tiles, most, rows))]
+        if not self.equal:
+            mean = max(0, self.tokens - self.max_seqlen_q) / (self.num_seqs - 1)
+            some = max(1.0, mean / rows + 0.5)
+            tiles = max(1.0, self.tiles - (self.max_seqlen_q - mean) / TILE.value) if self.causal else self.tiles
+            found.append(((self.num_seqs - 1) * some, tiles, self._first(tiles, some, rows)))
+        return found
+
+    def _first(self, tiles: float, blocks: float, rows: int) -> float:
+        return max(1, tiles - (blocks - 1) * rows // TILE.value) if self.causal else tiles
 
 
 def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape, int]:
@@ -61,34 +81,34 @@ def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape,
 def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
     """The ways to cut a problem: a shape, and a number of parts of the keys.
 
-    If items fill the GPU, parts can only make the last wave fuller. Only the device knows the lengths of the sequences in a ragged batch,
-    so their keys are not divided then.
+    If items fill the GPU, parts can only make the last wave fuller. The keys of sequences that differ are not divided then, because most of
+    them may be one sequence's.
     """
     for shape in SHAPES[width]:
-        items = max(1, problem.num_seqs * problem.num_q_heads * -(-problem.max_seqlen_q // shape.rows))
+        items = max(1, int(problem.num_q_heads * sum(blocks for blocks, *_ in problem.blocks(shape.rows))))
         if items < sms:
             most = min(problem.tiles // PART, 4 * sms // items, MAX_SPLITS)
         else:
-            most = 1 if problem.tokens else min(problem.tiles // LONG_PART, 4)
+            most = min(problem.tiles // LONG_PART, 4) if problem.equal else 1
         for splits in range(1, max(1, most) + 1):
             yield shape, splits
 
 
 def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Chip) -> float:
     """The estimated time of a launch, in microseconds."""
-    num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, tiles, causal = problem
-    tile, item = chip.prefill[PADDED[head_dim], shape.warpgroups]
-    most = -(-max_seqlen_q // shape.rows)  # blocks of a sequence
-    blocks = tokens / shape.rows + num_seqs / 2 if tokens else num_seqs * most
-    items = num_q_heads * blocks * splits
-    fewest = max(1, tiles - (most - 1) * shape.rows // TILE.value) if causal else tiles
-    longest = item + tile * tiles / splits
-    shortest = item + tile * fewest / splits
+    tile, item = chip.prefill[PADDED[problem.head_dim], shape.warpgroups]
+    items = work = longest = shortest = 0.0
+    for blocks, last, first in problem.blocks(shape.rows):
+        count = problem.num_q_heads * blocks * splits
+        items += count
+        work += count * (item + tile * (last + first) / 2 / splits)
+        longest = max(longest, item + tile * last / splits)
+        shortest = item + tile * first / splits
     # Long items are first. So CTAs that wait for the end of the last item have just computed a short one.
-    time = max(longest, (items * (longest + shortest) / 2 + -items % sms * shortest) / sms)
+    time = max(longest, (work + -items % sms * shortest) / sms)
     if splits > 1:
         once, byte = chip.combine
-        time += once + byte * 4 * head_dim * num_q_heads * (tokens or num_seqs * max_seqlen_q) * splits
+        time += once + byte * 4 * problem.head_dim * problem.num_q_heads * problem.tokens * splits
     return time
 
 
@@ -98,9 +118,3 @@ def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:
     It is larger if parts only make waves even, which does not help if there are far fewer keys than the table has pages.
     """
     return PART if items < sms else max(PART, tiles // splits // 2)
-
-
-def heads_per_wave(rows: int, sms: int, max_seqlen_q: int, head_dim: int, tiles: int, causal: bool, chip: Chip) -> int:
-    """Number of heads of Q whose items are in one order. `rows` is the number of rows of an item."""
-    heads = min(MIN_HEADS, -(-CLAIMS * sms * rows // max(1, max_seqlen_q))) if causal else 1
-    return min(max(heads, chip.l2 // (2 * head_dim * TILE.value * tiles)), MAX_HEADS)

@@ -9,8 +9,9 @@ import torch
 
 from ..devices import chip
 from ..launch import Constants, Counters, View, constants, num_sms
-from .cut import PADDED, Problem, best_cut, heads_per_wave, min_tiles_per_split
+from .cut import PADDED, Problem, best_cut, min_tiles_per_split
 from .options import ENDLESS, ROWS, TILE, Options
+from .schedule import CLAIMS
 
 NO_WINDOW = 1 << 30
 
@@ -62,7 +63,7 @@ def make_plan(
     width = PADDED[head_dim]
     sms = num_sms(device)
     tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
-    problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, tiles, causal and not window)
+    problem = Problem(num_seqs, num_q_heads, head_dim, batch * tokens, max_seqlen_q, tiles, causal and not window)
     cut, splits = best_cut(width, sms, problem, chip(device))
     # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not full.
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
@@ -71,7 +72,8 @@ def make_plan(
     numbers = (
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
         window or NO_WINDOW, splits, min_tiles_per_split(items, splits, sms, tiles),
-        heads_per_wave(cut.rows, sms, max_seqlen_q, head_dim, tiles, causal, chip(device)), splits * batch * tokens * num_q_heads,
+        CLAIMS * sms * cut.rows if causal else 0, chip(device).l2 // (2 * head_dim * TILE.value), tiles,
+        splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     outputs = None

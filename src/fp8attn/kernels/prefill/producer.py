@@ -38,7 +38,6 @@ class Work:
     causal: gl.tensor
     parts: gl.tensor  # of an item's tiles, with `Options.split`,
     min_tiles: gl.tensor  # each of so many or more
-    heads_per_wave: gl.tensor  # heads whose items are in one order, because their K and V fit into L2
 
 
 @gluon.jit
@@ -56,7 +55,7 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
     phase = 1
     place = Place(stage, phase)
     item = 0
-    # The order of items: sequence by sequence; in a sequence, `heads_per_wave` heads at a time, whose K and V fit into L2; of these heads,
+    # The order of items: sequence by sequence; in a sequence, `wave` heads at a time, whose K and V fit into L2; of these heads,
     # the last block of queries first, because it sees the most keys. The last block ends with the sequence. So the partial block, which
     # takes the time of a full one, is the first block, which has the fewest keys, and it begins before the sequence.
     claim = gl.program_id(0)
@@ -72,15 +71,15 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
         q_len = work.max_q
         seqs = 1
         heads = batch.num_seqs * batch.num_q_heads
-    sequence = advance_to(claim, scheduler_init(q_len, BLOCK), seqs, heads, batch)
+    sequence = advance_to(claim, scheduler_init(q_len, batch), seqs, heads, batch)
     while sequence.index < seqs:
         q_len = sequence.q_len
         blocks = sequence.blocks
         rest = claim - sequence.base
-        lot = rest // (work.heads_per_wave * blocks)
-        rest -= lot * work.heads_per_wave * blocks
-        some = gl.minimum(heads - lot * work.heads_per_wave, work.heads_per_wave)
-        head = lot * work.heads_per_wave + rest % some
+        lot = rest // (sequence.wave * blocks)
+        rest -= lot * sequence.wave * blocks
+        some = gl.minimum(heads - lot * sequence.wave, sequence.wave)
+        head = lot * sequence.wave + rest % some
         begin = (q_len + ROWS - 1) // ROWS * ROWS - (rest // some + 1) * BLOCK
         owner = sequence.index
         slab = 0  # of the queries
