@@ -47,7 +47,8 @@ def walk(queries: list[int], keys: list[int], rest: int, heads: int, window: int
     out = torch.full((items + 3, 5), -1, dtype=torch.int32)
     tensors = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int(), torch.tensor(keys, dtype=torch.int32), out
     given = constants("walk", torch.device("cpu"), BLOCK=BLOCK, num_warps=1)
-    emulate(Launch(_walk, (PROGRAMS,), (*tensors, sum(queries) + rest, len(queries), heads, window, len(out), WAVE_ROWS, WAVE_TILES), given, None))
+    numbers = sum(queries) + rest, len(queries), heads, window, len(out), WAVE_ROWS, WAVE_TILES
+    emulate(Launch(_walk, (PROGRAMS,), (*tensors, *numbers), given, None))
     return {"queries": queries, "keys": keys, "rest": rest, "heads": heads, "window": window, "claims": out.tolist()}
 
 

@@ -56,12 +56,12 @@ class Problem(NamedTuple):
     def blocks(self, rows: int) -> list[tuple[float, float, float]]:
         """Blocks of `rows` queries of one head: how many there are, the tiles of a sequence's last block, and those of its first.
 
-        If numbers of queries differ, one sequence has the most. The others are taken to have equal shares of the rest, a first block that is
-        half empty, and as many keys before their queries.
+        If numbers of queries differ, one sequence has the most. The others are taken to have equal shares of the rest, a first block that
+        is half empty, and as many keys before their queries as that one.
         """
         most = -(-self.max_seqlen_q // rows)
-        alike = 1 if not self.equal else self.num_seqs
-        found = [(alike * most, self.tiles, self._first(self.tiles, most, rows))]
+        count = self.num_seqs if self.equal else 1
+        found = [(count * most, self.tiles, self._first(self.tiles, most, rows))]
         if not self.equal:
             mean = max(0, self.tokens - self.max_seqlen_q) / (self.num_seqs - 1)
             some = max(1.0, mean / rows + 0.5)

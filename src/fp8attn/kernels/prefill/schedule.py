@@ -1,12 +1,12 @@
-"""The order of items: sequence by sequence, and in a ragged batch the sequences with many keys first. In a sequence, wave by wave of heads."""
+"""The order of items: by sequence, in a ragged batch those with many keys first; and in a sequence some heads at a time."""
 
 from __future__ import annotations
 
 from ..gluon import aggregate, gl, gluon
 from .options import TILE
 
-# The number of heads of Q in a wave, whose items are in one order: as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share K
-# and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
+# The number of heads of Q in a wave, whose items are in one order: as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share
+# K and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
 # items, or if the wave has MIN_HEADS heads. The numbers are measured.
 MAX_HEADS, MIN_HEADS, CLAIMS = gl.constexpr(32), gl.constexpr(8), 10
 
