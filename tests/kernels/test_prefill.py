@@ -9,13 +9,13 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 # By the keys' dtype: relative errors of all outputs and of the worst row, and of the LSE. What Q's rounding adds is in them: scores here
 # have a spread of up to 8, of which INT8's rounding is 0.3% and E4M3's 2%.
 BOUNDS = {"INT8 keys": (0.007, 0.04, 0.1), "E4M3 keys": (0.02, 0.1, 0.4), "FP8 queries, three warpgroups": (0.004, 0.02, 2**-4)}
-CASES = *BOUNDS, pytest.param("ragged, RoPE on queries", marks=pytest.mark.triton36)
+CASES = *BOUNDS, *(pytest.param(case, marks=pytest.mark.triton36) for case in ("ragged, RoPE on queries", "ragged, parts of the keys"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_reference(case):
-    """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory and a ring that wraps;
-    NaN wherever no row may look. A row of some 300 keys has not averaged the roundings of its weights: 3.5% by sqrt(300), of scores so
+    """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory and a ring that wraps,
+    parts without keys; NaN wherever no row may look. A row of some 300 keys has not averaged the roundings of its weights: 3.5% by sqrt(300), of scores so
     unlike that a few keys count."""
     row = compiling.call("tests.kernels.run_prefill", "emulate_case", case)
     rel_err, row_err, lse_err = BOUNDS.get(case, BOUNDS["INT8 keys"])

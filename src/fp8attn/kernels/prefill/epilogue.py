@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..gluon import aggregate, fence_async_shared, gl, gluon, reinterpret, send, send_wait, sync, tensor_descriptor
 from ..ptx import log2, pin, reciprocal
-from .items import BATCH, HEAD, LENGTH, TOKEN
+from .items import BATCH, HEAD, TOKEN
 from .means import channels_of_mean
 from .memory import number
 from .options import ENDLESS, HIDDEN, LN2, LOG2E, ROWS, SCORES
@@ -128,8 +128,6 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
             lse = gl.where(unseen, HIDDEN, m - P_SHIFT + log2(sums))
             gl.store(output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, shift, mask=row < count)
         gl.store(output.lse + at + row * output.num_q_heads, lse, mask=row < count)
-    if options.split:  # the output of a part without keys is not read
-        count = gl.where(items.get(slot, LENGTH) > 0, count, 0)
     if means.v is not None:
         v_mean = means.of_v(items, slot, options)
     else:

@@ -97,7 +97,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
             [
                 (multiply, (0, OPTIONS) + shared),  # noqa: RUF005 - Triton knows no starred elements
                 (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
-                (produce, (OPTIONS, queries, ring, items, means, source, batch, work)),
+                (produce, (OPTIONS, queries, ring, items, means, output, source, batch, work)),
             ],
             [4, 1],
             [OPTIONS.registers, OPTIONS.producer_registers],
@@ -108,7 +108,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
                 (multiply, (0, OPTIONS) + shared),  # noqa: RUF005
                 (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
                 (multiply, (2, OPTIONS) + shared),  # noqa: RUF005
-                (produce, (OPTIONS, queries, ring, items, means, source, batch, work)),
+                (produce, (OPTIONS, queries, ring, items, means, output, source, batch, work)),
             ],
             [4, 4, 1],
             [OPTIONS.registers, OPTIONS.registers, OPTIONS.producer_registers],
