@@ -7,7 +7,7 @@ from ..pages import fetch_k, fetch_v, page_bytes
 from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
 from .options import HIDDEN, ROWS, TILE
 from .ring import Place
-from .schedule import advance_to, claim_next, scheduler_init
+from .schedule import advance_to, claimed, draw, scheduler_init
 
 
 @aggregate
@@ -98,7 +98,11 @@ def leave_out(block, output, BLOCK: gl.constexpr):
 
 @gluon.jit
 def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means, source, batch, work):
-    """Announce an item, and request its queries and all of its tiles. Returns the place in the ring after them."""
+    """Announce an item, and request its queries and all of its tiles.
+
+    Returns:
+        The place in the ring after the tiles, and the ticket of the next claim.
+    """
     WARPGROUPS: gl.constexpr = options.warpgroups
     none = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     kv_head = block.head // (batch.num_q_heads // source.num_kv_heads)
@@ -145,7 +149,11 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     v_scale = gl.load(scales + 1)
     # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
     before = gl.load(scales + 1, cache_modifier=".ca")
+    ticket = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     for j in range(last - bottom + 1):
+        # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others. Nor after this tile
+        # is requested: the answer takes half a microsecond, and short items are over soon.
+        ticket = draw(work.counter, j == last - bottom)
         mbarrier.wait(ring.k_empty.index(place.stage), place.phase)
         fetch_k(source.k, at, ring.k_full.index(place.stage), ring.k.index(place.stage))  # before its scale has been loaded
         ring.scales.index(place.stage).store(k_scale)
@@ -166,7 +174,7 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         mbarrier.expect(ring.v_full.index(place.stage), TILE * options.width)
         fetch_v(source.v, here, ring.v_full.index(place.stage), ring.v, place.stage, ring.STAGES)
         place = ring.next(place)
-    return place
+    return place, ticket
 
 
 @gluon.jit
@@ -224,15 +232,15 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
         if options.split:
             seen, _, _, _, _ = tiles_of(block, batch, work, options)
             if seen > 0:
-                place = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
+                place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
                 item += 1
             else:
+                ticket = draw(work.counter, seen <= 0)
                 leave_out(block, output, BLOCK)
         else:
-            place = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
+            place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
             item += 1
-        # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others.
-        claim = gl.num_programs(0) + claim_next(work.counter)
+        claim = claimed(ticket)
         if options.split:
             part = claim % work.parts
             claim = claim // work.parts

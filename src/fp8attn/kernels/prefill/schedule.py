@@ -52,11 +52,17 @@ class Sequence:
 
 
 @gluon.jit
-def claim_next(counter_ptr):
-    """The next number of the launch's counter, taken by one lane."""
+def draw(counter_ptr, wanted):
+    """If `wanted`, one lane takes the next number of the launch's counter. `claimed` waits for it."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    ticket = gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, lane.type.layout), mask=lane == 0, sem="relaxed")
-    return gl.sum(gl.where(lane == 0, ticket, 0), 0)
+    return gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, lane.type.layout), mask=(lane == 0) & wanted, sem="relaxed")
+
+
+@gluon.jit
+def claimed(ticket):
+    """The claim after a program's first one."""
+    lane = gl.arange(0, 32, ticket.type.layout)
+    return gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
 
 
 @gluon.jit
