@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,24 +46,20 @@ class Problem(NamedTuple):
     head_dim: int
     tokens: int  # queries of all sequences
     max_seqlen_q: int
-    tiles: int  # the largest number of tiles of keys that a query sees
+    tiles: int  # the largest number of tiles of keys that a query sees, by the width of the page table
     causal: bool  # and the first query of a sequence sees fewer
-
-    @property
-    def equal(self) -> bool:
-        """Whether the sequences have equal numbers of queries. If not, the host knows only the largest and the sum."""
-        return self.num_seqs == 1 or self.tokens >= self.num_seqs * self.max_seqlen_q
+    ragged: bool  # only the device knows how many queries each sequence has
 
     def blocks(self, rows: int) -> list[tuple[float, float, float]]:
         """Blocks of `rows` queries of one head: how many there are, the tiles of a sequence's last block, and those of its first.
 
-        If numbers of queries differ, one sequence has the most. The others are taken to have equal shares of the rest, a first block that
-        is half empty, and as many keys before their queries as that one.
+        In a ragged batch one sequence has the most queries. The others are taken to have equal shares of the rest, a first block that is
+        half empty, and as many keys before their queries as that one.
         """
         most = -(-self.max_seqlen_q // rows)
-        count = self.num_seqs if self.equal else 1
-        found = [(count * most, self.tiles, self._first(self.tiles, most, rows))]
-        if not self.equal:
+        equal = self.num_seqs == 1 or self.tokens >= self.num_seqs * self.max_seqlen_q
+        found = [((self.num_seqs if equal else 1) * most, self.tiles, self._first(self.tiles, most, rows))]
+        if not equal:
             mean = max(0, self.tokens - self.max_seqlen_q) / (self.num_seqs - 1)
             some = max(1.0, mean / rows + 0.5)
             tiles = max(1.0, self.tiles - (self.max_seqlen_q - mean) / TILE.value) if self.causal else self.tiles
@@ -74,22 +71,31 @@ class Problem(NamedTuple):
 
 
 def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape, int]:
-    """The shape, and the parts of the keys, that take the least time."""
-    return min(cuts(width, sms, problem), key=lambda cut: microseconds(*cut, sms, problem, chip))
+    """The shape, and the parts of the keys, that take the least time.
+
+    Tables of serving engines are as wide as a sequence may become. So what is chosen for a ragged batch is good both if sequences fill the
+    table and if there are no keys before their queries: it has the least product of both times.
+    """
+    fewest = -(-problem.max_seqlen_q // TILE.value) if problem.ragged else problem.tiles
+    lengths = {problem.tiles, max(1, min(fewest, problem.tiles))}
+    return min(
+        cuts(width, sms, problem),
+        key=lambda cut: math.prod(microseconds(*cut, sms, problem._replace(tiles=tiles), chip) for tiles in lengths),
+    )
 
 
 def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
     """The ways to cut a problem: a shape, and a number of parts of the keys.
 
-    If items fill the GPU, parts can only make the last wave fuller. The keys of sequences that differ are not divided then, because most of
-    them may be one sequence's.
+    If items fill the GPU, parts can only make the last wave fuller. The keys of a ragged batch are not divided then, because most of them
+    may be one sequence's.
     """
     for shape in SHAPES[width]:
         items = max(1, int(problem.num_q_heads * sum(blocks for blocks, *_ in problem.blocks(shape.rows))))
         if items < sms:
             most = min(problem.tiles // PART, 4 * sms // items, MAX_SPLITS)
         else:
-            most = min(problem.tiles // LONG_PART, 4) if problem.equal else 1
+            most = 1 if problem.ragged else min(problem.tiles // LONG_PART, 4)
         for splits in range(1, max(1, most) + 1):
             yield shape, splits
 
