@@ -68,7 +68,7 @@ class TensorMap:
         for size, stride, length, first in zip(self.shape, self.strides, self.box, (*corner, 0), strict=True):
             i = np.arange(length) + first
             inside = inside[..., None] & (i >= 0) & (i < size)
-            place = place[..., None] + i.clip(0, size - 1) * stride
+            place = place[..., None] + i.clip(0, size - 1) * stride  # modulo 2**64, as addresses are
         self.memory.check(place)
         at = start + np.arange(self.nbytes).reshape(self.box)
         return at ^ ((at >> 7) & (self.swizzle // 16 - 1)) << 4, place, inside

@@ -103,7 +103,7 @@ def test_a_constant_of_a_kernel_makes_its_rows_stale(copy):
 
 
 def test_a_plan_of_the_host_makes_its_rows_stale(copy):
-    change(copy, "src/fp8attn/kernels/prefill/cut.py", ("MAX_HEADS, MIN_HEADS, CLAIMS = 32", "MAX_HEADS, MIN_HEADS, CLAIMS = 16"))
+    change(copy, "src/fp8attn/kernels/prefill/cut.py", ("PART, LONG_PART = 8", "PART, LONG_PART = 16"))
     assert copy.stale() == {PREFILL_ROW, MODEL_ROW}
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import torch
@@ -35,7 +36,22 @@ CASES = {
         "lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "rope": True,
         "out": True,
     },
+    "ragged, parts of the keys": {
+        "lengths": [70, 0, 330], "queries": [70, 0, 200], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "splits": 3,
+    },
 }  # fmt: skip
+
+
+def combined(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `kernels.combine` makes of parts, in PyTorch. Every row has keys in a part."""
+    lse, mean_score = lse
+    unseen = lse == -torch.inf
+    top = lse.amax(0)
+    weights = torch.exp2(lse - top)
+    total = weights.sum(0)
+    sums = (weights[..., None] * torch.where(unseen[..., None], 0.0, parts)).sum(0)
+    lse = (top + total.log2() + torch.where(unseen, -torch.inf, mean_score).amax(0)) * math.log(2)
+    return (sums / total[:, None]).to(out.dtype).view(out.shape), lse.view(out_lse.shape)
 
 
 def emulate_case(name: str) -> dict:
@@ -59,13 +75,17 @@ def emulate_case(name: str) -> dict:
     given = torch.full_like(q, torch.nan) if case.get("out") else None
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 1)  # one CTA has all items
+        if "splits" in case:  # of one tile or more, so that blocks at a sequence's start have parts without keys
+            patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][0], case["splits"])])
+            patch.setattr(prefill.plan, "min_tiles_per_split", lambda *_: 1)
         poison_empty(patch)
         prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
         out, lse = prefill.attention(q, pages, AttentionParams(**options, **tables), given)
         assert given is None or out is given
         prefill.plan.make_plan.cache_clear()
-    (launch,) = launches
-    left = emulate(launch)
+    left = emulate(launches[0])
+    if "splits" in case:
+        out, lse = combined(*launches[1].args[:2], out, lse)
     ref, ref_lse = reference.attention(asked, pages, AttentionParams(**options), compute_dtype=torch.float64, out_dtype=torch.float64)
     off = out.double() - ref
     return {

@@ -17,34 +17,38 @@ from tests.emulator import emulate
 
 PROGRAMS = 5
 BLOCK = 192
+WAVE_ROWS, WAVE_TILES = 800, 100
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims"])
-def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, BLOCK: gl.constexpr):
-    """For every claim: its sequence, first item, first query and number of queries. The sequence is searched for if the claim before had
-    another one."""
+@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims", "wave_rows", "wave_tiles"])
+def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, wave_rows, wave_tiles,
+          BLOCK: gl.constexpr):  # fmt: skip
+    """For every claim: its sequence, first item, first query, number of queries and heads in a wave. The sequence is searched for if the
+    claim before had another one."""
     batch = Batch(
         bounds=cu_ptr, lengths=lens_ptr, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads, window=window,
-        BLOCK=BLOCK)  # fmt: skip
+        max_tiles=claims, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=BLOCK)  # fmt: skip
     q_len = 0
-    sequence = scheduler_init(q_len, BLOCK)
+    sequence = scheduler_init(q_len, batch)
     claim = gl.program_id(0)
     while claim < claims:
         sequence = advance_to(claim, sequence, num_seqs + 1, heads, batch)
-        gl.store(out_ptr + 4 * claim, sequence.index)
-        gl.store(out_ptr + 4 * claim + 1, sequence.base)
-        gl.store(out_ptr + 4 * claim + 2, sequence.start)
-        gl.store(out_ptr + 4 * claim + 3, sequence.q_len)
+        gl.store(out_ptr + 5 * claim, sequence.index)
+        gl.store(out_ptr + 5 * claim + 1, sequence.base)
+        gl.store(out_ptr + 5 * claim + 2, sequence.start)
+        gl.store(out_ptr + 5 * claim + 3, sequence.q_len)
+        gl.store(out_ptr + 5 * claim + 4, sequence.wave)
         claim += gl.num_programs(0)
 
 
 def walk(queries: list[int], keys: list[int], rest: int, heads: int, window: int) -> dict:
     """The claims of a batch. There are `rest` rows after the last sequence."""
     items = heads * sum(-(-n // BLOCK) for n in [*queries, rest])
-    out = torch.full((items + 3, 4), -1, dtype=torch.int32)
+    out = torch.full((items + 3, 5), -1, dtype=torch.int32)
     tensors = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int(), torch.tensor(keys, dtype=torch.int32), out
     given = constants("walk", torch.device("cpu"), BLOCK=BLOCK, num_warps=1)
-    emulate(Launch(_walk, (PROGRAMS,), (*tensors, sum(queries) + rest, len(queries), heads, window, len(out)), given, None))
+    numbers = sum(queries) + rest, len(queries), heads, window, len(out), WAVE_ROWS, WAVE_TILES
+    emulate(Launch(_walk, (PROGRAMS,), (*tensors, *numbers), given, None))
     return {"queries": queries, "keys": keys, "rest": rest, "heads": heads, "window": window, "claims": out.tolist()}
 
 

@@ -16,14 +16,18 @@ BOUNDS = {
     "exact": (0.002, 0.003, 0.002),
     "exact, E4M3 keys": (0.0004, 0.0008, 0.004),
 }
-CASES = *BOUNDS, "head_dim 192", pytest.param("ragged, RoPE on queries", marks=pytest.mark.triton36)
+CASES = (
+    *BOUNDS,
+    "head_dim 192",
+    *(pytest.param(case, marks=pytest.mark.triton36) for case in ("ragged, RoPE on queries", "ragged, parts of the keys")),
+)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_reference(case):
-    """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory and a ring that wraps;
-    NaN wherever no row may look. A row of some 300 keys has not averaged the roundings of its weights: 3.5% by sqrt(300), of scores so
-    unlike that a few keys count."""
+    """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory and a ring that wraps,
+    parts without keys; NaN wherever no row may look. A row of some 300 keys has not averaged the roundings of its weights: 3.5% by
+    sqrt(300), of scores so unlike that a few keys count."""
     row = compiling.call("tests.kernels.run_prefill", "emulate_case", case)
     rel_err, row_err, lse_err = BOUNDS.get(case, BOUNDS["INT8 keys"])
     assert not row["nan"]

@@ -25,8 +25,10 @@ def test_every_item_is_claimed_once_and_those_of_many_keys_first(batches):
         want = [(seq, item) for seq in order for item in range(items[seq])]
         assert len(set(want)) == sum(items)
         claims = batch["claims"]
-        assert [(seq, claim - base) for claim, (seq, base, _, _) in enumerate(claims[: len(want)])] == want
-        for seq, _, start, num in claims[: len(want)]:
+        assert [(seq, claim - base) for claim, (seq, base, *_) in enumerate(claims[: len(want)])] == want
+        for seq, _, start, num, wave in claims[: len(want)]:
             assert (start, num) == (sum(queries[:seq]), queries[seq])
+            # Eight heads, or so many that they have 800 queries; more whose keys fit into 100 tiles, up to 32.
+            assert wave == min(max(min(-(-800 // num), 8), 100 // max(-(-keys[seq] // 128), 1)), 32)
         # Claims behind the last item know how many there are: one of them resets the counter.
         assert len(claims) > len(want) and all(claim[:2] == [count + 1, len(want)] for claim in claims[len(want) :])

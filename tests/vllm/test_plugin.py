@@ -49,7 +49,7 @@ class Step(SimpleNamespace):
         bounds = torch.tensor([0, *queries]).cumsum(0).int()
         super().__init__(
             num_reqs=len(queries), num_actual_tokens=sum(queries), max_query_len=max(queries), query_start_loc=bounds,
-            query_start_loc_cpu=bounds, seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            query_start_loc_cpu=bounds, seq_lens=torch.tensor(lengths, dtype=torch.int32), max_seq_len=max(lengths),
             block_table_tensor=torch.tensor(tables, dtype=torch.int32), is_prefilling=None,
         )  # fmt: skip
 
@@ -63,13 +63,14 @@ def builder(monkeypatch):
 
 
 def test_decodes_and_prompts_are_two_parts(builder):
-    step = Step([1, 1, 5, 200], [300, 20, 5, 456], [[i * 4 + j for j in range(4)] for i in range(4)])
+    step = Step([1, 1, 5, 200], [300, 20, 5, 456], [[i * 6 + j for j in range(6)] for i in range(4)])
     decodes, prompts = builder.build(0, step).parts
     assert (decodes.tokens, decodes.max_seqlen, decodes.cu_seqlens.tolist()) == (slice(0, 2), 1, [0, 1, 2])
-    assert decodes.cache_seqlens.tolist() == [300, 20] and decodes.page_table.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert decodes.cache_seqlens.tolist() == [300, 20] and decodes.page_table.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
     assert decodes.cache_seqlens.data_ptr() == step.seq_lens.data_ptr()  # CUDA graphs read vLLM's buffers
+    # The prompts' table is as wide as the longest sequence.
     assert (prompts.tokens, prompts.max_seqlen, prompts.cu_seqlens.tolist()) == (slice(2, 207), 200, [0, 5, 205])
-    assert prompts.cache_seqlens.tolist() == [5, 456] and prompts.page_table.tolist() == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert prompts.cache_seqlens.tolist() == [5, 456] and prompts.page_table.tolist() == [[12, 13, 14, 15], [18, 19, 20, 21]]
     for x in (prompts.cu_seqlens, prompts.cache_seqlens, prompts.page_table):
         assert x.data_ptr() % 16 == 0  # otherwise kernels would be compiled while serving
 
@@ -80,6 +81,12 @@ def test_a_step_of_one_kind_is_one_part(builder, queries, count):
         builder.reorder_batch_threshold = 3
     parts = builder.build(0, Step(queries, [300] * len(queries), [[0, 1, 2]] * len(queries))).parts
     assert len(parts) == count and parts[0].tokens == slice(0, sum(queries)) and parts[0].max_seqlen == max(queries)
+
+
+@pytest.mark.parametrize(("queries", "equal"), [([200], True), ([90, 90], True), ([90, 80], False), ([1, 90], False)])
+def test_prompts_of_equal_lengths_need_no_bounds(builder, queries, equal):
+    part = builder.build(0, Step(queries, [300] * len(queries), [[0, 1, 2]] * len(queries))).parts[-1]
+    assert part.max_seqlen == max(queries) and (part.cu_seqlens is None) == equal
 
 
 def test_padded_requests_of_a_graph(builder):

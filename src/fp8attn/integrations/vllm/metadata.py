@@ -13,6 +13,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from ...layout import PAGE_SIZE
 from .warm import warm_up
 
 
@@ -22,14 +23,15 @@ class Part:
 
     Attributes:
         tokens: their tokens among those of the step.
-        cu_seqlens: `[num_seqs + 1]` int32, the index in `tokens` of each sequence's first token, then their number.
+        cu_seqlens: `[num_seqs + 1]` int32, the index in `tokens` of each sequence's first token, then their number; None if the sequences
+            have equal numbers of tokens.
         max_seqlen: the largest number of new tokens of a sequence.
         cache_seqlens: `[num_seqs]` int32, with the new tokens.
-        page_table: `[num_seqs, max_pages]` int32.
+        page_table: `[num_seqs, max_pages]` int32; of prompts as wide as the longest sequence of the step.
     """
 
     tokens: slice
-    cu_seqlens: torch.Tensor
+    cu_seqlens: torch.Tensor | None
     max_seqlen: int
     cache_seqlens: torch.Tensor
     page_table: torch.Tensor
@@ -65,5 +67,9 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
             cu_seqlens, lengths, table = bounds[num_decodes : step.num_reqs + 1], lengths[num_decodes:], table[num_decodes:]
             if num_decodes:  # at new addresses: those inside vLLM's tensors are no multiples of 16 bytes, which need other kernels
                 cu_seqlens, lengths, table = cu_seqlens - num_tokens, lengths.clone(), table.clone()
-            parts.append(Part(slice(num_tokens, step.num_actual_tokens), cu_seqlens, step.max_query_len, lengths, table))
+            columns = -(-step.max_seq_len // PAGE_SIZE)  # vLLM's table is as wide as its longest request may be; plans follow the width
+            prompts = slice(num_tokens, step.num_actual_tokens)
+            if not num_decodes and num_prompts * step.max_query_len == step.num_actual_tokens:
+                cu_seqlens = None
+            parts.append(Part(prompts, cu_seqlens, step.max_query_len, lengths, table[:, :columns]))
         return FP8AttentionMetadata(tuple(parts))

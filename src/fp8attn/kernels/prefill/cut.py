@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,10 +36,6 @@ SHAPES = {
 }
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA pads with zeros
 PART, LONG_PART = 8, 128  # the smallest number of tiles in a part: if items leave SMs idle, and otherwise
-# The number of heads of Q whose items are in one order (a wave): as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share K
-# and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
-# items, or if the order has MIN_HEADS heads. The numbers are measured.
-MAX_HEADS, MIN_HEADS, CLAIMS = 32, 8, 10
 EXACT = 1.7  # a tile's time with Q and P multiplied twice, over its time without, measured
 
 
@@ -48,51 +45,80 @@ class Problem(NamedTuple):
     num_seqs: int
     num_q_heads: int
     head_dim: int
-    tokens: int  # of a ragged batch, or 0
+    tokens: int  # queries of all sequences
     max_seqlen_q: int
-    tiles: int  # the largest number of tiles of keys that a query sees
+    tiles: int  # the largest number of tiles of keys that a query sees, by the width of the page table
     causal: bool  # and the first query of a sequence sees fewer
-    exact: bool  # Q and P are multiplied twice
+    ragged: bool  # only the device knows how many queries each sequence has
+    exact: bool = False  # Q and P are multiplied twice
+
+    def blocks(self, rows: int) -> list[tuple[float, float, float]]:
+        """Blocks of `rows` queries of one head: how many there are, the tiles of a sequence's last block, and those of its first.
+
+        In a ragged batch one sequence has the most queries. The others are taken to have equal shares of the rest, a first block that is
+        half empty, and as many keys before their queries as that one.
+        """
+        most = -(-self.max_seqlen_q // rows)
+        equal = self.num_seqs == 1 or self.tokens >= self.num_seqs * self.max_seqlen_q
+        found = [((self.num_seqs if equal else 1) * most, self.tiles, self._first(self.tiles, most, rows))]
+        if not equal:
+            mean = max(0, self.tokens - self.max_seqlen_q) / (self.num_seqs - 1)
+            some = max(1.0, mean / rows + 0.5)
+            tiles = max(1.0, self.tiles - (self.max_seqlen_q - mean) / TILE.value) if self.causal else self.tiles
+            found.append(((self.num_seqs - 1) * some, tiles, self._first(tiles, some, rows)))
+        return found
+
+    def _first(self, tiles: float, blocks: float, rows: int) -> float:
+        return max(1, tiles - (blocks - 1) * rows // TILE.value) if self.causal else tiles
 
 
 def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape, int]:
-    """The shape, and the parts of the keys, that take the least time."""
-    return min(cuts(width, sms, problem), key=lambda cut: microseconds(*cut, sms, problem, chip))
+    """The shape, and the parts of the keys, that take the least time.
+
+    Tables of serving engines are as wide as a sequence may become. So what is chosen for a ragged batch is good both if sequences fill the
+    table and if there are no keys before their queries: it has the least product of both times.
+    """
+    fewest = -(-problem.max_seqlen_q // TILE.value) if problem.ragged else problem.tiles
+    lengths = {problem.tiles, max(1, min(fewest, problem.tiles))}
+    return min(
+        cuts(width, sms, problem),
+        key=lambda cut: math.prod(microseconds(*cut, sms, problem._replace(tiles=tiles), chip) for tiles in lengths),
+    )
 
 
 def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
     """The ways to cut a problem: a shape, and a number of parts of the keys.
 
-    If items fill the GPU, parts can only make the last wave fuller. Only the device knows the lengths of the sequences in a ragged batch,
-    so their keys are not divided then.
+    If items fill the GPU, parts can only make the last wave fuller. The keys of a ragged batch are not divided then, because most of them
+    may be one sequence's.
     """
     for shape in SHAPES[width]:
-        items = max(1, problem.num_seqs * problem.num_q_heads * -(-problem.max_seqlen_q // shape.rows))
+        items = max(1, int(problem.num_q_heads * sum(blocks for blocks, *_ in problem.blocks(shape.rows))))
         if items < sms:
             most = min(problem.tiles // PART, 4 * sms // items, MAX_SPLITS)
         else:
-            most = 1 if problem.tokens else min(problem.tiles // LONG_PART, 4)
+            most = 1 if problem.ragged else min(problem.tiles // LONG_PART, 4)
         for splits in range(1, max(1, most) + 1):
             yield shape, splits
 
 
 def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Chip) -> float:
     """The estimated time of a launch, in microseconds."""
-    num_seqs, num_q_heads, head_dim, tokens, max_seqlen_q, tiles, causal, exact = problem
-    tile, item = chip.prefill[PADDED[head_dim], shape.warpgroups]
-    if exact:
+    tile, item = chip.prefill[PADDED[problem.head_dim], shape.warpgroups]
+    if problem.exact:
         tile *= EXACT
-    most = -(-max_seqlen_q // shape.rows)  # blocks of a sequence
-    blocks = tokens / shape.rows + num_seqs / 2 if tokens else num_seqs * most
-    items = num_q_heads * blocks * splits
-    fewest = max(1, tiles - (most - 1) * shape.rows // TILE.value) if causal else tiles
-    longest = item + tile * tiles / splits
-    shortest = item + tile * fewest / splits
+    items = work = longest = shortest = 0.0
+    for blocks, last, first in problem.blocks(shape.rows):
+        count = problem.num_q_heads * blocks * splits
+        items += count
+        work += count * (item + tile * (last + first) / 2 / splits)
+        longest = max(longest, item + tile * last / splits)
+        shortest = item + tile * first / splits
     # Long items are first. So CTAs that wait for the end of the last item have just computed a short one.
-    time = max(longest, (items * (longest + shortest) / 2 + -items % sms * shortest) / sms)
+    time = max(longest, (work + -items % sms * shortest) / sms)
     if splits > 1:
         once, byte = chip.combine
-        time += once + byte * 4 * head_dim * num_q_heads * (tokens or num_seqs * max_seqlen_q) * splits
+        time += once + byte * 4 * problem.head_dim * problem.num_q_heads * problem.tokens * splits
     return time
 
 
@@ -102,9 +128,3 @@ def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:
     It is larger if parts only make waves even, which does not help if there are far fewer keys than the table has pages.
     """
     return PART if items < sms else max(PART, tiles // splits // 2)
-
-
-def heads_per_wave(rows: int, sms: int, max_seqlen_q: int, head_dim: int, tiles: int, causal: bool, chip: Chip) -> int:
-    """Number of heads of Q whose items are in one order. `rows` is the number of rows of an item."""
-    heads = min(MIN_HEADS, -(-CLAIMS * sms * rows // max(1, max_seqlen_q))) if causal else 1
-    return min(max(heads, chip.l2 // (2 * head_dim * TILE.value * tiles)), MAX_HEADS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..gluon import aggregate, fence_async_shared, gl, gluon, reinterpret, send, send_wait, sync, tensor_descriptor
 from ..ptx import log2, pin, reciprocal
-from .items import BATCH, HEAD, LENGTH, TOKEN
+from .items import BATCH, HEAD, TOKEN
 from .means import channels_of_mean
 from .memory import number
-from .options import HIDDEN, LN2, LOG2E, ROWS, SCORES
+from .options import ENDLESS, HIDDEN, LN2, LOG2E, ROWS, SCORES
 from .softmax import P_SHIFT
 
 
@@ -28,8 +28,8 @@ class Output:
     plane: gl.tensor  # elements of the parts' LSE, behind which are the scores of K's mean
 
     @gluon.jit
-    def send(self, WG: gl.constexpr, batch, token, head, y):
-        """Store a warpgroup's rows by TMA, which skips rows outside a sequence's queries and channels after the last."""
+    def send(self, WG: gl.constexpr, batch, token, head, count, y):
+        """Store a warpgroup's rows, of which `count` are queries, by TMA. It skips other rows and channels after the last."""
         SHAPE: gl.constexpr = [ROWS, y.shape[1]]
         FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, self.desc.dtype)
         memory = self.memory.index(WG)
@@ -38,7 +38,10 @@ class Output:
         reinterpret(memory, self.desc.dtype, SHAPE, FLAT).store(y.to(self.desc.dtype))
         fence_async_shared()  # each thread makes its writes visible to TMA,
         sync()  # before some start the copy
-        send(self.desc, [batch, token, head, 0], memory)
+        if len(self.desc.block_type.shape) == 5:  # a ragged batch
+            send(self.desc, [ENDLESS, token + count, ENDLESS - count, head, 0], memory)
+        else:
+            send(self.desc, [batch, token, head, 0], memory)
 
     @gluon.jit
     def store(self, batch, token, head, count, y, first: gl.constexpr, options: gl.constexpr):
@@ -85,7 +88,7 @@ def write_channels(WG: gl.constexpr, output, batch, token, head, count, v_mean, 
             y = gl.where(unseen, 0.0, pin(y))
         if output.desc is not None:
             if count > 0:  # TMA cannot store a block whose rows are all before the first
-                output.send(WG, batch, token, head, y)
+                output.send(WG, batch, token, head, count, y)
         else:
             output.store(batch, token, head, count, y, first, options)
 
@@ -125,8 +128,6 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
             lse = gl.where(unseen, HIDDEN, m - P_SHIFT + log2(sums))
             gl.store(output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, shift, mask=row < count)
         gl.store(output.lse + at + row * output.num_q_heads, lse, mask=row < count)
-    if options.split:  # the output of a part without keys is not read
-        count = gl.where(items.get(slot, LENGTH) > 0, count, 0)
     if means.v is not None:
         v_mean = means.of_v(items, slot, options)
     else:

@@ -22,15 +22,16 @@ from .schedule import Batch
 
 NUMBERS = (
     "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width",
-    "causal", "window", "parts", "min_tiles", "heads_per_wave", "plane", "scale", "cap", "angle_stride_b", "angle_stride_t",
+    "causal", "window", "parts", "min_tiles", "wave_rows", "wave_tiles", "max_tiles", "plane", "scale", "cap", "angle_stride_b",
+    "angle_stride_t",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lengths_ptr, bounds_ptr,
                    sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
-                   num_kv_heads, table_width, causal, window, parts, min_tiles, heads_per_wave, plane, scale, cap, cos_ptr, sin_ptr,
-                   angle_stride_b, angle_stride_t, OPTIONS: gl.constexpr):  # fmt: skip
+                   num_kv_heads, table_width, causal, window, parts, min_tiles, wave_rows, wave_tiles, max_tiles, plane, scale, cap,
+                   cos_ptr, sin_ptr, angle_stride_b, angle_stride_t, OPTIONS: gl.constexpr):  # fmt: skip
     """The arguments of a launch, which `plan` and `attention` make. Strides of the output and of angles are in units of 8 elements."""
     WARPGROUPS: gl.constexpr = OPTIONS.warpgroups
     WIDTH: gl.constexpr = OPTIONS.width
@@ -68,7 +69,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     shift = allocate_numbers(gl.float32, WARPGROUPS, ROWS)
     factor = allocate_numbers(gl.float32, WARPGROUPS, ROWS if WARPGROUPS == 3 else 1)
     if out_desc is not None:
-        out_memory = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, ROWS, 1, WIDTH], out_desc.layout)
+        out_memory = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
     else:
         out_memory: gl.constexpr = None
     queries = Queries(
@@ -93,8 +94,8 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         num_kv_heads=num_kv_heads)  # fmt: skip
     batch = Batch(
         bounds=bounds_ptr, lengths=lengths_ptr, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads,
-        window=window, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
-    work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles, heads_per_wave=heads_per_wave)
+        window=window, max_tiles=max_tiles, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
+    work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
     gdc_wait()  # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous kernel uses.
     shared = (queries, ring, items, means, output, rope, causal, window, scale, cap)
     if WARPGROUPS == 2:
@@ -102,7 +103,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
             [
                 (multiply, (0, OPTIONS) + shared),  # noqa: RUF005 - Triton knows no starred elements
                 (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
-                (produce, (OPTIONS, queries, ring, items, means, source, batch, work)),
+                (produce, (OPTIONS, queries, ring, items, means, output, source, batch, work)),
             ],
             [4, 1],
             [OPTIONS.registers, OPTIONS.producer_registers],
@@ -113,7 +114,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
                 (multiply, (0, OPTIONS) + shared),  # noqa: RUF005
                 (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
                 (multiply, (2, OPTIONS) + shared),  # noqa: RUF005
-                (produce, (OPTIONS, queries, ring, items, means, source, batch, work)),
+                (produce, (OPTIONS, queries, ring, items, means, output, source, batch, work)),
             ],
             [4, 4, 1],
             [OPTIONS.registers, OPTIONS.registers, OPTIONS.producer_registers],

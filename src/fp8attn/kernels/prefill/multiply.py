@@ -43,8 +43,6 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             # The first row sees fewest. ptxas: d128-q8-long. Read again from shared memory at the end, it would spill in the loop.
             blind = hi_min < 0
         few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
-        if options.split:
-            few = few & (length > 0)
         if means.SHIFT:
             k_mean = means.of_k(items, slot, options)
         else:

@@ -13,6 +13,7 @@ ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 TILE = gl.constexpr(PAGE_SIZE)  # keys of a tile: a page
 LN2 = gl.constexpr(math.log(2))
 LOG2E = gl.constexpr(math.log2(math.e))
+ENDLESS = gl.constexpr(1 << 30)  # the number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`)
 HIDDEN = gl.constexpr(float("-inf"))  # a masked score, and the LSE of a row without keys
 
 # Accumulators of a warpgroup. Score tiles, and the rows' sums of weights, which are eight equal columns.

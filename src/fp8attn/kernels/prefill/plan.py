@@ -9,8 +9,9 @@ import torch
 
 from ..devices import chip
 from ..launch import Constants, Counters, View, constants, num_sms
-from .cut import PADDED, Problem, best_cut, heads_per_wave, min_tiles_per_split
-from .options import ROWS, TILE, Options
+from .cut import PADDED, Problem, best_cut, min_tiles_per_split
+from .options import ENDLESS, ROWS, TILE, Options
+from .schedule import CLAIMS
 
 NO_WINDOW = 1 << 30
 
@@ -63,7 +64,7 @@ def make_plan(
     width = PADDED[head_dim]
     sms = num_sms(device)
     tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
-    problem = Problem(num_seqs, num_q_heads, head_dim, tokens if ragged else 0, max_seqlen_q, tiles, causal and not window, exact)
+    problem = Problem(num_seqs, num_q_heads, head_dim, batch * tokens, max_seqlen_q, tiles, causal and not window, ragged, exact)
     cut, splits = best_cut(width, sms, problem, chip(device))
     # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not full.
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
@@ -72,13 +73,16 @@ def make_plan(
     numbers = (
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
         window or NO_WINDOW, splits, min_tiles_per_split(items, splits, sms, tiles),
-        heads_per_wave(cut.rows, sms, max_seqlen_q, head_dim, tiles, causal, chip(device)), splits * batch * tokens * num_q_heads,
+        CLAIMS * sms * cut.rows if causal else 0, chip(device).l2 // (2 * head_dim * TILE.value), tiles,
+        splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     outputs = None
-    # Ragged blocks have other sequences' rows beside their own, parts are in FP32, and head_dim 256 leaves no shared memory.
-    if not ragged and splits == 1 and width < 256:
-        outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
+    if splits == 1 and width < 256:  # parts are in FP32, and head_dim 256 leaves no shared memory
+        if ragged:
+            outputs = ragged_rows(num_q_heads, head_dim, out_strides[1:], width)
+        else:
+            outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     options = Options(
         head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.cubics, registers=cut.registers,
         producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap, exact=exact, split=splits > 1,
@@ -88,6 +92,19 @@ def make_plan(
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
     return Plan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, given)
+
+
+def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], width: int) -> View:
+    """The output of a ragged batch, `[T, num_heads, head_dim]` of 16 bits with these strides, for blocks that end with any sequence.
+
+    TMA skips what is outside the tensor that it sees. So the third dimension has `ENDLESS` tokens, of which a block with `count` tokens of
+    a sequence begins `count` before the end. The other two move the address back: coordinates `ENDLESS` and `token + count` add
+    `(2**34 - stride) * ENDLESS + stride * (token + count)`, and `2**34 * ENDLESS` elements are a multiple of 2**64 bytes, so nothing to a
+    64-bit address. This leaves `stride * token`. (Triton's `tools/ragged_tma.py` does the same.)
+    """
+    token, head = strides
+    most = 0x7FFF0000
+    return View((most, most, ENDLESS.value, num_heads, head_dim), ((1 << 34) - token, token, token, head, 1), (1, 1, ROWS.value, 1, width))
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gl, gluon, mbarrier, sync, tensor_descriptor
 from ..pages import fetch_k, fetch_v, page_bytes
 from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
-from .options import ROWS, TILE
+from .options import HIDDEN, ROWS, TILE
 from .ring import Place
-from .schedule import advance_to, claim_next, scheduler_init
+from .schedule import advance_to, claimed, draw, scheduler_init
 
 
 @aggregate
@@ -38,25 +38,158 @@ class Work:
     causal: gl.tensor
     parts: gl.tensor  # of an item's tiles, with `Options.split`,
     min_tiles: gl.tensor  # each of so many or more
-    heads_per_wave: gl.tensor  # heads whose items are in one order, because their K and V fit into L2
+
+
+@aggregate
+class Block:
+    """A block of queries of one head, and a part of the keys: an item whose tiles are not yet known."""
+
+    seq: gl.tensor  # its sequence; `num_seqs` for the rows after the last one
+    row: gl.tensor  # of the sequence in the table of pages, which has none for those
+    length: gl.tensor  # keys of the sequence
+    q_len: gl.tensor  # its queries
+    begin: gl.tensor  # the index of the block's first row among these; a multiple of 64, below zero if the block begins before them
+    token: gl.tensor  # the index of that row in the batch
+    head: gl.tensor
+    part: gl.tensor
+    slab: gl.tensor  # the index of the sequence among queries, 0 in a ragged batch
+    out_slab: gl.tensor  # and of the part and sequence among outputs
 
 
 @gluon.jit
-def produce(options: gl.constexpr, queries, ring, items, means, source, batch, work):
+def tiles_of(block, batch, work, options: gl.constexpr):
+    """The tiles that an item reads.
+
+    Returns:
+        The length of the sequence, 0 if the item sees no keys; the position of the block's first query; the first and the last tile, which
+        are one tile if it sees no keys; the number of keys on the left that are masked.
+    """
+    length = gl.where(block.seq < batch.num_seqs, block.length, 0)
+    position = length - block.q_len + block.begin
+    last = length - 1
+    if work.causal:
+        last = gl.minimum(last, position + batch.BLOCK - 1)
+    last = gl.maximum(last, 0) // TILE
+    bottom = 0
+    left = 0
+    if options.mask_left:
+        if batch.padding is not None:
+            left = gl.load(batch.padding + block.row)
+        first = gl.maximum(-block.begin, 0)
+        bottom = gl.minimum(gl.maximum(gl.maximum(position + first - batch.window + 1, left), 0) // TILE, last)
+    if options.split:
+        tiles = gl.maximum((last - bottom + work.parts) // work.parts, work.min_tiles)
+        bottom += block.part * tiles
+        length = gl.where(bottom > last, 0, length)
+        bottom = gl.minimum(bottom, last)
+        last = gl.minimum(bottom + tiles - 1, last)
+    return length, position, bottom, last, left
+
+
+@gluon.jit
+def leave_out(block, output, BLOCK: gl.constexpr):
+    """Write the LSE of an item without keys. The warpgroups do not see the item, and `combine` reads nothing else of it."""
+    lse = output.lse + (block.out_slab * output.num_tokens + block.token).to(gl.int64) * output.num_q_heads + block.head
+    for i in gl.static_range(BLOCK // ROWS):
+        row = i * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
+        hidden = gl.full([ROWS], HIDDEN, gl.float32, row.type.layout)
+        gl.store(lse + row * output.num_q_heads, hidden, mask=(block.begin + row >= 0) & (block.begin + row < block.q_len))
+
+
+@gluon.jit
+def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means, source, batch, work):
+    """Announce an item, and request its queries and all of its tiles.
+
+    Returns:
+        The place in the ring after the tiles, and the ticket of the next claim.
+    """
+    WARPGROUPS: gl.constexpr = options.warpgroups
+    none = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    kv_head = block.head // (batch.num_q_heads // source.num_kv_heads)
+    # Copies that need no length start before the length is loaded. A copy may end before its barrier expects it: the phase does not end
+    # without that arrival, and until then the count of bytes is below zero.
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.wait(queries.empty.index(i), slot ^ 1)
+    if options.width < 256:
+        channel = gl.arange(0, options.width, gl.BlockedLayout([options.width // 32], [32], [1], [0]))
+        if means.v is not None:  # zeros outside the mask
+            fetch_words(means.memory.index(2 + slot), means.v + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
+        if means.SHIFT:
+            fetch_words(means.memory.index(slot), means.k + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
+    for i in gl.static_range(WARPGROUPS):
+        corner = [block.slab, block.token + i * ROWS, block.head, 0]
+        fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * WARPGROUPS + i))
+    length, position, bottom, last, left = tiles_of(block, batch, work, options)
+    # The first tile's page, and the next one's; the item is announced while they are fetched, and then the scales are loaded.
+    table = source.table + block.row.to(gl.int64) * source.table_width
+    page = gl.load(table + last)
+    ahead = gl.load(table + gl.maximum(last - 1, bottom))
+    items.put(slot, TILES, last - bottom + 1)
+    items.put(slot, LAST, last)
+    items.put(slot, BATCH, block.out_slab)
+    items.put(slot, TOKEN, block.token)
+    items.put(slot, COUNT, block.q_len - block.begin)
+    items.put(slot, POSITION, position)
+    items.put(slot, LENGTH, length)
+    items.put(slot, HEAD, block.head)
+    items.put(slot, KV_HEAD, kv_head)
+    items.put(slot, LEFT, left)
+    items.put(slot, FIRST, gl.maximum(-block.begin, 0))  # whole warpgroups
+    if options.rope_pairs:
+        items.put(slot, ANGLES, block.slab)
+    sync()
+    if options.width < 256 and (means.SHIFT or means.v is not None):
+        for i in gl.static_range(WARPGROUPS):
+            arrive_with_words(queries.full.index(i))
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.expect(queries.full.index(i), ROWS * options.width * (source.q.dtype.primitive_bitwidth // 8))
+    at = page * source.num_kv_heads + kv_head
+    scales = source.header(at + none, options.head_dim)
+    k_scale = gl.load(scales, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
+    v_scale = gl.load(scales + 1)
+    # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
+    before = gl.load(scales + 1, cache_modifier=".ca")
+    ticket = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    for j in range(last - bottom + 1):
+        # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others. Nor after this tile
+        # is requested: the answer takes half a microsecond, and short items are over soon.
+        ticket = draw(work.counter, j == last - bottom)
+        mbarrier.wait(ring.k_empty.index(place.stage), place.phase)
+        fetch_k(source.k, at, ring.k_full.index(place.stage), ring.k.index(place.stage))  # before its scale has been loaded
+        ring.scales.index(place.stage).store(k_scale)
+        # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
+        ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
+        ring.scales.index(ring.STAGES + place.stage).store(ratio.to(gl.float32, bitcast=True))
+        items.v_scale.index(slot).store(v_scale)
+        before = v_scale
+        sync()  # one lane's arrival announces what all lanes wrote
+        mbarrier.expect(ring.k_full.index(place.stage), TILE * options.width)
+        here = at
+        at = ahead * source.num_kv_heads + kv_head
+        scales = source.header(at + none, options.head_dim)
+        k_scale = gl.load(scales)
+        v_scale = gl.load(scales + 1)
+        ahead = gl.load(table + gl.maximum(last - 2 - j, bottom))
+        mbarrier.wait(ring.v_empty.index(place.stage), place.phase)
+        mbarrier.expect(ring.v_full.index(place.stage), TILE * options.width)
+        fetch_v(source.v, here, ring.v_full.index(place.stage), ring.v, place.stage, ring.STAGES)
+        place = ring.next(place)
+    return place, ticket
+
+
+@gluon.jit
+def produce(options: gl.constexpr, queries, ring, items, means, output, source, batch, work):
     """Claim items (64 * warpgroups query rows of one head), announce them, and keep the ring of tiles full.
 
     With `options.split`, an item is one of `parts` parts of the tiles, and writes one of `parts` outputs.
     """
     BLOCK: gl.constexpr = batch.BLOCK
     WARPGROUPS: gl.constexpr = options.warpgroups
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    group = batch.num_q_heads // source.num_kv_heads
-    none = gl.full([1], 0, gl.int32, LANES)
     stage = 0
     phase = 1
     place = Place(stage, phase)
     item = 0
-    # The order of items: sequence by sequence; in a sequence, `heads_per_wave` heads at a time, whose K and V fit into L2; of these heads,
+    # The order of items: sequence by sequence; in a sequence, `wave` heads at a time, whose K and V fit into L2; of these heads,
     # the last block of queries first, because it sees the most keys. The last block ends with the sequence. So the partial block, which
     # takes the time of a full one, is the first block, which has the fewest keys, and it begins before the sequence.
     claim = gl.program_id(0)
@@ -72,114 +205,42 @@ def produce(options: gl.constexpr, queries, ring, items, means, source, batch, w
         q_len = work.max_q
         seqs = 1
         heads = batch.num_seqs * batch.num_q_heads
-    sequence = advance_to(claim, scheduler_init(q_len, BLOCK), seqs, heads, batch)
+    sequence = advance_to(claim, scheduler_init(q_len, batch), seqs, heads, batch)
     while sequence.index < seqs:
         q_len = sequence.q_len
         blocks = sequence.blocks
         rest = claim - sequence.base
-        lot = rest // (work.heads_per_wave * blocks)
-        rest -= lot * work.heads_per_wave * blocks
-        some = gl.minimum(heads - lot * work.heads_per_wave, work.heads_per_wave)
-        head = lot * work.heads_per_wave + rest % some
+        lot = rest // (sequence.wave * blocks)
+        rest -= lot * sequence.wave * blocks
+        some = gl.minimum(heads - lot * sequence.wave, sequence.wave)
+        head = lot * sequence.wave + rest % some
         begin = (q_len + ROWS - 1) // ROWS * ROWS - (rest // some + 1) * BLOCK
-        owner = sequence.index
-        slab = 0  # of the queries
+        seq = sequence.index
         token = sequence.start + begin
+        slab = 0
+        out_slab = part
         if batch.bounds is None:
-            owner = head // batch.num_q_heads
-            head -= owner * batch.num_q_heads
-            slab = owner
-        held = gl.minimum(owner, batch.num_seqs - 1)
-        length = gl.load(batch.lengths + held)
-        kv_head = head // group
-        # Copies that need no length start before the length is loaded. A copy may end before its barrier expects it: the phase does not end
-        # without that arrival, and until then the count of bytes is below zero.
-        slot = item & 1
-        for i in gl.static_range(WARPGROUPS):
-            mbarrier.wait(queries.empty.index(i), slot ^ 1)
-        if options.width < 256:
-            channel = gl.arange(0, options.width, gl.BlockedLayout([options.width // 32], [32], [1], [0]))
-            if means.v is not None:  # zeros outside the mask
-                fetch_words(means.memory.index(2 + slot), means.v + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
-            if means.SHIFT:
-                fetch_words(means.memory.index(slot), means.k + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
-        for i in gl.static_range(WARPGROUPS):
-            corner = [slab, token + i * ROWS, head, 0]
-            fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * WARPGROUPS + i))
-        length = gl.where(owner < batch.num_seqs, length, 0)
-        first = gl.maximum(-begin, 0)  # whole warpgroups
-        position = length - q_len + begin
-        last = length - 1
-        if work.causal:
-            last = gl.minimum(last, position + BLOCK - 1)
-        last = gl.maximum(last, 0) // TILE
-        bottom = 0
-        left = 0
-        if options.mask_left:
-            if batch.padding is not None:
-                left = gl.load(batch.padding + held)
-            bottom = gl.minimum(gl.maximum(gl.maximum(position + first - batch.window + 1, left), 0) // TILE, last)
-        out_slab = slab
+            seq = head // batch.num_q_heads
+            head -= seq * batch.num_q_heads
+            slab = seq
+            out_slab = part * batch.num_seqs + seq
+        row = gl.minimum(seq, batch.num_seqs - 1)
+        length = gl.load(batch.lengths + row)
+        block = Block(
+            seq=seq, row=row, length=length, q_len=q_len, begin=begin, token=token, head=head, part=part, slab=slab,
+            out_slab=out_slab)  # fmt: skip
         if options.split:
-            tiles = gl.maximum((last - bottom + work.parts) // work.parts, work.min_tiles)
-            bottom += part * tiles
-            length = gl.where(bottom > last, 0, length)  # this part has no tiles
-            bottom = gl.minimum(bottom, last)
-            last = gl.minimum(bottom + tiles - 1, last)
-            out_slab += part * (batch.num_seqs if batch.bounds is None else 1)
-        # The first tile's page, and the next one's; the item is announced while they are fetched, and then the scales are loaded.
-        table = source.table + held.to(gl.int64) * source.table_width
-        page = gl.load(table + last)
-        ahead = gl.load(table + gl.maximum(last - 1, bottom))
-        items.put(slot, TILES, last - bottom + 1)
-        items.put(slot, LAST, last)
-        items.put(slot, BATCH, out_slab)
-        items.put(slot, TOKEN, token)
-        items.put(slot, COUNT, q_len - begin)
-        items.put(slot, POSITION, position)
-        items.put(slot, LENGTH, length)
-        items.put(slot, HEAD, head)
-        items.put(slot, KV_HEAD, kv_head)
-        items.put(slot, LEFT, left)
-        items.put(slot, FIRST, first)
-        if options.rope_pairs:
-            items.put(slot, ANGLES, slab)
-        sync()
-        if options.width < 256 and (means.SHIFT or means.v is not None):
-            for i in gl.static_range(WARPGROUPS):
-                arrive_with_words(queries.full.index(i))
-        for i in gl.static_range(WARPGROUPS):
-            mbarrier.expect(queries.full.index(i), ROWS * options.width * (source.q.dtype.primitive_bitwidth // 8))
-        at = page * source.num_kv_heads + kv_head
-        scales = source.header(at + none, options.head_dim)
-        k_scale = gl.load(scales, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
-        v_scale = gl.load(scales + 1)
-        # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
-        before = gl.load(scales + 1, cache_modifier=".ca")
-        for j in range(last - bottom + 1):
-            mbarrier.wait(ring.k_empty.index(place.stage), place.phase)
-            fetch_k(source.k, at, ring.k_full.index(place.stage), ring.k.index(place.stage))  # before its scale has been loaded
-            ring.scales.index(place.stage).store(k_scale)
-            # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
-            ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
-            ring.scales.index(ring.STAGES + place.stage).store(ratio.to(gl.float32, bitcast=True))
-            items.v_scale.index(slot).store(v_scale)
-            before = v_scale
-            sync()  # one lane's arrival announces what all lanes wrote
-            mbarrier.expect(ring.k_full.index(place.stage), TILE * options.width)
-            here = at
-            at = ahead * source.num_kv_heads + kv_head
-            scales = source.header(at + none, options.head_dim)
-            k_scale = gl.load(scales)
-            v_scale = gl.load(scales + 1)
-            ahead = gl.load(table + gl.maximum(last - 2 - j, bottom))
-            mbarrier.wait(ring.v_empty.index(place.stage), place.phase)
-            mbarrier.expect(ring.v_full.index(place.stage), TILE * options.width)
-            fetch_v(source.v, here, ring.v_full.index(place.stage), ring.v, place.stage, ring.STAGES)
-            place = ring.next(place)
-        item += 1
-        # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others.
-        claim = gl.num_programs(0) + claim_next(work.counter)
+            seen, _, _, _, _ = tiles_of(block, batch, work, options)
+            if seen > 0:
+                place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
+                item += 1
+            else:
+                ticket = draw(work.counter, seen <= 0)
+                leave_out(block, output, BLOCK)
+        else:
+            place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
+            item += 1
+        claim = claimed(ticket)
         if options.split:
             part = claim % work.parts
             claim = claim // work.parts

@@ -149,10 +149,7 @@ def load_rows(given, signs, zero, options: gl.constexpr):
         none = gl.zeros([ROWS, 16], gl.float32, BLOCK)
         for j in gl.static_range(WIDTH // 16):
             x = given.slice(16 * j, 16, 1).load(gl.DotOperandLayout(0, BLOCK, 2))
-            if (HIGH_SIGNS >> (j % 8)) & 1:
-                x = mma_v2(x, minus, none)
-            else:
-                x = mma_v2(x, plus, none)
+            x = mma_v2(x, minus if (HIGH_SIGNS >> (j % 8)) & 1 else plus, none)
             x = x.reshape([ROWS, 2, 4, 2]).permute(0, 2, 1, 3).reshape([ROWS, 16])
             blocks += (gl.convert_layout(x, WORDS, assert_trivial=True),)
         blocks = hadamard(blocks, 1, block_size(options.head_dim) // 16)

@@ -1,8 +1,14 @@
-"""The order of items: sequence by sequence, and in a ragged batch the sequences with many keys first."""
+"""The order of items: by sequence, in a ragged batch those with many keys first; and in a sequence some heads at a time."""
 
 from __future__ import annotations
 
 from ..gluon import aggregate, gl, gluon
+from .options import TILE
+
+# The number of heads of Q in a wave, whose items are in one order: as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share
+# K and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
+# items, or if the wave has MIN_HEADS heads. The numbers are measured.
+MAX_HEADS, MIN_HEADS, CLAIMS = gl.constexpr(32), gl.constexpr(8), 10
 
 
 @aggregate
@@ -16,6 +22,9 @@ class Batch:
     num_seqs: gl.tensor
     num_q_heads: gl.tensor
     window: gl.tensor
+    max_tiles: gl.tensor  # of keys that a query sees, at most
+    wave_rows: gl.tensor  # of queries, with which each SM has CLAIMS items; 0 if items are of one length
+    wave_tiles: gl.tensor  # of K and V in L2
     BLOCK: gl.constexpr  # query rows of an item
 
 
@@ -39,18 +48,31 @@ class Sequence:
     search: Search
     q_len: gl.tensor  # its queries
     blocks: gl.tensor  # and their blocks
+    wave: gl.tensor  # heads in one order
 
 
 @gluon.jit
-def claim_next(counter_ptr):
-    """The next number of the launch's counter, taken by one lane."""
+def draw(counter_ptr, wanted):
+    """If `wanted`, one lane takes the next number of the launch's counter. `claimed` waits for it."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    ticket = gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, lane.type.layout), mask=lane == 0, sem="relaxed")
-    return gl.sum(gl.where(lane == 0, ticket, 0), 0)
+    return gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, lane.type.layout), mask=(lane == 0) & wanted, sem="relaxed")
 
 
 @gluon.jit
-def scheduler_init(q_len, BLOCK: gl.constexpr):
+def claimed(ticket):
+    """The claim after a program's first one."""
+    lane = gl.arange(0, 32, ticket.type.layout)
+    return gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
+
+
+@gluon.jit
+def heads_in_wave(q_len, tiles, batch):
+    heads = gl.minimum((batch.wave_rows + q_len - 1) // gl.maximum(q_len, 1), MIN_HEADS)
+    return gl.minimum(gl.maximum(gl.maximum(heads, batch.wave_tiles // gl.maximum(tiles, 1)), 1), MAX_HEADS)
+
+
+@gluon.jit
+def scheduler_init(q_len, batch):
     """The sequence that `advance_to` begins with; `q_len` is 0 in a ragged batch, where the first one is searched for."""
     index = 0
     base = 0
@@ -59,7 +81,8 @@ def scheduler_init(q_len, BLOCK: gl.constexpr):
     below = -1
     first = 0
     before = 0
-    return Sequence(index, base, start, Search(exponent, below, first, before), q_len, (q_len + BLOCK - 1) // BLOCK)
+    wave = heads_in_wave(q_len, batch.max_tiles, batch)
+    return Sequence(index, base, start, Search(exponent, below, first, before), q_len, (q_len + batch.BLOCK - 1) // batch.BLOCK, wave)
 
 
 @gluon.jit
@@ -76,7 +99,7 @@ def seek(search, claim, batch):
 
     Returns:
         The state for the next claim's search; the sequence, or `num_seqs + 1` after the last item; the number of items before it; its first
-        query; its number of queries.
+        query; its number of queries; the tiles of its longest item.
     """
     BLOCK: gl.constexpr = batch.BLOCK
     num_seqs = batch.num_seqs
@@ -88,6 +111,7 @@ def seek(search, claim, batch):
     base = before
     start = 0
     q_len = 0
+    tiles = 0
     while (index > num_seqs) & (exponent >= 0):
         one = first + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         begin = gl.load(batch.bounds + one, mask=one <= num_seqs, other=batch.num_tokens)
@@ -104,6 +128,7 @@ def seek(search, claim, batch):
             base = gl.max(gl.where(here, end - items, 0), 0)
             start = gl.max(gl.where(here, begin, 0), 0)
             q_len = gl.max(gl.where(here, queries, 0), 0)
+            tiles = (gl.max(gl.where(here, keys, 0), 0) + TILE - 1) // TILE
         else:
             before = base
             below = gl.maximum(below, gl.max(gl.where(own < exponent, own, -1), 0))
@@ -112,7 +137,7 @@ def seek(search, claim, batch):
                 exponent = below
                 below = -1
                 first = 0
-    return Search(exponent, below, first, before), index, base, start, q_len
+    return Search(exponent, below, first, before), index, base, start, q_len, tiles
 
 
 @gluon.jit
@@ -129,11 +154,13 @@ def advance_to(claim, sequence, seqs, heads, batch):
     start = sequence.start
     q_len = sequence.q_len
     blocks = sequence.blocks
+    wave = sequence.wave
     while (index < seqs) & (claim >= base + blocks * heads):
         if batch.bounds is None:
             base += blocks * heads
             index += 1
         else:
-            search, index, base, start, q_len = seek(search, claim, batch)
+            search, index, base, start, q_len, tiles = seek(search, claim, batch)
             blocks = (q_len + batch.BLOCK - 1) // batch.BLOCK
-    return Sequence(index, base, start, search, q_len, blocks)
+            wave = heads_in_wave(q_len, tiles, batch)
+    return Sequence(index, base, start, search, q_len, blocks, wave)
