@@ -3,9 +3,9 @@
 Llama-3.1-8B's heads (32 query heads, 8 KV heads of 128), in shuffled pages. `C2k-beside-64` is a prompt's first 2,048 tokens beside 64
 decode steps over 512 to 16,384 tokens (their logarithms evenly spread); `-at-32k` are the chunk's 2,048 queries the last of 32,768 tokens.
 `fp8attn` is two calls of `ops.attention`, decode steps and then prompts, as the plugin for vLLM makes them, with BF16 queries.
-`vllm-fa3-fp8` and `-bf16` are one call of vLLM's kernel for all, `vllm-fa3-fp8-split` two. `flashinfer` and `hpc-ops` are their two kernels
-each. Queries of the FP8 peers are in FP8 already (XQA rounds its own): the kernel that rounds them is not timed. `rel_err` is against
-float64 on the bytes that each was given, over the first decode step and the chunk. L2 is flushed before every run.
+`vllm-fa3-fp8` and `-bf16` are one call of vLLM's kernel for all, `-split` two; `flashinfer` and `hpc-ops` are their two kernels. Queries of
+the FP8 peers are in FP8 already (XQA rounds its own): the kernel that rounds them is not timed. Errors are against float64 on the bytes
+that each was given: `rel_err` of the chunk, `rel_err_decode` of the first decode step. L2 is flushed before every run.
 """
 
 from __future__ import annotations
@@ -86,9 +86,11 @@ def theirs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> d
     names = (*whole, "flashinfer", "hpc-ops")
     found_few = peers.runs(few, q[:decodes], k[:first], v[:first], names)
     found_many = peers.runs(many, q[decodes:], k[first:], v[first:], names)
-    steps = {name: Step(((shape, run),)) for name, run in whole.items()}
-    for name in found_few.keys() & found_many.keys():
-        steps[name + "-split" * (name in whole)] = Step(((few, found_few[name]), (many, found_many[name])))
+    steps = {name.removesuffix("-paged"): Step(((shape, run),)) for name, run in whole.items()}
+    for name in names:
+        if name in found_few and name in found_many:
+            kernels = name.replace("-paged", "-split")
+            steps[kernels] = Step(((few, found_few[name]), (many, found_many[name])))
     return steps
 
 

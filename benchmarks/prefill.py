@@ -31,6 +31,8 @@ def attention(q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple
 CASES = {
     "D128-full-S16384": square(128, False, 16 * K),
     "D128-causal-S16384": square(128, True, 16 * K),
+    "D128-full-S4096": square(128, False, *(4 * K,) * 4),
+    "D128-full-S65536": square(128, False, 64 * K, q_heads=8),
     "D128-causal-S4096": square(128, True, *(4 * K,) * 4),
     "D128-causal-S8192": square(128, True, *(8 * K,) * 2),
     "D128-causal-S65536": square(128, True, 64 * K, q_heads=8),

@@ -1,7 +1,7 @@
 """HPC-Ops (Tencent): attention over pages in FP8, as vLLM's backend for it calls it.
 
-Q has a scale a token and head, K and V one each; P is scaled by 256. A page's product of P and V is summed outside of the tensor core in
-prefill ("double-O") [and in decode]. head_dim 128, causal, the softmax scale `1 / sqrt(head_dim)`.
+Q has a scale a token and head, K and V one each; P is scaled by 256. Prefill sums
+products of P and V in two levels, decode too. head_dim 128, causal, the softmax scale `1 / sqrt(head_dim)`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def prefill(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 def decode(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     """A decode step. Which CTA reads what is planned before, once for all layers of a step, as in vLLM."""
-    if set(shape.queries) != {1}:
-        raise ValueError("one query a sequence")
+    if set(shape.queries) != {1} or shape.q_heads // shape.kv_heads not in (4, 8):
+        raise ValueError("one query a sequence, and 4 or 8 query heads a KV head")
     (q8, k8, v8), held, q_scale, scales = _given(shape, q, k, v)
     cache = pages.fill(shape, k8.bits, v8.bits, heads_first=True)
     plan = _plan(shape.keys, shape.kv_heads)
