@@ -18,6 +18,7 @@ from pathlib import Path
 TORCH = "torch==2.11.0"
 TVM_FFI = "apache-tvm-ffi==0.1.15.post2"
 FLASHINFER = "flashinfer-python==0.7.2.post1"
+FMHA_DIMS = (128, 256)  # the head_dims that FlashInfer tests in FP8 on SM90
 HEADERS = {TORCH: "torch/include/", "nvidia-cublas==13.0.2.14": "nvidia/cu13/include/", TVM_FFI: "tvm_ffi/include/"}  # and where in a wheel
 TORCH_LIBRARIES = ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
@@ -54,8 +55,8 @@ class Library:
 
 
 def fmha_sources(source: Path, folder: Path) -> list[Path]:
-    """The files that FlashInfer's generator writes for one kernel: FP8 in, BF16 out, head_dim 128, over pages."""
-    made = subprocess.run([sys.executable, "-c", GENERATE, source, folder], capture_output=True, text=True)
+    """The files that FlashInfer's generator writes for a kernel a head_dim: FP8 in, BF16 out, over pages."""
+    made = subprocess.run([sys.executable, "-c", GENERATE, source, folder, *map(str, FMHA_DIMS)], capture_output=True, text=True)
     if made.returncode:
         raise LookupError(f"FlashInfer's generator: {made.stderr.strip().splitlines()[-1]}")
     return sorted(folder.glob("*.cu"))
@@ -76,10 +77,13 @@ sys.modules["flashinfer.jit"].env = sys.modules["flashinfer.jit.env"]
 module("flashinfer.compilation_context", CompilationContext=object)
 module("flashinfer.jit.utils", write_if_different=lambda path, text: path.write_text(text))
 from flashinfer.jit.attention.fmha_v2 import fmha_library as made
-spec = made.generate_kernel_spec(90, 128, "e4m3", alibi=False, input_layout=made.InputLayout.Q_PAGED_KV, output_dtype="bf16")
-file, launcher, kernel = made.encode_name(spec)
-folder.joinpath(file).write_text(made.get_kernel_code(spec, kernel, launcher))
-folder.joinpath("fmha_v2_api.h").write_text(made.get_api_code([(spec, file, launcher, kernel)]))
+specs = []
+for dim in map(int, sys.argv[3:]):
+    spec = made.generate_kernel_spec(90, dim, "e4m3", alibi=False, input_layout=made.InputLayout.Q_PAGED_KV, output_dtype="bf16")
+    file, launcher, kernel = made.encode_name(spec)
+    folder.joinpath(file).write_text(made.get_kernel_code(spec, kernel, launcher))
+    specs.append((spec, file, launcher, kernel))
+folder.joinpath("fmha_v2_api.h").write_text(made.get_api_code(specs))
 """
 
 # As `flashinfer.jit.core.gen_jit_spec`.

@@ -1,4 +1,4 @@
-"""FlashInfer: XQA for decode steps and fmha_v2 for prompts, both of TensorRT-LLM, over pages in FP8. head_dim 128.
+"""FlashInfer: XQA for decode steps and fmha_v2 for prompts, both of TensorRT-LLM, over pages in FP8.
 
 `make peers` compiles the two modules that FlashInfer's JIT would compile for these shapes; they are called with the arguments of
 `flashinfer.decode.xqa_batch_decode_with_kv_cache` and `flashinfer.prefill.trtllm_fmha_v2_prefill`. XQA takes Q in BF16, rounds it itself,
@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from ..build_peers import FMHA_DIMS
 from ..measure import MOST_DECODED
 from ..problem import DEVICE, Run, Shape, offsets
 from . import pages
@@ -23,12 +24,12 @@ GROUP = 4  # query heads a KV head, for which XQA is compiled
 
 def attention(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     """A decode step, or prompts."""
-    if shape.dim != 128:
-        raise ValueError("compiled for head_dim 128")
     return (decode if max(shape.queries) <= MOST_DECODED else prefill)(shape, q, k, v)
 
 
 def prefill(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
+    if shape.dim not in FMHA_DIMS:
+        raise ValueError(f"compiled for head_dim {FMHA_DIMS}")
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (by_heads(x, 1) for x in (q, k, v))
     cache = pages.fill(shape, k8.bits, v8.bits, heads_first=True)
     k_pages, v_pages = cache.pool.unbind(1)
@@ -48,8 +49,8 @@ def prefill(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def decode(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
-    if set(shape.queries) != {1} or shape.q_heads != GROUP * shape.kv_heads:
-        raise ValueError(f"compiled for one query and {GROUP} query heads a KV head")
+    if set(shape.queries) != {1} or shape.q_heads != GROUP * shape.kv_heads or shape.dim != 128:
+        raise ValueError(f"compiled for one query, {GROUP} query heads a KV head and head_dim 128")
     both, scale = by_heads(torch.stack((k, v), 1).flatten(1, 2), 1)
     k8, v8 = both.bits.unflatten(1, (2, -1)).unbind(1)
     cache = pages.fill(shape, k8, v8, heads_first=True)
