@@ -75,9 +75,15 @@ class Queries:
             exponent = largest >> 23
             up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
             down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-            q = (q * (sign * up)[:, None]).to(gl.float16)
+            q = (q * up[:, None]).to(gl.float16)
             factor = down * (gl.abs(self.scale) * LOG2E)
-        return _in_every_warp(q.permute(1, 0), OPERAND), _in_every_warp(factor, VECTOR), offset
+        BYTES: gl.constexpr = 16 * 8 // q.dtype.primitive_bitwidth  # elements of 16 bytes: a row of a matrix of ldmatrix
+        SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(BYTES, 1, 8, [1, 0])
+        memory = gl.allocate_shared_memory(q.dtype, q.shape, SWIZZLED, q)
+        q = memory.permute([1, 0]).load(gl.SliceLayout(0, OPERAND))
+        if not INT8:
+            q *= sign.to(gl.float16)
+        return _repeat(q, OPERAND), _in_every_warp(factor, VECTOR), offset
 
 
 @gluon.constexpr_function
@@ -90,8 +96,14 @@ def _rows_layout(width, warps):
 @gluon.jit
 def _in_every_warp(x, LAYOUT: gl.constexpr):
     """`x` with a first dimension of warps, which all have the same values."""
+    return _repeat(gl.convert_layout(x, gl.SliceLayout(0, LAYOUT)), LAYOUT)
+
+
+@gluon.jit
+def _repeat(x, LAYOUT: gl.constexpr):
+    """`x` with a first dimension of warps, which all have it already."""
     WARPS: gl.constexpr = gl.num_warps()
-    x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, LAYOUT)), 0)
+    x = gl.expand_dims(x, 0)
     SHAPE: gl.constexpr = [WARPS] + x.shape[1:]  # noqa: RUF005 - Triton knows no starred elements
     return gl.broadcast(x, gl.zeros(SHAPE, x.dtype, LAYOUT))[0]
 
