@@ -89,6 +89,8 @@ def _float(opcode: list[str], x: list[np.ndarray]) -> np.ndarray:
             return x[0] & 0x7FFF
         case "max" if kind in ("f16", "bf16"):
             return rounded(np.fmax(*(widened(v, kind) for v in x)), kind)
+        case "mul" if kind == "f16":
+            return rounded(widened(x[0], kind) * widened(x[1], kind), kind)
         case "max" if kind in ("f16x2", "bf16x2") and opcode[1:3] == ["xorsign", "abs"]:
             a, b = (np.ascontiguousarray(v).view(np.uint16) for v in x)
             out = rounded(np.fmax(*(widened(v & 0x7FFF, kind[:-2]) for v in (a, b))), kind[:-2])
