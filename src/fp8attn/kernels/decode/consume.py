@@ -165,21 +165,16 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
     channel = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
     step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
     first_start = work.worker_of(work.begin)  # of the first head
-    next_q, k_mean = first_q, first_k_mean
-    loaded = work.low * 0 == 0  # next_q is of the head at hand
+    raw_q, k_mean = first_q, first_k_mean
     index, head, begin = work.seq, work.head, work.begin
     tile = 0
     while begin < work.high:
         seq = batch.sequence(index)
         i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
         if i < j:
-            if not loaded:
-                next_q, k_mean = queries.load(batch, seq, head, options)
-            q, factor, offset = queries.operand(next_q, k_mean, VECTOR, INT8, options)
-            loaded = begin + seq.num_pages < work.high
-            if loaded:
-                next_index, next_head = batch.following(index, head, seq.num_pages)
-                next_q, k_mean = queries.load(batch, batch.sequence(next_index), next_head, options)
+            if begin > work.begin:
+                raw_q, k_mean = queries.load(batch, seq, head, options)
+            q, factor, offset = queries.operand(raw_q, k_mean, VECTOR, INT8, options)
             mask = _mask(batch, seq, step, options.causal)
             acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
             row_max = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
@@ -217,7 +212,5 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
                     gl.store(parts.pages + start, 0)
                     last = work.worker_of(begin + seq.num_pages - 1)
                     combine(start, last, batch, seq, head, work.workers, parts, output, OFFSETS, options)
-        else:
-            loaded = work.low < 0
-        begin += seq.num_pages
+        begin += seq.places
         index, head = batch.following(index, head, seq.num_pages)
