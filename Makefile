@@ -37,14 +37,14 @@ docs: .venv/.docs
 check-results: .venv/.dev
 	$(BIN)/python -m evidence.check
 
-# Other systems' kernels for the benchmarks, into .peers: what cannot be had is named and left out.
+# Other systems' kernels for the benchmarks, into .peers, partly compiled with nvcc: what cannot be had is named and left out.
 peers:
 	$(PYTHON) -m benchmarks.get_peers
 
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there. Without git, FP8ATTN_COMMIT says what is measured.
 gpu:
 	$(PYTHON) -m tests.gpu --save
-	for name in accumulation accuracy prefill decode sdpa append portable overhead llama_decode llama_prefill wan perplexity drift \
+	for name in accumulation accuracy prefill decode engine sdpa append portable overhead llama_decode llama_prefill wan perplexity drift \
 		real_model agreement speculative; do \
 		$(PYTHON) -m benchmarks.run $$name --save || exit; \
 	done

@@ -111,7 +111,7 @@ def measure(case: str) -> Iterator[dict]:
     names = ("fa3-fp8", "vllm-fa3-fp8", "fa3-bf16", *(["cudnn-fp8"] if here.kernel is prefill.attention else []))
     runs = here.runs(*inputs) | peers.runs(shape, *inputs, names)
     with poisoned():
-        outs = {impl: out[rows].double() for impl, _, out in outputs(case, runs)}
+        outs = {impl: run.unit * out[rows].double() for impl, run, out in outputs(case, runs)}
     for impl, out in outs.items():
         ref = exact(runs[impl].q[rows], *runs[impl].held(0), shape.softmax_scale, shape.last_key(0, rows))
         row = {"rel_err": relative([(out, ref)])}

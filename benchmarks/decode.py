@@ -1,10 +1,11 @@
-"""A decode step's attention, compared with vLLM's and with a kernel that only reads.
+"""A decode step's attention, compared with its peers and with a kernel that only reads.
 
 Each implementation (`peers` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is measured; the L2 cache is
 flushed before every run. `gbps` counts the live bytes of K and V. `stream-ceiling` is the same producer with a consumer that only releases
-what it gets: what is possible at all. `rel_err` is against float64 on the bytes that each implementation was given, on the first and the
-last sequence; ours have page scales that differ, rotated queries, and FP16 queries and outputs (BF16's rounding alone is 1.6e-3). `fp8attn`
-has keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other.
+what it gets: what is possible at all. HPC-Ops' plan of a step, which it makes once for all layers, is not timed. `rel_err` is against
+float64 on the bytes that each implementation was given, on the first and the last sequence; ours have page scales that differ, rotated
+queries, and FP16 queries and outputs (BF16's rounding alone is 1.6e-3). `fp8attn` has keys of the default format, `fp8attn-e4m3-keys` (or
+`-int8-keys`) of the other.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import torch
 
 from evidence.fingerprint import of_call
 from fp8attn.kernels import decode
-from fp8attn.layout import FP8, PAGE_SIZE
+from fp8attn.layout import PAGE_SIZE
 
 from . import peers
 from .measure import checked, graph_of, timed
-from .peers import fa3
-from .problem import DEVICE, KEYS, K, Run, Shape, hold, own, steps
+from .problem import DEVICE, KEYS, K, Run, hold, own, steps
 
-PAGED_BY = 64  # tokens in a page of vLLM's
+MOST_KEYS = 128 * K  # of a sequence, for the peers
 MOST_ERROR = 1e-3  # rotated queries over E4M3 keys are rounded to FP16: 5.4e-4 on an H200
 
 
@@ -68,27 +68,10 @@ def ceilings(case: str) -> dict[str, Callable]:
     return {"stream-ceiling": stream(CASES[case], pages)}
 
 
-def runs_of_peers(shape: Shape) -> Iterator[tuple[str, Run]]:
-    """vLLM's kernel over a dense cache in FP8, over shuffled pages, and in BF16."""
-    if "vllm-fa3" not in peers.available() or not shape.uniform or shape.keys[0] > 128 * K:
-        return
-    size = (len(shape.keys), shape.keys[0], shape.kv_heads, shape.dim)
-    q = shape.inputs()[0]
-    k8, v8 = (torch.randn(size, device=DEVICE, dtype=torch.float16).to(FP8) for _ in "kv")
-    held = lambda seq: (k8[seq], v8[seq])  # noqa: E731
-    yield "vllm-fa3-fp8", Run(fa3.vllm_attention(shape, q.to(FP8), k8, v8), q.to(FP8), held)
-    count = size[0] * size[1] // PAGED_BY
-    order = torch.randperm(count, device=DEVICE)
-    table = order.argsort().int()  # page i of the batch is table[i]
-    shuffled = [x.view(torch.uint8).view(count, PAGED_BY, *size[2:])[order].view(FP8) for x in (k8, v8)]
-    yield "vllm-fa3-fp8-paged", Run(fa3.vllm_attention(shape, q.to(FP8), *shuffled, table=table.view(size[0], -1)), q.to(FP8), held)
-    k, v = k8.bfloat16(), v8.bfloat16()
-    yield "vllm-fa3-bf16", Run(fa3.vllm_attention(shape, q, k, v), q, lambda seq: (k[seq], v[seq]))
-
-
 def measure(case: str) -> Iterator[dict]:
     shape = CASES[case]
-    runs = runs_of_ours(case) | dict(runs_of_peers(shape))  # a graph does not hold what it reads: the runs do
+    theirs = peers.runs(shape, *shape.inputs(), peers.DECODE) if max(shape.keys) <= MOST_KEYS else {}
+    runs = runs_of_ours(case) | theirs  # a graph does not hold what it reads: the runs do
     rows, replays = checked(case, shape, runs, MOST_ERROR, graphs=True)
     streams = ceilings(case)
     for impl, call in streams.items():

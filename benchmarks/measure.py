@@ -181,7 +181,7 @@ def error(shape: Shape, out: torch.Tensor, run: Run, seqs: Sequence[int] | None 
     for seq in sorted({0, len(shape.keys) - 1}) if seqs is None else seqs:
         index = torch.tensor(sample(shape.queries[seq]), device=out.device, dtype=torch.long)
         rows = index + shape.rows(seq).start
-        pairs.append((out[rows], exact(run.q[rows], *run.held(seq), shape.softmax_scale, shape.last_key(seq, index))))
+        pairs.append((run.unit * out[rows].double(), exact(run.q[rows], *run.held(seq), shape.softmax_scale, shape.last_key(seq, index))))
     return relative(pairs)
 
 

@@ -31,18 +31,20 @@ def attention(q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple
 CASES = {
     "D128-full-S16384": square(128, False, 16 * K),
     "D128-causal-S16384": square(128, True, 16 * K),
+    "D128-full-S4096": square(128, False, *(4 * K,) * 4),
+    "D128-full-S65536": square(128, False, 64 * K, q_heads=8),
     "D128-causal-S4096": square(128, True, *(4 * K,) * 4),
     "D128-causal-S8192": square(128, True, *(8 * K,) * 2),
     "D128-causal-S65536": square(128, True, 64 * K, q_heads=8),
     "D128-causal-S1024": square(128, True, *(K,) * 16),
     "D64-causal-S16384": square(64, True, 16 * K),
     "D64-full-S16384": square(64, False, 16 * K),
-    "D256-causal-S16384": square(256, True, 16 * K),
-    "D256-full-S16384": square(256, False, 16 * K),
     "gqa-causal-S16384": square(128, True, 16 * K, q_heads=32, kv_heads=8),
     "gqa-causal-S131072": square(128, True, 128 * K, q_heads=32, kv_heads=8),
     "chunked-2k-on-128k": Shape((128 * K,), (2 * K,), 32, 8, 128, True),
     "varlen-mix": square(128, True, 9000, 130, 4096, 700, 2500, 64, 12000, 1500, 333, 6000, q_heads=32, kv_heads=8),
+    "D256-causal-S16384": square(256, True, 16 * K),
+    "D256-full-S16384": square(256, False, 16 * K),
 }
 
 

@@ -55,6 +55,10 @@ class Shape:
         """The indices of a sequence's queries."""
         return slice(sum(self.queries[:seq]), sum(self.queries[: seq + 1]))
 
+    def split(self, *xs: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, ...]]:
+        """What gives the keys of a sequence in each of `xs`, whose rows are the keys of all sequences."""
+        return lambda seq: tuple(x[sum(self.keys[:seq]) : sum(self.keys[: seq + 1])] for x in xs)
+
     def last_key(self, seq: int, queries: torch.Tensor) -> torch.Tensor | None:
         """The last key that each of some queries of a sequence sees. None: they see all keys."""
         return self.keys[seq] - self.queries[seq] + queries if self.causal else None
@@ -92,8 +96,9 @@ class Run:
     """A call of one implementation of a problem, and the tensors that it gets."""
 
     call: Callable[[], torch.Tensor]  # gives `[T, num_q_heads, head_dim]`
-    q: torch.Tensor  # `[T, num_q_heads, head_dim]`
-    held: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # K and V of a sequence, `[keys, num_kv_heads, head_dim]`
+    q: torch.Tensor  # `[T, num_q_heads, head_dim]`, or what gives its rows by their indices
+    held: Callable[[int], tuple[torch.Tensor, ...]]  # K and V of a sequence, `[keys, num_kv_heads, head_dim]`
+    unit: float = 1.0  # what one in the output stands for
 
 
 def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KEY_DTYPE, rotate_keys=True, spare=3) -> KVPages:

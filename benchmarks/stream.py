@@ -9,7 +9,7 @@ from fp8attn.kernels import decode
 from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, Source, make_pipe, produce, request_first
 from fp8attn.kernels.decode.work import Batch, assign
 from fp8attn.kernels.devices import chip
-from fp8attn.kernels.gluon import gl, gluon, mbarrier, sync
+from fp8attn.kernels.gluon import gdc_wait, gl, gluon, mbarrier, sync
 from fp8attn.kernels.launch import constants, launch, num_sms
 from fp8attn.kernels.pages import tiles
 
@@ -32,7 +32,7 @@ def _drain(pipe, batch, work):
             sync()  # or a slow warp could miss two phases, and wait for ever
             mbarrier.arrive(pipe.empty.index(stage), count=1)
             tile += 1
-        begin += seq.num_pages
+        begin += seq.places
         index, head = batch.following(index, head, seq.num_pages)
 
 
@@ -42,9 +42,10 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
     worker = gl.program_id(0)
     batch = Batch(
         lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, OPTIONS.group, False, False, False,
-        OPTIONS.min_pages, OPTIONS.whole_pages,
+        OPTIONS.whole_pages, OPTIONS.head_pages,
     )  # fmt: skip
     source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
+    gdc_wait()
     count = batch.counts(0, OPTIONS.block)
     pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
     pipe.open(0, 1)

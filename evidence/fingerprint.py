@@ -130,6 +130,13 @@ def of_row(name: str, impl: str) -> str:
 # Other libraries
 
 
+# By a part of a peer's name, the libraries that it is.
+LIBRARIES = {
+    "vllm": ("vllm_fa3",), "fa3": ("fa3_fwd",), "hpc-ops": ("hpc_ops",), "flashinfer": ("flashinfer_fmha", "flashinfer_xqa"),
+    "sage": ("sage_sm90",),
+}  # fmt: skip
+
+
 @lru_cache
 def peer(name: str) -> str:
     """The fingerprint of an implementation of `peers`: of its binary, or the release that it comes with."""
@@ -140,13 +147,17 @@ def peer(name: str) -> str:
     torch_release = f"torch {torch.__version__}"
     if name == "torchao":
         return f"peer:torchao {sys.modules['torchao'].__version__}, {peer('fa3-fp8').removeprefix('peer:')}"
-    if name == "cudnn-fp8":
-        return f"peer:cudnn-frontend {sys.modules['cudnn'].__version__}, {torch_release}"
-    library = "vllm_fa3" if "vllm" in name else "fa3_fwd" if "fa3" in name else None
-    if library is None:
+    if name.startswith("cudnn"):
+        frontend = f" frontend {sys.modules['cudnn'].__version__}," if name == "cudnn-fp8" else ""
+        return f"peer:cudnn {torch.backends.cudnn.version()},{frontend} {torch_release}"
+    found = [libraries for part, libraries in LIBRARIES.items() if part in name]
+    if not found:
         return f"peer:{torch_release}"
-    with open(UNPACKED / f"{library}.so", "rb") as file:
-        return f"peer:{library} {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+    digests = []
+    for library in found[0]:
+        with open(UNPACKED / f"{library}.so", "rb") as file:
+            digests.append(f"{library} {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}")
+    return f"peer:{', '.join(digests)}"
 
 
 # Launches

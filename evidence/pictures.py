@@ -27,8 +27,8 @@ from fp8attn.evaluation.stress import STRENGTHS
 
 from .lines import batches, line
 from .results import RESULTS
-from .rows import Rows, over_bf16, rows_of
-from .tables.kernels import PREFILL
+from .rows import Rows, over, over_bf16, rows_of
+from .tables.kernels import ENGINE, PEERS, PREFILL, STEP, step_of
 from .tables.texts import STORED, TEXTS
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
@@ -37,9 +37,10 @@ FOLDER = RESULTS / "h100"  # of the device whose results are drawn; `main` sets 
 COLORS = {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc", "vllm-fa3-fp8": "#e07a5f", "vllm-fa3-fp8-paged": "#b5543d", "vllm-fp8": "#e07a5f", "fa3-fp8": "#f2a65a",
-    "cudnn-fp8": "#f6d186", "fa3-bf16": "#7d8597", "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca",
-    "bf16-sdpa": "#b8bfca", "fp8attn-rope": "#a9d6b0", "fp8attn-default": "#a9d6b0", "torchao": "#f2a65a",
-    "bf16": "#444444", "fp8attn-static": "#69b578",
+    "cudnn-fp8": "#f6d186", "flashinfer": "#6c91bf", "hpc-ops": "#3d5a80", "sage": "#b392ac", "fa3-bf16": "#7d8597",
+    "bf16-fa3": "#7d8597", "vllm-fa3-bf16": "#7d8597", "cudnn-bf16": "#b8bfca", "bf16-sdpa": "#b8bfca", "fp8attn-rope": "#a9d6b0",
+    "fp8attn-default": "#a9d6b0", "torchao": "#f2a65a", "bf16": "#444444", "fp8attn-static": "#69b578", "vllm-fa3-fp8-split": "#b5543d",
+    "vllm-fa3-bf16-split": "#b8bfca",
 }  # fmt: skip
 HATCHES = {"": "", "calibrated": "//", "means": "..", "calibrated+means": "xx"}  # of a kernel with options
 DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
@@ -108,7 +109,7 @@ def finish(name: str, figure: Figure, axes: Axes | None = None, title: str = "",
 
 def plot_decode() -> None:
     figure, axes = plt.subplots(figsize=(11, 4.2))
-    bars(axes, "decode", "gbps", DECODE, (*KEYS, "vllm-fa3-fp8-paged", "vllm-fa3-fp8", "stream-ceiling"))
+    bars(axes, "decode", "gbps", DECODE, (*KEYS, *measured("decode", STEP), "stream-ceiling"))
     axes.set_ylabel("GB/s of live K and V")
     finish("decode", figure, axes, f"Decode on an {device()} (32 query heads, 8 KV heads of 128): the cache read once")
 
@@ -128,16 +129,39 @@ def plot_real_model() -> None:
     finish("real_model", figure, axes, f"SmolLM2-135M-Instruct on an {device()}: what storing keys and values in 8 bits costs")
 
 
+def measured(name: str, impls: Sequence[str]) -> list[str]:
+    """Those of `impls` that have rows."""
+    found = {impl for _, impl in read(name)}
+    return [impl for impl in impls if impl in found]
+
+
+def plot_engine() -> None:
+    """A step's time over ours, by what is beside the chunk."""
+    rows, impls = read("engine"), list(ENGINE)
+    cases = list(dict.fromkeys(case for case, _ in rows))
+    figure, axes = plt.subplots(figsize=(11, 4.2))
+    for i, impl in enumerate(impls := measured("engine", impls)):
+        found = [over(rows, case, "fp8attn", impl) or 0 for case in cases]
+        at = [x + (i - (len(impls) - 1) / 2) * 0.85 / len(impls) for x in range(len(cases))]
+        axes.bar(at, found, 0.8 / len(impls), label=ENGINE[impl], color=COLORS[impl])
+    axes.axhline(1, color=COLORS["fp8attn"], lw=1.6, label="fp8attn")
+    axes.set_xticks(range(len(cases)), [step_of(case).replace(", ", "\n") for case in cases], fontsize=8)
+    axes.set_ylabel("time over fp8attn's")
+    finish(
+        "engine", figure, axes, f"An engine's step on an {device()}: a chunk of a prompt beside decode steps (32 query heads, 8 KV heads)"
+    )
+
+
 def plot_prefill() -> None:
     figure, both = plt.subplots(2, figsize=(12, 7), sharey=True)
-    for axes, cases in zip(both, (list(PREFILL)[:7], list(PREFILL)[7:]), strict=True):
-        bars(axes, "prefill", "tflops", cases, (*KEYS, "fp8attn-q8", *THEIRS, "cudnn-bf16"))
+    for axes, cases in zip(both, (list(PREFILL)[:8], list(PREFILL)[8:]), strict=True):
+        bars(axes, "prefill", "tflops", cases, (*KEYS, "fp8attn-q8", *measured("prefill", PEERS)))
         axes.set_ylabel("TFLOPS")
     finish(
         "prefill",
         figure,
         axes,
-        f"Prefill on an {device()}: fp8attn and vLLM accumulate in FP32, fa3-fp8 and cudnn-fp8 do not (accuracy.png)",
+        f"Prefill on an {device()}: fa3-fp8, cudnn-fp8 and flashinfer sum in the tensor core, the others in two levels (accuracy.png)",
     )
 
 
@@ -322,7 +346,7 @@ def percent(difference: float) -> float:
 PLOTS = {
     "decode": plot_decode, "prefill": plot_prefill, "accuracy": plot_accuracy, "llama_decode": plot_llama_decode,
     "llama_prefill": plot_llama_prefill, "sdpa": plot_sdpa, "wan": plot_wan, "needle": plot_needle, "drift": plot_drift,
-    "real_model": plot_real_model,
+    "real_model": plot_real_model, "engine": plot_engine,
 }  # fmt: skip
 NEEDS = {"drift": ("drift", "perplexity")}  # results of other names
 

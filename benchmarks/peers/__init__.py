@@ -1,72 +1,68 @@
 """The peers: other systems' attention, as callables on one problem.
 
-Binaries come from `.peers/` (`make peers`). What is not there, or cannot do a case, is left out with the reason printed. Scales are one:
-FP8 data of spread one needs no others.
+Binaries come from `.peers/` (`make peers`). What is not there, or cannot do a case, is left out with the reason printed. Pages hold 64
+tokens.
 
-| name | is | accumulates FP8 products |
-|---|---|---|
-| `fa3-fp8`, `fa3-bf16` | FlashAttention-3 (`fa3-fwd`), the kernel behind PyTorch's quantized SDPA | in the tensor core |
-| `vllm-fa3-fp8`, `vllm-fa3-bf16` | vLLM's FlashAttention-3 | in two levels |
-| `cudnn-fp8` | cuDNN's FP8 graph; its output is FP8 too | in the tensor core |
-| `cudnn-bf16`, `flash-bf16` | `scaled_dot_product_attention` by cuDNN, and by torch's FlashAttention-2 | |
-| `torchao` | torchao's FP8 attention over `fa3-fp8`'s kernel: BF16 in and out, quantization included | in the tensor core |
+| name | is | scales | accumulates FP8 products |
+|---|---|---|---|
+| `fa3-fp8`, `fa3-bf16` | FlashAttention-3 (`fa3-fwd`), the kernel behind PyTorch's quantized SDPA | a KV head | in the tensor core |
+| `vllm-fa3-fp8`, `vllm-fa3-bf16` | vLLM's FlashAttention-3; `-paged` over pages | a KV head | in two levels |
+| `cudnn-fp8` | cuDNN's FP8 graph; its output is FP8 too | a tensor, P by 256 | in the tensor core |
+| `hpc-ops` | Tencent's HPC-Ops over pages: two kernels, as `flashinfer` | Q: a token and head; K, V: a tensor | in two levels |
+| `flashinfer` | FlashInfer over pages: TensorRT-LLM's fmha_v2 for prompts, XQA for decode steps | a tensor | in the tensor core |
+| `sage` | SageAttention's SM90 kernel, quantization excluded; Q and K in INT8 | rows of a thread; V: a channel | in two levels |
+| `cudnn-bf16`, `flash-bf16` | `scaled_dot_product_attention` by cuDNN, and by torch's FlashAttention-2 | | |
+| `torchao` | torchao's FP8 attention over `fa3-fp8`'s kernel: BF16 in and out, quantization included | a head | in the tensor core |
 
-`fa3` and `dense` have the callables; `binaries` loads what they need.
+A module a system has the calls and says what they are given; `binaries` loads what they need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from fp8attn.layout import FP8
-
 from ..measure import left_out
 from ..problem import Run, Shape
-from . import dense, fa3
+from . import dense, fa3, flashinfer, hpc, sage
 from .binaries import available
 
 
 class Peer(NamedTuple):
-    attend: Callable  # `attend(shape, q, k, v)` gives a call
+    run: Callable[..., Run]  # `run(shape, q, k, v)` of 16 bits gives a run of the peer, which rounds them as it needs them
     needs: str | None = None  # one of `available()`; None: torch has it
-    fp8: bool = False  # takes Q, K and V in FP8
-    dense: bool = False  # takes only sequences of equal lengths
 
 
 PEERS = {
-    "fa3-fp8": Peer(fa3.attention, "fa3", fp8=True),
-    "cudnn-fp8": Peer(dense.cudnn_fp8, "cudnn", fp8=True, dense=True),
-    "vllm-fa3-fp8": Peer(fa3.vllm_attention, "vllm-fa3", fp8=True),
-    "fa3-bf16": Peer(fa3.attention, "fa3"),
-    "cudnn-bf16": Peer(dense.cudnn_bf16, dense=True),
-    "flash-bf16": Peer(dense.flash_bf16, dense=True),
-    "torchao": Peer(dense.torchao, "torchao", dense=True),
+    "fa3-fp8": Peer(fa3.runs_in_fp8(lambda *args, **options: fa3.attention(*args, **options)), "fa3"),
+    "cudnn-fp8": Peer(dense.cudnn_fp8, "cudnn"),
+    "vllm-fa3-fp8": Peer(fa3.runs_in_fp8(fa3.vllm_dense), "vllm-fa3"),
+    "vllm-fa3-fp8-paged": Peer(fa3.runs_in_fp8(fa3.vllm_paged), "vllm-fa3"),
+    "hpc-ops": Peer(hpc.attention, "hpc-ops"),
+    "flashinfer": Peer(flashinfer.attention, "flashinfer"),
+    "sage": Peer(sage.attention, "sage"),
+    "fa3-bf16": Peer(fa3.runs_of(lambda *args: fa3.attention(*args)), "fa3"),
+    "vllm-fa3-bf16": Peer(fa3.runs_of(fa3.vllm_dense), "vllm-fa3"),
+    "vllm-fa3-bf16-paged": Peer(fa3.runs_of(fa3.vllm_paged), "vllm-fa3"),
+    "cudnn-bf16": Peer(dense.cudnn_bf16),
+    "flash-bf16": Peer(dense.flash_bf16),
+    "torchao": Peer(dense.torchao, "torchao"),
 }
-KERNELS = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "fa3-bf16", "cudnn-bf16")  # torchao is no kernel: it quantizes too
+PREFILL = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "hpc-ops", "flashinfer", "sage", "fa3-bf16", "cudnn-bf16")
+DECODE = ("vllm-fa3-fp8", "vllm-fa3-fp8-paged", "hpc-ops", "flashinfer", "vllm-fa3-bf16")
 
 
-def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = KERNELS) -> dict[str, Run]:
-    """The installed peers that support the problem, on the same `q`, `k` and `v` in BF16, which each peer converts to its dtype."""
-    found, low = {}, None
+def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = PREFILL) -> dict[str, Run]:
+    """The installed peers that support the problem, on the same `q`, `k` and `v` in 16 bits."""
+    found = {}
     for name in names:
         peer = PEERS[name]
         if peer.needs is not None and peer.needs not in available():
             continue
-        if peer.fp8 and low is None:
-            low = [x.to(FP8) for x in (q, k, v)]
-        given = low if peer.fp8 else [q, k, v]
         try:
-            if peer.dense:
-                dense.check(shape)
-            found[name] = Run(peer.attend(shape, *given), given[0], partial(_held, shape, *given[1:]))
+            found[name] = peer.run(shape, q, k, v)
         except Exception as problem:  # cuDNN's graphs raise types of their own
             left_out(name, problem)
     return found
-
-
-def _held(shape: Shape, k: torch.Tensor, v: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return k.split(shape.keys)[seq], v.split(shape.keys)[seq]

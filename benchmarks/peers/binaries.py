@@ -19,11 +19,12 @@ import torch
 from ..get_peers import FOLDER
 
 UNPACKED = Path("/tmp/fp8attn-peers")
+FLASHINFER = ("flashinfer_fmha", "flashinfer_xqa")
 
 
 @lru_cache
 def available() -> frozenset[str]:
-    """The names among `fa3`, `vllm-fa3`, `cudnn` and `torchao` that load here. The reason why another does not is printed once."""
+    """The names of `LOADERS` that load here. The reason why another does not is printed once."""
     found = set()
     for name, load in LOADERS.items():
         try:
@@ -34,10 +35,15 @@ def available() -> frozenset[str]:
     return frozenset(found)
 
 
-def _library(name: str) -> None:
-    """Load a library of torch ops."""
+def library(name: str) -> Path:
+    """The path of a library, unpacked."""
     packed = FOLDER / f"{name}.so.xz"
-    torch.ops.load_library(unpacked(f"{name}.so", lambda path: path.write_bytes(lzma.decompress(packed.read_bytes()))))
+    return unpacked(f"{name}.so", lambda path: path.write_bytes(lzma.decompress(packed.read_bytes())))
+
+
+def _ops(name: str) -> None:
+    """Load a library of torch ops."""
+    torch.ops.load_library(library(name))
 
 
 def _wheel(module: str, name: str) -> None:
@@ -58,6 +64,20 @@ def unpacked(name: str, unpack: Callable[[Path], object]) -> Path:
         with contextlib.suppress(OSError):  # another process was first
             unfinished.rename(path)
     return path
+
+
+def _hpc_ops() -> None:
+    """Load the ops, and their repository's module of calls as `hpc_attention`."""
+    _ops("hpc_ops")
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    importlib.import_module("hpc_attention")
+
+
+def _flashinfer() -> None:
+    _wheel("tvm_ffi", "apache_tvm_ffi")
+    for name in FLASHINFER:
+        library(name)
 
 
 _registered: list[torch.library.Library] = []
@@ -83,8 +103,11 @@ def _torchao() -> None:
 
 
 LOADERS = {
-    "fa3": partial(_library, "fa3_fwd"),
-    "vllm-fa3": partial(_library, "vllm_fa3"),
+    "fa3": partial(_ops, "fa3_fwd"),
+    "vllm-fa3": partial(_ops, "vllm_fa3"),
+    "hpc-ops": _hpc_ops,
+    "flashinfer": _flashinfer,
+    "sage": partial(_ops, "sage_sm90"),
     "cudnn": partial(_wheel, "cudnn", "nvidia_cudnn_frontend"),
     "torchao": _torchao,
 }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..problem import DEVICE, Shape
+from ..problem import DEVICE, Run, Shape
+from .rounded import by_heads
 
 
 def check(shape: Shape) -> None:
@@ -25,63 +25,72 @@ def masked(shape: Shape) -> bool:
     return shape.causal and max(shape.queries) > 1
 
 
-def _batched(shape: Shape, *xs: torch.Tensor) -> list[torch.Tensor]:
+def batched(shape: Shape, *xs: torch.Tensor) -> list[torch.Tensor]:
     """`[tokens, heads, head_dim]` of equal lengths as `[batch, heads, length, head_dim]`."""
     return [x.unflatten(0, (len(shape.keys), -1)).transpose(1, 2) for x in xs]
 
 
-def _rows(out: torch.Tensor) -> torch.Tensor:
+def rows(out: torch.Tensor) -> torch.Tensor:
     """`[batch, heads, length, head_dim]` as `[tokens, heads, head_dim]`."""
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _sdpa(backend: SDPBackend, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-    given = _batched(shape, q, k, v)
+def _sdpa(backend: SDPBackend, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
+    check(shape)
+    given = batched(shape, q, k, v)
     options = {"is_causal": masked(shape), "enable_gqa": shape.q_heads != shape.kv_heads}
 
     def call() -> torch.Tensor:
         with sdpa_kernel(backend):
-            return _rows(scaled_dot_product_attention(*given, **options))
+            return rows(scaled_dot_product_attention(*given, **options))
 
-    return call
+    return Run(call, q, shape.split(k, v))
 
 
 cudnn_bf16 = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
 flash_bf16 = partial(_sdpa, SDPBackend.FLASH_ATTENTION)
 
 
-def torchao(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+def torchao(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     from torchao.prototype.attention.fp8_fa3.attention import fp8_fa3_sdpa
 
-    given = _batched(shape, q, k, v)
-    return lambda: _rows(fp8_fa3_sdpa(*given, is_causal=masked(shape)))
+    check(shape)
+    given = batched(shape, q, k, v)
+    return Run(lambda: rows(fp8_fa3_sdpa(*given, is_causal=masked(shape))), q, shape.split(k, v))
 
 
-def cudnn_fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """cuDNN's FP8 attention; FP8 out.
+SCALE_P = 256.0  # P is at most one; E4M3 ends at 448
+
+
+def cudnn_fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
+    """cuDNN's FP8 attention, with one scale a tensor; FP8 out, scaled by V's scale.
 
     Raises:
         Exception: of a type of cuDNN's own, if it has no plan for this.
     """
-    q, k, v = _batched(shape, q, k, v)
-    graph, handle, inputs, output, ones, amaxes = _cudnn_graph(*(x for t in (q, k, v) for x in (t.shape, t.stride())), masked(shape))
+    check(shape)
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (by_heads(x, 1) for x in (q, k, v))
+    q, k, v = batched(shape, q8.bits, k8.bits, v8.bits)
+    graph, handle, inputs, output, scales, amaxes = _cudnn_graph(*(x for t in (q, k, v) for x in (t.shape, t.stride())), masked(shape))
     out = torch.empty_like(q)
     workspace = torch.empty(max(1, graph.get_workspace_size()), device=DEVICE, dtype=torch.uint8)
-    one, *amax = (torch.ones(1, device=DEVICE) for _ in range(3))
-    tensors = dict(zip((*inputs, output, *amaxes), (q, k, v, out, *amax), strict=True)) | dict.fromkeys(ones, one)
+    p_scale, *amax = (torch.ones(1, device=DEVICE) for _ in range(3))
+    p_scale *= SCALE_P
+    given = (q_scale, k_scale, v_scale, 1 / p_scale, p_scale, 1 / v_scale)
+    tensors = dict(zip((*inputs, output, *amaxes, *scales), (q, k, v, out, *amax, *given), strict=True))
     buffers = {tensor: x.data_ptr() for tensor, x in tensors.items()}
 
     def call() -> torch.Tensor:
         graph.execute(buffers, workspace, handle=handle)
-        return _rows(out)
+        return rows(out)
 
     call.tensors = tensors  # pointers keep nothing alive
-    return call
+    return Run(call, q8, shape.split(k8, v8), unit=float(v_scale))
 
 
 @lru_cache
 def _cudnn_graph(q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, causal: bool):
-    """A built plan for data of these shapes: (graph, handle, inputs, output, scales of one, its other outputs)."""
+    """A built plan for data of these shapes: (graph, handle, inputs, output, scales, other outputs). Scales: Q, K, V, P twice, output."""
     import cudnn
 
     handle = cudnn.create_handle()

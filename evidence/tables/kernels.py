@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import re
+
 from benchmarks.problem import KEYS
 
-from ..rows import devices, every, lengths, over, over_bf16
+from ..rows import devices, every, latest, lengths, over, over_bf16
 from .writing import Cell, beside, block, number, span, table, tokens, value
 
 PREFILL = {
-    "D128-full-S16384": "16k full", "D128-causal-S16384": "16k causal", "D128-causal-S1024": "16 x 1k causal",
+    "D128-full-S4096": "4 x 4k full", "D128-full-S16384": "16k full", "D128-full-S65536": "64k full",
+    "D128-causal-S16384": "16k causal", "D128-causal-S1024": "16 x 1k causal",
     "D128-causal-S4096": "4 x 4k causal", "D128-causal-S8192": "2 x 8k causal", "D128-causal-S65536": "64k causal",
     "gqa-causal-S16384": "16k causal, 32/8 heads", "gqa-causal-S131072": "128k causal, 32/8 heads",
     "chunked-2k-on-128k": "2k on 128k, 32/8 heads", "varlen-mix": "ragged, 32/8 heads", "D64-full-S16384": "16k full, head_dim 64",
     "D64-causal-S16384": "16k causal, head_dim 64", "D256-full-S16384": "16k full, head_dim 256",
     "D256-causal-S16384": "16k causal, head_dim 256",
 }  # fmt: skip
-SINGLE_LEVEL = ("fa3-fp8", "cudnn-fp8")
+SINGLE_LEVEL = ("fa3-fp8", "cudnn-fp8", "flashinfer")
+TWO_LEVEL = ("vllm-fa3-fp8", "hpc-ops", "sage")
+PEERS = {  # names in tables; `benchmarks.peers` says what they are
+    "fa3-fp8": "FA3", "cudnn-fp8": "cuDNN", "flashinfer": "FlashInfer", "vllm-fa3-fp8": "vLLM's FA3", "hpc-ops": "HPC-Ops",
+    "sage": "SageAttention", "fa3-bf16": "FA3 BF16", "cudnn-bf16": "cuDNN BF16",
+}  # fmt: skip
+ENGINE = {
+    "vllm-fa3-fp8": "vLLM's FA3 FP8, one call", "vllm-fa3-fp8-split": "vLLM's FA3 FP8, two calls", "flashinfer": "FlashInfer FP8",
+    "hpc-ops": "HPC-Ops FP8", "vllm-fa3-bf16": "vLLM's FA3 BF16, one call", "vllm-fa3-bf16-split": "vLLM's FA3 BF16, two calls",
+}  # fmt: skip
+STEP = {
+    "vllm-fa3-fp8-paged": "vLLM's FA3, paged",
+    "vllm-fa3-fp8": "vLLM's FA3, dense",
+    "flashinfer": "FlashInfer XQA",
+    "hpc-ops": "HPC-Ops",
+}
 PREFILL_IMPLS = (*KEYS, "fp8attn-q8")  # queries in 16 bits, and in FP8
+
+
+def over_peer(impl: str) -> Cell:
+    return lambda here, case: number(over(here, case, "fp8attn", impl))
 
 
 @block
@@ -24,7 +46,7 @@ def decode() -> str:
     cases = {case: case.replace("-", ", ") for here in devices("decode").values() for case, _ in here}
     return beside("decode", "batch x context", cases, {
         "GB/s": lambda here, case: value(here, case, "fp8attn", "gbps", ".0f"),
-        "over vLLM FP8, paged": lambda here, case: number(over(here, case, "fp8attn", "vllm-fa3-fp8-paged")),
+        **{f"over {title}": over_peer(impl) for impl, title in STEP.items()},
         "of the ceiling": lambda here, case: number(over(here, case, "fp8attn", "stream-ceiling"), ".0%"),
     })  # fmt: skip
 
@@ -32,8 +54,22 @@ def decode() -> str:
 @block
 def decode_error() -> str:
     ours = max(row["rel_err"] for row in every("decode") if row["impl"] in KEYS)
-    theirs = [row["rel_err"] for row in every("decode") if row["impl"].startswith("vllm-fa3-fp8")]
+    even = [row for row in every("decode") if "ragged" not in row["case"]]  # whose last sequence is one token
+    theirs = [row["rel_err"] for row in even if row["impl"].startswith("vllm-fa3-fp8")]
     return f"at most {ours:.1e} off; vLLM's FP8, which rounds Q and the weights, {span(theirs, '.1e')}"
+
+
+def prompts() -> dict[str, str]:
+    """The cases of `PREFILL` that were measured."""
+    found = {case for here in devices("prefill").values() for case, _ in here}
+    return {case: label for case, label in PREFILL.items() if case in found}
+
+
+def two_level() -> str:
+    """The peers that sum in two levels, as far as they were measured."""
+    _, here = latest("prefill")
+    found = [PEERS[impl] for impl in TWO_LEVEL if any(impl == each for _, each in here)]
+    return f"the best two-level FP8 ({', '.join(found)})" if len(found) > 1 else f"{found[0]}, two-level"
 
 
 @block
@@ -41,12 +77,44 @@ def prefill() -> str:
     def tflops(impl: str) -> Cell:
         return lambda here, case: value(here, case, impl, "tflops", ".0f")
 
-    return beside("prefill", "tokens", PREFILL, {
+    return beside("prefill", "tokens", prompts(), {
         "TFLOPS": tflops("fp8attn-q8"),
         "over the best single-level FP8": lambda here, case: number(over(here, case, "fp8attn-q8", *SINGLE_LEVEL)),
-        "over vLLM FP8": lambda here, case: number(over(here, case, "fp8attn-q8", "vllm-fa3-fp8")),
+        f"over {two_level()}": lambda here, case: number(over(here, case, "fp8attn-q8", *TWO_LEVEL)),
         **{"16-bit queries" + (f", {keys.upper()} keys" if impl != "fp8attn" else ""): tflops(impl) for impl, keys in KEYS.items()},
     })  # fmt: skip
+
+
+@block
+def prefill_peers() -> str:
+    """TFLOPS of ours and of every peer, on the last device that has them."""
+    title, here = latest("prefill")
+    impls = {"fp8attn-q8": title} | PEERS
+    body = [[label, *(value(here, case, impl, "tflops", ".0f") for impl in impls)] for case, label in prompts().items()]
+    return table(["tokens", *impls.values()], body)
+
+
+@block
+def engine() -> str:
+    """A step of an engine: our time, and over it the others'."""
+    title, here = latest("engine")
+    cases = dict.fromkeys(case for case, _ in here)
+    body = [
+        [step_of(case), value(here, case, "fp8attn", "ms", ".0f", 1e3), *(over_peer(impl)(here, case) for impl in ENGINE)] for case in cases
+    ]
+    return table(["a chunk beside decode steps", f"{title}: us", *(f"over {name}" for name in ENGINE.values())], body)
+
+
+def step_of(case: str) -> str:
+    """`C2k-at-32k-beside-32` in words."""
+    chunk, *at, decodes = re.fullmatch(r"C(\w+)(?:-at-(\w+))?-beside-(\d+)", case).groups()
+    return f"{chunk} tokens{f' on {at[0]}' if at[0] else ''}, {decodes} steps"
+
+
+def engine_over(*impls: str) -> str:
+    """The smallest and the largest of what the best of `impls` takes over ours in a step of an engine."""
+    _, here = latest("engine")
+    return span(over(here, case, "fp8attn", *impls) for case in dict.fromkeys(case for case, _ in here))
 
 
 @block

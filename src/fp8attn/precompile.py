@@ -38,7 +38,7 @@ TARGETS = {
     "sm_80": Machine(108, 166912, False),
     "sm_86": Machine(84, 101376, False),
     "sm_89": Machine(142, 101376, True),
-    "sm_90": Machine(132, 232448, True),
+    "sm_90": Machine(132, 232448, True, hopper=True),
     "sm_100": Machine(148, 232448, True),
     "sm_120": Machine(188, 101376, True),
 }

@@ -14,6 +14,7 @@ from benchmarks import (
     accuracy,
     append,
     decode,
+    engine,
     llama_decode,
     llama_prefill,
     measure,
@@ -326,7 +327,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(peers, "available", frozenset)
     monkeypatch.setattr(append, "HEADS", 2)  # the interpreter takes a program for each head
-    for module in (measure, accuracy, append, decode, prefill, sdpa):
+    for module in (measure, accuracy, append, decode, engine, prefill, sdpa):
         for name, stand_in in {
             "graph_of": lambda call: (call, call()),
             "interleaved": lambda calls, rounds, **options: dict.fromkeys(calls, 1.0),
@@ -350,6 +351,7 @@ STEP = problem.steps(130, 7, kv_heads=1, dim=64)
     [
         (prefill, lambda: SHORT, dict.fromkeys(prefill.OURS, "True")),
         (decode, lambda: STEP, dict.fromkeys(problem.KEYS, "True") | {"stream-ceiling": "False"}),
+        (engine, lambda: Shape((130, 7, 140), (1, 1, 20), 2, 1, 64, True), {"fp8attn": "True"}),
         (
             sdpa,
             lambda: sdpa.Case(40, True, sdpa.KV_HEADS),

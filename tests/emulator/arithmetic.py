@@ -89,6 +89,9 @@ def _float(opcode: list[str], x: list[np.ndarray]) -> np.ndarray:
             return x[0] & 0x7FFF
         case "max" if kind in ("f16", "bf16"):
             return rounded(np.fmax(*(widened(v, kind) for v in x)), kind)
+        case "mul" if kind in ("f16", "f16x2"):
+            a, b = (widened(np.ascontiguousarray(v).view(np.uint16), "f16") for v in x)
+            return rounded(a * b, "f16").view(x[0].dtype)
         case "max" if kind in ("f16x2", "bf16x2") and opcode[1:3] == ["xorsign", "abs"]:
             a, b = (np.ascontiguousarray(v).view(np.uint16) for v in x)
             out = rounded(np.fmax(*(widened(v & 0x7FFF, kind[:-2]) for v in (a, b))), kind[:-2])

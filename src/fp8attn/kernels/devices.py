@@ -40,8 +40,8 @@ class Chip:
         combine: microseconds of a launch of `combine`, and microseconds for each byte of the partial outputs that it reads.
         decode_stages: number of pages in the shared memory of a CTA of `decode`, by padded head_dim.
         decode_ctas: number of CTAs of `decode` on a multiprocessor, by padded head_dim. Shared memory and registers limit it.
-        decode_min_pages: the smallest number of pages in a CTA's range when there is little work.
         decode_whole_pages: the largest number of pages of a head that stays in one range, because combining its parts would cost more.
+        decode_head_pages: the number of pages that a CTA of `decode` reads in the time that it takes for a head besides its pages.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Chip:
     combine: tuple[float, float]
     decode_stages: Mapping[int, int]
     decode_ctas: Mapping[int, int]
-    decode_min_pages: int
     decode_whole_pages: int
+    decode_head_pages: int
 
 
 # The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which `test_prefill_cut.py` has, and
@@ -66,8 +66,8 @@ H100 = Chip(
     combine=(6.0, 0.9e-6),
     decode_stages={64: 4, 128: 2, 256: 3},
     decode_ctas={64: 2, 128: 2, 256: 1},
-    decode_min_pages=2,
     decode_whole_pages=4,
+    decode_head_pages=2,
 )
 # The H100's multiprocessors and L2 cache with faster memory. Prefill at head_dim 128 is fitted to launches with 16-bit queries over rotated
 # INT8 keys, which `test_prefill_cut.py` has, and the bandwidth is measured. The others are the H100's.

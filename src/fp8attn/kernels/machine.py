@@ -17,12 +17,14 @@ class Machine(NamedTuple):
         shared_memory: bytes of shared memory that one program may have.
         native_e4m3: whether kernels may use Triton's own E4M3 conversions.
         name: the GPU's name, with which `devices` finds its measured numbers.
+        hopper: whether it runs the kernels for Hopper.
     """
 
     num_sms: int
     shared_memory: int
     native_e4m3: bool
     name: str = ""
+    hopper: bool = False
 
 
 _planned: Machine | None = None
@@ -50,4 +52,5 @@ def machine(device: torch.device) -> Machine:
         getattr(properties, "shared_memory_per_block_optin", 64 << 10),
         native and torch.cuda.get_device_capability(device) >= (8, 9),
         getattr(properties, "name", ""),
+        native and torch.cuda.get_device_capability(device) == (9, 0),
     )

@@ -25,6 +25,7 @@ import torch
 from ...layout import FP8, PAGE_SIZE, KVPages, page_bytes
 from ..fp8 import is_native
 from ..launch import MAX_GRID, Constants, constants, launch, num_sms
+from ..machine import machine
 from ..rows import Row, power_of_two, row_of
 from .e4m3 import e4m3_kernel
 from .options import Codes, Options, Queries
@@ -160,7 +161,7 @@ def _step_plan(
     block = min(power_of_two(heads), max(1, STEP_ELEMENTS // (row.width * tokens)))
     block = max(block, power_of_two(-(-2 * heads // MAX_PROGRAMS)))
     queries, programs = _queries(row, native, num_tokens, num_q_heads) if num_q_heads else (None, 0)
-    options = replace(_options(*stored, dense=False), tokens=tokens, heads=block)
+    options = replace(_options(*stored, dense=False), tokens=tokens, heads=block, hopper=machine(device).hopper)
     given = constants("step", device, OPTIONS=options, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
     return (num_seqs * 2 * -(-heads // block) + programs,), given
 

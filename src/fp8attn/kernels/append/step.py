@@ -180,6 +180,13 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
         store_rows(_rows(rows), codes, _rows(valid), ROW)
 
 
+@triton.jit
+def _launch_dependents():
+    """Allow the next launch, if it is programmatic, to begin once all programs are here. It waits for the end of this launch by itself."""
+    asm: tl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
 def step_kernel(
     k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, overflows_ptr,
@@ -193,6 +200,8 @@ def step_kernel(
     ROW: tl.constexpr = K.row
     HEADS: tl.constexpr = OPTIONS.heads
     T: tl.constexpr = OPTIONS.tokens
+    if OPTIONS.hopper:
+        _launch_dependents()
     programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
     seq = tl.program_id(0) // programs
     program = tl.program_id(0) % programs

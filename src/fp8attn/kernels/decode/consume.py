@@ -165,7 +165,7 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
     channel = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
     step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
     first_start = work.worker_of(work.begin)  # of the first head
-    q, factor, offset = queries.operand(first_q, first_k_mean, VECTOR, INT8, options)
+    raw_q, k_mean = first_q, first_k_mean
     index, head, begin = work.seq, work.head, work.begin
     tile = 0
     while begin < work.high:
@@ -173,13 +173,15 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
         i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
         if i < j:
             if begin > work.begin:
-                next_q, k_mean = queries.load(batch, seq, head, options)
-                q, factor, offset = queries.operand(next_q, k_mean, VECTOR, INT8, options)
+                raw_q, k_mean = queries.load(batch, seq, head, options)
+            q, factor, offset = queries.operand(raw_q, k_mean, VECTOR, INT8, options)
             mask = _mask(batch, seq, step, options.causal)
             acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
             row_max = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
             row_sum = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
-            offset_one = gl.max(gl.convert_layout(offset, SUMS), 0)
+            offset_one = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, SUMS))
+            if OFFSETS:
+                offset_one = gl.max(gl.convert_layout(offset, SUMS), 0)
             v_scale = seq.length.to(gl.float32) * 0.0 + 1.0  # of an empty accumulator
             for page in range(seq.first_page + i, seq.first_page + j):
                 acc, row_max, row_sum, v_scale = _attend(
@@ -210,5 +212,5 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
                     gl.store(parts.pages + start, 0)
                     last = work.worker_of(begin + seq.num_pages - 1)
                     combine(start, last, batch, seq, head, work.workers, parts, output, OFFSETS, options)
-        begin += seq.num_pages
+        begin += seq.places
         index, head = batch.following(index, head, seq.num_pages)

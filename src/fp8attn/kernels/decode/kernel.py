@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gluon import gl, gluon
+from ..gluon import gdc_wait, gl, gluon
 from .combine import Output, Parts, clear_rest
 from .consume import consume
 from .load import PRODUCER_REGISTERS, Source, make_pipe, produce, request_first
@@ -23,7 +23,7 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
     worker = gl.program_id(0) // row_tiles
     batch = Batch(
         lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, OPTIONS.group, OPTIONS.ragged,
-        OPTIONS.window, OPTIONS.leftpad, OPTIONS.min_pages, OPTIONS.whole_pages,
+        OPTIONS.window, OPTIONS.leftpad, OPTIONS.whole_pages, OPTIONS.head_pages,
     )  # fmt: skip
     # Every row tile has its own parts, as its own ranges.
     first = row_tile * (2 * workers) * ROWS
@@ -34,6 +34,7 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
     output = Output(out_ptr, lse_ptr, v_mean_ptr, sinks_ptr)
     # Before warp specialization, do only the work that the first page waits for, and load the first queries. Later they would wait for
     # the pages that the SM has requested.
+    gdc_wait()  # The kernel is launched while `append` runs. From here on it reads and writes memory that previous kernels use.
     count = batch.counts(0, OPTIONS.block)
     pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
     pipe.open(0, 1)

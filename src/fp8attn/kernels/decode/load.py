@@ -100,5 +100,5 @@ def produce(pipe, batch, work, requested, source):
                 mbarrier.arrive(pipe.v_full.index(stage), count=1)
             tile += 1
         done = 0
-        begin += seq.num_pages
+        begin += seq.places
         index, head = batch.following(index, head, seq.num_pages)

@@ -31,6 +31,6 @@ class Options(ConstexprFields):
     sinks: bool
     leftpad: bool
     rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
-    min_pages: int  # `devices.Chip.decode_min_pages`
     whole_pages: int  # `devices.Chip.decode_whole_pages`
+    head_pages: int  # `devices.Chip.decode_head_pages`
     early_v: bool  # V is loaded to registers before the scores are computed, if there are enough registers

@@ -69,11 +69,11 @@ class Launch:
             head_dim=self.head_dim, width=self.width, group=self.group, rows=self.rows,
             used_rows=min(self.rows, 1 << (self.max_rows - 1).bit_length()), one_row_tile=self.tiles == 1, stages=self.stages,
             block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window, softcap=self.softcap,
-            sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, min_pages=self.chip.decode_min_pages,
-            whole_pages=self.chip.decode_whole_pages, early_v=self.width * self.rows <= 2048,
+            sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, whole_pages=self.chip.decode_whole_pages,
+            head_pages=self.chip.decode_head_pages, early_v=self.width * self.rows <= 2048,
         )  # fmt: skip
         threads = self.chip.decode_ctas[self.width] * 2 * WARPS * 32
-        return {"OPTIONS": options, "num_warps": WARPS, "maxnreg": min(65536 // threads, 248)}
+        return {"OPTIONS": options, "num_warps": WARPS, "maxnreg": min(65536 // threads, 248), "launch_pdl": True}
 
 
 class Plan(NamedTuple):

@@ -36,53 +36,76 @@ class Queries:
 
     @gluon.jit
     def load(self, batch, seq, head, options: gl.constexpr):
-        """Q^T `[warps, channels, rows]` of a row tile, the same in every warp; and the mean of the head's K, by channel."""
-        WARPS: gl.constexpr = gl.num_warps()
-        OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(WARPS), 4)
-        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, OPERAND)))[:, None, None]
-        d = gl.arange(0, options.width, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
-        row = batch.row0 + gl.arange(0, options.rows, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))[None, None, :]
-        token = seq.query + row // batch.GROUP
-        q_head = head * batch.GROUP + row % batch.GROUP
-        inside = (row < seq.num_q * batch.GROUP) & (d < options.head_dim) & (warp >= 0)
+        """Q `[rows, channels]` of a row tile, and the mean of the head's K, by channel."""
+        LAYOUT: gl.constexpr = _rows_layout(options.width, gl.num_warps())
+        d = gl.arange(0, options.width, gl.SliceLayout(0, LAYOUT))
+        row = batch.row0 + gl.arange(0, options.rows, gl.SliceLayout(1, LAYOUT))
+        first = (seq.query + row // batch.GROUP) * self.stride_t + (head * batch.GROUP + row % batch.GROUP) * self.stride_h
+        inside = (row < seq.num_q * batch.GROUP)[:, None] & (d < options.head_dim)[None, :]
         mean = load_mean(self.k_mean, head, d, options.head_dim)
         if self.k_mean is not None:
             sync()  # ptxas: D128 rows1. Without it, the mean is loaded after the wait for the queries.
-        return gl.load(self.q + token * self.stride_t + q_head * self.stride_h + d + warp * 0, mask=inside, other=0.0), mean
+        return gl.load(self.q + first[:, None] + d[None, :], mask=inside, other=0.0), mean
 
     @gluon.jit
     def operand(self, q, k_mean, VECTOR: gl.constexpr, INT8: gl.constexpr, options: gl.constexpr):
-        """The result of `load` as the operand that `scores` takes; by row, the factor that makes the products exponents of two; and
-        by row, the score of K's mean, as an exponent of two.
+        """The result of `load` as the operand that `scores` takes, the same in every warp; by row, the factor that makes the products
+        exponents of two; and by row, the score of K's mean, as an exponent of two.
 
         The operand includes the sign of the softmax scale. So the factor is positive, and the largest score can be found before the factor
         is applied. A row of only tiny values is scaled as if its largest were 2^-60, so that no factor underflows.
         """
+        OPERAND: gl.constexpr = gl.DotOperandLayout(1, VECTOR.parent, 4)
         q = q.to(gl.float32)
         if options.rotate:
             q = _rotate(q, options.head_dim)
-        offset = gl.zeros([q.shape[0], q.shape[2]], gl.float32, gl.SliceLayout(1, q.type.layout))
+        offset = gl.zeros([gl.num_warps(), q.shape[0]], gl.float32, VECTOR)
         if self.k_mean is not None:
-            offset = gl.sum(q * k_mean, 1) * (self.scale * LOG2E)
+            offset = _in_every_warp(gl.sum(q * k_mean[None, :], 1) * (self.scale * LOG2E), VECTOR)
         largest = gl.maximum(gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23)  # NaN is larger than all numbers here
         sign = gl.where(self.scale < 0, -1.0, 1.0)
         if INT8:
             largest = largest.to(gl.float32, bitcast=True)
             # The last 16 bits of the sum are the integer nearest to the product: a high and a low byte, both of them signed.
-            bits = (q * (sign * MAX_INTEGER / largest)[:, None, :] + 1.5 * 2**23).to(gl.int32, bitcast=True)
-            OPERAND: gl.constexpr = q.type.layout
-            SHAPE: gl.constexpr = [q.shape[0], q.shape[1], 2 * q.shape[2]]
-            high_low = gl.join(((bits + 128) >> 8).to(gl.int8), bits.to(gl.int8)).permute(0, 1, 3, 2)
-            q = gl.convert_layout(high_low.reshape(SHAPE), OPERAND, assert_trivial=True)
+            bits = (q * (sign * MAX_INTEGER / largest)[:, None] + 1.5 * 2**23).to(gl.int32, bitcast=True)
+            q = gl.join(((bits + 128) >> 8).to(gl.int8), bits.to(gl.int8)).permute(2, 0, 1).reshape([2 * q.shape[0], q.shape[1]])
             factor = largest * (gl.abs(self.scale) * (LOG2E / MAX_INTEGER))
         else:
             # An exact power of two, which brings the row's largest value into [2^14, 2^15). Values down to 2^-29 of it keep all their bits.
             exponent = largest >> 23
             up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
             down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-            q = (q * (sign * up)[:, None, :]).to(gl.float16)
+            q = (q * up[:, None]).to(gl.float16)
             factor = down * (gl.abs(self.scale) * LOG2E)
-        return q, gl.convert_layout(factor, VECTOR), gl.convert_layout(offset, VECTOR)
+        BYTES: gl.constexpr = 16 * 8 // q.dtype.primitive_bitwidth  # elements of 16 bytes: a row of a matrix of ldmatrix
+        SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(BYTES, 1, 8, [1, 0])
+        memory = gl.allocate_shared_memory(q.dtype, q.shape, SWIZZLED, q)
+        q = memory.permute([1, 0]).load(gl.SliceLayout(0, OPERAND))
+        if not INT8:
+            q *= sign.to(gl.float16)
+        return _repeat(q, OPERAND), _in_every_warp(factor, VECTOR), offset
+
+
+@gluon.constexpr_function
+def _rows_layout(width, warps):
+    """Of [rows, channels], without copies: eight channels in a thread, a row in neighboring threads."""
+    lanes = width // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _in_every_warp(x, LAYOUT: gl.constexpr):
+    """`x` with a first dimension of warps, which all have the same values."""
+    return _repeat(gl.convert_layout(x, gl.SliceLayout(0, LAYOUT)), LAYOUT)
+
+
+@gluon.jit
+def _repeat(x, LAYOUT: gl.constexpr):
+    """`x` with a first dimension of warps, which all have it already."""
+    WARPS: gl.constexpr = gl.num_warps()
+    x = gl.expand_dims(x, 0)
+    SHAPE: gl.constexpr = [WARPS] + x.shape[1:]  # noqa: RUF005 - Triton knows no starred elements
+    return gl.broadcast(x, gl.zeros(SHAPE, x.dtype, LAYOUT))[0]
 
 
 @gluon.constexpr_function
@@ -92,18 +115,19 @@ def _log2_block(head_dim):
 
 @gluon.jit
 def _rotate(q, D: gl.constexpr):
-    """`rotation.rotate` of Q^T `[warps, channels, rows]` in FP32, up to rounding. Padding is in separate blocks and remains zero."""
-    WARPS: gl.constexpr = q.shape[0]
+    """`rotation.rotate` of Q `[rows, channels]` in FP32, to the same bits. Padding is in separate blocks and remains zero."""
+    ROWS: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
-    ROWS: gl.constexpr = q.shape[2]
-    OPERAND: gl.constexpr = q.type.layout
+    LAYOUT: gl.constexpr = q.type.layout
     STEPS: gl.constexpr = _log2_block(D)
     FACTOR: gl.constexpr = 2.0 ** (-0.5 * STEPS)
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :, None]
-    q *= gl.where(negative(d), -FACTOR, FACTOR)
+    q *= gl.where(negative(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))), -FACTOR, FACTOR)[None, :]
     for step in gl.static_range(STEPS):
-        pairs = q.reshape([WARPS, WIDTH >> (step + 1), 2, ROWS << step])
-        second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs.type.layout))))[None, None, :, None] > 0
-        total = gl.sum(pairs, 2)[:, :, None, :]  # in registers; in two of the steps, a pair is in neighboring lanes
-        q = gl.where(second, total - 2 * pairs, total).reshape([WARPS, WIDTH, ROWS])
-    return gl.convert_layout(q, OPERAND, assert_trivial=True)
+        pairs = q.reshape([ROWS, WIDTH >> (step + 1), 2, 1 << step])
+        second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs.type.layout))))[None, None, :, None]
+        sign = gl.broadcast(gl.where(second > 0, -1.0, 1.0), pairs)[0]
+        # The other number of a pair is the sum of both minus this one. As integers this is exact, and becomes a shuffle at most.
+        bits = pairs.to(gl.int32, bitcast=True)
+        other = (gl.sum(bits, 2)[:, :, None, :] - bits).to(gl.float32, bitcast=True)
+        q = gl.fma(pairs, sign, other).reshape([ROWS, WIDTH])
+    return gl.convert_layout(q, LAYOUT, assert_trivial=True)

@@ -1,4 +1,4 @@
-"""The work of a launch: the pages of all heads of all sequences, cut into one range for each worker, of equal lengths.
+"""The work of a launch: a list of the pages of all heads of all sequences, cut into one range for each worker, of equal lengths.
 
 Every CTA computes its own range from the lengths of the sequences. The host does not read them, and there is no launch before this one.
 """
@@ -19,11 +19,12 @@ class Sequence:
     pad: gl.tensor  # padding tokens, before the others
     first_page: gl.tensor  # that some row sees
     num_pages: gl.tensor  # from that one on
+    places: gl.tensor  # of each head in the list of work
 
 
 @aggregate
 class Batch:
-    """The sequences, and the pages that a row tile must read."""
+    """The sequences, and the places of their heads in the list of work."""
 
     lengths: gl.tensor  # pointers to int32: tokens held, bounds of the queries, tokens of padding
     bounds: gl.tensor
@@ -37,8 +38,8 @@ class Batch:
     RAGGED: gl.constexpr  # bounds are given; else every sequence has max_q queries
     WINDOW: gl.constexpr
     LEFTPAD: gl.constexpr
-    MIN_PAGES: gl.constexpr  # `devices.Chip.decode_min_pages`
     WHOLE_PAGES: gl.constexpr  # `devices.Chip.decode_whole_pages`
+    HEAD_PAGES: gl.constexpr  # `devices.Chip.decode_head_pages`
 
     @gluon.jit
     def pages(self, length, num_q, pad):
@@ -56,6 +57,11 @@ class Batch:
         return first, gl.where(num_q * self.GROUP > self.row0, last + 1 - first, 0)
 
     @gluon.jit
+    def places(self, pages):
+        """The places of a head of `pages` in the list of work: its pages. A short head has more, for the time of its beginning and end."""
+        return gl.where((pages > 0) & (pages <= self.WHOLE_PAGES), pages + self.HEAD_PAGES, pages)
+
+    @gluon.jit
     def sequence(self, seq):
         """The sequence of an index."""
         length = gl.load(self.lengths + seq)
@@ -67,12 +73,12 @@ class Batch:
         pad = length * 0
         if self.LEFTPAD:
             pad = gl.load(self.leftpad + seq)
-        first, count = self.pages(length, num_q, pad)
-        return Sequence(length, query, num_q, pad, first, count)
+        first, pages = self.pages(length, num_q, pad)
+        return Sequence(length, query, num_q, pad, first, pages, self.places(pages))
 
     @gluon.jit
     def counts(self, base, BLOCK: gl.constexpr):
-        """Numbers of pages (of one head) of the sequences `[base, base + BLOCK)`. Every warp holds all of them."""
+        """Numbers of places (of one head) of the sequences `[base, base + BLOCK)`. Every warp holds all of them."""
         seq = base + gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
         inside = seq < self.num_seqs
         length = gl.load(self.lengths + seq, mask=inside, other=0)
@@ -82,35 +88,35 @@ class Batch:
             num_q = gl.load(self.bounds + seq + 1, mask=inside, other=0) - gl.load(self.bounds + seq, mask=inside, other=0)
         if self.LEFTPAD:
             pad = gl.load(self.leftpad + seq, mask=inside, other=0)
-        _, count = self.pages(length, num_q, pad)
-        return gl.where(inside, count, 0)
+        _, pages = self.pages(length, num_q, pad)
+        return gl.where(inside, self.places(pages), 0)
 
     @gluon.jit
-    def after(self, page, count, base, before, BLOCK: gl.constexpr):
-        """Find the flat index `page` among the sequences `[base, base + BLOCK)`, with `count` pages each and `before` pages before them.
+    def after(self, place, count, base, before, BLOCK: gl.constexpr):
+        """Find a place among the sequences `[base, base + BLOCK)`, with `count` places each and `before` places before them.
 
-        Returns the number of sequences that end at or before `page`, the flat index at which the last of these ends, and the number of
-        pages of all.
+        Returns the number of sequences that end at or before `place`, the place at which the last of these ends, and the number of places
+        of all.
         """
         end = (gl.associative_scan(count, 0, _add) + before) * self.heads
-        passed = (end <= page) & (base + gl.arange(0, BLOCK, count.type.layout) < self.num_seqs)
+        passed = (end <= place) & (base + gl.arange(0, BLOCK, count.type.layout) < self.num_seqs)
         return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
 
     @gluon.jit
-    def portion(self, begin, count, low, high):
-        """The pages `[i, j)` of a head that belong to the range `[low, high)`. The head's flat indices are `[begin, begin + count)`.
+    def portion(self, begin, pages, low, high):
+        """The pages `[i, j)` of a head, whose places begin at `begin`, that belong to the range `[low, high)`.
 
         A short head belongs completely to the range that contains its middle.
         """
-        middle = begin + count // 2
-        mine = gl.where((low <= middle) & (middle < high), count, 0)
-        short = count <= self.WHOLE_PAGES
-        return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, count))
+        middle = begin + self.places(pages) // 2
+        mine = gl.where((low <= middle) & (middle < high), pages, 0)
+        short = pages <= self.WHOLE_PAGES
+        return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, pages))
 
     @gluon.jit
-    def following(self, seq, head, count):
-        """The sequence and the head after `head` of `seq`, whose pages are `count`."""
-        last = (head + 1 == self.heads) | (count == 0)
+    def following(self, seq, head, pages):
+        """The sequence and the head after `head` of `seq`, which has `pages`."""
+        last = (head + 1 == self.heads) | (pages == 0)
         return gl.where(last, seq + 1, seq), gl.where(last, 0, head + 1)
 
 
@@ -127,37 +133,37 @@ def _divide(a, b):
 
 @aggregate
 class Work:
-    """The pages of all heads in one flat order, cut into a range for each worker; and the range of this worker.
+    """The places of all heads in one list, cut into a range for each worker; and the range of this worker.
 
     The cuts, and so the order of every sum, depend only on the lengths. A worker without work has an empty range.
     """
 
     worker: gl.tensor
     workers: gl.tensor  # that have work
-    share: gl.tensor  # pages of a range, one more for the first `rest` of them
+    share: gl.tensor  # places of a range, one more for the first `rest` of them
     rest: gl.tensor
     low: gl.tensor  # this worker's range
     high: gl.tensor
-    seq: gl.tensor  # the head that `low` is in, and the flat index at which this head begins
+    seq: gl.tensor  # the head that `low` is in, and the place at which this head begins
     head: gl.tensor
     begin: gl.tensor
 
     @gluon.jit
-    def worker_of(self, page):
-        """The worker whose range contains a page."""
+    def worker_of(self, place):
+        """The worker whose range contains a place."""
         longer = self.rest * (self.share + 1)
-        return gl.where(page < longer, _divide(page, self.share + 1), self.rest + _divide(page - longer, gl.maximum(self.share, 1)))
+        return gl.where(place < longer, _divide(place, self.share + 1), self.rest + _divide(place - longer, gl.maximum(self.share, 1)))
 
 
 @gluon.jit
 def assign(batch, count, worker, workers, BLOCK: gl.constexpr):
-    """The work of `worker`. `count`: the numbers of pages of the first `BLOCK` sequences."""
+    """The work of `worker`. `count`: the numbers of places of the first `BLOCK` sequences."""
     total = gl.sum(count, 0)
     if BLOCK > 32:  # else there are no more sequences
         for base in range(BLOCK, batch.num_seqs, BLOCK):
             total += gl.sum(batch.counts(base, BLOCK), 0)
     total *= batch.heads
-    workers = gl.maximum(gl.minimum(workers, total // batch.MIN_PAGES), 1)
+    workers = gl.maximum(gl.minimum(workers, total), 1)
     share = _divide(total, workers)
     rest = total - share * workers
     low = worker * share + gl.minimum(worker, rest)
@@ -165,12 +171,12 @@ def assign(batch, count, worker, workers, BLOCK: gl.constexpr):
     seq, begin, before = batch.after(low, count, 0, 0, BLOCK)
     if BLOCK > 32:
         for base in range(BLOCK, batch.num_seqs, BLOCK):
-            more, end, pages = batch.after(low, batch.counts(base, BLOCK), base, before, BLOCK)
+            more, end, places = batch.after(low, batch.counts(base, BLOCK), base, before, BLOCK)
             seq += more
             begin = gl.maximum(begin, end)
-            before += pages
+            before += places
     seq = gl.minimum(seq, batch.num_seqs - 1)  # without work it is past the last
-    pages = batch.sequence(seq).num_pages
-    head = gl.where(low < high, _divide(low - begin, gl.maximum(pages, 1)), 0)
-    begin = gl.where(low < high, begin + head * pages, high)
+    places = batch.sequence(seq).places
+    head = gl.where(low < high, _divide(low - begin, gl.maximum(places, 1)), 0)
+    begin = gl.where(low < high, begin + head * places, high)
     return Work(worker, workers, share, rest, low, high, seq, head, begin)

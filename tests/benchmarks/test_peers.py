@@ -1,0 +1,151 @@
+"""The peers, as far as they need no GPU: what they are given, what they refuse, how they are compiled."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks import build_peers, get_peers, peers, problem
+from benchmarks.peers import binaries, dense, fa3, flashinfer, hpc, pages, rounded, sage
+from benchmarks.problem import DEVICE, Shape
+from evidence import fingerprint
+from fp8attn.layout import FP8
+
+STEP = Shape((70, 130, 5), (1, 1, 1), 8, 2, 128, True)
+PROMPT = Shape((200,), (200,), 4, 2, 128, True)
+
+
+def test_every_peer_is_described_and_loadable():
+    described = set(re.findall(r"`([\w-]+)`", "\n".join(re.findall(r"^\| (.*?) \|", peers.__doc__, re.MULTILINE))))
+    assert described - {"name"} == {name.removesuffix("-paged") for name in peers.PEERS}
+    assert {peer.needs for peer in peers.PEERS.values()} - {None} == binaries.LOADERS.keys()
+    assert set(peers.PREFILL) | set(peers.DECODE) <= peers.PEERS.keys()
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+def test_pages_hold_each_sequence_in_order_and_zeros_behind_it(heads_first, dtype):
+    _, k, v = (x.to(dtype) for x in STEP.inputs())
+    made = pages.fill(STEP, k, v, heads_first=heads_first)
+    assert made.pool.shape[2:] == ((2, pages.SIZE, 128) if heads_first else (pages.SIZE, 2, 128)) and made.used.tolist() == [70, 130, 5]
+    held = set()
+    for seq, (length, count) in enumerate(zip(STEP.keys, (2, 3, 1), strict=True)):
+        ids = made.table[seq, :count].tolist()
+        held |= set(ids)
+        for stored, given in zip((made.k, made.v), STEP.split(k, v)(seq), strict=True):
+            rows = torch.cat([stored[i] for i in ids]).float()
+            assert torch.equal(rows[:length], given.float()) and not rows[length:].any()
+    assert held == set(range(6))  # every page once
+
+
+def test_rounded_rows_stand_for_what_was_given():
+    x = torch.randn(50, 8, 128) * torch.tensor([1.0, 100.0]).repeat_interleave(4)[:, None]
+    by_heads, scale = rounded.by_heads(x, 2)
+    by_token = rounded.by_token(x)
+    assert scale.shape == (2,) and by_token.scale.shape == (50, 8, 1)
+    assert float(by_heads.bits.float().abs().max()) == float(by_token.bits.float().abs().max()) == 448
+    for given in (by_heads, by_token):
+        off = (given[:] - x).abs() / (x.abs() + 448 * given.scale * 2.0**-14)  # half a unit in the last of 4 bits, or of a subnormal
+        assert float(off.max()) < 2.0**-4 + 1e-3
+        assert torch.equal(given[torch.tensor([3, 7])], given[:][[3, 7]])
+
+
+def test_sage_shares_a_scale_among_the_rows_of_a_thread():
+    q, k, v = PROMPT.inputs()
+    x = q.transpose(0, 1)[None]  # [1, H, S, D]
+    bits, scale, of_rows = sage._by_thread(x, 16, lambda row: row % 8, 8)
+    assert scale.shape == (1, 4, 256 // 16 * 8) and int(bits.abs().max()) == 127
+    for row in (0, 5, 37):
+        assert torch.equal(of_rows[:, :, row // 16 * 16 + row % 8], of_rows[:, :, row // 16 * 16 + row % 8 + 8])
+    assert torch.equal(of_rows[0, :, 37, 0], scale[0, :, 37 // 16 * 8 + 5])
+    run = sage.attention(PROMPT, q, k, v)
+    centered = k.float() - k.float().mean(0)
+    for given, exact in zip((run.q, *run.held(0)), (q, centered, v), strict=True):
+        assert float((given - exact.float()).norm() / exact.float().norm()) < 0.03
+    assert sorted(sage.ORDER) == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "reason"),
+    [
+        (hpc, problem.square(128, False, 300), "its mask is causal"),
+        (hpc, problem.square(64, True, 300), "head_dim is 128"),
+        (hpc, problem.steps(300, queries=4), "one query a sequence"),
+        (flashinfer, problem.square(64, True, 300), "head_dim"),
+        (flashinfer, problem.steps(300, dim=64), "head_dim 128"),
+        (flashinfer, problem.steps(300, group=8), "4 query heads"),
+        (sage, problem.square(128, True, 30, 40), "no ragged batches"),
+        (dense, Shape((4,), (2,), 2, 2, 64, True), "aligned to the start"),
+    ],
+)
+def test_what_a_peer_cannot_do_is_refused_by_name(module, shape, reason):
+    attention = module.cudnn_fp8 if module is dense else module.attention
+    with pytest.raises(ValueError, match=reason):
+        attention(shape, *shape.inputs())
+
+
+def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
+    """A build that attends in float64 to what bytes and scales stand for."""
+    given = {}
+
+    def find(name):
+        names = ("q", "k", "v", "q_descale", "k_descale", "v_descale", "softmax_scale", "is_causal", "num_splits", "cu_seqlens_q")
+        names += ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table")
+
+        def op(*args):
+            given.update(zip(names, args, strict=True))
+            return (torch.zeros(len(args[0]), 8, 128),)
+
+        return type(
+            "Build", (), {"neutral": (None,) * len(names), "positions": {n: i for i, n in enumerate(names)}, "op": staticmethod(op)}
+        )
+
+    monkeypatch.setattr(fa3.builds, "find", find)
+    q, k, v = STEP.inputs()
+    k *= 3
+    run = peers.PEERS["vllm-fa3-fp8-paged"].run(STEP, q, k, v)
+    assert run.call().shape == (3, 8, 128)
+    assert given["q"].dtype == given["k"].dtype == FP8 and given["num_splits"] == 0 and given["seqused_k"].tolist() == [70, 130, 5]
+    assert [given[f"{name}_descale"].shape for name in "qkv"] == [(3, 2)] * 3
+    page = int(given["page_table"][2, 0])
+    stored = given["k"][page, :5].float() * given["k_descale"][2][None, :, None]
+    assert torch.equal(stored, run.held(2)[0])
+    assert float((run.held(1)[0] - STEP.split(k)(1)[0]).norm() / k.norm()) < 0.03
+    for mixed, splits in ((Shape((70, 90), (1, 90), 8, 2, 128, True), 0), (problem.square(128, True, 90, q_heads=8, kv_heads=2), 1)):
+        fa3.vllm_attention(mixed, *(x.to(FP8) for x in mixed.inputs()))()
+        assert given["num_splits"] == splits
+
+
+def test_a_library_is_linked_with_names_alone(monkeypatch, tmp_path):
+    """What is not compiled is null, what is needed is named; the first error is the reason."""
+    commands = []
+
+    def execute(command, **options):
+        commands.append([str(x) for x in command])
+        out = {"--undefined-only": "a.o\n_Zwanted U\n_Zneeded U\n_Zelse U\n", "--defined-only": "_Zwanted T 0 1\n"}.get(commands[-1][1], "")
+        return subprocess.CompletedProcess(command, 0, out, "")
+
+    monkeypatch.setattr(subprocess, "run", execute)
+    library = build_peers.Library("r==1", ("a.cu",), (".",), (), ("torch", "cuda"), missing="_Zneed")
+    build_peers.build(library, tmp_path / "source", [tmp_path / "headers"], tmp_path)
+    assert any("-Wl,-soname,libcuda.so.1" in command for command in commands)
+    assert [x for x in commands[-1] if "defsym" in x] == ["--defsym=_Zneeded=0"] and "-ltorch" in commands[-1]
+    assert (tmp_path / "include/torch/extension.h").read_text().startswith("#pragma once")
+    monkeypatch.setattr(subprocess, "run", lambda *a, **o: subprocess.CompletedProcess(a, 1, "", "note\nx.cu: error: no\nmore"))
+    with pytest.raises(LookupError, match=r"nvcc: x\.cu: error: no"):
+        build_peers.build(library, tmp_path / "source", [], tmp_path)
+
+
+def test_sources_are_checkouts_where_github_is_not_reached(monkeypatch, tmp_path):
+    monkeypatch.setenv("FP8ATTN_SOURCES", str(tmp_path))
+    monkeypatch.setattr(get_peers, "FOLDER", tmp_path / ".peers")
+    monkeypatch.setattr(get_peers, "unpacked", lambda release, work, inside: work)
+    with pytest.raises(LookupError, match="holds no hpc-ops"):
+        get_peers.compile("hpc_ops", tmp_path)
+
+
+def test_libraries_have_fingerprints():
+    made = {name for names in fingerprint.LIBRARIES.values() for name in names}
+    assert made == build_peers.LIBRARIES.keys() | {kept[0] for kept in get_peers.RELEASES.values() if kept}
+    assert DEVICE in ("cpu", "cuda")
