@@ -21,33 +21,46 @@ COARSE, FINE, OCTAVES = 8, 64, 16  # scales that are tried for each octave: firs
 
 
 class Histogram(Mergeable):
-    """Counts of the magnitudes of each head."""
+    """Counts of the magnitudes of each head.
+
+    Args:
+        every: count one token of so many. The shares stay, and so do quantiles and the least error, but for the chance of which tokens.
+    """
 
     STATE: ClassVar[dict[str, Operation]] = {"counts": "sum"}
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
+        self.every, self.seen = every, 0  # tokens
         self.counts: torch.Tensor | None = None  # [num_heads, BINS] int64
 
     def add(self, x: torch.Tensor) -> None:
-        """Count `x [num_heads, ...]`, without waiting for the device."""
+        """Count `x [num_heads, T, head_dim]`, without waiting for the device."""
         heads = len(x)
         if self.counts is None:
             self.counts = torch.zeros(heads, BINS, dtype=torch.int64, device=x.device)
         self.counts = self.counts.to(x.device)  # after loading, the device may be another one
-        bins = (x.reshape(heads, -1).bfloat16().view(torch.int16) & (BINS - 1)).long()
+        begin, self.seen = -self.seen % self.every, self.seen + x.shape[1]
+        bins = (x[:, begin :: self.every].bfloat16().reshape(heads, -1).view(torch.int16) & (BINS - 1)).long()
         self.counts.scatter_add_(1, bins, self.counts.new_ones(()).expand_as(bins))
+
+    def merge(self, other: Histogram) -> None:
+        """Add what another histogram of the same heads has counted."""
+        super().merge(other)
+        self.seen += other.seen
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The bins with a value, because nearly all are empty: the bins' indices in the flat histogram, and their counts."""
         if self.counts is None:
             return {}
         bins = self.counts.flatten().nonzero()[:, 0]
-        return {"bins": bins.int(), "values": self.counts.flatten()[bins], "heads": torch.tensor(len(self.counts))}
+        shape = torch.tensor([len(self.counts), self.seen])
+        return {"bins": bins.int(), "values": self.counts.flatten()[bins], "shape": shape}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
         """Continue from the tensors of `state_dict`."""
         if tensors:
-            flat = torch.zeros(int(tensors["heads"]) * BINS, dtype=torch.int64)
+            heads, self.seen = tensors["shape"].tolist()
+            flat = torch.zeros(heads * BINS, dtype=torch.int64)
             flat[tensors["bins"].long()] = tensors["values"]
             self.counts = flat.view(-1, BINS).to(device)
 
