@@ -13,7 +13,7 @@ Each implementation is an engine in a process of its own, one after another, wit
 | `llama` | random weights: `decode-B1-S131072`, `ms` of a decode step of one sequence of 131,072 tokens; `prefill-S131072`, `ms` to the |
 | | first token; `fits`, tokens that fit into the memory that vLLM gives the cache |
 | `load` | random weights, a mixed load: prompts and answers of different lengths, all requested at once |
-| `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks or speculation |
+| `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks, speculation or offloading |
 | `parallel` | likewise with tensor parallelism, on two GPUs or two cores |
 | `perplexity-stdlib`, `-smollm2` | of held-out text, from the engine's own log-probabilities of prompts |
 | `export` | likewise, of a model with planted offsets (`planted`), and of checkpoints with calibrated scales in stock vLLM |
@@ -71,6 +71,25 @@ WAYS: dict[str, dict[str, Any]] = {  # of computing the same answers
         "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     },
+    "draft": {
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "speculative_config": {"method": "draft_model", "model": STDLIB, "num_speculative_tokens": 3},
+    },
+    "eagle": {
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "speculative_config": {"method": "eagle", "num_speculative_tokens": 3},
+    },
+    "offload": {  # few blocks on the GPU: the same prompts again are loaded from the CPU
+        "enable_prefix_caching": True,
+        "num_gpu_blocks_override": 40,
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+        },
+    },
     "tp2": {"enable_prefix_caching": False, "tensor_parallel_size": 2, "disable_custom_all_reduce": True},  # NCCL works everywhere
 }
 WINDOWS = {"stdlib": (STDLIB, 4096, 8), "smollm2": (SMOLLM2, 2048, 8)}  # the model, tokens of a window, windows
@@ -94,8 +113,9 @@ def load() -> Iterator[dict]:
 
 
 def equal() -> Iterator[dict]:
+    elsewhere = {"tp2"} if gpus() else {"tp2", "offload"}  # vLLM offloads from GPUs only
     for impl in ("fp8attn", "vllm-bf16"):
-        yield from compared(impl, [way for way in WAYS if way != "tp2"])
+        yield from compared(impl, [way for way in WAYS if way not in elsewhere])
 
 
 def parallel() -> Iterator[dict]:
@@ -111,16 +131,17 @@ def compared(impl: str, ways: list[str]) -> Iterator[dict]:
     plain = answers_of(impl, ways[0])
     for way in ways[1:]:
         found = answers_of(impl, way)
-        for name in ("answers", "again") if way == "prefix-caching" else ("answers",):
+        for name in ("answers", "again") if way in ("prefix-caching", "offload") else ("answers",):
             same = sum(a == b for a, b in zip(found[name], plain["answers"], strict=True))
             case = f"equal-{way}" if name == "answers" else f"equal-{way}-hits"
-            yield {"case": case, "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"]}
+            drafts = {"accepted_tokens": found["accepted"]} if found["accepted"] else {}
+            yield {"case": case, "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"], **drafts}
 
 
 @cache
-def answers_of(impl: str, way: str) -> dict:
+def answers_of(impl: str, way: str, options: str = "{}") -> dict:
     """What `answers` finds; engines are started once."""
-    (found,) = worker("answers", impl, way)
+    (found,) = worker("answers", impl, way, options)
     return found
 
 
@@ -196,7 +217,11 @@ def engine(impl: str, way: str, model: str, **options: Any) -> Any:
     if gpus() == 0:
         given.pop("attention_backend", None)  # vLLM has one on a CPU, which `register` replaces
         given["enforce_eager"] = True
-    llm = LLM(model, **given)
+    with tempfile.TemporaryDirectory() as folder:
+        if way == "eagle":
+            save_eagle(Path(folder))
+            given["speculative_config"] = given["speculative_config"] | {"model": folder}
+        llm = LLM(model, **given)
     print(f"NOTE started in {time.time() - begun:.0f} s", flush=True)
     return llm
 
@@ -274,13 +299,35 @@ def heldout(llm: Any) -> list[int]:
     return llm.get_tokenizer()(text[:400_000])["input_ids"]
 
 
-def answers(impl: str, way: str) -> Iterator[dict]:
-    llm = engine(impl, way, STDLIB, max_model_len=4096, gpu_memory_utilization=0.3, max_num_seqs=32)
+def answers(impl: str, way: str, options: str = "{}") -> Iterator[dict]:
+    llm = engine(impl, way, STDLIB, **{"max_model_len": 4096, "gpu_memory_utilization": 0.3, "max_num_seqs": 32} | json.loads(options))
     ids, draw = heldout(llm), random.Random(0)
     prompts = [ids[start : start + draw.randint(20, 900)] for start in range(0, PROMPTS * 1000, 1000)]
     first, again = (generate(llm, prompts, ANSWER)[1] for _ in range(2))
     tokens = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in (first, again)]
-    yield {"answers": tokens[0], "again": tokens[1], "cached": sum(output.num_cached_tokens or 0 for output in again)}
+    cached = [sum(output.num_cached_tokens or 0 for output in outputs) for outputs in (first, again)]
+    yield {"answers": tokens[0], "again": tokens[1], "loaded": cached[0], "cached": cached[1], "accepted": accepted(llm)}
+
+
+def save_eagle(folder: Path) -> None:
+    """Write an EAGLE head for our model: its first layer, and a projection that passes the token's embedding and little else. It is not
+    trained, so nearly all of its drafts are rejected."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config, weights = json.loads(Path(STDLIB, "config.json").read_text()), load_file(f"{STDLIB}/model.safetensors")
+    layer = {name.removeprefix("model."): x for name, x in weights.items() if "layers.0." in name and "input_layernorm" not in name}
+    passed = torch.eye(config["hidden_size"], dtype=torch.bfloat16)
+    projection = {"fc.weight": torch.cat([passed, 0.1 * passed], 1), "embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    save_file(layer | projection, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+
+def accepted(llm: Any) -> int:
+    """Tokens of drafts that were accepted; 0 without statistics."""
+    if not llm.llm_engine.log_stats:
+        return 0
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens")
 
 
 def log_likelihood(impl: str, way: str, model: str, length: str, count: str, options: str) -> Iterator[dict]:
