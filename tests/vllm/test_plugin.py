@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from fp8attn import KVPages, KVScales, LayerScales, UsageError, reference
+from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm import impl as impl_module
 from fp8attn.integrations.vllm import metadata as metadata_module
 from fp8attn.integrations.vllm import specs
@@ -22,6 +23,8 @@ from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer
 from fp8attn.layout import page_bytes
 from fp8attn.params import AttentionParams
+from fp8attn.rotation import rotate
+from tests.integrations.test_vllm import qwen2
 
 HEADS, GROUP, D = 2, 2, 64
 PLAIN = {"block_size": 128, "num_kv_heads": HEADS, "head_size": D, "dtype": torch.uint8}
@@ -92,10 +95,10 @@ def test_padded_requests_of_a_graph(builder):
 LAYER = "model.layers.3.self_attn.attn"
 
 
-def layer_impl(monkeypatch, additional_config=None, **options):
+def layer_impl(monkeypatch, additional_config=None, checkpoint="a model without a folder", rank=0, ranks=1, **options):
     model = SimpleNamespace(
-        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: HEADS, hf_text_config=SimpleNamespace(num_hidden_layers=4),
-        get_sliding_window=lambda: None,
+        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: ranks * HEADS, hf_text_config=SimpleNamespace(num_hidden_layers=4),
+        get_sliding_window=lambda: None, model=str(checkpoint), revision=None, max_model_len=512,
     )  # fmt: skip
     parallel = SimpleNamespace(decode_context_parallel_size=1)
     config = SimpleNamespace(
@@ -104,8 +107,8 @@ def layer_impl(monkeypatch, additional_config=None, **options):
         compilation_config=SimpleNamespace(static_forward_context={}),
     )  # fmt: skip
     monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(impl_module, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(impl_module, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(impl_module, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(impl_module, "get_tensor_model_parallel_world_size", lambda: ranks)
     made = FP8AttentionImpl(GROUP * HEADS, D, 0.125, HEADS, kv_cache_dtype="fp8", **options)
     layer = torch.nn.Module()
     layer.impl, layer.layer_name, layer._k_scale = made, LAYER, torch.ones(1)
@@ -177,6 +180,20 @@ def test_means_of_a_calibration(builder, monkeypatch, tmp_path):
         made.forward(layer, q, k, v, cache, builder.build(0, step), output)
         errors.append(float((output - exact).square().mean().sqrt()))
     assert errors[1] < 0.04 < errors[0] / 5, errors  # E4M3 rounds values of one by 2^-5 at most, and of 50 by 2
+
+
+def test_means_of_biases(monkeypatch, tmp_path):
+    """Each of two processes takes the means of its heads from the checkpoint."""
+    model = qwen2(num_attention_heads=8, num_key_value_heads=4, hidden_size=8 * D)
+    model.save_pretrained(tmp_path)
+    expected = layer_biases(model, 512)[3]
+    assert expected.k_mean.any() and expected.v_mean is None
+    for rank in (0, 1):
+        made, _ = layer_impl(monkeypatch, checkpoint=tmp_path, rank=rank, ranks=2)
+        k_mean, v_mean = made._state[:2]
+        assert v_mean is None and made.has_means
+        torch.testing.assert_close(k_mean, rotate(expected.k_mean[2 * rank :][:2]), rtol=1e-5, atol=1e-4)
+    assert not layer_impl(monkeypatch)[0].has_means
 
 
 def test_while_vllm_measures_memory(monkeypatch):
