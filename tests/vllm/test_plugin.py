@@ -16,6 +16,7 @@ from fp8attn import KVPages, KVScales, LayerScales, UsageError, reference
 from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm import impl as impl_module
 from fp8attn.integrations.vllm import metadata as metadata_module
+from fp8attn.integrations.vllm import metrics as metrics_module
 from fp8attn.integrations.vllm import specs
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
 from fp8attn.integrations.vllm.impl import FP8AttentionImpl, overflows
@@ -159,6 +160,31 @@ def test_a_layers_steps(builder, monkeypatch, options):
 def test_counts_need_the_option(monkeypatch):
     with pytest.raises(UsageError, match=r"nothing was counted: pass .*count_overflows"):
         overflows(layer_impl(monkeypatch)[1])
+
+
+def test_counts_are_metrics(builder, monkeypatch):
+    """A step publishes what is new since the last time, every 10 seconds."""
+    made, layer = layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}})
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: clock.now)
+    builder.metrics = metrics_module.OverflowMetrics([made.overflows])
+    cache = torch.zeros(3, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
+    for length, now in ((60, 103.0), (64, 111.0), (70, 112.0), (90, 122.0), (91, 123.0)):
+        clock.now = now
+        step = Step([length], [length], [[1, 2]])
+        x = torch.linspace(1, 9, length)[:, None, None].repeat(1, HEADS, D)  # every page's scale grows
+        made.forward(layer, x.repeat(1, GROUP, 1), x, x, cache, builder.build(0, step), torch.empty(length, GROUP * HEADS, D))
+    found = {
+        (sample.name, sample.labels["kind"]): sample.value
+        for counter in metrics_module._counters()
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
+    report = overflows(layer)
+    tokens = 60 + 64 + 70  # at the copy before the step of 90, which the last step has published
+    assert found["fp8attn:pages_total", "k"] == found["fp8attn:pages_total", "v"] == tokens * HEADS / 128
+    assert 0 < found["fp8attn:rescaled_pages_total", "k"] < report.rows[0].rescaled
 
 
 def test_means_of_a_calibration(builder, monkeypatch, tmp_path):

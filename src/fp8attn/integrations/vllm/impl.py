@@ -80,7 +80,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
         first = get_tensor_model_parallel_rank() * total // ranks
         heads = slice(first, first + self.num_kv_heads)
-        if self.options.scales is not None:
+        if self.options.scales is not None and not layer_name.startswith("draft_model."):  # the file is not of a draft model
             shape = {"num_kv_heads": total, "head_dim": self.head_size, "num_layers": model.hf_text_config.num_hidden_layers}
             return self.options.means(layer_name, heads, **shape)
         found = None if number is None else means_of(model.model, model.revision, model.max_model_len).get(number)
