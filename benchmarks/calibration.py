@@ -1,9 +1,9 @@
 """Time of `calibrate` beside the plain forward that it watches, on a model of Llama-3.1-8B's shape with random weights.
 
 A text of 1,048,576 tokens in windows of 8,192. 8 of the 32 layers run: observers are of a layer, so the shares are those of the whole
-model. `forward` is the model alone, before and after the others, the faster one. `share` is the forward's time over that of a method. With
-"percentile" and "mse" the first 32,768 tokens run twice, which costs 3%. Before it is timed, each method runs on 32,768 tokens: the scales
-of absmax must be those of a direct computation, and the others at most as large.
+model. `forward` is the model alone, the faster of before and after the others. `share` is its time over that of a method. Random
+weights have no means. (With one, the first 32,768 tokens run twice for percentile and mse, which costs 3%.) Before it is timed, each method
+runs on 32,768 tokens: the scales of absmax must be those of a direct computation, and the others at most as large.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from .mergeable import Mergeable, Operation
 BINS = 1 << 15
 INFINITE = 0x7F80  # the bin of infinity; NaN is above
 WINDOW = 32 * 128  # bins of 32 octaves
+TOGETHER = 32  # scales whose errors are computed together: a GPU waits for the launches of fewer
 COARSE, FINE, OCTAVES = 8, 64, 16  # scales that are tried for each octave: first, then near the best; and how far below the maximum
 
 
@@ -41,7 +42,8 @@ class Histogram(Mergeable):
         self.counts = self.counts.to(x.device)  # after loading, the device may be another one
         begin, self.seen = -self.seen % self.every, self.seen + x.shape[1]
         bins = (x[:, begin :: self.every].bfloat16().reshape(heads, -1).view(torch.int16) & (BINS - 1)).long()
-        self.counts.scatter_add_(1, bins, self.counts.new_ones(()).expand_as(bins))
+        new = torch.zeros_like(self.counts, dtype=torch.int32)  # torch's atomic additions of int64 are slow: a loop of comparisons
+        self.counts += new.scatter_add_(1, bins, new.new_ones(()).expand_as(bins))
 
     def merge(self, other: Histogram) -> None:
         """Add what another histogram of the same heads has counted."""
@@ -93,9 +95,9 @@ class Histogram(Mergeable):
 
     def _least(self, top: torch.Tensor, octaves: torch.Tensor, dtype: torch.dtype, merged: int) -> torch.Tensor:
         """Which of the `octaves [num_heads, N]` below the scales `top [num_heads]` has the least error, `[num_heads]`."""
-        bins = self._window(merged)
-        errors = [_error_of(*bins, top * 2.0**-octave, dtype) for octave in octaves.unbind(1)]
-        return octaves.gather(1, torch.stack(errors, 1).argmin(1, keepdim=True))[:, 0]
+        counts, edges = self._window(merged)
+        errors = [_error_of(counts[:, None], edges[:, None], top[:, None] * 2.0**-some, dtype) for some in octaves.split(TOGETHER, 1)]
+        return octaves.gather(1, torch.cat(errors, 1).argmin(1, keepdim=True))[:, 0]
 
     def squared_error(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the squared errors of all values with static scales, `[num_heads]` float64.
@@ -120,10 +122,10 @@ class Histogram(Mergeable):
 
 
 def _error_of(counts: torch.Tensor, edges: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the squared errors of `counts [num_heads, N]` values that are spread evenly between `edges [num_heads, N + 1]`."""
-    scale = scale.double().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    """The sum of the squared errors of `counts [..., N]` values that are spread evenly between `edges [..., N + 1]`."""
+    scale = scale.double().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     integral = _error_integral(edges / scale, dtype) * scale**3
-    return (counts * (integral.diff() / edges.diff())).sum(1)
+    return (counts * (integral.diff() / edges.diff())).sum(-1)
 
 
 @cache
