@@ -13,8 +13,8 @@ Each implementation is an engine in a process of its own, one after another, wit
 | `llama` | random weights: `decode-B1-S131072`, `ms` of a decode step of one sequence of 131,072 tokens; `prefill-S131072`, `ms` to the |
 | | first token; `fits`, tokens that fit into the memory that vLLM gives the cache |
 | `load` | random weights, a mixed load: prompts and answers of different lengths, all requested at once |
-| `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks, speculation or offloading |
-| `parallel` | likewise with tensor parallelism, on two GPUs or two cores |
+| `equal-chunks` ... | of 20 prompts, how many greedy answers are those of the plain engine: with prompts in chunks, prefix caching, speculation, |
+| | offloading (needs a GPU), or tensor parallelism on two GPUs or two cores |
 | `perplexity-stdlib`, `-smollm2` | of held-out text, from the engine's own log-probabilities of prompts |
 | `export` | likewise, of a model with planted offsets (`planted`), and of checkpoints with calibrated scales in stock vLLM |
 
@@ -93,13 +93,21 @@ WAYS: dict[str, dict[str, Any]] = {  # of computing the same answers
     "tp2": {"enable_prefix_caching": False, "tensor_parallel_size": 2, "disable_custom_all_reduce": True},  # NCCL works everywhere
 }
 WINDOWS = {"stdlib": (STDLIB, 4096, 8), "smollm2": (SMOLLM2, 2048, 8)}  # the model, tokens of a window, windows
-CASES = ("llama", "load", "equal", "parallel", *(f"perplexity-{name}" for name in WINDOWS), "export")
+CASES = ("llama", "load", *(f"equal-{way}" for way in WAYS if way != "plain"), *(f"perplexity-{name}" for name in WINDOWS), "export")
 
 
 def measure(case: str) -> Iterator[dict]:
-    name, *model = case.split("-")
-    cases = {"llama": llama, "load": load, "equal": equal, "parallel": parallel, "perplexity": perplexity, "export": export}
-    yield from cases[name](*model)
+    name, _, of = case.partition("-")
+    if name == "llama":
+        yield from llama()
+    elif name == "load":
+        yield from load()
+    elif name == "equal":
+        yield from equal(of)
+    elif name == "perplexity":
+        yield from perplexity(of)
+    else:
+        yield from export()
 
 
 def llama() -> Iterator[dict]:
@@ -112,30 +120,24 @@ def load() -> Iterator[dict]:
         yield from worker("throughput", impl, "plain")
 
 
-def equal() -> Iterator[dict]:
-    elsewhere = {"tp2"} if gpus() else {"tp2", "offload"}  # vLLM offloads from GPUs only
-    for impl in ("fp8attn", "vllm-bf16"):
-        yield from compared(impl, [way for way in WAYS if way not in elsewhere])
+def equal(way: str) -> Iterator[dict]:
+    if way == "tp2" and gpus() == 1:
+        left_out("equal-tp2", "it needs two GPUs, or none")
+    elif way == "offload" and gpus() == 0:
+        left_out("equal-offload", "vLLM offloads from GPUs only")
+    else:
+        for impl in ("fp8attn", "vllm-bf16"):
+            yield from compared(impl, way)
 
 
-def parallel() -> Iterator[dict]:
-    if gpus() == 1:
-        left_out("parallel", "it needs two GPUs, or none")
-        return
-    for impl in ("fp8attn", "vllm-bf16"):
-        yield from compared(impl, ["plain", "tp2"])
-
-
-def compared(impl: str, ways: list[str]) -> Iterator[dict]:
-    """How many answers of each way are those of the first, `plain`."""
-    plain = answers_of(impl, ways[0])
-    for way in ways[1:]:
-        found = answers_of(impl, way)
-        for name in ("answers", "again") if way in ("prefix-caching", "offload") else ("answers",):
-            same = sum(a == b for a, b in zip(found[name], plain["answers"], strict=True))
-            case = f"equal-{way}" if name == "answers" else f"equal-{way}-hits"
-            drafts = {"accepted_tokens": found["accepted"]} if found["accepted"] else {}
-            yield {"case": case, "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"], **drafts}
+def compared(impl: str, way: str) -> Iterator[dict]:
+    """How many answers are those of `plain`."""
+    plain, found = answers_of(impl, "plain"), answers_of(impl, way)
+    for name in ("answers", "again") if way in ("prefix-caching", "offload") else ("answers",):
+        same = sum(a == b for a, b in zip(found[name], plain["answers"], strict=True))
+        case = f"equal-{way}" if name == "answers" else f"equal-{way}-hits"
+        drafts = {"accepted_tokens": found["accepted"]} if found["accepted"] else {}
+        yield {"case": case, "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"], **drafts}
 
 
 @cache

@@ -55,18 +55,15 @@ def test_chunks_speculation_and_two_processes(plain, way, least):
         assert found["accepted"] > 0.7 * engines.PROMPTS * engines.ANSWER * 2
 
 
-def test_a_connector_moves_blocks_to_another_engine(plain, tmp_path):
+def test_a_connector_moves_blocks_to_another_engine(tmp_path):
     """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers are the first's."""
-    connector = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
     options = json.dumps({"kv_transfer_config": connector, "max_num_batched_tokens": 16384})  # the example takes whole prompts only
     (first,), (second,) = (engines.worker("answers", "fp8attn", "plain", options) for _ in range(2))
-    assert first["loaded"] == 0 and first["answers"] == plain["answers"]
+    assert first["loaded"] == 0
     assert second["loaded"] > 8000
-    assert count_equal(second["answers"], plain["answers"]) >= 18  # as with prefix caching
+    assert count_equal(second["answers"], first["answers"]) >= 18  # as with prefix caching
 
 
 @pytest.mark.parametrize("window", ["every layer", "every other layer"])
