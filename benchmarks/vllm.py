@@ -13,13 +13,13 @@ Each implementation is an engine in a process of its own, one after another, wit
 | `llama` | random weights: `decode-B1-S131072`, `ms` of a decode step of one sequence of 131,072 tokens; `prefill-S131072`, `ms` to the |
 | | first token; `fits`, tokens that fit into the memory that vLLM gives the cache |
 | `load` | random weights, a mixed load: prompts and answers of different lengths, all requested at once |
-| `equal-chunks` ... | of 20 prompts, how many greedy answers are those of the plain engine: with prompts in chunks, prefix caching, speculation, |
-| | offloading (needs a GPU), or tensor parallelism on two GPUs or two cores |
+| `equal-chunks` ... | of 20 prompts, how many greedy answers are those of the plain engine: with prompts in chunks, prefix caching, |
+| | speculation, offloading (from a GPU), or tensor parallelism on two GPUs or two cores |
 | `perplexity-stdlib`, `-smollm2` | of held-out text, from the engine's own log-probabilities of prompts |
 | `export` | likewise, of a model with planted offsets (`planted`), and of checkpoints with calibrated scales in stock vLLM |
 
 Times are of a user's calls, `LLM.generate`, with all that vLLM does around attention. The answers of random weights mean nothing, so
-`equal` and `perplexity` check the same kernels with trained models.
+`equal-*` and `perplexity-*` check the same kernels with trained models.
 
     FP8ATTN_SMOLLM2=FOLDER python -m benchmarks.run vllm smollm2    reads a checkpoint that `save_smollm2` writes
 """
