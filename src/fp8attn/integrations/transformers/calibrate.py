@@ -64,7 +64,7 @@ def calibrate(
             iterable, also a generator; the batches are read once.
         method: `"absmax"`; `"percentile"` of the magnitudes of all tokens and channels of a head; or `"mse"`. With the last two, larger
             values saturate.
-        percentile: in (0, 100]; the result is at most 0.8% above the exact percentile.
+        percentile: in (0, 100]; the result is at most 0.8% above the exact percentile. Of Q it is that of every seventh token.
         key_dtype, rotate_keys: how the cache will store K (`PagedKVCache`).
         means: False: all means are zero, for engines that subtract none.
         chunk: tokens of a forward. Longer batches run in several, through a cache that keeps their K and V, so that the memory of
