@@ -17,7 +17,7 @@ from .mergeable import Mergeable, Operation
 BINS = 1 << 15
 INFINITE = 0x7F80  # the bin of infinity; NaN is above
 WINDOW = 32 * 128  # bins of 32 octaves
-TOGETHER = 32  # scales whose errors are computed together: a GPU waits for the launches of fewer
+TOGETHER = 16  # scales whose errors are computed together: a GPU waits for the launches of fewer
 COARSE, FINE, OCTAVES = 8, 64, 16  # scales that are tried for each octave: first, then near the best; and how far below the maximum
 
 
