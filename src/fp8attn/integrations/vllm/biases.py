@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...errors import UsageError
-from ..checkpoints.folder import Checkpoint
+from ..checkpoints.folder import FLOATS, Checkpoint
 from ..transformers.biases import LayerBiases, layer_biases
 from ..transformers.config import decoder_config
 
@@ -55,7 +55,8 @@ def _attention_of(checkpoint: Checkpoint) -> nn.Module:
     config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    model.load_state_dict({name: checkpoint.get(name) for name in checkpoint.tensors if _READ.fullmatch(name)}, strict=False, assign=True)
+    names = [name for name, tensor in checkpoint.tensors.items() if _READ.fullmatch(name) and tensor.dtype in FLOATS]
+    model.load_state_dict({name: checkpoint.get(name) for name in names}, strict=False, assign=True)
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
         if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
