@@ -42,11 +42,11 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
         if not any(map(_BIAS.fullmatch, checkpoint.tensors)):
             return {}
         found = layer_biases(_attention_of(checkpoint), context)
-    except (UsageError, OSError, ValueError) as error:
+    except (UsageError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: tensors of other shapes than the config says
         logger.info("fp8attn: the biases of %s are not read, so there are no static means: %s", model, error)
         return {}
-    used = sorted(index for index, layer in found.items() if layer.k_mean is not None or layer.v_mean is not None)
-    logger.info("fp8attn: static means from the biases of %d of %d layers", len(used), len(checkpoint.attentions()))
+    used = sum(layer.k_mean is not None or layer.v_mean is not None for layer in found.values())
+    logger.info("fp8attn: static means from the biases of %d layers", used)
     return found
 
 
