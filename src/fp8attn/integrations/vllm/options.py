@@ -22,7 +22,7 @@ class Options:
     Attributes:
         scales: a file of `KVScales.save`. Its means of K and V are used. Its scales are not: each page has its own.
         key_dtype: `"int8"` or `"e4m3"`.
-        count_overflows: count how often the scales of pages grow, for `impl.overflows`.
+        count_overflows: count how often the scales of pages grow, for `impl.overflows` and `metrics`.
     """
 
     scales: str | None = None
