@@ -1,7 +1,8 @@
 """Times of writes to the cache: a decode step's append, a prompt's append, and `KVPages.from_dense`, beside a kernel that only reads and
 writes.
 
-`fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them. `-rope` applies RoPE too.
+`fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them. `-rope` applies RoPE too,
+`-counted` counts overflows too (`fp8attn.overflow`).
 
 8 KV heads of 128 (`quantize`: 32), CUDA graphs, the L2 cache flushed before every run. What is written is checked before it is timed: an
 append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read and one written for each element of K and V,
@@ -66,9 +67,10 @@ class Append:
         step, count = self.new == 1, self.batch * self.new
         columns = -(-(self.held + (STEPS if step else self.new)) // PAGE_SIZE)
         num_pages = self.batch * columns
-        lengths = torch.zeros(len(KEYS), self.batch, dtype=torch.int32, device=DEVICE)  # of all caches: one launch sets them back
+        impls = KEYS | ({"fp8attn-counted": KEYS["fp8attn"]} if step else {})
+        lengths = torch.zeros(len(impls), self.batch, dtype=torch.int32, device=DEVICE)  # of all caches: one launch sets them back
         caches = {}
-        for (impl, name), row in zip(KEYS.items(), lengths, strict=True):
+        for (impl, name), row in zip(impls.items(), lengths, strict=True):
             pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=key_type(name))
             caches[impl] = replace(pages, cache_seqlens=row)
         options = {"cu_seqlens": None, "static_scales": False, "rope_cos": None, "rope_sin": None, "rope_interleaved": False}
@@ -83,27 +85,30 @@ class Append:
         if step:
             q = randn(count, GROUP * HEADS, DIM)
             options |= {"q": q, "q_out": torch.empty_like(q)}
+        counts = {impl: {"overflows": torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)} for impl in caches if impl.endswith("-counted")}
 
         def check() -> None:
             restart()
             for impl, pages in caches.items():
-                expected, q_out = copy.deepcopy(pages), torch.empty_like(options["q"]) if step else None
-                append.append(pages, k, v, **options)
-                reference.append(expected, k, v, **options | ({"q_out": q_out} if step else {}))
-                pairs = [(pages.pool, expected.pool), *([(options["q_out"].view(torch.uint8), q_out.view(torch.uint8))] if step else [])]
-                assert all(torch.equal(a, b) for a, b in pairs), f"{self}, {impl}: bytes are not the reference's"
+                expected, counted = copy.deepcopy(pages), counts.get(impl, {})
+                others = {name: torch.zeros_like(x) for name, x in (counted | ({"q_out": options["q_out"]} if step else {})).items()}
+                append.append(pages, k, v, **options, **counted)
+                reference.append(expected, k, v, **options | others)
+                pairs = [(pages.pool, expected.pool), *(((options | counted)[name], x) for name, x in others.items())]
+                same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+                assert same, f"{self}, {impl}: bytes are not the reference's"
 
         def restart() -> None:
             lengths.fill_(self.held)
 
         nbytes = count * (2 * HEADS * DIM * 3 + (DIM * 2 if self.rope else 0))
 
-        def write(pages: KVPages) -> None:
+        def write(pages: KVPages, **counted: torch.Tensor) -> None:
             if not step:  # a step has pages for every repetition
                 restart()
-            append.append(pages, k, v, **options)
+            append.append(pages, k, v, **options, **counted)
 
-        calls = {impl: partial(write, pages) for impl, pages in caches.items()}
+        calls = {impl: partial(write, pages, **counts.get(impl, {})) for impl, pages in caches.items()}
         return Prepared(calls, nbytes, check, restart)
 
 

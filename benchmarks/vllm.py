@@ -13,14 +13,15 @@ Each implementation is an engine in a process of its own, one after another, wit
 | `llama` | random weights: `decode-B1-S131072`, `ms` of a decode step of one sequence of 131,072 tokens; `prefill-S131072`, `ms` to the |
 | | first token; `fits`, tokens that fit into the memory that vLLM gives the cache |
 | `load` | random weights, a mixed load: prompts and answers of different lengths, all requested at once |
-| `equal` | of 20 prompts, how many greedy answers are those of the engine without prefix caching, chunks or speculation |
-| `parallel` | likewise with tensor parallelism, on two GPUs or two cores |
-| `perplexity` | of held-out text, from the engine's own log-probabilities of prompts |
+| `equal-chunks` ... | of 20 prompts, how many greedy answers are those of the plain engine: with prompts in chunks, prefix caching, |
+| | speculation, offloading (from a GPU), or tensor parallelism on two GPUs or two cores |
+| `perplexity-stdlib`, `-smollm2` | of held-out text, from the engine's own log-probabilities of prompts |
+| `export` | likewise, of a model with planted offsets (`planted`), and of checkpoints with calibrated scales in stock vLLM |
 
 Times are of a user's calls, `LLM.generate`, with all that vLLM does around attention. The answers of random weights mean nothing, so
-`equal` and `perplexity` check the same kernels with trained models.
+`equal-*` and `perplexity-*` check the same kernels with trained models.
 
-    FP8ATTN_SMOLLM2=FOLDER python -m benchmarks.run vllm perplexity    also reads SmolLM2, a checkpoint that `save_smollm2` writes
+    FP8ATTN_SMOLLM2=FOLDER python -m benchmarks.run vllm smollm2    reads a checkpoint that `save_smollm2` writes
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from evidence.fingerprint import ROOT
 
+from . import planted
 from .measure import left_out
 
 IMPLS: dict[str, dict[str, Any]] = {
@@ -47,7 +50,6 @@ IMPLS: dict[str, dict[str, Any]] = {
     "vllm-fp8": {"kv_cache_dtype": "fp8"},
     "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
 }
-CASES = ("llama", "load", "equal", "parallel", "perplexity")
 STDLIB = str(ROOT / "models/stdlib-llama")
 SMOLLM2 = os.environ.get("FP8ATTN_SMOLLM2")  # a checkpoint's folder
 ENVIRONMENT = {
@@ -69,13 +71,43 @@ WAYS: dict[str, dict[str, Any]] = {  # of computing the same answers
         "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     },
-    "tp2": {"enable_prefix_caching": False, "tensor_parallel_size": 2},
+    "draft": {
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "speculative_config": {"method": "draft_model", "model": STDLIB, "num_speculative_tokens": 3},
+    },
+    "eagle": {
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "speculative_config": {"method": "eagle", "num_speculative_tokens": 3},
+    },
+    "offload": {  # few blocks on the GPU: the same prompts again are loaded from the CPU
+        "enable_prefix_caching": True,
+        "num_gpu_blocks_override": 40,
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+        },
+    },
+    "tp2": {"enable_prefix_caching": False, "tensor_parallel_size": 2, "disable_custom_all_reduce": True},  # NCCL works everywhere
 }
 WINDOWS = {"stdlib": (STDLIB, 4096, 8), "smollm2": (SMOLLM2, 2048, 8)}  # the model, tokens of a window, windows
+CASES = ("llama", "load", *(f"equal-{way}" for way in WAYS if way != "plain"), *(f"perplexity-{name}" for name in WINDOWS), "export")
 
 
 def measure(case: str) -> Iterator[dict]:
-    yield from {"llama": llama, "load": load, "equal": equal, "parallel": parallel, "perplexity": perplexity}[case]()
+    name, _, of = case.partition("-")
+    if name == "llama":
+        yield from llama()
+    elif name == "load":
+        yield from load()
+    elif name == "equal":
+        yield from equal(of)
+    elif name == "perplexity":
+        yield from perplexity(of)
+    else:
+        yield from export()
 
 
 def llama() -> Iterator[dict]:
@@ -88,44 +120,65 @@ def load() -> Iterator[dict]:
         yield from worker("throughput", impl, "plain")
 
 
-def equal() -> Iterator[dict]:
-    for impl in ("fp8attn", "vllm-bf16"):
-        yield from compared(impl, [way for way in WAYS if way != "tp2"])
+def equal(way: str) -> Iterator[dict]:
+    if way == "tp2" and gpus() == 1:
+        left_out("equal-tp2", "it needs two GPUs, or none")
+    elif way == "offload" and gpus() == 0:
+        left_out("equal-offload", "vLLM offloads from GPUs only")
+    else:
+        for impl in ("fp8attn", "vllm-bf16"):
+            yield from compared(impl, way)
 
 
-def parallel() -> Iterator[dict]:
-    if gpus() == 1:
-        left_out("parallel", "it needs two GPUs, or none")
+def compared(impl: str, way: str) -> Iterator[dict]:
+    """How many answers are those of `plain`."""
+    plain, found = answers_of(impl, "plain"), answers_of(impl, way)
+    for name in ("answers", "again") if way in ("prefix-caching", "offload") else ("answers",):
+        same = sum(a == b for a, b in zip(found[name], plain["answers"], strict=True))
+        case = f"equal-{way}" if name == "answers" else f"equal-{way}-hits"
+        drafts = {"accepted_tokens": found["accepted"]} if found["accepted"] else {}
+        yield {"case": case, "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"], **drafts}
+
+
+@cache
+def answers_of(impl: str, way: str, options: str = "{}") -> dict:
+    """What `answers` finds; engines are started once."""
+    (found,) = worker("answers", impl, way, options)
+    return found
+
+
+def perplexity(name: str) -> Iterator[dict]:
+    model, length, count = WINDOWS[name]
+    if model is None:
+        left_out(f"perplexity-{name}", "FP8ATTN_SMOLLM2 names no checkpoint")
         return
-    for impl in ("fp8attn", "vllm-bf16"):
-        yield from compared(impl, ["plain", "tp2"])
+    yield from perplexities(f"perplexity-{name}-S{length}", {impl: (impl, model, {}) for impl in IMPLS}, length, count)
 
 
-def compared(impl: str, ways: list[str]) -> Iterator[dict]:
-    """How many answers of each way are those of the first, `plain`."""
-    (plain,) = worker("answers", impl, ways[0])
-    for way in ways[1:]:
-        (found,) = worker("answers", impl, way)
-        for name in ("answers", "again") if way == "prefix-caching" else ("answers",):
-            same = sum(a == b for a, b in zip(found[name], plain["answers"], strict=True))
-            case = f"equal-{way}" if name == "answers" else f"equal-{way}-hits"
-            yield {"case": case, "impl": impl, "equal": same, "prompts": PROMPTS, "cached_tokens": found["cached"]}
+def export() -> Iterator[dict]:
+    _, length, count = WINDOWS["stdlib"]
+    with tempfile.TemporaryDirectory() as folder:
+        made = {name: str(path) for name, path in planted.prepare(folder, STDLIB, strategy="attn_head").items()}
+        engines: dict[str, tuple[str, str, dict]] = {
+            **{impl: (impl, made["model"], {}) for impl in IMPLS},
+            "vllm-fp8-covered": ("vllm-bf16", made["covered"], {}),  # the checkpoint says that the cache is FP8
+            "vllm-fp8-folded": ("vllm-bf16", made["folded"], {}),
+            "fp8attn-means": ("fp8attn", made["model"], {"additional_config": {"fp8attn": {"scales": made["means"]}}}),
+        }
+        yield from perplexities(f"export-planted-S{length}", engines, length, count)
 
 
-def perplexity() -> Iterator[dict]:
-    for name, (model, length, count) in WINDOWS.items():
-        if model is None:
-            left_out(f"perplexity-{name}", "FP8ATTN_SMOLLM2 names no checkpoint")
-            continue
-        base = None
-        for impl in IMPLS:
-            (found,) = worker("log_likelihood", impl, "plain", name)
-            value = math.exp(-found["mean"])
-            base = base or value
-            yield {
-                "case": f"perplexity-{name}-S{length}", "impl": impl, "perplexity": round(value, 5), "tokens": found["tokens"],
-                "over_bf16": round(value / base - 1, 6), "windows": count,
-            }  # fmt: skip
+def perplexities(case: str, engines: dict[str, tuple[str, str, dict]], length: int, count: int) -> Iterator[dict]:
+    """A row for each engine: by the row's `impl`, a key of `IMPLS`, the model's folder, and further options. BF16 is the first."""
+    base = None
+    for name, (impl, model, options) in engines.items():
+        (found,) = worker("log_likelihood", impl, "plain", model, str(length), str(count), json.dumps(options))
+        value = math.exp(-found["mean"])
+        base = base or value
+        yield {
+            "case": case, "impl": name, "perplexity": round(value, 5), "tokens": found["tokens"], "over_bf16": round(value / base - 1, 6),
+            "windows": count,
+        }  # fmt: skip
 
 
 def gpus() -> int:
@@ -166,7 +219,11 @@ def engine(impl: str, way: str, model: str, **options: Any) -> Any:
     if gpus() == 0:
         given.pop("attention_backend", None)  # vLLM has one on a CPU, which `register` replaces
         given["enforce_eager"] = True
-    llm = LLM(model, **given)
+    with tempfile.TemporaryDirectory() as folder:
+        if way == "eagle":
+            save_eagle(Path(folder))
+            given["speculative_config"] = given["speculative_config"] | {"model": folder}
+        llm = LLM(model, **given)
     print(f"NOTE started in {time.time() - begun:.0f} s", flush=True)
     return llm
 
@@ -244,23 +301,47 @@ def heldout(llm: Any) -> list[int]:
     return llm.get_tokenizer()(text[:400_000])["input_ids"]
 
 
-def answers(impl: str, way: str) -> Iterator[dict]:
-    llm = engine(impl, way, STDLIB, max_model_len=4096, gpu_memory_utilization=0.3, max_num_seqs=32)
+def answers(impl: str, way: str, options: str = "{}") -> Iterator[dict]:
+    llm = engine(impl, way, STDLIB, **{"max_model_len": 4096, "gpu_memory_utilization": 0.3, "max_num_seqs": 32} | json.loads(options))
     ids, draw = heldout(llm), random.Random(0)
     prompts = [ids[start : start + draw.randint(20, 900)] for start in range(0, PROMPTS * 1000, 1000)]
     first, again = (generate(llm, prompts, ANSWER)[1] for _ in range(2))
     tokens = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in (first, again)]
-    yield {"answers": tokens[0], "again": tokens[1], "cached": sum(output.num_cached_tokens or 0 for output in again)}
+    cached = [sum(output.num_cached_tokens or 0 for output in outputs) for outputs in (first, again)]
+    yield {"answers": tokens[0], "again": tokens[1], "loaded": cached[0], "cached": cached[1], "accepted": accepted(llm)}
 
 
-def log_likelihood(impl: str, way: str, name: str) -> Iterator[dict]:
+def save_eagle(folder: Path) -> None:
+    """Write an EAGLE head for our model: its first layer, and a projection that passes the token's embedding and little else. It is not
+    trained, so nearly all of its drafts are rejected."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config, weights = json.loads(Path(STDLIB, "config.json").read_text()), load_file(f"{STDLIB}/model.safetensors")
+    layer = {name.removeprefix("model."): x for name, x in weights.items() if "layers.0." in name and "input_layernorm" not in name}
+    passed = torch.eye(config["hidden_size"], dtype=torch.bfloat16)
+    projection = {"fc.weight": torch.cat([passed, 0.1 * passed], 1), "embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    save_file(layer | projection, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+
+def accepted(llm: Any) -> int:
+    """Tokens of drafts that were accepted; 0 without statistics."""
+    if not llm.llm_engine.log_stats:
+        return 0
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens")
+
+
+def log_likelihood(impl: str, way: str, model: str, length: str, count: str, options: str) -> Iterator[dict]:
+    """The mean log-probability of a token, in `count` windows of `length` tokens. Only prompts run, so CUDA graphs are not needed."""
     from vllm import SamplingParams
 
-    model, length, count = WINDOWS[name]
-    assert model is not None
-    llm = engine(impl, way, model, max_model_len=length + 8, gpu_memory_utilization=0.3, max_num_seqs=8)
+    size = int(length)
+    given = {"max_model_len": size + 8, "gpu_memory_utilization": 0.3, "max_num_seqs": 8, "enforce_eager": True} | json.loads(options)
+    llm = engine(impl, way, model, **given)
+    check_scales(llm, model)
     ids = heldout(llm)
-    windows = [ids[i * length : (i + 1) * length] for i in range(count)]
+    windows = [ids[i * size : (i + 1) * size] for i in range(int(count))]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": window} for window in windows], params, use_tqdm=False)
     found = [
@@ -269,6 +350,23 @@ def log_likelihood(impl: str, way: str, name: str) -> Iterator[dict]:
         for entry, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)
     ]
     yield {"mean": statistics.fmean(found), "tokens": len(found)}
+
+
+def check_scales(llm: Any, model: str) -> None:
+    """Check that an exported checkpoint's scales are in vLLM's layers."""
+    from fp8attn.integrations import checkpoints
+
+    if "quantization_config" not in json.loads((Path(model) / "config.json").read_text()):
+        return
+    (found,) = llm.apply_model(scales_of)
+    for index, layer in checkpoints.check(model).scales.items():
+        assert found[f"model.layers.{index}.self_attn.attn"] == [layer[which].flatten().tolist() for which in "kv"], index
+
+
+def scales_of(model: Any) -> dict[str, list]:
+    """By layer, vLLM's scales of K and V."""
+    layers = (module for module in model.modules() if hasattr(module, "_k_scale") and hasattr(module, "layer_name"))
+    return {layer.layer_name: [scale.flatten().tolist() for scale in (layer._k_scale, layer._v_scale)] for layer in layers}
 
 
 def save_smollm2(folder: str, _way: str = "") -> Iterator[dict]:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -51,15 +53,28 @@ def save(name: str, rows: list[dict]) -> Path:
     """
     machine = meta()
     path = RESULTS / slug(machine["device"]) / f"{name}.json"
-    kept = json.loads(path.read_text()) if path.exists() else {"meta": machine, "provenance": {}, "rows": []}
-    if kept["meta"] != machine:
-        sys.exit(f"{path} holds rows of {kept['meta']}, this is {machine}: move that file away to begin another")
-    now = provenance(name)
-    number = digest(now)[:8]
-    made = {key(row): {"fingerprint": of_row(name, row["impl"])} | row | {"provenance": number} for row in rows}
-    write(path, machine, kept["provenance"] | {number: now}, list(({key(row): row for row in kept["rows"]} | made).values()))
+    with _alone(path.parent):
+        kept = json.loads(path.read_text()) if path.exists() else {"meta": machine, "provenance": {}, "rows": []}
+        if kept["meta"] != machine:
+            sys.exit(f"{path} holds rows of {kept['meta']}, this is {machine}: move that file away to begin another")
+        now = provenance(name)
+        number = digest(now)[:8]
+        made = {key(row): {"fingerprint": of_row(name, row["impl"])} | row | {"provenance": number} for row in rows}
+        write(path, machine, kept["provenance"] | {number: now}, list(({key(row): row for row in kept["rows"]} | made).values()))
     print(f"{len(rows)} rows kept in {path.relative_to(ROOT)}", flush=True)
     return path
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Processes that measure on several GPUs at once save one after another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)  # and unlocks
 
 
 def write(path: Path, machine: dict, provenances: dict[str, dict], rows: list[dict]) -> None:

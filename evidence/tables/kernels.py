@@ -142,12 +142,13 @@ def sdpa() -> str:
 @block
 def append() -> str:
     words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "`quantize`"}
+    named = {"e4m3": "E4M3 keys", "counted": "overflows counted"}
     found, lines = {key for here in devices("append").values() for key in here}, {}
     for case in dict.fromkeys(case for here in devices("append").values() for case, _ in here):
-        for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS)):
+        for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS), "fp8attn-counted"):
             if (case, impl) in found:
                 kind, *details = sorted(case.split("-"), key=lambda part: part not in words)
-                details += impl.replace("fp8attn", "").replace("-e4m3-keys", "-E4M3 keys").split("-")[1:]
+                details += [named.get(part, part) for part in impl.removeprefix("fp8attn").replace("-e4m3-keys", "-e4m3").split("-")[1:]]
                 lines[case, impl] = f"{words[kind]}: {', '.join(details)}"
     return beside("append", "", lines, {
         "us": lambda here, line: value(here, *line, "ms", ".1f", 1e3),

@@ -11,7 +11,13 @@ IMPLS = {"vllm-bf16": "BF16", "vllm-fp8": "vLLM's FP8", "fp8attn": "fp8attn"}
 LOAD = {"fits": ("tokens that fit into the cache", "tokens"), "throughput": ("mixed load, tokens/s", "tokens_per_s")}
 WAYS = {
     "prefix-caching": "prefix caching, first request", "prefix-caching-hits": "prefix caching, the same prompts again",
-    "chunks": "prompts in chunks of 256 tokens", "ngram": "n-gram speculation, 4 tokens", "tp2": "tensor parallel, 2 processes",
+    "chunks": "prompts in chunks of 256 tokens", "ngram": "n-gram speculation, 4 tokens", "draft": "a draft model (itself), 3 tokens",
+    "eagle": "an EAGLE head (not trained), 3 tokens", "offload": "blocks offloaded to the CPU",
+    "offload-hits": "blocks offloaded to the CPU, the same prompts again", "tp2": "tensor parallel, 2 processes",
+}  # fmt: skip
+EXPORTS = IMPLS | {
+    "vllm-fp8-covered": "vLLM's FP8, exported scales", "vllm-fp8-folded": "vLLM's FP8, exported, V's mean in the biases",
+    "fp8attn-means": "fp8attn, calibrated means",
 }  # fmt: skip
 MODELS = {"stdlib": "our model", "smollm2": "SmolLM2"}  # of perplexity
 RATIO = "vLLM's FP8 over fp8attn"
@@ -76,7 +82,7 @@ def vllm_runs() -> str:
     """The cases whose rows are not all of one run, and the commits of their runs."""
     at, made = commits("vllm"), []
     for title, here in devices("vllm", cpus=True).items():
-        for case in dict.fromkeys(case for case, _ in here):
+        for case in dict.fromkeys(case for case, _ in here if not case.startswith("equal-")):  # counts have no ratio
             found = {label: here[case, impl] for impl, label in IMPLS.items() if (case, impl) in here}
             if not all(together(row, next(iter(found.values()))) for row in found.values()):
                 runs = ", ".join(f"{label} at commit {at[row['provenance']]}" for label, row in found.items())
@@ -101,3 +107,20 @@ def perplexity(here: Rows, case: str, impl: str) -> str:
     if row is None:
         return ""
     return f"{row['perplexity']:.3f}" + (f" ({row['over_bf16']:+.2%})" if base and row is not base and together(row, base) else "")
+
+
+@block
+def vllm_export() -> str:
+    """A line for each engine of the model with planted offsets."""
+    body = []
+    for title, here in devices("vllm", cpus=True).items():
+        for case in dict.fromkeys(case for case, _ in here if case.startswith("export-")):
+            body += [[title, label, perplexity(here, case, impl)] for impl, label in EXPORTS.items() if (case, impl) in here]
+    return table(["", "planted offsets", "perplexity, over BF16"], body)
+
+
+@block
+def calibration() -> str:
+    _, here = latest("calibration")
+    shares = {impl: row for (_, impl), row in here.items() if impl != "forward"}
+    return ", ".join(f"{row['share']:.1%} of its speed for {impl} ({row['tokens_per_s']:,} tokens/s)" for impl, row in shares.items())

@@ -53,12 +53,16 @@ def rotate_many(x: torch.Tensor) -> torch.Tensor:
     """`R x` on the last dimension as one matrix product, in FP32: for statistics of many rows, where `rotate` would read and write them
     `log2(n)` times. Sums round in another order than in `rotate`.
 
-    The matrix is of 1 and -1. So the products are exact, even in TF32 if x is in 16 bits.
+    The matrix is of 1 and -1. So the products are exact, also of 16-bit tensors as they are given, without a copy in FP32.
 
     Args:
         x: `[..., head_dim]`, any floating point.
     """
-    return (x.float() @ _matrix(x.shape[-1], x.device)) * block_size(x.shape[-1]) ** -0.5
+    if x.is_cuda and x.element_size() == 2:
+        y = torch.mm(x.reshape(-1, x.shape[-1]), _matrix(x.shape[-1], x.device).to(x.dtype), out_dtype=torch.float32).view(x.shape)
+    else:
+        y = x.float() @ _matrix(x.shape[-1], x.device)
+    return y.mul_(block_size(x.shape[-1]) ** -0.5)
 
 
 def rotate_back(x: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,8 @@ def test_the_state_of_a_layer_continues_bit_for_bit():
         for which, y in x.items():
             layer.look(which, y[:200])
         layer.settle()
+        assert layer.again
+        layer.forget()
         for which, y in x.items():
             layer.add(which, y[:300])
     resumed.load_state_dict({name: tensor.clone() for name, tensor in begun.state_dict().items()})
@@ -121,6 +123,24 @@ def test_the_state_of_a_layer_continues_bit_for_bit():
     assert sorted(want) == sorted(["q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_noise", "v_noise", "k_offset"])
     assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
     assert want["v_mean"][0, 3] == pytest.approx(30, abs=0.5) and resumed.tokens == 800
+
+
+@pytest.mark.parametrize("method", ["percentile", "mse"])
+def test_tokens_are_counted_once_without_means(method):
+    """Histograms of `look` are used. K's and V's are exact, and Q's is of every seventh token."""
+    layer, x = LayerObserver(Options(method, 99.0, rotate_keys=False)), torch.randn(700, 2, 64, generator=torch.Generator().manual_seed(0))
+    for which in "qkv":
+        layer.look(which, x[:300])
+    layer.settle()
+    assert not layer.again and layer.tokens == 300
+    for part in (x[300:305], x[305:]):
+        for which in "qkv":
+            layer.add(which, part)
+    for which, every in (("q", 7), ("k", 1), ("v", 1)):
+        direct = Observer(layer.observers[which].dtype, counted=1)
+        direct.add(x[::every])
+        assert torch.equal(layer.observers[which].histogram.counts, direct.histogram.counts)
+        assert torch.equal(layer.observers[which].amax, x.abs().amax((0, 2)))  # of all tokens
 
 
 @pytest.mark.parametrize(("bad", "message"), [({"method": "best"}, "must be one of"), ({"percentile": 101.0}, r"in \(0, 100\]")])

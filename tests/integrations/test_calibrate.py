@@ -243,9 +243,11 @@ def test_a_long_batch_in_chunks(model, ids, method, side):
         batch = {"input_ids": batch, "attention_mask": mask}
     whole, chunked = calibrate(model, [batch], method=method), calibrate(model, [batch], method=method, chunk=64)
     assert whole.tokens == chunked.tokens == {None: 400, "left": 270, "right": 270}[side]
-    # FP32 attention over other blocks; a value may then be in the next bin, of 2^-7
+    # FP32 attention over other blocks; a value may then be in the next bin, of 2^-7. Q's histogram is of other tokens: every seventh
     same(chunked, whole, exactly=False) if method == "absmax" else [
-        torch.testing.assert_close(getattr(chunked.layer(i), name), getattr(whole.layer(i), name), rtol=2.0**-7, atol=1e-5)
+        torch.testing.assert_close(
+            getattr(chunked.layer(i), name), getattr(whole.layer(i), name), rtol=0.5 if name == "q_scale" else 2.0**-7, atol=1e-5
+        )
         for i in whole.layers
         for name in NAMES
     ]

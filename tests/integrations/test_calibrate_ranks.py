@@ -64,8 +64,9 @@ def test_two_processes_are_one(biased, tmp_path, kind):
                 expected = getattr(want.layer(index), name)
                 assert first.shape == expected.shape
                 # Text divided: integers and maxima are exact, and sums of means are in another order. Heads divided: the model's own sums
-                # are, so a value may be in the next bin of the histogram.
-                torch.testing.assert_close(first, expected, rtol=1e-5 if kind == "data" else 2.0**-7, atol=1e-5)
+                # are, so a value may be in the next bin of the histogram. Each process counts every seventh of its own queries.
+                rtol = 0.5 if (name, kind) == ("q_scale", "data") and method != "absmax" else 1e-5 if kind == "data" else 2.0**-7
+                torch.testing.assert_close(first, expected, rtol=rtol, atol=1e-5)
         for scales in found:
             assert (scales.tokens, scales.num_kv_heads, scales.method) == (900, 2, want.method)
             assert scales.k_offsets == pytest.approx(want.k_offsets, rel=1e-3)

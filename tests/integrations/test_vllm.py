@@ -1,13 +1,18 @@
 """The parts of the vLLM plugin that need no vLLM. `tests/vllm` has the others; `make test-vllm` runs them."""
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fp8attn import KVScales, LayerScales, UsageError
+from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm import RELEASES, refused, register, unsupported_release
+from fp8attn.integrations.vllm.biases import means_of
 from fp8attn.integrations.vllm.options import Options
 from fp8attn.rotation import rotate
 
@@ -64,3 +69,41 @@ def test_means_of_the_heads_of_a_rank(tmp_path):
     with pytest.raises(UsageError, match=r"no such file"):
         Options(str(tmp_path / "none")).means("model.layers.2.self_attn.attn", slice(0, 4), **shape)
     assert Options().means("model.layers.2.self_attn.attn", slice(0, 4), **shape) == (None, None)
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def qwen2(**sizes):
+    """A random Qwen2 whose K has an offset of 60 in the channels that RoPE rotates least, as trained ones have."""
+    torch.manual_seed(0)
+    rest = {"vocab_size": 512, "max_position_embeddings": 4096, "rope_theta": 1e6, "initializer_range": 0.1}
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES | sizes | rest, bos_token_id=0, eos_token_id=1))
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias.data.view(-1, 2, 32)
+        bias.normal_()[:, :, 24:] += 60
+    return model
+
+
+def test_means_are_those_of_the_transformers_model(tmp_path):
+    model = qwen2()
+    model.save_pretrained(tmp_path, max_shard_size="1MB")
+    found, expected = means_of(str(tmp_path), None, 1024), layer_biases(model, 1024)
+    assert found.keys() == expected.keys() == set(range(4))
+    for index, layer in expected.items():
+        assert layer.k_mean.any() and layer.v_mean is None and found[index].v_mean is None
+        assert torch.equal(found[index].k_mean, layer.k_mean)
+
+
+def test_models_without_biases_that_can_be_read_have_no_means(tmp_path, caplog):
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64)).save_pretrained(tmp_path / "llama")
+    assert means_of(str(tmp_path / "llama"), None, 512) == {}
+    qwen2().save_pretrained(tmp_path / "quantized")
+    weights = load_file(tmp_path / "quantized/model.safetensors")
+    packed = {name: x.view(-1, 1).byte() if re.search(r"[kv]_proj\.weight", name) else x for name, x in weights.items()}
+    save_file(packed, tmp_path / "quantized/model.safetensors", {"format": "pt"})
+    assert means_of(str(tmp_path / "quantized"), None, 512) == {}
+    assert not caplog.records
+    with caplog.at_level("INFO", "vllm"):
+        assert means_of("an/unknown-model", None, 512) == {}
+    assert "the biases of an/unknown-model are not read" in caplog.text

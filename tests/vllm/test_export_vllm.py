@@ -3,6 +3,7 @@
 Needs vLLM, and starts engines for minutes. `make test` has no vLLM, and skips this file.
 """
 
+import json
 import math
 
 import pytest
@@ -11,11 +12,11 @@ import transformers
 
 pytest.importorskip("vllm")
 
+from benchmarks.planted import prepare
 from fp8attn import calibrate
 from fp8attn.evaluation import models
 from fp8attn.integrations.checkpoints import export
 from tests.vllm.engines import engine
-from tests.vllm.planted import prepare
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,8 @@ def test_transformers_rounds_k_and_v(calibrated, tmp_path, strategy):
 def test_calibrated_scales_and_moved_offsets_are_better_than_ones(tmp_path):
     """K's outliers saturate at a scale of 1.0, and V's offsets cost the codes of V their precision, unless they have moved into a bias."""
     folders = prepare(tmp_path)
+    tokens = models.tokenize(transformers.AutoTokenizer.from_pretrained(folders["model"]), models.read_text())
+    (tmp_path / "windows.json").write_text(json.dumps(models.windows(tokens, 512, 2).tolist()))
     runs = {"bf16": ("model", {}), "ones": ("model", {"kv_cache_dtype": "fp8"}), "covered": ("covered", {}), "folded": ("folded", {})}
     perplexity = {}
     for name, (folder, options) in runs.items():

@@ -13,8 +13,10 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from fp8attn import KVPages, KVScales, LayerScales, UsageError, reference
+from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm import impl as impl_module
 from fp8attn.integrations.vllm import metadata as metadata_module
+from fp8attn.integrations.vllm import metrics as metrics_module
 from fp8attn.integrations.vllm import specs
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
 from fp8attn.integrations.vllm.impl import FP8AttentionImpl, overflows
@@ -22,6 +24,8 @@ from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer
 from fp8attn.layout import page_bytes
 from fp8attn.params import AttentionParams
+from fp8attn.rotation import rotate
+from tests.integrations.test_vllm import qwen2
 
 HEADS, GROUP, D = 2, 2, 64
 PLAIN = {"block_size": 128, "num_kv_heads": HEADS, "head_size": D, "dtype": torch.uint8}
@@ -99,10 +103,10 @@ def test_padded_requests_of_a_graph(builder):
 LAYER = "model.layers.3.self_attn.attn"
 
 
-def layer_impl(monkeypatch, additional_config=None, **options):
+def layer_impl(monkeypatch, additional_config=None, checkpoint="a model without a folder", rank=0, ranks=1, **options):
     model = SimpleNamespace(
-        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: HEADS, hf_text_config=SimpleNamespace(num_hidden_layers=4),
-        get_sliding_window=lambda: None,
+        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: ranks * HEADS, hf_text_config=SimpleNamespace(num_hidden_layers=4),
+        get_sliding_window=lambda: None, model=str(checkpoint), revision=None, max_model_len=512,
     )  # fmt: skip
     parallel = SimpleNamespace(decode_context_parallel_size=1)
     config = SimpleNamespace(
@@ -111,8 +115,8 @@ def layer_impl(monkeypatch, additional_config=None, **options):
         compilation_config=SimpleNamespace(static_forward_context={}),
     )  # fmt: skip
     monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(impl_module, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(impl_module, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(impl_module, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(impl_module, "get_tensor_model_parallel_world_size", lambda: ranks)
     made = FP8AttentionImpl(GROUP * HEADS, D, 0.125, HEADS, kv_cache_dtype="fp8", **options)
     layer = torch.nn.Module()
     layer.impl, layer.layer_name, layer._k_scale = made, LAYER, torch.ones(1)
@@ -165,6 +169,31 @@ def test_counts_need_the_option(monkeypatch):
         overflows(layer_impl(monkeypatch)[1])
 
 
+def test_counts_are_metrics(builder, monkeypatch):
+    """A step publishes what is new since the last time, every 10 seconds."""
+    made, layer = layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}})
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: clock.now)
+    builder.metrics = metrics_module.OverflowMetrics([made.overflows])
+    cache = torch.zeros(3, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
+    for length, now in ((60, 103.0), (64, 111.0), (70, 112.0), (90, 122.0), (91, 123.0)):
+        clock.now = now
+        step = Step([length], [length], [[1, 2]])
+        x = torch.linspace(1, 9, length)[:, None, None].repeat(1, HEADS, D)  # every page's scale grows
+        made.forward(layer, x.repeat(1, GROUP, 1), x, x, cache, builder.build(0, step), torch.empty(length, GROUP * HEADS, D))
+    found = {
+        (sample.name, sample.labels["kind"]): sample.value
+        for counter in metrics_module._counters()
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
+    report = overflows(layer)
+    tokens = 60 + 64 + 70  # at the copy before the step of 90, which the last step has published
+    assert found["fp8attn:pages_total", "k"] == found["fp8attn:pages_total", "v"] == tokens * HEADS / 128
+    assert 0 < found["fp8attn:rescaled_pages_total", "k"] < report.rows[0].rescaled
+
+
 def test_means_of_a_calibration(builder, monkeypatch, tmp_path):
     """A large offset of K and V, which the file's means remove: what is left of the error is a hundredth."""
     torch.manual_seed(0)
@@ -184,6 +213,20 @@ def test_means_of_a_calibration(builder, monkeypatch, tmp_path):
         made.forward(layer, q, k, v, cache, builder.build(0, step), output)
         errors.append(float((output - exact).square().mean().sqrt()))
     assert errors[1] < 0.04 < errors[0] / 5, errors  # E4M3 rounds values of one by 2^-5 at most, and of 50 by 2
+
+
+def test_means_of_biases(monkeypatch, tmp_path):
+    """Each of two processes takes the means of its heads from the checkpoint."""
+    model = qwen2(num_attention_heads=8, num_key_value_heads=4, hidden_size=8 * D)
+    model.save_pretrained(tmp_path)
+    expected = layer_biases(model, 512)[3]
+    assert expected.k_mean.any() and expected.v_mean is None
+    for rank in (0, 1):
+        made, _ = layer_impl(monkeypatch, checkpoint=tmp_path, rank=rank, ranks=2)
+        k_mean, v_mean = made._state[:2]
+        assert v_mean is None and made.has_means
+        torch.testing.assert_close(k_mean, rotate(expected.k_mean[2 * rank :][:2]), rtol=1e-5, atol=1e-4)
+    assert not layer_impl(monkeypatch)[0].has_means
 
 
 def test_while_vllm_measures_memory(monkeypatch):

@@ -17,37 +17,52 @@ from .mergeable import Mergeable, Operation
 BINS = 1 << 15
 INFINITE = 0x7F80  # the bin of infinity; NaN is above
 WINDOW = 32 * 128  # bins of 32 octaves
+TOGETHER = 16  # scales whose errors are computed together: a GPU waits for the launches of fewer
 COARSE, FINE, OCTAVES = 8, 64, 16  # scales that are tried for each octave: first, then near the best; and how far below the maximum
 
 
 class Histogram(Mergeable):
-    """Counts of the magnitudes of each head."""
+    """Counts of the magnitudes of each head.
+
+    Args:
+        every: count one token of so many. The shares stay, and so do quantiles and the least error, but for the chance of which tokens.
+    """
 
     STATE: ClassVar[dict[str, Operation]] = {"counts": "sum"}
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
+        self.every, self.seen = every, 0  # tokens
         self.counts: torch.Tensor | None = None  # [num_heads, BINS] int64
 
     def add(self, x: torch.Tensor) -> None:
-        """Count `x [num_heads, ...]`, without waiting for the device."""
+        """Count `x [num_heads, T, head_dim]`, without waiting for the device."""
         heads = len(x)
         if self.counts is None:
             self.counts = torch.zeros(heads, BINS, dtype=torch.int64, device=x.device)
         self.counts = self.counts.to(x.device)  # after loading, the device may be another one
-        bins = (x.reshape(heads, -1).bfloat16().view(torch.int16) & (BINS - 1)).long()
-        self.counts.scatter_add_(1, bins, self.counts.new_ones(()).expand_as(bins))
+        begin, self.seen = -self.seen % self.every, self.seen + x.shape[1]
+        bins = (x[:, begin :: self.every].bfloat16().reshape(heads, -1).view(torch.int16) & (BINS - 1)).long()
+        new = torch.zeros_like(self.counts, dtype=torch.int32)  # torch's atomic additions of int64 are slow: a loop of comparisons
+        self.counts += new.scatter_add_(1, bins, new.new_ones(()).expand_as(bins))
+
+    def merge(self, other: Histogram) -> None:
+        """Add what another histogram of the same heads has counted."""
+        super().merge(other)
+        self.seen += other.seen
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The bins with a value, because nearly all are empty: the bins' indices in the flat histogram, and their counts."""
         if self.counts is None:
             return {}
         bins = self.counts.flatten().nonzero()[:, 0]
-        return {"bins": bins.int(), "values": self.counts.flatten()[bins], "heads": torch.tensor(len(self.counts))}
+        shape = torch.tensor([len(self.counts), self.seen])
+        return {"bins": bins.int(), "values": self.counts.flatten()[bins], "shape": shape}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
         """Continue from the tensors of `state_dict`."""
         if tensors:
-            flat = torch.zeros(int(tensors["heads"]) * BINS, dtype=torch.int64)
+            heads, self.seen = tensors["shape"].tolist()
+            flat = torch.zeros(heads * BINS, dtype=torch.int64)
             flat[tensors["bins"].long()] = tensors["values"]
             self.counts = flat.view(-1, BINS).to(device)
 
@@ -80,9 +95,9 @@ class Histogram(Mergeable):
 
     def _least(self, top: torch.Tensor, octaves: torch.Tensor, dtype: torch.dtype, merged: int) -> torch.Tensor:
         """Which of the `octaves [num_heads, N]` below the scales `top [num_heads]` has the least error, `[num_heads]`."""
-        bins = self._window(merged)
-        errors = [_error_of(*bins, top * 2.0**-octave, dtype) for octave in octaves.unbind(1)]
-        return octaves.gather(1, torch.stack(errors, 1).argmin(1, keepdim=True))[:, 0]
+        counts, edges = self._window(merged)
+        errors = [_error_of(counts[:, None], edges[:, None], top[:, None] * 2.0**-some, dtype) for some in octaves.split(TOGETHER, 1)]
+        return octaves.gather(1, torch.cat(errors, 1).argmin(1, keepdim=True))[:, 0]
 
     def squared_error(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the squared errors of all values with static scales, `[num_heads]` float64.
@@ -107,10 +122,10 @@ class Histogram(Mergeable):
 
 
 def _error_of(counts: torch.Tensor, edges: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the squared errors of `counts [num_heads, N]` values that are spread evenly between `edges [num_heads, N + 1]`."""
-    scale = scale.double().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    """The sum of the squared errors of `counts [..., N]` values that are spread evenly between `edges [..., N + 1]`."""
+    scale = scale.double().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     integral = _error_integral(edges / scale, dtype) * scale**3
-    return (counts * (integral.diff() / edges.diff())).sum(1)
+    return (counts * (integral.diff() / edges.diff())).sum(-1)
 
 
 @cache

@@ -13,6 +13,10 @@ from .mergeable import select
 from .moments import Moments
 from .observer import METHODS, Method, Observer
 
+# Q's histograms count one token of so many. Q has several times as many heads as K, and its scale is for other engines only, in E4M3, whose
+# error hardly depends on the scale. The number is odd, so that it is not always the same token of a sequence.
+QUERIES = 7
+
 
 @dataclass(frozen=True)
 class Options:
@@ -40,12 +44,6 @@ class Options:
         """Whether the method needs histograms."""
         return self.method != "absmax"
 
-    @property
-    def twice(self) -> bool:
-        """Whether the tokens that means are computed from are seen a second time: a histogram counts `|x - mean|`, so it needs the mean
-        first. The largest `|x - mean|` follows from the extremes of channels, for any mean."""
-        return self.counted and self.means
-
     def __str__(self) -> str:
         return f"percentile {self.percentile:g}" if self.method == "percentile" else self.method
 
@@ -53,25 +51,30 @@ class Options:
 class LayerObserver:
     """Observes Q, K and V of one layer, and computes scales and means.
 
-    First `look` at the tokens that means are computed from, then `settle`, then `add` all other tokens (with `Options.twice` all tokens).
+    First `look` at the tokens that means are computed from, then `settle`, then `add` all other tokens. If `again` is then true, `forget`
+    and `add` all tokens: a histogram counts `|x - mean|`, so it needs the mean first.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        keys = key_type(options.key_dtype)
         self.moments = {"k": Moments(options.rotate_keys, rope=True), "v": Moments()}
+        self._observe()
+
+    def _observe(self) -> None:
+        options = self.options
+        keys = key_type(options.key_dtype)
+        every = int(options.counted)
         self.observers = {
-            "q": Observer(keys, options.rotate_keys, counted=options.counted),
-            "k": Observer(keys, options.rotate_keys, counted=options.counted, sampled=True),
-            "v": Observer(FP8, counted=options.counted, sampled=True),
+            "q": Observer(keys, options.rotate_keys, counted=every * QUERIES),
+            "k": Observer(keys, options.rotate_keys, counted=every, sampled=True),
+            "v": Observer(FP8, counted=every, sampled=True),
         }
 
     def look(self, which: str, x: torch.Tensor) -> None:
         """See tokens `x [T, num_heads, head_dim]` of `"q"`, `"k"` or `"v"` that means are computed from."""
         if which in self.moments:
             self.moments[which].add(x)
-        if not self.options.twice:
-            self.observers[which].add(x)
+        self.observers[which].add(x)
 
     def add(self, which: str, x: torch.Tensor) -> None:
         """See tokens `x [T, num_heads, head_dim]` of `"q"`, `"k"` or `"v"`, after `settle`."""
@@ -92,8 +95,20 @@ class LayerObserver:
             observer = self.observers[which]
             mean = moments.mean()
             observer.mean = mean if mean.any() else None
-            if not self.options.twice:  # what `add` has found in `look` is without the mean
-                observer.amax = moments.amax(mean)
+            observer.amax = moments.amax(mean)  # `look` found it without the mean
+
+    @property
+    def again(self) -> bool:
+        """Whether the tokens of `look` must be counted again: with histograms, if there is a mean. The largest `|x - mean|` follows from
+        the extremes of channels, for any mean."""
+        return self.options.counted and any(observer.mean is not None for observer in self.observers.values())
+
+    def forget(self) -> None:
+        """Forget all tokens, but not the means."""
+        means = {which: observer.mean for which, observer in self.observers.items()}
+        self._observe()
+        for which, observer in self.observers.items():
+            observer.mean = means[which]
 
     @property
     def num_kv_heads(self) -> int:
@@ -109,13 +124,7 @@ class LayerObserver:
 
     def largest(self) -> dict[str, torch.Tensor]:
         """By name, a number on the device that is NaN or infinite if the tensor had such a value."""
-        found = {}
-        for which, observer in self.observers.items():
-            if observer.amax is not None:
-                found[which] = observer.amax.sum()
-            elif which in self.moments and (sums := self.moments[which].sums) is not None:
-                found[which] = sums[0].sum()
-        return found
+        return {which: observer.amax.sum() for which, observer in self.observers.items() if observer.amax is not None}
 
     def results(self, data_group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
         """Scales, means, `k_offset [num_kv_heads]` (`Moments.offsets`), and `k_noise` and `v_noise` (`Observer.noise`). The first axis of

@@ -55,7 +55,7 @@ class Observer(Mergeable):
     Args:
         dtype: the 8-bit dtype that it is stored in.
         rotated: whether it is rotated before it is stored (`rotation.rotate`).
-        counted: keep a histogram, which the methods "percentile" and "mse" need.
+        counted: keep a histogram of one token of so many, which the methods "percentile" and "mse" need; 0: none.
         sampled: keep a sample of the tokens, which `noise` needs.
     Attributes:
         mean: `[num_heads, head_dim]`, subtracted before the rotation; None: zero. Set it before the first `add`.
@@ -64,9 +64,9 @@ class Observer(Mergeable):
 
     STATE: ClassVar[dict[str, Operation]] = {"tokens": "sum", "amax": "max"}
 
-    def __init__(self, dtype: torch.dtype, rotated: bool = False, *, counted: bool = False, sampled: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, rotated: bool = False, *, counted: int = 0, sampled: bool = False) -> None:
         self.dtype, self.rotated = dtype, rotated
-        self.histogram = Histogram() if counted else None
+        self.histogram = Histogram(counted) if counted else None
         self.sample = Sample() if sampled else None
         self.mean: torch.Tensor | None = None
         self.tokens: torch.Tensor | None = None  # int64

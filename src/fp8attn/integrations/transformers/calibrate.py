@@ -52,8 +52,8 @@ def calibrate(
     or the scale with the least mean squared error. Scales of K and Q are for these as they are stored or multiplied: after RoPE, rotated
     with `rotate_keys`.
 
-    The state has a constant size, so a text may have any length. With the methods "percentile" and "mse" and with means, the first 32,768
-    tokens run twice. For long contexts, calibrate on long texts (`pack_tokens`): with RoPE, K depends on the position.
+    The state has a constant size, so a text may have any length. With the methods "percentile" and "mse", the first 32,768 tokens run twice
+    if a mean is not zero. For long contexts, calibrate on long texts (`pack_tokens`): with RoPE, K depends on the position.
 
     The model runs with a cache that receives K (after RoPE) and V, and an attention function that receives Q and calls the model's own.
     There are no hooks or patches, and the model is left as it was.
@@ -64,7 +64,7 @@ def calibrate(
             iterable, also a generator; the batches are read once.
         method: `"absmax"`; `"percentile"` of the magnitudes of all tokens and channels of a head; or `"mse"`. With the last two, larger
             values saturate.
-        percentile: in (0, 100]; the result is at most 0.8% above the exact percentile.
+        percentile: in (0, 100]; the result is at most 0.8% above the exact percentile. Of Q it is that of every seventh token.
         key_dtype, rotate_keys: how the cache will store K (`PagedKVCache`).
         means: False: all means are zero, for engines that subtract none.
         chunk: tokens of a forward. Longer batches run in several, through a cache that keeps their K and V, so that the memory of
@@ -148,10 +148,8 @@ class _Run:
             ids, mask = tensors_of(batch)
             seen += ids.numel() if mask is None else int(mask.bool().sum())
             self.looked.add(ids, mask)
-            if self.options.twice:
-                again.append(batch)
-            else:
-                self.counted.add(ids, mask)
+            self.counted.add(ids, mask)
+            again.append(batch)
             self._done()
             if seen >= MEANS_TOKENS:
                 break
@@ -166,6 +164,13 @@ class _Run:
                     f"{self.specs[index].num_kv_heads}. Pass the process group that the heads are divided over as tensor_parallel"
                 )
             layer.settle(self.groups.data)
+        wanted = torch.tensor([any(layer.again for layer in self.layers.values())])
+        if concatenate(wanted, self.groups.tensor).any():  # of one process's heads: all run the model together
+            self.counted = Text()
+            for layer in self.layers.values():
+                layer.forget()
+        else:
+            again = []
         self._save()
         return again
 

@@ -14,6 +14,8 @@ page of fp8attn: one run of bytes that depends on its 128 tokens alone. So prefi
 | `metadata.py` | the sequences of a step, decodes first |
 | `impl.py` | the step of a layer: append, then attention |
 | `options.py` | options from `--additional-config` |
+| `biases.py` | static means from a model's biases |
+| `metrics.py` | counts of overflows among vLLM's metrics |
 | `warm.py` | kernels, compiled before the first request |
 
 Importing this module, `options.py` or `refused.py` does not import vLLM.

@@ -13,6 +13,8 @@ from ... import ops
 from ...errors import UsageError
 from ...layout import KVPages, key_type, page_bytes
 from ...overflow import OverflowCounts, OverflowReport
+from ...rotation import rotate
+from .biases import means_of
 from .metadata import FP8AttentionMetadata
 from .options import Options, layer_number
 from .specs import BACKEND_IS_ASKED, of_layer
@@ -66,17 +68,31 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
 
     def _prepare(self, layer: Any) -> None:
         """Put the layer's means and counts on its device."""
-        model, device = self._config.model_config, layer._k_scale.device
-        total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
-        first = get_tensor_model_parallel_rank() * total // ranks
-        means = self.options.means(
-            layer.layer_name, slice(first, first + self.num_kv_heads), num_kv_heads=total, head_dim=self.head_size,
-            num_layers=model.hf_text_config.num_hidden_layers,
-        )  # fmt: skip
-        k_mean, v_mean = (None if mean is None else mean.to(device) for mean in means)
+        device = layer._k_scale.device
+        k_mean, v_mean = (None if mean is None else mean.to(device) for mean in self._means(layer.layer_name))
         self._state = k_mean, v_mean, key_type(self.options.key_dtype), True
         if self.options.count_overflows and self.writes:
             self.overflows = OverflowCounts([layer_number(layer.layer_name) or 0], self.num_kv_heads, self.head_size, device)
+
+    def _means(self, layer_name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The static means of K, rotated, and of V: from the file of the option `scales`, or from the model's biases."""
+        model, number = self._config.model_config, layer_number(layer_name)
+        total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
+        first = get_tensor_model_parallel_rank() * total // ranks
+        heads = slice(first, first + self.num_kv_heads)
+        if self.options.scales is not None and not layer_name.startswith("draft_model."):  # the file is not of a draft model
+            shape = {"num_kv_heads": total, "head_dim": self.head_size, "num_layers": model.hf_text_config.num_hidden_layers}
+            return self.options.means(layer_name, heads, **shape)
+        found = None if number is None else means_of(model.model, model.revision, model.max_model_len).get(number)
+        if found is None:
+            return None, None
+        k_mean, v_mean = found.k_mean, found.v_mean
+        return None if k_mean is None else rotate(k_mean[heads]), None if v_mean is None else v_mean[heads].contiguous()
+
+    @property
+    def has_means(self) -> bool:
+        """Whether the layer subtracts static means."""
+        return any(mean is not None for mean in self._state[:2])
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...layout import PAGE_SIZE
+from .metrics import OverflowMetrics
 from .warm import warm_up
 
 
@@ -48,14 +49,20 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
     """Makes the metadata of a step. A part of decodes has views of vLLM's buffers only, so CUDA graphs can replay it."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    metrics: OverflowMetrics | None = None  # with the option `count_overflows`
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = vllm_config.compilation_config.static_forward_context
+        counts = [counts for name in layer_names if (counts := layers[name].impl.overflows) is not None]
+        self.metrics = OverflowMetrics(counts) if counts else None
         if device.type != "cpu":
             warm_up(vllm_config, layer_names, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FP8AttentionMetadata:
+        if self.metrics is not None:
+            self.metrics.update()
         step = common_attn_metadata
         num_decodes, num_prompts, num_tokens, _ = split_decodes_and_prefills(step, decode_threshold=self.reorder_batch_threshold)
         lengths, table, bounds = step.seq_lens[: step.num_reqs], step.block_table_tensor[: step.num_reqs], step.query_start_loc

@@ -24,7 +24,7 @@ class Options:
         key_dtype: `"int8"` or `"e4m3"`.
         exact: keep 16 bits of queries and weights in prompts, too (`AttentionParams.exact`). A token's attention then does not depend on
             how vLLM schedules its prompt: chunks, hits of the prefix cache, speculation.
-        count_overflows: count how often the scales of pages grow, for `impl.overflows`.
+        count_overflows: count how often the scales of pages grow, for `impl.overflows` and `metrics`.
     """
 
     scales: str | None = None

@@ -18,11 +18,12 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its
 
 def warm_up(vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
     """Compile the kernels of these layers, for all that they have in common."""
-    for layer in {vllm_config.compilation_config.static_forward_context[name] for name in layer_names}:
-        impl = layer.impl
+    impls = {vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names}
+    means = any(impl.has_means for impl in impls)
+    for impl in impls:
         _compile(
             impl.num_heads, impl.num_kv_heads, impl.head_size, vllm_config.model_config.dtype, device, impl.options.key_dtype,
-            impl.options.scales is not None, impl.options.count_overflows, _of_attention(impl),
+            means, impl.options.count_overflows, _of_attention(impl),
         )  # fmt: skip
 
 
