@@ -7,6 +7,7 @@ Each implementation is an engine in a process of its own, one after another, wit
 | `vllm-bf16` | BF16 |
 | `vllm-fp8` | `--kv-cache-dtype fp8`, scales of one (FlashAttention-3 with two-level accumulation) |
 | `fp8attn` | `--kv-cache-dtype fp8 --attention-backend CUSTOM` |
+| `fp8attn-exact` | likewise, with `--additional-config '{"fp8attn": {"exact": true}}'`; in `equal` |
 
 | case | rows |
 |---|---|
@@ -49,7 +50,9 @@ IMPLS: dict[str, dict[str, Any]] = {
     "vllm-bf16": {},
     "vllm-fp8": {"kv_cache_dtype": "fp8"},
     "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
+    "fp8attn-exact": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM", "additional_config": {"fp8attn": {"exact": True}}},
 }
+STORED = ("vllm-bf16", "vllm-fp8", "fp8attn")  # each way of storing K and V
 STDLIB = str(ROOT / "models/stdlib-llama")
 SMOLLM2 = os.environ.get("FP8ATTN_SMOLLM2")  # a checkpoint's folder
 ENVIRONMENT = {
@@ -111,12 +114,12 @@ def measure(case: str) -> Iterator[dict]:
 
 
 def llama() -> Iterator[dict]:
-    for impl in reversed(IMPLS):
+    for impl in reversed(STORED):
         yield from worker("engine_times", impl, "plain")
 
 
 def load() -> Iterator[dict]:
-    for impl in reversed(IMPLS):
+    for impl in reversed(STORED):
         yield from worker("throughput", impl, "plain")
 
 
@@ -126,7 +129,7 @@ def equal(way: str) -> Iterator[dict]:
     elif way == "offload" and gpus() == 0:
         left_out("equal-offload", "vLLM offloads from GPUs only")
     else:
-        for impl in ("fp8attn", "vllm-bf16"):
+        for impl in ("fp8attn", "fp8attn-exact", "vllm-bf16"):
             yield from compared(impl, way)
 
 
@@ -152,7 +155,7 @@ def perplexity(name: str) -> Iterator[dict]:
     if model is None:
         left_out(f"perplexity-{name}", "FP8ATTN_SMOLLM2 names no checkpoint")
         return
-    yield from perplexities(f"perplexity-{name}-S{length}", {impl: (impl, model, {}) for impl in IMPLS}, length, count)
+    yield from perplexities(f"perplexity-{name}-S{length}", {impl: (impl, model, {}) for impl in STORED}, length, count)
 
 
 def export() -> Iterator[dict]:
@@ -160,7 +163,7 @@ def export() -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as folder:
         made = {name: str(path) for name, path in planted.prepare(folder, STDLIB, strategy="attn_head").items()}
         engines: dict[str, tuple[str, str, dict]] = {
-            **{impl: (impl, made["model"], {}) for impl in IMPLS},
+            **{impl: (impl, made["model"], {}) for impl in STORED},
             "vllm-fp8-covered": ("vllm-bf16", made["covered"], {}),  # the checkpoint says that the cache is FP8
             "vllm-fp8-folded": ("vllm-bf16", made["folded"], {}),
             "fp8attn-means": ("fp8attn", made["model"], {"additional_config": {"fp8attn": {"scales": made["means"]}}}),
@@ -191,7 +194,7 @@ def worker(task: str, impl: str, way: str, *args: str) -> list[dict]:
     """The rows that a task prints in a process of its own."""
     environment = os.environ | ENVIRONMENT
     if gpus() == 0:
-        environment |= {"FP8ATTN_VLLM_CPU": str(int(impl == "fp8attn"))}
+        environment |= {"FP8ATTN_VLLM_CPU": str(int(impl.startswith("fp8attn")))}
         if way == "tp2":
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # a core for each process
     rows, lines = [], []
