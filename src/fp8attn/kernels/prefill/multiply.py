@@ -54,7 +54,7 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             if count > 0:  # rows before a sequence have no angles
                 apply_rope(queries, rope, items, slot, count, options, WG)
         given = queries.given.index(WG)
-        factor, shift = load_queries(q, given, queries.signs, k_mean, scale, item >> 30, options, queries.Q16)
+        factor, shift = load_queries(q, given, queries.signs, k_mean, scale, options, queries.Q16)
         rows = Rows(WG=WG, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift, cap=cap)
         if means.SHIFT and not options.softcap:
             queries.shift.index(WG).store(shift)  # loaded again at the end, because there are no registers for it until then
@@ -80,7 +80,7 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             place = ring.next(place)
         if few:
             if queries.REST:
-                keep_rest(queries.rest.index(2 * WG), given, queries.signs, item >> 30, options)
+                keep_rest(queries.rest.index(2 * WG), given, queries.signs, options)
             else:
                 mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
             if options.width == 256:

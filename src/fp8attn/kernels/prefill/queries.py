@@ -22,8 +22,8 @@ BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 c
 @gluon.constexpr_function
 def words(width):
     """`width` channels of rows, of which a thread has four neighbors in every 16, so that their codes are a word."""
-    blocks = [[0, 16 << bit] for bit in range((width // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0], *blocks], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width])
+    registers = [[0, 1], [0, 2], [8, 0]] + [[0, 16 << bit] for bit in range((width // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width])
 
 
 @aggregate
@@ -35,7 +35,7 @@ class Queries:
     rest: gl.shared_memory_descriptor  # [2 * warpgroups, 64, width], 8 bits: the memory of `given`
     shift: gl.shared_memory_descriptor  # float32 [warpgroups, 64], of rows between the beginning of an item and its end
     factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
-    signs: gl.shared_memory_descriptor | gl.constexpr  # [1, 16, 16], the dtype of `given`: steps of the rotation (`store_signs`), or None
+    signs: gl.shared_memory_descriptor | gl.constexpr  # [16, 16], the dtype of `given`: steps of the rotation (`store_signs`), or None
     full: gl.shared_memory_descriptor  # barriers, one a warpgroup: rows and the item's fields are there,
     empty: gl.shared_memory_descriptor  # and their memory is free
     Q16: gl.constexpr  # queries have 16 bits
@@ -108,15 +108,15 @@ def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.
 
 @gluon.jit
 def store_signs(signs):
-    """Write `H diag(sign)` of 16 channels, transposed, to `signs [1, 16, 16]`. Columns are in the order in which `mma_v2` gives a thread
-    four neighbors."""
+    """Write `H diag(sign)` of 16 channels, transposed, to `signs [16, 16]`. Columns are in the order in which `mma_v2` gives a thread four
+    neighbors."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
     channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
     odd = channel & ((column & 1) | ((column >> 2) & 2) | ((column << 1) & 12))
     odd = odd ^ (odd >> 2)
     odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> channel)) & 1
-    signs.index(0).store(gl.where(odd > 0, -1.0, 1.0).to(signs.dtype))
+    signs.store(gl.where(odd > 0, -1.0, 1.0).to(signs.dtype))
 
 
 @gluon.jit
@@ -135,22 +135,19 @@ def hadamard(blocks, STEP: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(given, signs, zero, options: gl.constexpr):
+def load_rows(given, signs, options: gl.constexpr):
     """A warpgroup's rows of 16-bit queries in FP32, 16 channels at a time, rotated without the factor `block ** -0.5`
     (`rotation.rotate`)."""
     WIDTH: gl.constexpr = options.width
     WORDS: gl.constexpr = words(16)
     blocks = ()
     if options.rotate:
-        plus = signs.index(zero).load(gl.DotOperandLayout(1, BLOCK, 2))
+        plus = signs.load(gl.DotOperandLayout(1, BLOCK, 2))
         minus = (plus.to(gl.int16, bitcast=True) ^ -0x8000).to(plus.dtype, bitcast=True)
         none = gl.zeros([ROWS, 16], gl.float32, BLOCK)
         for j in gl.static_range(WIDTH // 16):
             x = given.slice(16 * j, 16, 1).load(gl.DotOperandLayout(0, BLOCK, 2))
-            if (HIGH_SIGNS >> (j % 8)) & 1:
-                x = mma_v2(x, minus, none)
-            else:
-                x = mma_v2(x, plus, none)
+            x = mma_v2(x, minus if (HIGH_SIGNS >> (j % 8)) & 1 else plus, none)
             x = x.reshape([ROWS, 2, 4, 2]).permute(0, 2, 1, 3).reshape([ROWS, 16])
             blocks += (gl.convert_layout(x, WORDS, assert_trivial=True),)
         blocks = hadamard(blocks, 1, block_size(options.head_dim) // 16)
@@ -221,13 +218,13 @@ def quantize_rows(codes, blocks):
 
 
 @gluon.jit
-def load_queries(codes, given, signs, k_mean, scale, zero, options: gl.constexpr, Q16: gl.constexpr):
+def load_queries(codes, given, signs, k_mean, scale, options: gl.constexpr, Q16: gl.constexpr):
     """Round a warpgroup's rows to 8 bits into `codes`, unless they are FP8 already.
 
     Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
     """
     if Q16:
-        blocks = load_rows(given, signs, zero, options)
+        blocks = load_rows(given, signs, options)
         if options.rotate:
             scale = scale * block_size(options.head_dim) ** -0.5
         factor = quantize_rows(codes, blocks) * scale
@@ -247,12 +244,12 @@ def load_queries(codes, given, signs, k_mean, scale, zero, options: gl.constexpr
 
 
 @gluon.jit
-def keep_rest(rest, given, signs, zero, options: gl.constexpr):
+def keep_rest(rest, given, signs, options: gl.constexpr):
     """Write the rounding error of 16-bit queries, in 8 bits, to the queries' own memory. For INT8 the unit is 1 / 256.
 
     ptxas: d256. The rows are loaded again, because keeping them in registers would spill.
     """
-    blocks = load_rows(given, signs, zero, options)
+    blocks = load_rows(given, signs, options)
     largest = largest_magnitude(blocks)
     sync()  # all of this warpgroup's rows are read
     eight = ()
