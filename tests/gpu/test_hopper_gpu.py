@@ -22,7 +22,7 @@ FORMATS = [(dim, keys, True) for dim in HEAD_DIMS for keys in KEYS] + [(dim, key
 # Weights and queries in 8 bits, on V of mean 1: INT8 keys are 0.24% off, E4M3 ones 0.30%, 0.38% in a window of 300 keys.
 PROMPT = 0.005
 FEW_KEYS = 0.015  # rows that see few keys average over less
-# Sums of weights that were rounded, and scores of 8-bit queries: of one key a score over INT8 keys is 0.007 off, the worst of 60,000 0.04.
+# Sums of weights that were rounded, and scores of 8-bit queries: a score over INT8 keys is 0.007 off, the worst of 60,000 0.04.
 PROMPT_LSE = {"int8": 0.05, "e4m3": 0.12}
 ODD_PROMPTS = (  # (queries, keys): FlashAttention-3's tests
     (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211), (108, 256), (256, 512),

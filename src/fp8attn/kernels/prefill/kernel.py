@@ -59,7 +59,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     ones.store(bits.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
     if Q16 and OPTIONS.rotate:
-        signs = gl.allocate_shared_memory(q_desc.dtype, [1, 16, 16], gl.SwizzledSharedLayout(8, 1, 1, [0, 1]))
+        signs = gl.allocate_shared_memory(q_desc.dtype, [16, 16], gl.SwizzledSharedLayout(8, 1, 1, [0, 1]))
         store_signs(signs)
     else:
         signs: gl.constexpr = None

@@ -52,7 +52,7 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             if count > 0:  # rows before a sequence have no angles
                 apply_rope(queries, rope, items, slot, count, options, WG)
         given = queries.given.index(WG)
-        factor, shift = load_queries(q, given, queries.signs, k_mean, scale, item >> 30, options, queries.Q16)
+        factor, shift = load_queries(q, given, queries.signs, k_mean, scale, options, queries.Q16)
         rows = Rows(WG=WG, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift, cap=cap)
         if means.SHIFT and not options.softcap:
             queries.shift.index(WG).store(shift)  # loaded again at the end, because there are no registers for it until then
@@ -77,9 +77,9 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             ring.release_v(place)
             place = ring.next(place)
         if options.exact:  # noqa: SIM114 - the other condition is a tensor
-            acc, m, sums, place = twice(rows, ring, queries, given, item, top, n_hi, n_free, n_lo, place, options)
+            acc, m, sums, place = twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options)
         elif few:
-            acc, m, sums, place = twice(rows, ring, queries, given, item, top, n_hi, n_free, n_lo, place, options)
+            acc, m, sums, place = twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options)
         else:
             mbarrier.arrive(queries.empty.index(WG))
             if options.width == 256:
@@ -99,11 +99,11 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
 
 
 @gluon.jit
-def twice(rows, ring, queries, given, item, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
+def twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
     """The loop over tiles that multiplies P and Q twice, and the memory of the queries' rounding errors."""
     WG: gl.constexpr = rows.WG
     if queries.REST:
-        keep_rest(queries.rest.index(2 * WG), given, queries.signs, item >> 30, options)
+        keep_rest(queries.rest.index(2 * WG), given, queries.signs, options)
     else:
         mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
     if options.width == 256:

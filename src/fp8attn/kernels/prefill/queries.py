@@ -37,7 +37,7 @@ class Queries:
     rest: gl.shared_memory_descriptor  # [2 * warpgroups, 64, width], 8 bits: the memory of `given`
     shift: gl.shared_memory_descriptor  # float32 [warpgroups, 64], of rows between the beginning of an item and its end
     factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
-    signs: gl.shared_memory_descriptor | gl.constexpr  # [1, 16, 16], the dtype of `given`: steps of the rotation (`store_signs`), or None
+    signs: gl.shared_memory_descriptor | gl.constexpr  # [16, 16], the dtype of `given`: steps of the rotation (`store_signs`), or None
     full: gl.shared_memory_descriptor  # barriers, one a warpgroup: rows and the item's fields are there,
     empty: gl.shared_memory_descriptor  # and their memory is free
     Q16: gl.constexpr  # queries have 16 bits
@@ -110,15 +110,15 @@ def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.
 
 @gluon.jit
 def store_signs(signs):
-    """Write `H diag(sign)` of 16 channels, transposed, to `signs [1, 16, 16]`. Columns are in the order in which `mma_v2` gives a thread
-    four neighbors."""
+    """Write `H diag(sign)` of 16 channels, transposed, to `signs [16, 16]`. Columns are in the order in which `mma_v2` gives a thread four
+    neighbors."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
     channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
     odd = channel & ((column & 1) | ((column >> 2) & 2) | ((column << 1) & 12))
     odd = odd ^ (odd >> 2)
     odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> channel)) & 1
-    signs.index(0).store(gl.where(odd > 0, -1.0, 1.0).to(signs.dtype))
+    signs.store(gl.where(odd > 0, -1.0, 1.0).to(signs.dtype))
 
 
 @gluon.jit
@@ -137,14 +137,14 @@ def hadamard(blocks, STEP: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(given, signs, zero, options: gl.constexpr):
+def load_rows(given, signs, options: gl.constexpr):
     """A warpgroup's rows of 16-bit queries in FP32, 16 channels at a time, rotated without the factor `block ** -0.5`
     (`rotation.rotate`)."""
     WIDTH: gl.constexpr = options.width
     WORDS: gl.constexpr = words(16)
     blocks = ()
     if options.rotate:
-        plus = signs.index(zero).load(gl.DotOperandLayout(1, BLOCK, 2))
+        plus = signs.load(gl.DotOperandLayout(1, BLOCK, 2))
         minus = (plus.to(gl.int16, bitcast=True) ^ -0x8000).to(plus.dtype, bitcast=True)
         none = gl.zeros([ROWS, 16], gl.float32, BLOCK)
         for j in gl.static_range(WIDTH // 16):
@@ -220,13 +220,13 @@ def quantize_rows(codes, blocks):
 
 
 @gluon.jit
-def load_queries(codes, given, signs, k_mean, scale, zero, options: gl.constexpr, Q16: gl.constexpr):
+def load_queries(codes, given, signs, k_mean, scale, options: gl.constexpr, Q16: gl.constexpr):
     """Round a warpgroup's rows to 8 bits into `codes`, unless they are FP8 already.
 
     Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
     """
     if Q16:
-        blocks = load_rows(given, signs, zero, options)
+        blocks = load_rows(given, signs, options)
         if options.rotate:
             scale = scale * block_size(options.head_dim) ** -0.5
         factor = quantize_rows(codes, blocks) * scale
@@ -246,12 +246,12 @@ def load_queries(codes, given, signs, k_mean, scale, zero, options: gl.constexpr
 
 
 @gluon.jit
-def keep_rest(rest, given, signs, zero, options: gl.constexpr):
+def keep_rest(rest, given, signs, options: gl.constexpr):
     """Write the rounding error of 16-bit queries, in 8 bits, to the queries' own memory. For INT8 the unit is 1 / 256.
 
     ptxas: d256. The rows are loaded again, because keeping them in registers would spill.
     """
-    blocks = load_rows(given, signs, zero, options)
+    blocks = load_rows(given, signs, options)
     largest = largest_magnitude(blocks)
     sync()  # all of this warpgroup's rows are read
     eight = ()
