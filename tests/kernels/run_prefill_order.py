@@ -27,7 +27,7 @@ def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims
     claim before had another one."""
     batch = Batch(
         bounds=cu_ptr, lengths=lens_ptr, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads, window=window,
-        max_tiles=claims, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=BLOCK)  # fmt: skip
+        wave=claims, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=BLOCK)  # fmt: skip
     q_len = 0
     sequence = scheduler_init(q_len, batch)
     claim = gl.program_id(0)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..combine import MAX_SPLITS
 from ..devices import Chip
 from .options import ROWS, TILE
+from .schedule import MAX_HEADS, MIN_HEADS
 
 
 @dataclass(frozen=True)
@@ -128,3 +129,9 @@ def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:
     It is larger if parts only make waves even, which does not help if there are far fewer keys than the table has pages.
     """
     return PART if items < sms else max(PART, tiles // splits // 2)
+
+
+def heads_in_wave(q_len: int, tiles: int, wave_rows: int, wave_tiles: int) -> int:
+    """Number of heads whose items are in one order in a dense batch; `schedule.Batch` has the arguments."""
+    heads = min(-(-wave_rows // max(1, q_len)), MIN_HEADS.value)
+    return min(max(heads, wave_tiles // max(1, tiles), 1), MAX_HEADS.value)

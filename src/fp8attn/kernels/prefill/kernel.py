@@ -22,7 +22,7 @@ from .schedule import Batch
 
 NUMBERS = (
     "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width",
-    "causal", "window", "parts", "min_tiles", "wave_rows", "wave_tiles", "max_tiles", "plane", "scale", "cap", "angle_stride_b",
+    "causal", "window", "parts", "min_tiles", "wave", "wave_rows", "wave_tiles", "plane", "scale", "cap", "angle_stride_b",
     "angle_stride_t",
 )  # fmt: skip
 
@@ -30,7 +30,7 @@ NUMBERS = (
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lengths_ptr, bounds_ptr,
                    sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
-                   num_kv_heads, table_width, causal, window, parts, min_tiles, wave_rows, wave_tiles, max_tiles, plane, scale, cap,
+                   num_kv_heads, table_width, causal, window, parts, min_tiles, wave, wave_rows, wave_tiles, plane, scale, cap,
                    cos_ptr, sin_ptr, angle_stride_b, angle_stride_t, OPTIONS: gl.constexpr):  # fmt: skip
     """The arguments of a launch, which `plan` and `attention` make. Strides of the output and of angles are in units of 8 elements."""
     WARPGROUPS: gl.constexpr = OPTIONS.warpgroups
@@ -94,7 +94,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         num_kv_heads=num_kv_heads)  # fmt: skip
     batch = Batch(
         bounds=bounds_ptr, lengths=lengths_ptr, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads,
-        window=window, max_tiles=max_tiles, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
+        window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
     work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
     gdc_wait()  # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous kernel uses.
     shared = (queries, ring, items, means, output, rope, causal, window, scale, cap)

@@ -9,7 +9,7 @@ import torch
 
 from ..devices import chip
 from ..launch import Constants, Counters, View, constants, num_sms
-from .cut import PADDED, Problem, best_cut, min_tiles_per_split
+from .cut import PADDED, Problem, best_cut, heads_in_wave, min_tiles_per_split
 from .options import ENDLESS, ROWS, TILE, Options
 from .schedule import CLAIMS
 
@@ -70,11 +70,12 @@ def make_plan(
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
     if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
         out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
+    # Of queries with which each SM has CLAIMS items, if they differ in length, and of K and V in L2.
+    wave_rows, wave_tiles = CLAIMS * sms * cut.rows if causal else 0, chip(device).l2 // (2 * head_dim * TILE.value)
     numbers = (
         *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
         window or NO_WINDOW, splits, min_tiles_per_split(items, splits, sms, tiles),
-        CLAIMS * sms * cut.rows if causal else 0, chip(device).l2 // (2 * head_dim * TILE.value), tiles,
-        splits * batch * tokens * num_q_heads,
+        heads_in_wave(max_seqlen_q, tiles, wave_rows, wave_tiles), wave_rows, wave_tiles, splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
     outputs = None

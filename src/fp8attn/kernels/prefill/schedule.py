@@ -22,9 +22,9 @@ class Batch:
     num_seqs: gl.tensor
     num_q_heads: gl.tensor
     window: gl.tensor
-    max_tiles: gl.tensor  # of keys that a query sees, at most
-    wave_rows: gl.tensor  # of queries, with which each SM has CLAIMS items; 0 if items are of one length
-    wave_tiles: gl.tensor  # of K and V in L2
+    wave: gl.tensor  # heads in a wave of a dense batch; in a ragged one this follows from
+    wave_rows: gl.tensor  # queries with which each SM has CLAIMS items, 0 if items are of one length, and
+    wave_tiles: gl.tensor  # tiles of one head in L2
     BLOCK: gl.constexpr  # query rows of an item
 
 
@@ -67,6 +67,8 @@ def claimed(ticket):
 
 @gluon.jit
 def heads_in_wave(q_len, tiles, batch):
+    """Number of heads in a wave of a sequence of `q_len` queries, the longest of whose items has so many tiles; `cut.heads_in_wave` is the
+    same on the host."""
     heads = gl.minimum((batch.wave_rows + q_len - 1) // gl.maximum(q_len, 1), MIN_HEADS)
     return gl.minimum(gl.maximum(gl.maximum(heads, batch.wave_tiles // gl.maximum(tiles, 1)), 1), MAX_HEADS)
 
@@ -81,8 +83,8 @@ def scheduler_init(q_len, batch):
     below = -1
     first = 0
     before = 0
-    wave = heads_in_wave(q_len, batch.max_tiles, batch)
-    return Sequence(index, base, start, Search(exponent, below, first, before), q_len, (q_len + batch.BLOCK - 1) // batch.BLOCK, wave)
+    blocks = (q_len + batch.BLOCK - 1) // batch.BLOCK
+    return Sequence(index, base, start, Search(exponent, below, first, before), q_len, blocks, batch.wave)
 
 
 @gluon.jit
