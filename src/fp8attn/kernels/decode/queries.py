@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gluon import aggregate, gl, gluon, sync
+from ..gluon import aggregate, gl, gluon
 from ..rotation import block_size, negative
 from .options import LOG2E
 
@@ -43,8 +43,6 @@ class Queries:
         first = (seq.query + row // batch.GROUP) * self.stride_t + (head * batch.GROUP + row % batch.GROUP) * self.stride_h
         inside = (row < seq.num_q * batch.GROUP)[:, None] & (d < options.head_dim)[None, :]
         mean = load_mean(self.k_mean, head, d, options.head_dim)
-        if self.k_mean is not None:
-            sync()  # ptxas: D128 rows1. Without it, the mean is loaded after the wait for the queries.
         return gl.load(self.q + first[:, None] + d[None, :], mask=inside, other=0.0), mean
 
     @gluon.jit
@@ -77,11 +75,10 @@ class Queries:
             down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
             q = (q * up[:, None]).to(gl.float16)
             factor = down * (gl.abs(self.scale) * LOG2E)
-        BYTES: gl.constexpr = 16 * 8 // q.dtype.primitive_bitwidth  # elements of 16 bytes: a row of a matrix of ldmatrix
-        SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(BYTES, 1, 8, [1, 0])
-        memory = gl.allocate_shared_memory(q.dtype, q.shape, SWIZZLED, q)
+        UNIT: gl.constexpr = 128 // q.dtype.primitive_bitwidth  # elements that `ldmatrix` reads together, 16 bytes
+        memory = gl.allocate_shared_memory(q.dtype, q.shape, gl.SwizzledSharedLayout(UNIT, 1, 8, [1, 0]), q)
         q = memory.permute([1, 0]).load(gl.SliceLayout(0, OPERAND))
-        if not INT8:
+        if not INT8:  # here and not above. ptxas: otherwise each page copies the loaded registers to others
             q *= sign.to(gl.float16)
         return _repeat(q, OPERAND), _in_every_warp(factor, VECTOR), offset
 
