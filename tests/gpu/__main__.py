@@ -30,7 +30,7 @@ def main() -> None:
     results.add_save(parser)
     args = results.parse(parser)
     outcomes, start = Outcomes(), time.time()
-    workers = str(max(1, (os.cpu_count() or 2) // 2))  # they compile most of the time
+    workers = str(os.cpu_count() or 1)  # they compile most of the time
     code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
     rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
     rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})

@@ -1,7 +1,13 @@
 """Fixtures of the tests of the Hopper kernels."""
 
+import os
+
 import pytest
 import torch
+
+# Workers are spread over the GPUs. Each sees one, unless it is alone: tests of two GPUs are then left out.
+if "PYTEST_XDIST_WORKER" in os.environ and (gpus := torch.cuda.device_count()) > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % gpus)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ PROMPT = 0.005
 FEW_KEYS = 0.015  # rows that see few keys average over less
 # Sums of weights that were rounded, and scores of 8-bit queries: a score over INT8 keys is 0.007 off, the worst of 60,000 0.04.
 PROMPT_LSE = {"int8": 0.05, "e4m3": 0.12}
+EXACT, EXACT_LSE = 6e-4, {"int8": 0.005, "e4m3": 0.02}  # with FP16 outputs; FP8 products keep 14 bits of a score
 ODD_PROMPTS = (  # (queries, keys): FlashAttention-3's tests
     (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211), (108, 256), (256, 512),
     (384, 256), (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (4096, 4096), (4224, 4224),
@@ -120,6 +121,35 @@ def test_prompts_with_options(name, keys):
 def test_static_means_are_restored(head_dim, keys):
     pages = held([1000], head_dim, keys, mean=2.0)
     check_prompt(queries(700, head_dim), pages, **options(pages, 700))
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_exact_prompts(head_dim, keys):
+    """As exact as a decode step, whose rows they give; with all options, too."""
+    pages, q = held([1000, 1000], head_dim, keys), queries(1400, head_dim, dtype=torch.float16)
+    for given in (options(pages, 700), options(pages, 700, causal=False), options(pages, 700, **all_options(pages))):
+        result = prefill.attention(q, pages, AttentionParams(**given, exact=True))
+        compare(result, q, pages, given, EXACT, EXACT_LSE[keys])
+    given = options(pages, 700)
+    prompt = prefill.attention(q, pages, AttentionParams(**given, exact=True))[0].view(2, 700, 4, head_dim)[:, -16:]
+    step = decode.attention(q.view(2, 700, 4, head_dim)[:, -16:].flatten(0, 1), pages, AttentionParams(**given | {"max_seqlen_q": 16}))[0]
+    assert relative_error(prompt.flatten(0, 1), step.double()) < EXACT
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_exact_prompts_of_both_shapes(long, monkeypatch):
+    """With two and with three warpgroups; ragged, and in parts of the keys."""
+    monkeypatch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][long], 1)])
+    lengths, counts = [0, 900, 5, 128, 0, 1000], [3, 300, 40, 128, 0, 77]
+    pages, q = held(lengths), queries(sum(counts), dtype=torch.float16)
+    given = options(pages, max(counts), counts)
+    compare(prefill.attention(q, pages, AttentionParams(**given, exact=True)), q, pages, given, EXACT, EXACT_LSE["int8"])
+    monkeypatch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][long], 2)])
+    prefill.plan.make_plan.cache_clear()
+    pages, q = held([5000]), queries(300, dtype=torch.float16)
+    given = options(pages, 300)
+    compare(prefill.attention(q, pages, AttentionParams(**given, exact=True)), q, pages, given, EXACT, EXACT_LSE["int8"])
 
 
 @pytest.mark.parametrize(("head_dim", "keys"), [(128, "int8"), (128, "e4m3"), (80, "int8"), (256, "int8")])
