@@ -1,6 +1,7 @@
 """Prefill attention, compared with its peers.
 
 `fp8attn` has BF16 queries and keys of the default format, rotated; `fp8attn-e4m3-keys` (or `-int8-keys`) has keys of the other format.
+`fp8attn-exact` is `fp8attn` with `exact=True`.
 `fp8attn-q8` has FP8 queries over E4M3 keys that are not rotated, as the peers have (`peers`). All read pages as `append` writes them:
 shuffled, each with its scales. They give no LSE, as `ops.attention` by default, and cuDNN for inference; FA3 always writes one. Times are
 medians of samples of several launches; TFLOPS count 4 Hq D per query and visible key. `rel_err` is over sampled rows, each implementation
@@ -19,13 +20,21 @@ from fp8attn.kernels import prefill
 
 from . import peers
 from .measure import error, outputs, timed
-from .problem import KEYS, K, Shape, own, square
+from .problem import KEYS, K, Run, Shape, own, square
 
 OURS = (*KEYS, "fp8attn-q8")  # queries in BF16, and in FP8
 
 
 def attention(q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
     return prefill.attention(q, pages, params._replace(return_lse=False))
+
+
+def exact(q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return attention(q, pages, params._replace(exact=True))
+
+
+def runs_of_ours(shape: Shape, *inputs: torch.Tensor) -> dict[str, Run]:
+    return own(attention, OURS, shape, *inputs) | {"fp8attn-exact": own(exact, ("fp8attn",), shape, *inputs)["fp8attn"]}
 
 
 CASES = {
@@ -49,14 +58,14 @@ CASES = {
 
 
 def calls(case: str) -> dict[str, Callable]:
-    return {impl: run.call for impl, run in own(attention, OURS, CASES[case], *CASES[case].inputs()).items()}
+    return {impl: run.call for impl, run in runs_of_ours(CASES[case], *CASES[case].inputs()).items()}
 
 
 def measure(case: str) -> Iterator[dict]:
     shape, rows = CASES[case], {}
     for mean, name in ((1.0, "rel_err_mean1"), (0.0, "rel_err")):
         inputs, found = shape.inputs(mean), {}
-        runs = own(attention, OURS, shape, *inputs) | peers.runs(shape, *inputs)
+        runs = runs_of_ours(shape, *inputs) | peers.runs(shape, *inputs)
         for impl, run, out in outputs(case, runs):
             row = rows.setdefault(impl, {"case": case, "impl": impl, "fingerprint": of_call(impl, run.call)})
             row[name], found[impl] = round(error(shape, out, run), 6), run.call

@@ -89,7 +89,7 @@ def prefill() -> str:
 def prefill_peers() -> str:
     """TFLOPS of ours and of every peer, on the last device that has them."""
     title, here = latest("prefill")
-    impls = {"fp8attn-q8": title} | PEERS
+    impls = {"fp8attn-q8": title, "fp8attn": "16-bit queries", "fp8attn-exact": "exact"} | PEERS
     body = [[label, *(value(here, case, impl, "tflops", ".0f") for impl in impls)] for case, label in prompts().items()]
     return table(["tokens", *impls.values()], body)
 
