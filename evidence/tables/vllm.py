@@ -30,10 +30,10 @@ def vllm_equal() -> str:
     for title, here in devices("vllm", cpus=True).items():
         found = [(row["equal"], case) for (case, impl), row in here.items() if impl == "fp8attn" and case.startswith("equal-")]
         for _, case in sorted(found):
-            rows = (here.get((case, impl)) for impl in ("vllm-bf16", "fp8attn"))
+            rows = (here.get((case, impl)) for impl in ("vllm-bf16", "fp8attn", "fp8attn-exact"))
             cells = ("" if row is None else f"{row['equal']} of {row['prompts']}" for row in rows)
             body.append([title, WAYS[case.removeprefix("equal-")], *cells])
-    return table(["", "answers equal to those of the plain engine", "BF16", "fp8attn"], body)
+    return table(["", "answers equal to those of the plain engine", "BF16", "fp8attn", "fp8attn, exact"], body)
 
 
 @block
