@@ -359,7 +359,7 @@ STEP = problem.steps(130, 7, kv_heads=1, dim=64)
         ),
         (accuracy, lambda: accuracy.one("decode", "mean1", 40)[1], dict.fromkeys(problem.KEYS, "True")),
         (portable, lambda: problem.steps(130, 130, kv_heads=1, dim=64), {"fp8attn-triton": "True"}),
-        (append, lambda: append.Append(2, 1, 130), dict.fromkeys(problem.KEYS, "False")),
+        (append, lambda: append.Append(2, 1, 130), dict.fromkeys((*problem.KEYS, "fp8attn-counted"), "False")),
         (append, lambda: append.Append(1, 130), dict.fromkeys(problem.KEYS, "False") | {"ceiling": "True"}),
         (
             append,
