@@ -183,7 +183,7 @@ def warmup(
         raise UsageError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {given or 'neither'}")
     if config is not None:
         (num_q_heads, num_kv_heads, head_dim), has_softcap, has_sinks = _read(config)
-        attention = {*attention, *["softcap"] * has_softcap, *["sinks"] * has_sinks}
+        attention = [*attention, *(("softcap",) if has_softcap else ()), *(("sinks",) if has_sinks else ())]
     assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
     if unknown := sorted({*attention} - {*get_args(AttentionOption)}):
         raise UsageError(f"attention may have {', '.join(get_args(AttentionOption))}; got {', '.join(unknown)}")

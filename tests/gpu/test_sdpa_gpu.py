@@ -170,7 +170,7 @@ def test_ops_pass_torch_opcheck():
     torch.library.opcheck(torch.ops.fp8attn.apply_rope, (x, angle, angle, False, name))
     torch.library.opcheck(torch.ops.fp8attn.quantize_rows, (x, None, None, False, True, True, 1, FP8, name), test_utils=checks)
     pages = KVPages.from_dense(x, x)
-    options = (None, 300, True, 0.1, 0, 0.0, None, None, *(x.flatten(0, 1) for x in (angle, angle)), False, False, name)
+    options = (None, 300, True, 0.1, 0, 0.0, None, None, *(x.flatten(0, 1) for x in (angle, angle)), False, False, True, name)
     torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *pages.state, *options), test_utils=checks)
 
 
