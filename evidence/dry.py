@@ -33,15 +33,14 @@ def pretend(machine: dict) -> None:
     import fp8attn
     from benchmarks import problem
     from fp8attn import backends
-    from fp8attn.kernels import devices, fp8, launch, portable
+    from fp8attn.kernels.devices import DEFAULT
+    from fp8attn.kernels.machine import Machine, plan_for
 
     problem.DEVICE = "meta"  # before a benchmark is imported
     capability = tuple(machine["capability"])
+    name = machine.get("device", DEFAULT.name)
+    plan_for(Machine(machine["sms"], machine["shared"], capability >= (8, 9), name, capability == (9, 0)))
     answers: list[tuple[Callable, Callable]] = [
-        (launch.num_sms, lambda device: machine["sms"]),
-        (devices.chip, lambda device: devices.named(machine.get("device", devices.DEFAULT.name))),
-        (fp8.is_native, lambda device: capability >= (8, 9)),
-        (portable._device, lambda device: (machine["sms"], machine["shared"])),
         (backends.unsupported_reason, lambda backend, device, dtype=torch.bfloat16: None),
         (backends.select_backend, lambda backend, device, dtype: "hopper" if backend == "auto" and capability == (9, 0) else backend),
     ]

@@ -349,7 +349,7 @@ STEP = problem.steps(130, 7, kv_heads=1, dim=64)
 @pytest.mark.parametrize(
     ("module", "case", "expected"),
     [
-        (prefill, lambda: SHORT, dict.fromkeys(prefill.OURS, "True")),
+        (prefill, lambda: SHORT, dict.fromkeys((*prefill.OURS, "fp8attn-exact"), "True")),
         (decode, lambda: STEP, dict.fromkeys(problem.KEYS, "True") | {"stream-ceiling": "False"}),
         (engine, lambda: Shape((130, 7, 140), (1, 1, 20), 2, 1, 64, True), {"fp8attn": "True"}),
         (
