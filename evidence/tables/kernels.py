@@ -95,6 +95,20 @@ def prefill_peers() -> str:
 
 
 @block
+def exact_cost() -> str:
+    """What exact prompts take, over prompts whose queries are rounded to 8 bits."""
+    _, here = latest("prefill")
+    return f"{span(over(here, case, 'fp8attn', 'fp8attn-exact') for case, impl in here if impl == 'fp8attn-exact')} times as long"
+
+
+@block
+def exact_over_bf16() -> str:
+    """The speed of exact prompts over FlashAttention-3's in BF16, at most and at least."""
+    title, here = latest("prefill")
+    return f"{span(over(here, case, 'fp8attn-exact', 'fa3-bf16') for case, impl in here if impl == 'fp8attn-exact')} ({title})"
+
+
+@block
 def engine() -> str:
     """A step of an engine: our time, and over it the others'."""
     title, here = latest("engine")

@@ -23,8 +23,8 @@ def test_the_gpu_tests_passed(rows):
 
 @pytest.mark.parametrize("rows", measured("decode"))
 def test_decode_is_exact(rows):
-    """Rotated queries over E4M3 keys are rounded to FP16, 2^-12 of each number: by the draw of one query and the scales of its keys 3.9e-4 to
-    6.8e-4 on an H200. Over INT8 keys they have 15 bits of a row's largest."""
+    """Rotated queries over E4M3 keys are rounded to FP16, 2^-12 of each number: 3.9e-4 to 6.8e-4 on an H200, by the draw of a query and the
+    scales of its keys. Over INT8 keys they have 15 bits of a row's largest."""
     errors = {impl: [row["rel_err"] for row in rows if row["impl"] == impl] for impl in KEYS}
     assert errors["fp8attn"] and max(errors.pop("fp8attn")) <= 5e-4, rows
     assert all(error <= 7.5e-4 for found in errors.values() for error in found), errors
