@@ -99,7 +99,9 @@ def finish(name: str, figure: Figure, axes: Axes | None = None, title: str = "",
         figure.suptitle(title, x=0.01, ha="left", fontsize=size)
     if axes is not None:
         handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="outside lower center", frameon=False, handlelength=3)
+        rows = -(-len(labels) // 8)
+        columns = -(-len(labels) // rows)
+        figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
     figure.savefig(FOLDER / f"{name}.png", dpi=130)
     plt.close(figure)
 

@@ -20,6 +20,7 @@ from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
 from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
+from fp8attn.kernels.machine import Machine
 from fp8attn.layout import FP8, HEAD_DIMS
 from tests.support.machine_code import build, dry
 
@@ -157,9 +158,12 @@ def launches(target: str, name: str) -> list[Launch]:
         for module in (portable, combine, append, rows):
             patch.setattr(module, "is_native", lambda device: native)
         patch.setattr(append, "num_sms", lambda device: 132)
+        patch.setattr(append, "machine", lambda device: Machine(132, shared_memory, native, hopper=gpu.arch == 90))
+        append._step_plan.cache_clear()  # it keeps what these gave
         patch.setattr(portable, "_device", lambda device: (132, shared_memory))
         patch.setattr(portable, "num_splits", lambda *_: splits)
         function(*arguments, **options)
+        append._step_plan.cache_clear()
     return found
 
 

@@ -64,7 +64,7 @@ def kernel(x_ptr, stride, k_desc, absent_ptr, v_desc, y_ptr, count, scale, D: gl
 
 def noted(compiled) -> dict:
     """The arguments of the last launch."""
-    parameters = (ctypes.c_ubyte * 128 * 64).in_dll(STUB, "stub_parameters")
+    parameters = (ctypes.c_ubyte * 128 * 128).in_dll(STUB, "stub_parameters")
     return {
         "grid": list((ctypes.c_uint * 3).in_dll(STUB, "stub_grid")),
         "parameters": [bytes(parameters[i])[:size].hex() for i, size in enumerate(sizes(compiled))],
@@ -73,7 +73,7 @@ def noted(compiled) -> dict:
 
 def expect(compiled) -> None:
     """Set the sizes of the parameters of the next launches in the stub."""
-    found = (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")
+    found = (ctypes.c_int * 128).in_dll(STUB, "stub_sizes")
     for i, size in enumerate([*sizes(compiled), 0]):
         found[i] = size
 
@@ -171,7 +171,7 @@ def attended(launches: list, compiled: dict) -> dict:
     ):
         q = torch.zeros(queries, 32, 128, dtype=torch.bfloat16)
         pages = KVPages.empty(columns, 8, 128, 1, columns)
-        (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0
+        (ctypes.c_int * 128).in_dll(STUB, "stub_sizes")[0] = 0
 
         def call(q=q, pages=pages, given=given):
             return ops.attention(q, pages, return_lse=True, **given)
@@ -198,7 +198,7 @@ def prompted(launches: list) -> dict:
     append.page_kernel = stand_in(append.page_kernel)
     append.is_native = lambda device: True
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
-    (ctypes.c_int * 64).in_dll(STUB, "stub_sizes")[0] = 0
+    (ctypes.c_int * 128).in_dll(STUB, "stub_sizes")[0] = 0
     k, v = (torch.zeros(600, 8, 128, dtype=torch.bfloat16) for _ in "kv")
     rows = {}
     for name, num_pages in (("grows", None), ("fixed", 8)):

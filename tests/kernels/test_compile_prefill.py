@@ -20,7 +20,7 @@ BOUNDS = {
         "d128-long-exact": (685, 0, 70), "d256-exact": (820, 2, 100),
     },
     # ptxas 13.4, which spills in loops of the same PTX.
-    "3.9": {"d64": (410, 0, 50), "d128": (495, 8, 300)},
+    "3.9": {"d64": (410, 1, 50), "d128": (495, 8, 300)},
 }  # fmt: skip
 CASES = BOUNDS.get(triton.__version__.rpartition(".")[0], {})
 

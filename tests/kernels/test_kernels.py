@@ -22,6 +22,7 @@ from fp8attn.kernels.append import append, apply_rope, from_dense
 from fp8attn.kernels.combine import MAX_SPLITS, combine, num_splits
 from fp8attn.kernels.fp8 import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.launch import recording
+from fp8attn.kernels.machine import Machine
 from fp8attn.kernels.quantize_rows import quantize_rows
 from fp8attn.layout import FP8, page_bytes
 from fp8attn.numerics import quantize, relative_error
@@ -351,6 +352,7 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     for module in ("append", "combine", "portable", "quantize_rows"):
         monkeypatch.setattr(f"fp8attn.kernels.{module}.is_native", lambda device: True)
     monkeypatch.setattr("fp8attn.kernels.append.num_sms", lambda device: 132)
+    monkeypatch.setattr("fp8attn.kernels.append.machine", lambda device: Machine(132, 232448, True))
     batch, half = 70_000, {"dtype": torch.float16, "device": "meta"}
     x = torch.empty(batch, 2, 16, 64, **half)
     angle = torch.empty(batch, 16, 32, device="meta")
@@ -413,7 +415,7 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     pages, q = _cache_and_queries()
     expected = fp8attn.attention(q, pages, backend="reference")
     assert torch.allclose(fp8attn.attention(q, pages, backend="triton").float(), expected.float(), atol=2e-3)
-    options = (None, 1, True, 0.125, 0, 0.0, None, None, None, None, False, True, "triton")
+    options = (None, 1, True, 0.125, 0, 0.0, None, None, None, None, False, True, True, "triton")
     torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.state, *options))
     token = torch.randn(2, 2, 64).half()
     overflows = torch.zeros(2, 3, dtype=torch.int64)

@@ -3,7 +3,7 @@
 #include <cuda.h>
 #include <string.h>
 
-#define MOST 64
+#define MOST 128
 
 int stub_launches;
 int stub_sizes[MOST];  // bytes of each kernel parameter, 0 after the last; set by the test
