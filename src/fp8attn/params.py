@@ -32,9 +32,8 @@ class AttentionParams(NamedTuple):
         rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for the queries, which are then rounded to their dtype. None: no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
-        exact: multiply 16 bits of queries and of softmax weights for any number of rows. The error is then that of K's and V's storage, and
-            a token gets equal attention in a long prompt, in a short chunk and in a decode step, up to FP32 rounding. Otherwise a fast
-            kernel may round them to 8 bits (`hopper`, in prompts).
+        exact: multiply 16 bits of queries and of softmax weights for any number of rows, as decode steps always do. What remains is the
+            error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may round them to 8 bits (`hopper`, in prompts).
     """
 
     cu_seqlens_q: torch.Tensor | None

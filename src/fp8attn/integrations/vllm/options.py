@@ -22,8 +22,8 @@ class Options:
     Attributes:
         scales: a file of `KVScales.save`. Its means of K and V are used. Its scales are not: each page has its own.
         key_dtype: `"int8"` or `"e4m3"`.
-        exact: keep 16 bits of queries and weights in prompts, too (`AttentionParams.exact`). A token's attention then does not depend on
-            how vLLM schedules its prompt: chunks, hits of the prefix cache, speculation.
+        exact: keep 16 bits of queries and weights in prompts, too (`AttentionParams.exact`), so that a hit of the prefix cache computes the
+            rest of a prompt as a whole prompt is computed.
         count_overflows: count how often the scales of pages grow, for `impl.overflows` and `metrics`.
     """
 
