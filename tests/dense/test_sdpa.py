@@ -484,7 +484,7 @@ def test_ops_pass_torch_opcheck():
         q = y.transpose(1, 2).flatten(0, 1)
         torch.library.opcheck(
             torch.ops.fp8attn.attention,
-            (q, *pages.state, None, 130, True, 0.1, 0, 0.0, None, None, None, None, False, False, backend),
+            (q, *pages.state, None, 130, True, 0.1, 0, 0.0, None, None, None, None, False, False, False, backend),
             test_utils=checks,
         )
 
