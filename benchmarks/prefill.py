@@ -52,6 +52,7 @@ CASES = {
     "gqa-causal-S131072": square(128, True, 128 * K, q_heads=32, kv_heads=8),
     "chunked-2k-on-128k": Shape((128 * K,), (2 * K,), 32, 8, 128, True),
     "varlen-mix": square(128, True, 9000, 130, 4096, 700, 2500, 64, 12000, 1500, 333, 6000, q_heads=32, kv_heads=8),
+    "D192-causal-S16384": square(192, True, 16 * K, q_heads=10),
     "D256-causal-S16384": square(256, True, 16 * K),
     "D256-full-S16384": square(256, False, 16 * K),
 }

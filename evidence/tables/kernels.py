@@ -16,7 +16,7 @@ PREFILL = {
     "gqa-causal-S16384": "16k causal, 32/8 heads", "gqa-causal-S131072": "128k causal, 32/8 heads",
     "chunked-2k-on-128k": "2k on 128k, 32/8 heads", "varlen-mix": "ragged, 32/8 heads", "D64-full-S16384": "16k full, head_dim 64",
     "D64-causal-S16384": "16k causal, head_dim 64", "D256-full-S16384": "16k full, head_dim 256",
-    "D256-causal-S16384": "16k causal, head_dim 256",
+    "D256-causal-S16384": "16k causal, head_dim 256", "D192-causal-S16384": "16k causal, head_dim 192",
 }  # fmt: skip
 SINGLE_LEVEL = ("fa3-fp8", "cudnn-fp8", "flashinfer")
 TWO_LEVEL = ("vllm-fa3-fp8", "hpc-ops", "sage")
