@@ -99,7 +99,7 @@ def finish(name: str, figure: Figure, axes: Axes | None = None, title: str = "",
         figure.suptitle(title, x=0.01, ha="left", fontsize=size)
     if axes is not None:
         handles, labels = axes.get_legend_handles_labels()
-        rows = -(-len(labels) // 8)
+        rows = -(-sum(len(label) + 8 for label in labels) // 150)
         columns = -(-len(labels) // rows)
         figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
     figure.savefig(FOLDER / f"{name}.png", dpi=130)
@@ -147,7 +147,7 @@ def plot_engine() -> None:
         at = [x + (i - (len(impls) - 1) / 2) * 0.85 / len(impls) for x in range(len(cases))]
         axes.bar(at, found, 0.8 / len(impls), label=ENGINE[impl], color=COLORS[impl])
     axes.axhline(1, color=COLORS["fp8attn"], lw=1.6, label="fp8attn")
-    axes.set_xticks(range(len(cases)), [step_of(case).replace(", ", "\n") for case in cases], fontsize=8)
+    axes.set_xticks(range(len(cases)), [step_of(case).replace(", ", "\n").replace(" on ", "\non ") for case in cases], fontsize=8)
     axes.set_ylabel("time over fp8attn's")
     finish(
         "engine", figure, axes, f"An engine's step on an {device()}: a chunk of a prompt beside decode steps (32 query heads, 8 KV heads)"
@@ -155,9 +155,11 @@ def plot_engine() -> None:
 
 
 def plot_prefill() -> None:
+    found = {case for case, _ in read("prefill")}
+    cases = [case for case in PREFILL if case in found]
     figure, both = plt.subplots(2, figsize=(12, 7), sharey=True)
-    for axes, cases in zip(both, (list(PREFILL)[:8], list(PREFILL)[8:]), strict=True):
-        bars(axes, "prefill", "tflops", cases, (*KEYS, "fp8attn-q8", *measured("prefill", PEERS)))
+    for axes, half in zip(both, (cases[:8], cases[8:]), strict=True):
+        bars(axes, "prefill", "tflops", half, (*KEYS, "fp8attn-q8", *measured("prefill", PEERS)))
         axes.set_ylabel("TFLOPS")
     finish(
         "prefill",
