@@ -19,7 +19,7 @@ test: check .venv/.dev
 	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/evidence/test_ptx.py -m triton36 -n 2 --dist worksteal
 	@$(BIN)/python -m evidence.check --count
 
-# vLLM, in an environment of its own: its CPU build, 3.4 GB, some 3 minutes to install and 7 to test. CI has it as a job of its own.
+# vLLM, in an environment of its own: its CPU build, 3.4 GB, some 2 minutes to install and 10 to test. CI has it as a job of its own.
 test-vllm: .venv/.vllm
 	PYTHONPATH=src:. $(VLLM)/bin/python -m pytest tests/vllm
 
