@@ -1,4 +1,4 @@
-"""The attention of an engine's step: a chunk of a prompt beside decode steps, in one CUDA graph, compared with vLLM's and FlashInfer's.
+"""The attention of an engine's step: a chunk of a prompt beside decode steps, in one CUDA graph, compared with its peers.
 
 Llama-3.1-8B's heads (32 query heads, 8 KV heads of 128), in shuffled pages. `C2k-beside-64` is a prompt's first 2,048 tokens beside 64
 decode steps over 512 to 16,384 tokens (their logarithms evenly spread); `-at-32k` are the chunk's 2,048 queries the last of 32,768 tokens.

@@ -83,9 +83,9 @@ def to_fp8(x, PURE: gl.constexpr = True):
 
 
 @gluon.jit
-def rest_to_fp8(x, PURE: gl.constexpr = True):
+def rest_to_fp8(x):
     """The rounding error of `to_fp8(x)`, in E4M3."""
-    return gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=PURE, pack=4)
+    return gl.inline_asm_elementwise(REST_TO_FP8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
 @gluon.jit

@@ -155,7 +155,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
     ring.wait_v(place)
     total, _ = no_sums()
     total = row_sum_mma(p8, ring.ones, total, False)
-    if ring.v.shape[1] < options.width:  # in halves, as `attend_few` has to
+    if ring.v.shape[1] < options.width:  # in halves, as in `tile_twice`
         HALF: gl.constexpr = output_layout(options.width // 2)
         zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
         p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
