@@ -13,6 +13,7 @@ tokens.
 | `sage` | SageAttention's SM90 kernel, quantization excluded; Q and K in INT8 | rows of a thread; V: a channel | in two levels |
 | `cudnn-bf16`, `flash-bf16` | `scaled_dot_product_attention` by cuDNN, and by torch's FlashAttention-2 | | |
 | `torchao` | torchao's FP8 attention over `fa3-fp8`'s kernel: BF16 in and out, quantization included | a head | in the tensor core |
+| `torchao-hadamard` | the same with Q, K and V rotated, and the output rotated back | a head | in the tensor core |
 
 A module a system has the calls and says what they are given; `binaries` loads what they need.
 """
@@ -20,6 +21,7 @@ A module a system has the calls and says what they are given; `binaries` loads w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -49,6 +51,7 @@ PEERS = {
     "cudnn-bf16": Peer(dense.cudnn_bf16),
     "flash-bf16": Peer(dense.flash_bf16),
     "torchao": Peer(dense.torchao, "torchao"),
+    "torchao-hadamard": Peer(partial(dense.torchao, hadamard="QKV"), "torchao"),
 }
 PREFILL = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "hpc-ops", "flashinfer", "sage", "fa3-bf16", "cudnn-bf16")
 DECODE = ("vllm-fa3-fp8", "vllm-fa3-fp8-paged", "hpc-ops", "flashinfer", "vllm-fa3-bf16")
