@@ -39,7 +39,7 @@ RELEASES: dict[str, dict[str, str]] = {
 }
 # What is measured otherwise, or not at all.
 OTHERS = {
-    "transformers' FP8 cache": "no kernel as of 5.23: each step dequantizes all of it, and attends in 16 bits; real_model measures what it loses",
+    "transformers' FP8 cache": "no kernel as of 5.23: each step dequantizes all of it and attends in 16 bits; real_model has its loss",
 }  # fmt: skip
 # The GPU machine's: PyTorch 2.11 on Python 3.12.
 PYTHON = ("--python-version=3.12", "--implementation=cp", "--abi=cp312", "--abi=abi3", "--abi=none")

@@ -72,8 +72,7 @@ def test_every_benchmark_is_listed(capsys, monkeypatch):
 
 
 def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
-    """The index serves an extension module, two libraries of one wheel, and two wheels. A wheel lacks its module, and one peer is not in the
-    index."""
+    """The index serves an extension module, two libraries of one wheel, and two wheels. A wheel lacks its module, and it has no torchao."""
 
     cudnn = "nvidia-cudnn-cu13==9.28.1.4"
 
