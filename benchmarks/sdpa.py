@@ -27,7 +27,7 @@ from .problem import DEVICE, KEYS, K, Run, Shape, square
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 LONG = 64 * K  # tokens from which on calls are long: nothing is a graph, for the host's time is nothing beside the GPU's
-PEERS = ("torchao", "torchao-hadamard", "fa3-bf16", "cudnn-bf16")
+PEERS = ("torchao", "fa3-bf16", "cudnn-bf16")
 LEAST_DB = 15.0  # below, an output is wrong
 
 

@@ -145,7 +145,7 @@ def peer(name: str) -> str:
     from benchmarks.peers.binaries import UNPACKED
 
     torch_release = f"torch {torch.__version__}"
-    if name.startswith("torchao"):
+    if name == "torchao":
         return f"peer:torchao {sys.modules['torchao'].__version__}, {peer('fa3-fp8').removeprefix('peer:')}"
     if name.startswith("cudnn"):
         frontend = f" frontend {sys.modules['cudnn'].__version__}," if name == "cudnn-fp8" else ""

@@ -7,13 +7,12 @@ tokens.
 |---|---|---|---|
 | `fa3-fp8`, `fa3-bf16` | FlashAttention-3 (`fa3-fwd`), the kernel behind PyTorch's quantized SDPA | a KV head | in the tensor core |
 | `vllm-fa3-fp8`, `vllm-fa3-bf16` | vLLM's FlashAttention-3; `-paged` over pages | a KV head | in two levels |
-| `cudnn-fp8` | cuDNN's FP8 graph; its output is FP8 too | a tensor, P by 256 | in the tensor core |
+| `cudnn-fp8` | cuDNN's FP8 graph, the newest cuDNN if it is collected; its output is FP8 too | a tensor, P by 256 | in the tensor core |
 | `hpc-ops` | Tencent's HPC-Ops over pages: two kernels, as `flashinfer` | Q: a token and head; K, V: a tensor | in two levels |
 | `flashinfer` | FlashInfer over pages: TensorRT-LLM's fmha_v2 for prompts, XQA for decode steps | a tensor | in the tensor core |
 | `sage` | SageAttention's SM90 kernel, quantization excluded; Q and K in INT8 | rows of a thread; V: a channel | in two levels |
 | `cudnn-bf16`, `flash-bf16` | `scaled_dot_product_attention` by cuDNN, and by torch's FlashAttention-2 | | |
 | `torchao` | torchao's FP8 attention over `fa3-fp8`'s kernel: BF16 in and out, quantization included | a head | in the tensor core |
-| `torchao-hadamard` | the same with Q, K and V rotated, and the output rotated back | a head | in the tensor core |
 
 A module a system has the calls and says what they are given; `binaries` loads what they need.
 """
@@ -21,7 +20,6 @@ A module a system has the calls and says what they are given; `binaries` loads w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,7 +49,6 @@ PEERS = {
     "cudnn-bf16": Peer(dense.cudnn_bf16),
     "flash-bf16": Peer(dense.flash_bf16),
     "torchao": Peer(dense.torchao, "torchao"),
-    "torchao-hadamard": Peer(partial(dense.torchao, hadamard="QKV"), "torchao"),
 }
 PREFILL = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "hpc-ops", "flashinfer", "sage", "fa3-bf16", "cudnn-bf16")
 DECODE = ("vllm-fa3-fp8", "vllm-fa3-fp8-paged", "hpc-ops", "flashinfer", "vllm-fa3-bf16")

@@ -51,13 +51,12 @@ cudnn_bf16 = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
 flash_bf16 = partial(_sdpa, SDPBackend.FLASH_ATTENTION)
 
 
-def torchao(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hadamard: str = "NONE") -> Run:
-    """torchao's FP8 attention, in its words for what is rotated: "NONE", or "QKV"."""
+def torchao(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     from torchao.prototype.attention.fp8_fa3.attention import fp8_fa3_sdpa
 
     check(shape)
     given = batched(shape, q, k, v)
-    return Run(lambda: rows(fp8_fa3_sdpa(*given, is_causal=masked(shape), hadamard=hadamard)), q, shape.split(k, v))
+    return Run(lambda: rows(fp8_fa3_sdpa(*given, is_causal=masked(shape))), q, shape.split(k, v))
 
 
 SCALE_P = 256.0  # P is at most one; E4M3 ends at 448
