@@ -1,5 +1,5 @@
-"""Collects other systems' kernels into `.peers/` (`make peers`): from their wheels, and compiled from their sources. About 32 MiB that a
-machine without a network can get.
+"""Collects other systems' kernels into `.peers/` (`make peers`): from their wheels, and compiled from their sources. About 80 MiB that a
+machine without a network can get; cuDNN's two libraries are 50 of them.
 
 What cannot be had is named with the reason, and the rest goes on. A file that is there is not collected again. Compiling needs nvcc of CUDA
 13, and repositories: `FP8ATTN_SOURCES` is a folder with checkouts of them where GitHub cannot be reached.
@@ -24,18 +24,22 @@ from . import build_peers
 from .build_peers import HEADERS, LIBRARIES, TVM_FFI, run
 
 FOLDER = ROOT / ".peers"
-# A release, and the extension module in its wheel, kept as FOLDER/NAME.so.xz; None: the wheel is kept.
-RELEASES = {
-    "fa3-fwd==0.0.3": ("fa3_fwd", "fa3_fwd/_C.abi3.so"),
-    "vllm==0.22.0": ("vllm_fa3", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"),
-    "nvidia-cudnn-frontend==1.18.0": None,
-    "torchao==0.18.0": None,
-    TVM_FFI: None,  # calls FlashInfer's modules
+PACKING = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 128 << 20}]
+# Of a wheel of 517 MB, what attention needs: the graphs, and the engines that are compiled when a plan is built. NVIDIA's own small cuDNN,
+# `nvidia-cudnn-jit-cu13`, holds the same libraries, and appears later.
+CUDNN = ("cudnn_graph", "cudnn_engines_runtime_compiled")
+# A release, and the libraries in its wheel, each kept as FOLDER/NAME.so.xz; none: the wheel is kept.
+RELEASES: dict[str, dict[str, str]] = {
+    "fa3-fwd==0.0.3": {"fa3_fwd": "fa3_fwd/_C.abi3.so"},
+    "vllm==0.22.0": {"vllm_fa3": "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"},
+    "nvidia-cudnn-cu13==9.28.1.4": {name: f"nvidia/cudnn/lib/lib{name}.so.9" for name in CUDNN},
+    "nvidia-cudnn-frontend==1.18.0": {},
+    "torchao==0.18.0": {},
+    TVM_FFI: {},  # calls FlashInfer's modules
 }
 # What is measured otherwise, or not at all.
 OTHERS = {
-    "cuDNN": "torch's own is measured, 9.19.0 with torch 2.11; newer wheels are 500 MB, of which attention needs more than 100 MB",
-    "transformers' FP8 cache": "no kernel: each step dequantizes all of it, and attends in 16 bits; real_model measures what it loses",
+    "transformers' FP8 cache": "no kernel as of 5.23: each step dequantizes all of it and attends in 16 bits; real_model has its loss",
 }  # fmt: skip
 # The GPU machine's: PyTorch 2.11 on Python 3.12.
 PYTHON = ("--python-version=3.12", "--implementation=cp", "--abi=cp312", "--abi=abi3", "--abi=none")
@@ -64,33 +68,35 @@ def download(release: str, folder: Path) -> Path:
 def keep(name: str, contents: bytes) -> Path:
     """The path of a library, packed."""
     unfinished = FOLDER / f"{name}.unfinished"
-    unfinished.write_bytes(lzma.compress(contents, preset=3))
+    unfinished.write_bytes(lzma.compress(contents, filters=PACKING))
     return unfinished.rename(FOLDER / f"{name}.so.xz")
 
 
-def collect(release: str) -> Path:
-    """The path of a release's library or wheel.
+def collect(release: str) -> list[Path]:
+    """The paths of a release's libraries, or of its wheel.
 
     Raises:
-        LookupError: it is not there and cannot be downloaded, with the reason.
+        LookupError: they are not there and cannot be downloaded, with the reason.
     """
     name, version = release.split("==")
-    library = RELEASES[release]
-    pattern = f"{library[0]}.so.xz" if library else f"{name.replace('-', '_')}-{version}-*.whl"
-    if found := list(FOLDER.glob(pattern)):
-        return found[0]
+    libraries = RELEASES[release]
+    kept = [FOLDER / f"{library}.so.xz" for library in libraries]
+    found = kept or list(FOLDER.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
+    if found and all(path.exists() for path in found):
+        return found
     with tempfile.TemporaryDirectory() as folder:
         wheel = download(release, Path(folder))
-        if library is None:
-            return Path(shutil.copy(wheel, FOLDER))
+        if not libraries:
+            return [Path(shutil.copy(wheel, FOLDER))]
         with zipfile.ZipFile(wheel) as held:
-            if library[1] not in held.namelist():
-                raise LookupError(f"{wheel.name} holds no {library[1]}")
-            return keep(library[0], held.read(library[1]))
+            for path in libraries.values():
+                if path not in held.namelist():
+                    raise LookupError(f"{wheel.name} holds no {path}")
+            return [keep(library, held.read(path)) for library, path in libraries.items()]
 
 
-def compile(name: str, work: Path) -> Path:
-    """The path of a library that is compiled. Sources and headers go into `work`, for the other libraries, too.
+def compile(name: str, work: Path) -> list[Path]:
+    """The path of a library that is compiled, alone in a list. Sources and headers go into `work`, for the other libraries, too.
 
     Raises:
         LookupError: its source cannot be had, or does not compile; with the reason.
@@ -98,7 +104,7 @@ def compile(name: str, work: Path) -> Path:
     library = LIBRARIES[name]
     extra = library.keep[1] if library.keep else None
     if (found := FOLDER / f"{name}.so.xz").exists() and (extra is None or (FOLDER / extra).exists()):
-        return found
+        return [found]
     headers = [unpacked(release, work, inside) / inside for release, inside in HEADERS.items()]
     source = checkout(library.source, work) if "://" in library.source else unpacked(library.source, work, "flashinfer/")
     folder = work / name
@@ -106,7 +112,7 @@ def compile(name: str, work: Path) -> Path:
     made = build_peers.build(library, source, headers, folder)
     if library.keep:
         shutil.copy(source / library.keep[0], FOLDER / library.keep[1])
-    return keep(name, made.read_bytes())
+    return [keep(name, made.read_bytes())]
 
 
 @lru_cache
@@ -138,12 +144,12 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     missing = 0
     with tempfile.TemporaryDirectory() as work:
-        ways: dict[str, Callable[[], Path]] = {release: partial(collect, release) for release in RELEASES}
+        ways: dict[str, Callable[[], list[Path]]] = {release: partial(collect, release) for release in RELEASES}
         for name, library in LIBRARIES.items():
             ways[f"{name} of {library.source}"] = partial(compile, name, Path(work))
         for name, way in ways.items():
             try:
-                print(f"{name}: {way().relative_to(ROOT)}", flush=True)
+                print(f"{name}:", *(path.relative_to(ROOT) for path in way()), flush=True)
             except LookupError as problem:
                 missing += 1
                 print(f"{name}: {problem}", flush=True)

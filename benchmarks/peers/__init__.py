@@ -7,7 +7,7 @@ tokens.
 |---|---|---|---|
 | `fa3-fp8`, `fa3-bf16` | FlashAttention-3 (`fa3-fwd`), the kernel behind PyTorch's quantized SDPA | a KV head | in the tensor core |
 | `vllm-fa3-fp8`, `vllm-fa3-bf16` | vLLM's FlashAttention-3; `-paged` over pages | a KV head | in two levels |
-| `cudnn-fp8` | cuDNN's FP8 graph; its output is FP8 too | a tensor, P by 256 | in the tensor core |
+| `cudnn-fp8` | cuDNN's FP8 graph, the newest cuDNN if it is collected; its output is FP8 too | a tensor, P by 256 | in the tensor core |
 | `hpc-ops` | Tencent's HPC-Ops over pages: two kernels, as `flashinfer` | Q: a token and head; K, V: a tensor | in two levels |
 | `flashinfer` | FlashInfer over pages: TensorRT-LLM's fmha_v2 for prompts, XQA for decode steps | a tensor | in the tensor core |
 | `sage` | SageAttention's SM90 kernel, quantization excluded; Q and K in INT8 | rows of a thread; V: a channel | in two levels |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.machinery
 import lzma
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..get_peers import FOLDER
+from ..get_peers import CUDNN, FOLDER
 
 UNPACKED = Path("/tmp/fp8attn-peers")
 FLASHINFER = ("flashinfer_fmha", "flashinfer_xqa")
@@ -80,6 +81,18 @@ def _flashinfer() -> None:
         library(name)
 
 
+def _cudnn() -> None:
+    """Load the newest cuDNN's libraries, if they are there, and the frontend.
+
+    `libcudnn`, which torch has loaded, opens the others by name when it is first called, and finds these: torch's own calls go to the
+    newest cuDNN, too. Its version is part of the rows' fingerprints.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        for path in [library(name) for name in CUDNN]:
+            ctypes.CDLL(str(path))
+    _wheel("cudnn", "nvidia_cudnn_frontend")
+
+
 _registered: list[torch.library.Library] = []
 
 
@@ -108,6 +121,6 @@ LOADERS = {
     "hpc-ops": _hpc_ops,
     "flashinfer": _flashinfer,
     "sage": partial(_ops, "sage_sm90"),
-    "cudnn": partial(_wheel, "cudnn", "nvidia_cudnn_frontend"),
+    "cudnn": _cudnn,
     "torchao": _torchao,
 }

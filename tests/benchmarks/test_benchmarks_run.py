@@ -72,7 +72,9 @@ def test_every_benchmark_is_listed(capsys, monkeypatch):
 
 
 def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
-    """The index serves one extension module and one wheel. A third wheel lacks its module, and the last peer is not in the index."""
+    """The index serves an extension module, two libraries of one wheel, and two wheels. A wheel lacks its module, and it has no torchao."""
+
+    cudnn = "nvidia-cudnn-cu13==9.28.1.4"
 
     def download(command, **options):
         folder, release = command[-2], command[-1]
@@ -80,7 +82,8 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
         if name == "torchao":
             return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: No matching distribution found for torchao==0.18.0\n")
         with zipfile.ZipFile(f"{folder}/{name}-{release.split('==')[1]}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("fa3_fwd/_C.abi3.so", b"library")
+            for path in ("fa3_fwd/_C.abi3.so", *get_peers.RELEASES[cudnn].values()):
+                wheel.writestr(path, b"library of " + path.encode())
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(get_peers, "ROOT", tmp_path)
@@ -89,12 +92,14 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(SystemExit, match="2 peers are missing"):
         get_peers.main()
-    assert lzma.decompress((tmp_path / ".peers/fa3_fwd.so.xz").read_bytes()) == b"library"
+    for name, path in {"fa3_fwd": "fa3_fwd/_C.abi3.so", **get_peers.RELEASES[cudnn]}.items():
+        assert lzma.decompress((tmp_path / f".peers/{name}.so.xz").read_bytes()) == b"library of " + path.encode()
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said[5:]] == list(get_peers.OTHERS)
-    assert said[:5] == [
+    assert [line.split(":")[0] for line in said[6:]] == list(get_peers.OTHERS)
+    assert said[:6] == [
         "fa3-fwd==0.0.3: .peers/fa3_fwd.so.xz",
         "vllm==0.22.0: vllm-0.22.0-py3-none-any.whl holds no vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+        f"{cudnn}: .peers/cudnn_graph.so.xz .peers/cudnn_engines_runtime_compiled.so.xz",
         "nvidia-cudnn-frontend==1.18.0: .peers/nvidia_cudnn_frontend-1.18.0-py3-none-any.whl",
         "torchao==0.18.0: ERROR: No matching distribution found for torchao==0.18.0",
         f"{get_peers.TVM_FFI}: .peers/apache_tvm_ffi-{get_peers.TVM_FFI.split('==')[1]}-py3-none-any.whl",

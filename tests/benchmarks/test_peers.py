@@ -1,5 +1,6 @@
 """The peers, as far as they need no GPU: what they are given, what they refuse, how they are compiled."""
 
+import lzma
 import re
 import subprocess
 
@@ -147,5 +148,21 @@ def test_sources_are_checkouts_where_github_is_not_reached(monkeypatch, tmp_path
 
 def test_libraries_have_fingerprints():
     made = {name for names in fingerprint.LIBRARIES.values() for name in names}
-    assert made == build_peers.LIBRARIES.keys() | {kept[0] for kept in get_peers.RELEASES.values() if kept}
+    assert made == build_peers.LIBRARIES.keys() | {name for kept in get_peers.RELEASES.values() for name in kept} - {*get_peers.CUDNN}
     assert DEVICE in ("cpu", "cuda")
+
+
+def test_the_newest_cudnn_is_loaded_whole_or_not_at_all(monkeypatch, tmp_path):
+    """The frontend is loaded in any case. A library that is not there leaves torch's own."""
+    loaded = []
+    monkeypatch.setattr(binaries, "FOLDER", tmp_path)
+    monkeypatch.setattr(binaries, "UNPACKED", tmp_path / "unpacked")
+    monkeypatch.setattr(binaries.ctypes, "CDLL", loaded.append)
+    monkeypatch.setattr(binaries, "_wheel", lambda module, name: loaded.append(module))
+    for count, name in enumerate((*get_peers.CUDNN, None)):
+        loaded.clear()
+        binaries._cudnn()
+        paths = [str(tmp_path / f"unpacked/{each}.so") for each in get_peers.CUDNN] if count == len(get_peers.CUDNN) else []
+        assert loaded == [*paths, "cudnn"]
+        if name:
+            (tmp_path / f"{name}.so.xz").write_bytes(lzma.compress(b"library"))
