@@ -1,5 +1,6 @@
 """Which launches share counters: those of one stream outside graphs, and no others."""
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -34,6 +35,7 @@ def machine(monkeypatch):
     for name in ("_streams", "_pools"):
         monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(module, "_low", set())
+    monkeypatch.setattr(module, "_made", [])
     return machine
 
 
@@ -84,6 +86,18 @@ def test_the_pool_is_replaced_before_captures_exhaust_it(machine):
     for _ in range(100):
         counters(FIRST, 7, 264)
     assert machine.made == 2
+
+
+def test_the_counters_of_a_graph_are_never_freed(machine):
+    """A launch takes an address, and keeps no reference. Two pools are replaced, and the second served captures alone."""
+    counters(FIRST, 7, 264)
+    taken = []
+    while machine.made < 3:
+        machine.capturing = True
+        taken.append(weakref.ref(counters(FIRST, 7, module.POOL // 16).untyped_storage()))
+        machine.capturing = False
+        counters(FIRST, 7, 264)
+    assert all(storage() is not None for storage in taken)
 
 
 def test_more_streams_than_a_pool_serves(machine):

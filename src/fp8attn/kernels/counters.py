@@ -7,6 +7,7 @@ Launches may share counters only if they never run at the same time. So:
 
 Both are from a pool that is made before a graph needs it, because memory that a graph allocates must not outlive the graph. If the pool is
 empty, a capture allocates its zeros in the graph, which then clears them at each replay. The result is the same, with one more node.
+Pools are never freed: nobody says when the last graph that counts in one has gone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ALIGNED = 4  # counters: 16 bytes, the alignment that kernels are compiled for
 
 _streams: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and count
 _pools: dict[int, torch.Tensor] = {}  # by device, the unused counters
+_made: list[torch.Tensor] = []  # every pool
 _low: set[int] = set()  # devices whose pool is to be replaced
 _lock = Lock()
 
@@ -41,6 +43,7 @@ def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
         if not capturing:
             if pool is None or len(pool) < max(LOW, count):
                 pool = _pools[device.index] = kept(lambda device: torch.zeros(max(POOL, count), dtype=torch.int32, device=device), device)
+                _made.append(pool)
             _low.discard(device.index)
             if (zeros := _streams.get(key)) is not None:
                 return zeros
