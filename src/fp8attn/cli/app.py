@@ -38,7 +38,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="An FP8 KV cache and FP8 attention: half the memory, the same answers.",
+    help="An 8-bit KV cache and 8-bit attention: half the memory of BF16.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
