@@ -1,5 +1,6 @@
 """PagedKVCache against a plain dictionary of tensors."""
 
+import copy
 import pickle
 
 import numpy as np
@@ -264,6 +265,7 @@ def test_half_the_bytes():
         ({"scales": static(1.0, 1.0), "k_mean": torch.zeros(HEADS, DIM)}, "leave out k_mean and v_mean"),
         ({"v_mean": torch.zeros(DIM)}, r"v_mean must be \[2, 64\]; got \[64\]"),
         ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'; choose 'auto', 'hopper', 'triton', 'reference'"),
     ],
 )
 def test_bad_caches_are_refused(kwargs, message):
@@ -282,6 +284,7 @@ def test_bad_calls_are_refused_and_change_nothing():
         (lambda: cache.append(0, k[:2], v[:2].half()), "of one dtype"),
         (lambda: cache.append(0, k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
         (lambda: cache.append(0, k[:2].int(), v[:2].int()), "floating point"),
+        (lambda: cache.append(0, *(x[:2].to(torch.float8_e4m3fn) for x in (k, v))), "of 16, 32 or 64 bits, not torch.float8_e4m3fn"),
         (lambda: cache.append(0, k[:2], v[:2], rope_cos=torch.ones(2, 32)), "together"),
         (lambda: cache.append(0, k[:2], v[:2], rope_cos=torch.ones(2, 64), rope_sin=torch.ones(2, 64)), "cut to their first half"),
         (lambda: cache.truncate([1]), "one count of tokens"),
@@ -345,6 +348,11 @@ def test_a_pickled_cache_goes_on(scales):
         assert all(torch.equal(a, b) for a, b in zip(other.read(0, seq), cache.read(0, seq), strict=True))
     other.reset()
     assert cache.lengths == (152, 152) and other.num_pages == 0
+
+
+def test_a_shallow_copy_is_refused():
+    with pytest.raises(TypeError, match=r"use copy\.deepcopy"):
+        copy.copy(PagedKVCache(HEADS, DIM))
 
 
 def test_copies_and_pages_are_the_same_bytes():

@@ -92,17 +92,17 @@ class LayerPages:
         self.pool = pool
         return pool
 
-    def _fitted(self, table: PageTable) -> torch.Tensor:
-        """The pool with all pages of the table."""
-        return self.fit(table.num_pages) if self.pool is None or len(self.pool) < table.num_pages else self.pool
+    def _fitted(self, num_pages: int) -> torch.Tensor:
+        """The pool, with at least `num_pages`."""
+        return self.fit(num_pages) if self.pool is None or len(self.pool) < num_pages else self.pool
 
     def write(self, pages: list[int], given: torch.Tensor, table: PageTable) -> None:
         """Copy the bytes of pages from another pool, `given`."""
-        self._fitted(table)[table.to_device(pages, torch.long)] = given.to(self.device)
+        self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given.to(self.device)
 
     def apply(self, change: Change, table: PageTable) -> None:
-        """Clear and copy the pages that `PageTable.reserve` returned."""
-        pool = self._fitted(table)
+        """Grow the pool, and clear and copy its pages, as `PageTable.reserve` needs."""
+        pool = self._fitted(change.num_pages)
         if change.cleared:
             kept = 0 if self.scales is None else HEADER  # calibrated scales are kept
             pool[table.to_device(change.cleared), :, : self.shape[1] - kept] = 0
