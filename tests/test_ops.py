@@ -27,6 +27,7 @@ def cache():
     [
         (torch.zeros(3, 4, 64), {}, "do not divide over 2 sequences; give cu_seqlens_q and max_seqlen_q"),
         (torch.zeros(2, 3, 64), {}, "num_q_heads a multiple of 2"),
+        (torch.zeros(2, 0, 64), {}, "num_q_heads a multiple of 2"),
         (torch.zeros(2, 4, 128), {}, r"\[T, num_q_heads, 64\]"),
         (torch.zeros(2, 64), {}, r"\[T, heads, head_dim\]"),
         (
@@ -37,6 +38,8 @@ def cache():
         (torch.zeros(2, 1, 4, 64), {}, r"q.flatten\(0, 1\) if it is \[B, S, num_q_heads, head_dim\]"),
         (torch.zeros(2, 64, 4).transpose(1, 2), {}, "last dimension contiguous"),
         (torch.zeros(2, 4, 64), {"window": 0}, "window >= 1"),
+        (torch.zeros(2, 4, 64), {"window": (4, 0)}, r"window is an int, .* got causal=True, window=\(4, 0\)"),
+        (torch.zeros(2, 4, 64), {"leftpad_k": [1, 0]}, r"leftpad_k, one count per sequence, must be a tensor \(2,\) on cpu; got list"),
         (torch.zeros(2, 4, 64), {"window": 5, "causal": False}, "needs causal=True .* got causal=False, window=5"),
         (torch.zeros(2, 4, 64), {"softcap": -1.0}, "None for no cap"),
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(2)}, "one logit per query head"),

@@ -14,7 +14,7 @@ from ...cache import PagedKVCache
 from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, KeyDtype, KVPages, key_type
 from ...overflow import OverflowReport
-from ...params import BackendName
+from ...params import BackendName, check_backend
 from ...scales import KVScales
 from . import files
 from .biases import layer_biases, spread_layers
@@ -66,11 +66,10 @@ class FP8Cache(Cache):
         count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"FP8Cache takes a model's config, as in FP8Cache(model.config); got {type(config).__name__}")
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
             raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
-        key_type(key_dtype)  # raises ValueError
+        key_type(key_dtype)  # raises UsageError
+        check_backend(backend)
         specs, config = layers_of(config), decoder_config(config)
         if config._attn_implementation == ATTN_IMPLEMENTATION:
             check_attention_interface(config)
@@ -268,7 +267,9 @@ class FP8Cache(Cache):
 def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:
     if callable(skip_layers):
         return skip_layers
-    numbers = list(skip_layers)
+    numbers = list(skip_layers) if isinstance(skip_layers, Iterable) else []
+    if not isinstance(skip_layers, Iterable) or not all(isinstance(n, int) for n in numbers):
+        raise UsageError(f"skip_layers is a sequence of layers' numbers, or a function of a number; got {skip_layers!r}")
     wrong = [n for n in numbers if not -num_layers <= n < num_layers]
     if wrong:
         raise UsageError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")
