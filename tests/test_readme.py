@@ -1,7 +1,7 @@
 """Every Python block of README.md and docs/quickstart.md runs: a page's blocks in their order, in one namespace.
 
-This machine has no GPU and no network, so `HERE` replaces the GPU and the model. `pipe` is a small pipeline, as README says that it is
-the reader's.
+This machine has no GPU and no network, so `HERE` replaces the GPU and the model. `pipe` is a small pipeline; the page
+says that it is the reader's.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def pipeline():
     return pipe
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/quickstart.md", 5)])
+@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("docs/quickstart.md", 8)])
 def test_every_block_is_found(page, least):
     assert len(blocks(page)) == (ROOT / page).read_text().count("```python") >= least
 
@@ -67,19 +67,18 @@ def test_no_line_begins_with_a_generated_number(page):
 
 def test_readme_runs(monkeypatch):
     pytest.importorskip("transformers")
-    pytest.importorskip("diffusers")
-    namespace, printed, outs = run("README.md", monkeypatch, pipe=pipeline())
+    _, printed, outs = run("README.md", monkeypatch)
     assert printed.startswith("The KV cache of a language model")
     assert "2 of 4 calls in FP8" in printed  # of the encoder: the first and last layer stay as they are
-    assert [tuple(out.shape) for out in outs] == [(1, outs[0].shape[1]), (600, 32, 128), (1, 8, 600, 128), (1, 512, 512)]
+    assert [tuple(out.shape) for out in outs] == [(1, outs[0].shape[1]), (600, 32, 128), (1, 512, 512)]
     assert all(out.isfinite().all() for out in outs)
-    report = namespace["report"]  # of the pipeline, whose calls are short
-    reasons = {row.reason for row in report.rows if row.name == "blocks.2.attn1"}
-    assert reasons == {"left out by steps", "shorter than 8192 tokens"}
 
 
 def test_quickstart_runs(monkeypatch):
     pytest.importorskip("transformers")
-    _, printed, outs = run("docs/quickstart.md", monkeypatch)
+    pytest.importorskip("diffusers")
+    namespace, printed, outs = run("docs/quickstart.md", monkeypatch, pipe=pipeline())
     assert all(out.isfinite().all() for out in outs)
-    assert printed
+    assert "a mask is given" in printed  # the reason why a call goes to PyTorch
+    reasons = {row.reason for row in namespace["report"].rows if row.name == "blocks.2.attn1"}
+    assert reasons == {"left out by steps", "shorter than 8192 tokens"}  # the calls of the small pipeline are short
