@@ -57,13 +57,13 @@ def pipeline():
     return pipe
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("docs/quickstart.md", 8), ("docs/export.md", 1)])
+@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("docs/quickstart.md", 8), ("docs/export.md", 1), ("docs/evaluation.md", 1)])
 def test_every_block_is_found(page, least):
     assert len(blocks(page)) == (ROOT / page).read_text().count("```python") >= least
 
 
 def test_every_page_with_blocks_is_run():
-    assert {page for page in PAGES if blocks(page)} == {"README.md", "docs/quickstart.md", "docs/export.md"}
+    assert {page for page in PAGES if blocks(page)} == {"README.md", "docs/quickstart.md", "docs/export.md", "docs/evaluation.md"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -102,6 +102,21 @@ def test_export_runs(monkeypatch, tmp_path):
     calibrate(model, [torch.arange(64)[None]], key_dtype="e4m3", rotate_keys=False).save(tmp_path / "scales.safetensors")
     _, printed, _ = run("docs/export.md", monkeypatch, tmp_path)
     assert printed.startswith("vllm serve MODEL-FP8-KV --kv-cache-dtype fp8")
+
+
+def test_evaluation_runs(monkeypatch):
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    from fp8attn import AttentionPolicy
+    from fp8attn.integrations.transformers import FP8Cache
+
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "models/stdlib-llama")
+    windows, other_windows = torch.arange(66).view(2, 1, 33)
+    given = {"model": model, "windows": windows, "other_windows": other_windows, "FP8Cache": FP8Cache, "AttentionPolicy": AttentionPolicy}
+    namespace, printed, _ = run("docs/evaluation.md", monkeypatch, **given)
+    assert printed.startswith("--kv-cache-dtype fp8")
+    assert namespace["policy"].skip == namespace["chosen"]
 
 
 def commands(page: str) -> list[list[str]]:

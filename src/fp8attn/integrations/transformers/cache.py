@@ -112,6 +112,7 @@ class FP8Cache(Cache):
         model: PreTrainedModel,
         *,
         max_cache_len: int | None = None,
+        scales: KVScales | None = None,
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
@@ -128,8 +129,9 @@ class FP8Cache(Cache):
 
         Args:
             model: a transformers model.
-            max_cache_len, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend: as `FP8Cache` takes them. K's bias is
-                averaged over max_cache_len positions, or over the config's max_position_embeddings if max_cache_len is None.
+            max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend: as `FP8Cache` takes them. K's bias
+                is averaged over max_cache_len positions, or over the config's max_position_embeddings if max_cache_len is None. Calibrated
+                scales have means and a rotation of their own, so with `scales` the weights are not read.
         Returns:
             The `FP8Cache`.
         Raises:
@@ -139,11 +141,13 @@ class FP8Cache(Cache):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
         cache = cls(
-            model.config, max_cache_len=max_cache_len, skip_layers=skip_layers, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            exact=exact, count_overflows=count_overflows, backend=backend,
+            model.config, max_cache_len=max_cache_len, scales=scales, skip_layers=skip_layers, key_dtype=key_dtype,
+            rotate_keys=rotate_keys, exact=exact, count_overflows=count_overflows, backend=backend,
         )  # fmt: skip
         check_attention_interface(decoder_config(model.config))
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
+        if scales is not None:
+            return cache
         biases, spread = layer_biases(model, max_cache_len), spread_layers(model) if key_dtype == "e4m3" else ()
         for index in cache.fp8_layers:
             layer, found = cache.layers[index], biases.get(index)
