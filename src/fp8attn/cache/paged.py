@@ -65,9 +65,10 @@ class PagedKVCache(Sequences):
         rope_sin: torch.Tensor | None = None,
         rope_interleaved: bool = False,
     ) -> torch.Tensor | None:
-        """Quantize one layer's new tokens and write them at the ends of their sequences. If it raises, no token was appended.
+        """Quantize one layer's new tokens and write them at the ends of their sequences.
 
-        All layers append the same tokens, one layer after another, before a layer appends the next tokens.
+        All layers append the same tokens, one layer after another, before a layer appends the next tokens. If it raises, this layer has
+        appended nothing. Call it again, or drop the tokens of the layers before it: `cache.truncate(cache.lengths)`.
 
         Args:
             layer: the layer's number.
