@@ -100,6 +100,7 @@ def test_a_layer_out_of_step_is_refused_and_changes_nothing():
     for call, message in bad:
         with pytest.raises(ValueError, match=message):
             call()
+    assert [len(cache.read(layer, 0)[0]) for layer in range(LAYERS)] == [105, 100, 100]
     cache.append(1, k, k, lengths=[5, 3])
     cache.append(2, k, k, lengths=[5, 3])
     assert cache.lengths == (105, 53) and cache.pages(2).cache_seqlens.tolist() == [105, 53]

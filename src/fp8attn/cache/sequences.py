@@ -140,16 +140,19 @@ class Sequences:
         )
 
     def read(self, layer: int, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantize one sequence.
+        """Dequantize one sequence, with the tokens that this layer has appended.
 
         Returns:
             K and V, each `[length, num_kv_heads, head_dim]` in `dtype`.
         Raises:
             ValueError: there is no such layer or sequence.
         """
-        pages = self.pages(layer)
+        pages, step = self.pages(layer), self._step
         (seq,) = self.table.sequences([seq])
-        return pages.read(seq, self.lengths[seq], dtype)
+        length = self.lengths[seq]
+        if step is not None and self._static is None and layer not in step.pages:  # its append of this step is still to come
+            length = step.before[seq]
+        return pages.read(seq, length, dtype)
 
     # Moving sequences
 
