@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fp8attn import OutOfPagesError, PagedKVCache
+from fp8attn import KVScales, OutOfPagesError, PagedKVCache
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import E4M3
 from fp8attn.rope import apply_rope
@@ -258,8 +258,9 @@ def test_half_the_bytes():
         ({"num_pages": 0}, "must be positive"),
         (
             {"scales": LayerScales(*[torch.ones(3)] * 2, *[torch.ones(3, 64)] * 2)},
-            r"scales are for \(num_kv_heads, head_dim\) = \(3, 64\), and the cache has \(2, 64\)",
+            r"scales are for \(num_kv_heads, head_dim\) = \(3, 64\), .* and the cache has \(2, 64\)",
         ),
+        ({"scales": LayerScales(*[torch.ones(1)] * 2, *[torch.ones(2, 64)] * 2)}, r"with k_scale \(1,\) and v_scale \(1,\), and the cache"),
         ({"scales": static(1.0, 1.0), "key_dtype": "e4m3"}, "scales are for key_dtype='int8', rotate_keys=True, and the cache has 'e4m3'"),
         ({"scales": static(1.0, 1.0), "rotate_keys": False}, "the cache has 'int8', False"),
         ({"scales": static(1.0, 1.0), "k_mean": torch.zeros(HEADS, DIM)}, "leave out k_mean and v_mean"),
@@ -271,6 +272,13 @@ def test_half_the_bytes():
 def test_bad_caches_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         PagedKVCache(**{"num_kv_heads": HEADS, "head_dim": DIM, **kwargs})
+
+
+def test_scales_of_a_model_are_refused():
+    scales = KVScales({0: static(1.0, 1.0)}, num_layers=1, num_kv_heads=HEADS, head_dim=DIM)
+    with pytest.raises(TypeError, match=r"got KVScales. KVScales.layer\(i\) has a layer's"):
+        PagedKVCache(HEADS, DIM, scales=scales)
+    PagedKVCache(HEADS, DIM, scales=[scales.layer(0)])
 
 
 def test_bad_calls_are_refused_and_change_nothing():

@@ -26,6 +26,7 @@ class LayerPages:
         pool: `[num_pages, num_kv_heads, page_bytes]` uint8. None before the first pages.
         k_mean, v_mean: the means in the form of `KVPages`, K's rotated.
     Raises:
+        TypeError: `scales` are no `LayerScales`.
         ValueError: scales or means do not fit the layer.
     """
 
@@ -41,9 +42,12 @@ class LayerPages:
         device: torch.device,
     ) -> None:
         if scales is not None:
-            if scales.k_mean.shape != (num_kv_heads, head_dim):
+            if not isinstance(scales, LayerScales):
+                raise TypeError(f"scales must be LayerScales, one or a list; got {type(scales).__name__}. KVScales.layer(i) has a layer's")
+            if scales.k_mean.shape != (num_kv_heads, head_dim) or {scales.k_scale.shape, scales.v_scale.shape} != {(num_kv_heads,)}:
                 raise ValueError(
-                    f"the scales are for (num_kv_heads, head_dim) = {tuple(scales.k_mean.shape)}, and the cache has "
+                    f"the scales are for (num_kv_heads, head_dim) = {tuple(scales.k_mean.shape)}, with k_scale "
+                    f"{tuple(scales.k_scale.shape)} and v_scale {tuple(scales.v_scale.shape)}, and the cache has "
                     f"{(num_kv_heads, head_dim)}; pass the scales of this layer of this model"
                 )
             if (scales.key_dtype, scales.rotate_keys) != (key_dtype, rotate_keys):
