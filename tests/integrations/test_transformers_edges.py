@@ -290,6 +290,16 @@ def test_a_model_in_place_of_its_config_is_refused(llama):
         FP8Cache(llama)
 
 
+def test_a_window_that_cannot_be_cropped_leaves_all_layers_as_they_are():
+    model = make("qwen2-mixed")
+    cache = FP8Cache(model.config)
+    logits(model, cache, prompt())
+    lengths = [int(layer.get_seq_length()) for layer in cache.layers]
+    with pytest.raises(RuntimeError, match="[Ss]liding"):
+        cache.crop(-2)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == lengths
+
+
 def test_gradients_are_refused(llama):
     with pytest.raises(RuntimeError, match="inference"):
         llama(prompt(), past_key_values=FP8Cache(llama.config))

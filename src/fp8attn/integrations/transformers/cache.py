@@ -238,7 +238,10 @@ class FP8Cache(Cache):
                 f"{method} needs a cache that grows: transformers' static 16-bit layers ({', '.join(map(str, lacking))}) have none. "
                 "Use FP8Cache(config) without max_cache_len"
             )
-        for layer in (self.shared, *(layer for layer in self.layers if not isinstance(layer, FP8Layer))):
+        layers = [self.shared, *(layer for layer in self.layers if not isinstance(layer, FP8Layer))]
+        if method == "crop":  # a window that is full refuses: before any other layer is cropped
+            layers.sort(key=lambda layer: not getattr(layer, "is_sliding", False))
+        for layer in layers:
             getattr(layer, method)(*args)
 
     def reset(self) -> None:
