@@ -369,3 +369,12 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
     for params in seen:
         for name, value in given.items():
             assert getattr(params, name) is value or getattr(params, name) == value, name
+
+
+def test_tokens_without_a_page_are_refused_by_the_reference():
+    """The kernels cannot check it without waiting for the GPU."""
+    pages, k = KVPages.from_dense(torch.randn(1, 2, 130, 64), torch.randn(1, 2, 130, 64)), torch.randn(127, 2, 64)
+    fp8attn.append(pages, k[:126], k[:126])
+    with pytest.raises(ValueError, match=r"sequence 0 would have 383 tokens, and page_table has pages for 256: it must name a page"):
+        fp8attn.append(pages, k, k)
+    assert pages.cache_seqlens.tolist() == [256]

@@ -295,7 +295,7 @@ def test_a_window_that_cannot_be_cropped_leaves_all_layers_as_they_are():
     cache = FP8Cache(model.config)
     logits(model, cache, prompt())
     lengths = [int(layer.get_seq_length()) for layer in cache.layers]
-    with pytest.raises(RuntimeError, match="[Ss]liding"):
+    with pytest.raises(RuntimeError, match=r"[Ss]liding"):
         cache.crop(-2)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == lengths
 
