@@ -18,7 +18,7 @@ ALLOWED = {
     "numerics": set(),
     "rope": set(),
     "rotation": set(),
-    "params": set(),
+    "params": {"errors"},
     "layout": {"errors", "params", "rotation"},
     "scales": {"errors", "layout", "numerics"},
     "overflow": {"layout", "scales"},

@@ -154,6 +154,19 @@ def test_pages_are_checked_when_they_are_made(changed, message):
         replace(pages, **changed(pages))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_dim": 100}, "head_dim one of"),
+        ({"key_dtype": "int8"}, "torch.float8_e4m3fn; got int8"),
+        ({"k_mean": torch.zeros(2, 32)}, "k_mean must be"),
+    ],
+)
+def test_empty_pages_are_checked_too(options, message):
+    with pytest.raises(ValueError, match=message):
+        KVPages.empty(**{"num_pages": 4, "num_kv_heads": 2, "head_dim": 64, "num_seqs": 3, "max_pages": 2} | options)
+
+
 def test_keys_are_named():
     assert (key_type("int8"), key_type("e4m3")) == (torch.int8, FP8)
     with pytest.raises(ValueError, match="key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"):

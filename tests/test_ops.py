@@ -27,6 +27,7 @@ def cache():
     [
         (torch.zeros(3, 4, 64), {}, "do not divide over 2 sequences; give cu_seqlens_q and max_seqlen_q"),
         (torch.zeros(2, 3, 64), {}, "num_q_heads a multiple of 2"),
+        (torch.zeros(2, 0, 64), {}, "num_q_heads a multiple of 2"),
         (torch.zeros(2, 4, 128), {}, r"\[T, num_q_heads, 64\]"),
         (torch.zeros(2, 64), {}, r"\[T, heads, head_dim\]"),
         (
@@ -37,6 +38,8 @@ def cache():
         (torch.zeros(2, 1, 4, 64), {}, r"q.flatten\(0, 1\) if it is \[B, S, num_q_heads, head_dim\]"),
         (torch.zeros(2, 64, 4).transpose(1, 2), {}, "last dimension contiguous"),
         (torch.zeros(2, 4, 64), {"window": 0}, "window >= 1"),
+        (torch.zeros(2, 4, 64), {"window": (4, 0)}, r"window is an int, .* got causal=True, window=\(4, 0\)"),
+        (torch.zeros(2, 4, 64), {"leftpad_k": [1, 0]}, r"leftpad_k, one count per sequence, must be a tensor \(2,\) on cpu; got list"),
         (torch.zeros(2, 4, 64), {"window": 5, "causal": False}, "needs causal=True .* got causal=False, window=5"),
         (torch.zeros(2, 4, 64), {"softcap": -1.0}, "None for no cap"),
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(2)}, "one logit per query head"),
@@ -366,3 +369,12 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
     for params in seen:
         for name, value in given.items():
             assert getattr(params, name) is value or getattr(params, name) == value, name
+
+
+def test_tokens_without_a_page_are_refused_by_the_reference():
+    """The kernels cannot check it without waiting for the GPU."""
+    pages, k = KVPages.from_dense(torch.randn(1, 2, 130, 64), torch.randn(1, 2, 130, 64)), torch.randn(127, 2, 64)
+    fp8attn.append(pages, k[:126], k[:126])
+    with pytest.raises(ValueError, match=r"sequence 0 would have 383 tokens, and page_table has pages for 256: it must name a page"):
+        fp8attn.append(pages, k, k)
+    assert pages.cache_seqlens.tolist() == [256]

@@ -75,6 +75,8 @@ def check_tensor(
     x: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device, *, contiguous: bool = True
 ) -> None:
     """Raise ValueError, and say how to fix it, if a kernel cannot take the tensor's address. `dtype` None: any floating-point dtype."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor {tuple(shape)} on {device}; got {type(x).__name__}")
     right_dtype = x.is_floating_point() if dtype is None else x.dtype == dtype
     if x.shape != shape or not right_dtype or x.device != device:
         wanted, given = ("floating point" if x is None else str(x).removeprefix("torch.") for x in (dtype, x.dtype))
@@ -166,8 +168,12 @@ class KVPages:
         k_mean: torch.Tensor | None = None,
         v_mean: torch.Tensor | None = None,
     ) -> KVPages:
-        """Pages without tokens: all bytes and lengths are zero."""
-        return cls.trusted(
+        """Pages without tokens: all bytes and lengths are zero.
+
+        Raises:
+            ValueError: no kernel takes the head_dim or key_dtype, or a mean has another shape, dtype or device.
+        """
+        return cls(
             torch.zeros(num_pages, num_kv_heads, page_bytes(head_dim), dtype=torch.uint8, device=device),
             torch.zeros(num_seqs, max_pages, dtype=torch.int32, device=device),
             torch.zeros(num_seqs, dtype=torch.int32, device=device),

@@ -165,11 +165,12 @@ def attention(
     _check_tokens(q, "q", pages.device)
     _, num_q_heads, q_dim = q.shape
     num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
-    if num_q_heads % num_kv_heads or q_dim != head_dim:
+    if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
         raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
-    if window is not None and (not causal or window < 1):
+    if window is not None and (not causal or not isinstance(window, int) or window < 1):
         raise ValueError(
-            f"window counts the visible keys of a causal query, so it needs causal=True and window >= 1; got {causal=}, {window=}"
+            f"window is an int, the number of keys that a causal query sees, so it needs causal=True and window >= 1; got {causal=}, "
+            f"{window=}"
         )
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")

@@ -6,10 +6,18 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from .errors import UsageError
+
 BackendName = Literal["auto", "hopper", "triton", "reference"]  # of calls over pages
 DenseBackendName = Literal["auto", "hopper", "triton", "reference", "fa3"]  # of calls on dense tensors
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)[1:]
 DENSE_BACKENDS: tuple[DenseBackendName, ...] = get_args(DenseBackendName)[1:]
+
+
+def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
+    """Raise UsageError if `backend` is neither "auto" nor one of `names`. Whether it can run depends on the device and the dtype."""
+    if backend not in ("auto", *names):
+        raise UsageError(f"unknown backend {backend!r}; choose {', '.join(map(repr, ('auto', *names)))}")
 
 
 class AttentionParams(NamedTuple):

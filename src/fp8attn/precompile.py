@@ -174,6 +174,7 @@ def warmup(
     Returns:
         The kernels.
     Raises:
+        TypeError: `config` is not the config of a model.
         UsageError: the shape is missing, or there are no kernels for the device, target, dtype or shape.
         RuntimeError: a kernel did not compile; the message is the compiler's.
     """

@@ -1,12 +1,14 @@
 """Several layers over one page table: steps, copies, moves, the static form."""
 
 import copy
+from itertools import count
 
 import pytest
 import torch
 
 import fp8attn
-from fp8attn import OutOfPagesError, PagedKVCache
+from fp8attn import OutOfPagesError, PagedKVCache, ops
+from fp8attn.cache.layer import LayerPages
 from fp8attn.scales import LayerScales
 
 HEADS, DIM, LAYERS = 2, 64, 3
@@ -98,6 +100,7 @@ def test_a_layer_out_of_step_is_refused_and_changes_nothing():
     for call, message in bad:
         with pytest.raises(ValueError, match=message):
             call()
+    assert [len(cache.read(layer, 0)[0]) for layer in range(LAYERS)] == [105, 100, 100]
     cache.append(1, k, k, lengths=[5, 3])
     cache.append(2, k, k, lengths=[5, 3])
     assert cache.lengths == (105, 53) and cache.pages(2).cache_seqlens.tolist() == [105, 53]
@@ -126,6 +129,59 @@ def test_reserving_fails_for_all_layers_or_none():
         cache.append(1, tokens(100), tokens(100))
     steps(cache, [56], 10)
     assert cache.lengths == (256,)
+
+
+def read_all(cache):
+    return [x for layer in range(LAYERS) for seq in range(2) for x in cache.read(layer, seq)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("failing", range(LAYERS))
+def test_a_pool_that_cannot_grow_changes_nothing(monkeypatch, failing, shared):
+    """Out of memory in any layer: every sequence keeps its tokens, also those on pages that were about to be copied, and a retry works."""
+    cache, expected = (PagedKVCache(HEADS, DIM, num_layers=LAYERS, num_seqs=2) for _ in range(2))
+    for each in (cache, expected):
+        steps(each, [200, 200])
+        if shared:
+            each.copy(0, 1)
+    before, fit, calls = read_all(cache), LayerPages.fit, count()
+
+    def out_of_memory(layer, num_pages):
+        if next(calls) == failing:
+            raise torch.OutOfMemoryError
+        return fit(layer, num_pages)
+
+    monkeypatch.setattr(LayerPages, "fit", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.append(0, tokens(400), tokens(400))
+    monkeypatch.undo()
+    assert cache.lengths == (200, 200) and cache.num_pages == 4
+    assert all(torch.equal(a, b) for a, b in zip(read_all(cache), before, strict=True))
+    for each in (cache, expected):
+        steps(each, [200, 200], 50)
+    assert all(torch.equal(a, b) for a, b in zip(read_all(cache), read_all(expected), strict=True))
+
+
+@pytest.mark.parametrize("form", [{}, {"num_pages": 8}, {"max_seqlen": 400}])
+@pytest.mark.parametrize("held", [0, 100])
+def test_a_first_layer_that_fails_appends_nothing(monkeypatch, held, form):
+    def fails(*_, **__):
+        raise KeyboardInterrupt
+
+    cache, expected = (PagedKVCache(HEADS, DIM, num_layers=LAYERS, num_seqs=2, **form) for _ in range(2))
+    for each in (cache, expected):
+        if held:
+            steps(each, [held, held])
+    monkeypatch.setattr(ops, "run_append", fails)
+    monkeypatch.setattr(ops, "run_from_dense", fails)
+    with pytest.raises(KeyboardInterrupt):
+        cache.append(0, tokens(400), tokens(400))
+    monkeypatch.undo()
+    assert cache.lengths == (held, held)
+    for each in (cache, expected):
+        steps(each, [150, 3], 50)
+    assert cache.lengths == (held + 150, held + 3)
+    assert all(torch.equal(a, b) for a, b in zip(read_all(cache), read_all(expected), strict=True))
 
 
 def test_calibrated_scales_outlive_the_pages_they_are_in():

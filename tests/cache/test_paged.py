@@ -1,5 +1,6 @@
 """PagedKVCache against a plain dictionary of tensors."""
 
+import copy
 import pickle
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fp8attn import OutOfPagesError, PagedKVCache
+from fp8attn import KVScales, OutOfPagesError, PagedKVCache
 from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import E4M3
 from fp8attn.rope import apply_rope
@@ -257,18 +258,27 @@ def test_half_the_bytes():
         ({"num_pages": 0}, "must be positive"),
         (
             {"scales": LayerScales(*[torch.ones(3)] * 2, *[torch.ones(3, 64)] * 2)},
-            r"scales are for \(num_kv_heads, head_dim\) = \(3, 64\), and the cache has \(2, 64\)",
+            r"scales are for \(num_kv_heads, head_dim\) = \(3, 64\), .* and the cache has \(2, 64\)",
         ),
+        ({"scales": LayerScales(*[torch.ones(1)] * 2, *[torch.ones(2, 64)] * 2)}, r"with k_scale \(1,\) and v_scale \(1,\), and the cache"),
         ({"scales": static(1.0, 1.0), "key_dtype": "e4m3"}, "scales are for key_dtype='int8', rotate_keys=True, and the cache has 'e4m3'"),
         ({"scales": static(1.0, 1.0), "rotate_keys": False}, "the cache has 'int8', False"),
         ({"scales": static(1.0, 1.0), "k_mean": torch.zeros(HEADS, DIM)}, "leave out k_mean and v_mean"),
         ({"v_mean": torch.zeros(DIM)}, r"v_mean must be \[2, 64\]; got \[64\]"),
         ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'; choose 'auto', 'hopper', 'triton', 'reference'"),
     ],
 )
 def test_bad_caches_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         PagedKVCache(**{"num_kv_heads": HEADS, "head_dim": DIM, **kwargs})
+
+
+def test_scales_of_a_model_are_refused():
+    scales = KVScales({0: static(1.0, 1.0)}, num_layers=1, num_kv_heads=HEADS, head_dim=DIM)
+    with pytest.raises(TypeError, match=r"got KVScales. KVScales.layer\(i\) has a layer's"):
+        PagedKVCache(HEADS, DIM, scales=scales)
+    PagedKVCache(HEADS, DIM, scales=[scales.layer(0)])
 
 
 def test_bad_calls_are_refused_and_change_nothing():
@@ -282,6 +292,7 @@ def test_bad_calls_are_refused_and_change_nothing():
         (lambda: cache.append(0, k[:2], v[:2].half()), "of one dtype"),
         (lambda: cache.append(0, k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
         (lambda: cache.append(0, k[:2].int(), v[:2].int()), "floating point"),
+        (lambda: cache.append(0, *(x[:2].to(torch.float8_e4m3fn) for x in (k, v))), "of 16, 32 or 64 bits, not torch.float8_e4m3fn"),
         (lambda: cache.append(0, k[:2], v[:2], rope_cos=torch.ones(2, 32)), "together"),
         (lambda: cache.append(0, k[:2], v[:2], rope_cos=torch.ones(2, 64), rope_sin=torch.ones(2, 64)), "cut to their first half"),
         (lambda: cache.truncate([1]), "one count of tokens"),
@@ -345,6 +356,11 @@ def test_a_pickled_cache_goes_on(scales):
         assert all(torch.equal(a, b) for a, b in zip(other.read(0, seq), cache.read(0, seq), strict=True))
     other.reset()
     assert cache.lengths == (152, 152) and other.num_pages == 0
+
+
+def test_a_shallow_copy_is_refused():
+    with pytest.raises(TypeError, match=r"use copy\.deepcopy"):
+        copy.copy(PagedKVCache(HEADS, DIM))
 
 
 def test_copies_and_pages_are_the_same_bytes():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fp8attn import OutOfPagesError, PagedKVCache
@@ -106,3 +107,26 @@ def test_files_that_are_refused(tmp_path):
     cache.append(0, *tokens(3))
     with pytest.raises(ValueError, match="save between the appends of a step: layers 1 have not"):
         cache.save(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged", "message"),
+    [
+        ("pages.1", lambda x: x[:, :1], r"pages.1 must be \(5, 2, 16512\) uint8 on cpu; got \(5, 1, 16512\)"),  # would be broadcast
+        ("pages.0", lambda x: x[:2], r"pages.0 must be \(5, 2, 16512\)"),
+        ("page_table", lambda x: x + 90, r"page_table must name the pages 0 to 4; got \[90, 91"),
+        ("lengths", lambda x: x + 4000, r"lengths must be 0 to 384; got \[4300"),
+        ("lengths", lambda x: x - 400, "lengths must be 0 to 384"),
+        ("lengths", lambda x: x[:2], r"lengths must be \(3,\) int32"),
+        ("k_mean.0", lambda x: x[:1], r"k_mean.0 must be \(2, 64\)"),
+    ],
+)
+def test_damaged_tensors_are_refused(tmp_path, name, damaged, message):
+    path = tmp_path / "cache.safetensors"
+    filled(**MEANS).save(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    save_file(tensors | {name: damaged(tensors[name]).contiguous()}, path, metadata)
+    with pytest.raises(ValueError, match=f"is incomplete or not as written .*{message}.*; save it again"):
+        PagedKVCache.load(path)

@@ -62,6 +62,7 @@ def test_maps_and_the_worst():
     assert report.tensors == ("k", "v")
     assert report.map("k", "saturated").tolist() == [[0.1, 0.0], [0.0, 0.2]]
     assert [(worst.layer, worst.tensor, worst.head) for worst in report.worst(3)] == [(1, "v", 1), (4, "k", 1), (1, "k", 0)]
+    assert repr(report) == "ScalesReport(layers 1, 4, 7 tokens, at most 30.00% of a head saturated: V of layer 1, head 1)"
 
 
 def test_another_number_of_heads_is_refused():

@@ -451,6 +451,19 @@ def test_errors(model, batches, options, message):
         calibrate(model, batches, **options)
 
 
+def test_for_model_takes_scales(model, ids):
+    from fp8attn.integrations.transformers import FP8Cache
+
+    one, scales = copy.deepcopy(model), calibrate(model, ids.split(1))
+    cache = FP8Cache.for_model(one, scales=scales, max_cache_len=256)
+    assert one.config._attn_implementation == "fp8_kv"
+    with torch.no_grad():
+        logits = one(input_ids=ids[:, :150], past_key_values=cache).logits
+        expected = one(input_ids=ids[:, :150], past_key_values=FP8Cache(one.config, scales=scales)).logits
+    torch.testing.assert_close(logits, expected)
+    assert all(layer.scales is scales.layer(index) for index, layer in enumerate(cache.layers))
+
+
 @pytest.mark.filterwarnings("ignore:FP8Cache under attn_implementation")
 def test_a_model_that_outgrows_its_scales_is_noticed(model, ids, caplog):
     """V of the first layer becomes eight times as large as it was when it was calibrated. In 16 bits, that layer has no scales."""

@@ -273,6 +273,9 @@ def test_a_model_with_attention_of_its_own_is_refused_on_fp8_kv_and_served_on_ea
         ({"skip_layers": [3]}, r"names \[3\]"),
         ({"skip_layers": range(3)}, "every full-attention layer in 16 bits"),
         ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
+        ({"skip_layers": 1}, "skip_layers is a sequence of layers' numbers, or a function of a number; got 1"),
+        ({"skip_layers": "1"}, "skip_layers is a sequence .* got '1'"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'; choose 'auto', 'hopper', 'triton', 'reference'"),
         ({"max_cache_len": 0}, "a positive whole number of tokens .*got 0"),
         ({"max_cache_len": 10.5}, "a positive whole number of tokens .*got 10.5"),
     ],
@@ -285,6 +288,16 @@ def test_options_that_are_refused(llama, options, message):
 def test_a_model_in_place_of_its_config_is_refused(llama):
     with pytest.raises(TypeError, match=r"FP8Cache\(model.config\); got LlamaForCausalLM"):
         FP8Cache(llama)
+
+
+def test_a_window_that_cannot_be_cropped_leaves_all_layers_as_they_are():
+    model = make("qwen2-mixed")
+    cache = FP8Cache(model.config)
+    logits(model, cache, prompt())
+    lengths = [int(layer.get_seq_length()) for layer in cache.layers]
+    with pytest.raises(RuntimeError, match=r"[Ss]liding"):
+        cache.crop(-2)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == lengths
 
 
 def test_gradients_are_refused(llama):

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from ..errors import UsageError
-from ..params import BACKENDS, DENSE_BACKENDS, BackendName, DenseBackendName
+from ..params import BACKENDS, DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from .base import Backend
 from .fa3 import FlashAttention3
 from .hopper import Hopper
@@ -38,8 +38,7 @@ def unsupported_reason(backend: DenseBackendName, device: torch.device | str, dt
     device = torch.device(device)
     if backend == FlashAttention3.name:
         return FlashAttention3.unsupported_reason(device, dtype)
-    if backend not in _CLASSES:
-        raise UsageError(f"unknown backend {backend!r}; choose 'auto', {', '.join(map(repr, BACKENDS))}")
+    check_backend(backend)
     return _CLASSES[backend].unsupported_reason(device, dtype)
 
 

@@ -22,7 +22,7 @@ class Reference:
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            return f"inputs must be floating point, not {dtype}"
+            return f"inputs must be floating point of 16, 32 or 64 bits, not {dtype}"
         return None
 
     def takes_fp8_queries(self, rows: int) -> bool:

@@ -26,6 +26,7 @@ class LayerPages:
         pool: `[num_pages, num_kv_heads, page_bytes]` uint8. None before the first pages.
         k_mean, v_mean: the means in the form of `KVPages`, K's rotated.
     Raises:
+        TypeError: `scales` are no `LayerScales`.
         ValueError: scales or means do not fit the layer.
     """
 
@@ -41,9 +42,12 @@ class LayerPages:
         device: torch.device,
     ) -> None:
         if scales is not None:
-            if scales.k_mean.shape != (num_kv_heads, head_dim):
+            if not isinstance(scales, LayerScales):
+                raise TypeError(f"scales must be LayerScales, one or a list; got {type(scales).__name__}. KVScales.layer(i) has a layer's")
+            if scales.k_mean.shape != (num_kv_heads, head_dim) or {scales.k_scale.shape, scales.v_scale.shape} != {(num_kv_heads,)}:
                 raise ValueError(
-                    f"the scales are for (num_kv_heads, head_dim) = {tuple(scales.k_mean.shape)}, and the cache has "
+                    f"the scales are for (num_kv_heads, head_dim) = {tuple(scales.k_mean.shape)}, with k_scale "
+                    f"{tuple(scales.k_scale.shape)} and v_scale {tuple(scales.v_scale.shape)}, and the cache has "
                     f"{(num_kv_heads, head_dim)}; pass the scales of this layer of this model"
                 )
             if (scales.key_dtype, scales.rotate_keys) != (key_dtype, rotate_keys):
@@ -92,17 +96,17 @@ class LayerPages:
         self.pool = pool
         return pool
 
-    def _fitted(self, table: PageTable) -> torch.Tensor:
-        """The pool with all pages of the table."""
-        return self.fit(table.num_pages) if self.pool is None or len(self.pool) < table.num_pages else self.pool
+    def _fitted(self, num_pages: int) -> torch.Tensor:
+        """The pool, with at least `num_pages`."""
+        return self.fit(num_pages) if self.pool is None or len(self.pool) < num_pages else self.pool
 
     def write(self, pages: list[int], given: torch.Tensor, table: PageTable) -> None:
         """Copy the bytes of pages from another pool, `given`."""
-        self._fitted(table)[table.to_device(pages, torch.long)] = given.to(self.device)
+        self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given.to(self.device)
 
     def apply(self, change: Change, table: PageTable) -> None:
-        """Clear and copy the pages that `PageTable.reserve` returned."""
-        pool = self._fitted(table)
+        """Grow the pool, and clear and copy its pages, as `PageTable.reserve` needs."""
+        pool = self._fitted(change.num_pages)
         if change.cleared:
             kept = 0 if self.scales is None else HEADER  # calibrated scales are kept
             pool[table.to_device(change.cleared), :, : self.shape[1] - kept] = 0

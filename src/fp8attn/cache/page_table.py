@@ -7,7 +7,7 @@ separately, because each layer's append advances its own. Sequences that were co
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +23,12 @@ class Change(NamedTuple):
     """The changes that every layer makes to its pool before the next tokens are written.
 
     Attributes:
+        num_pages: pages of the pool. A pool with fewer grows.
         cleared: pages to set to zero. They held tokens before, and stale bytes of V could be NaN.
         sources, targets: pages to copy.
     """
 
+    num_pages: int
     cleared: list[int]
     sources: list[int]
     targets: list[int]
@@ -80,11 +82,13 @@ class PageTable:
 
     # Appending tokens
 
-    def reserve(self, lengths: list[int]) -> Change | None:
+    def reserve(self, lengths: list[int], apply: Callable[[Change], None]) -> None:
         """Allocate pages for `lengths` tokens of each sequence, and copies of shared pages that the sequence will write to.
 
-        Returns:
-            The pages to clear and to copy; None: no page changes.
+        Args:
+            lengths: tokens of each sequence.
+            apply: makes a change in the pool of every layer. It is called before the table changes, and writes only to pages that no
+                sequence has. So if it raises (a GPU has no memory for a larger pool), every sequence still has its tokens.
         Raises:
             OutOfPagesError: the pool is of fixed size and too small. Nothing was changed.
         """
@@ -98,11 +102,11 @@ class PageTable:
                     if self.references[page] - leaving.get(page, 0) > 1:
                         leaving[page] = leaving.get(page, 0) + 1
                         copied.append((seq, column))
-        change = self._assign(added, copied) if any(added) or copied else None
+        if any(added) or copied:
+            self._assign(added, copied, apply)
         self.headroom = min(
             num_pages_of(length) * PAGE_SIZE - old if length > old else 0 for old, length in zip(self.lengths, lengths, strict=True)
         )
-        return change
 
     def begin(self, length: int) -> None:
         """Allocate pages for the first `length` tokens of every sequence of an empty, growing table, and set its lengths.
@@ -124,7 +128,8 @@ class PageTable:
         Returns:
             The new pages, in the order of the other pool's pages.
         """
-        taken, _ = self._take(1 + max((page for table in tables for page in table), default=-1))
+        taken, num_pages = self._find(1 + max((page for table in tables for page in table), default=-1))
+        self._take(taken, num_pages)
         self.tables = [[taken[page] for page in table] for table in tables]
         self.references = [0] * len(self.references)
         for table in self.tables:
@@ -234,11 +239,14 @@ class PageTable:
 
     # Pages
 
-    def _assign(self, added: list[int], copied: list[tuple[int, int]]) -> Change:
+    def _assign(self, added: list[int], copied: list[tuple[int, int]], apply: Callable[[Change], None]) -> None:
         """Add this many pages to each sequence, and replace the page of each (sequence, column) in `copied` with a new one."""
-        sources = [self.tables[seq][column] for seq, column in copied]
-        taken, cleared = self._take(sum(added) + len(copied))
-        targets = taken[: len(copied)]
+        taken, num_pages = self._find(sum(added) + len(copied))
+        sources, targets = [self.tables[seq][column] for seq, column in copied], taken[: len(copied)]
+        cleared = sorted(self._stale.intersection(taken))
+        self._stale.update(targets)  # they hold tokens if `apply` copies them in one layer and raises in another
+        apply(Change(num_pages, cleared, sources, targets))
+        self._take(taken, num_pages)
         for (seq, column), page in zip(copied, targets, strict=True):
             self.references[self.tables[seq][column]] -= 1
             self.tables[seq][column] = page
@@ -248,29 +256,30 @@ class PageTable:
             table += taken[given : given + count]
             given += count
         self._write_table(written)
-        return Change(cleared, sources, targets)
 
-    def _take(self, count: int) -> tuple[list[int], list[int]]:
-        """`count` free pages, and which of them must be cleared. A growing pool grows if it has too few."""
-        short = count - len(self.free)
-        if short > 0:
-            size = len(self.references)
-            if not self.grows:
-                raise OutOfPagesError(
-                    f"the cache needs {count} more pages of {PAGE_SIZE} tokens and has {len(self.free)} of {size} free; "
-                    "truncate or drop sequences, or make it with a larger num_pages (None grows without limit)"
-                )
-            more = max(short, size // 64)  # 1/64: a long decode copies its pool rarely, and wastes little
-            self.references += [0] * more
-            self.free = list(reversed(range(size, size + more))) + self.free
-        left = len(self.free) - count
-        taken = self.free[left:][::-1]
-        del self.free[left:]
-        for page in taken:
+    def _find(self, count: int) -> tuple[list[int], int]:
+        """`count` free pages, and the number of pages of the pool that has them. A growing pool grows if it has too few."""
+        size, short = len(self.references), count - len(self.free)
+        if short <= 0:
+            return self.free[len(self.free) - count :][::-1], size
+        if not self.grows:
+            raise OutOfPagesError(
+                f"the cache needs {count} more pages of {PAGE_SIZE} tokens and has {len(self.free)} of {size} free; "
+                "truncate or drop sequences, or make it with a larger num_pages (None grows without limit)"
+            )
+        return self.free[::-1] + list(range(size, size + short)), size + max(
+            short, size // 64
+        )  # 1/64: a long decode rarely copies its pool
+
+    def _take(self, found: list[int], num_pages: int) -> None:
+        """Take the free pages that `_find` returned, in a pool of `num_pages`."""
+        size = len(self.references)
+        self.references += [0] * (num_pages - size)
+        self.free = list(reversed(range(size, num_pages))) + self.free
+        del self.free[len(self.free) - len(found) :]
+        for page in found:
             self.references[page] = 1
-        cleared = self._stale.intersection(taken)
-        self._stale -= cleared
-        return taken, sorted(cleared)
+        self._stale.difference_update(found)
 
     def _release(self, table: list[int]) -> None:
         for page in table:

@@ -13,7 +13,7 @@ from .. import ops
 from ..layout import KVPages
 from ..params import BackendName
 from . import storage
-from .sequences import Sequences
+from .sequences import DROP, Sequences
 from .step import Step
 
 
@@ -65,9 +65,10 @@ class PagedKVCache(Sequences):
         rope_sin: torch.Tensor | None = None,
         rope_interleaved: bool = False,
     ) -> torch.Tensor | None:
-        """Quantize one layer's new tokens and write them at the ends of their sequences. If it raises, no token was appended.
+        """Quantize one layer's new tokens and write them at the ends of their sequences.
 
-        All layers append the same tokens, one layer after another, before a layer appends the next tokens.
+        All layers append the same tokens, one layer after another, before a layer appends the next tokens. If it raises, this layer has
+        appended nothing. Call it again, or drop the tokens of the layers before it: `cache.truncate(cache.lengths)`.
 
         Args:
             layer: the layer's number.
@@ -92,17 +93,22 @@ class PagedKVCache(Sequences):
             )  # fmt: skip
         name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
         step = self._join(layer, k.shape[0], lengths)
-        if step.begins:
-            rotated = self._begin(name, layer, k, v, q, step.longest, rope_cos, rope_sin, rope_interleaved)
-            pages = self.pages(layer)
-        else:
-            pages = self._pages[layer] or self.pages(layer)
-            if step.columns is not None:
-                pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
-            rotated = ops.run_append(
-                name, pages, k, v, q=q, cu_seqlens=step.cu_seqlens, max_seqlen=step.longest, rope_cos=rope_cos, rope_sin=rope_sin,
-                rope_interleaved=rope_interleaved, static_scales=static_scales, overflows=overflows,
-            )  # fmt: skip
+        try:
+            if step.begins:
+                rotated = self._begin(name, layer, k, v, q, step.longest, rope_cos, rope_sin, rope_interleaved)
+                pages = self.pages(layer)
+            else:
+                pages = self._pages[layer] or self.pages(layer)
+                if step.columns is not None:
+                    pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
+                rotated = ops.run_append(
+                    name, pages, k, v, q=q, cu_seqlens=step.cu_seqlens, max_seqlen=step.longest, rope_cos=rope_cos, rope_sin=rope_sin,
+                    rope_interleaved=rope_interleaved, static_scales=static_scales, overflows=overflows,
+                )  # fmt: skip
+        except BaseException:
+            if not step.pages:  # no layer has the tokens
+                self._abandon(step)
+            raise
         step.pages[layer] = pages
         return rotated
 
@@ -234,7 +240,7 @@ class PagedKVCache(Sequences):
         elif layer in step.pages:
             raise ValueError(
                 f"layer {layer} appends a second time before layers {step.missing(len(self.layers))} appended once: all layers append the "
-                "same tokens, one after another. To drop the tokens of this step: cache.truncate(cache.lengths)"
+                f"same tokens, one after another. To go on, {DROP}"
             )
         elif num_tokens != step.num_tokens or (
             (lengths is not None or step.cu_seqlens is not None) and self._divide(num_tokens, lengths) != step.lengths
@@ -248,6 +254,7 @@ class PagedKVCache(Sequences):
     def _new_step(self, num_tokens: int, lengths: Sequence[int] | None) -> Step:
         """Begin a step: reserve pages for all layers, and update the lengths on the host."""
         table, new = self.table, self._divide(num_tokens, lengths)
+        cu_seqlens = None if lengths is None else table.to_device([0, *accumulate(new)], torch.int32)
         longest, columns, begins, before = max(new), None, False, table.lengths
         if self._static is not None:
             self._static.assert_fits(table.cache_seqlens[0], longest)
@@ -261,8 +268,13 @@ class PagedKVCache(Sequences):
         else:
             self._reserve([old + n for old, n in zip(before, new, strict=True)])
             table.advance(new, longest)
-        cu_seqlens = None if lengths is None else table.to_device([0, *accumulate(new)], torch.int32)
         return Step(new, cu_seqlens, before, begins, columns)
+
+    def _abandon(self, step: Step) -> None:
+        """End a step whose first layer has failed."""
+        if self._static is None:
+            self.truncate(step.before)
+        self._step = None  # the static form has its lengths on the device only
 
     @property
     def _begins_dense(self) -> bool:

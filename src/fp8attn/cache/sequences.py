@@ -9,11 +9,13 @@ import torch
 
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages
 from ..overflow import OverflowCounts, OverflowReport
-from ..params import BackendName
+from ..params import BackendName, check_backend
 from ..scales import LayerScales
 from .layer import LayerPages
-from .page_table import PageTable, num_pages_of
+from .page_table import Change, PageTable, num_pages_of
 from .step import StaticForm, Step
+
+DROP = "drop the tokens of this step: cache.truncate(cache.lengths); of an FP8Cache, whose forward was interrupted: cache.reset()"
 
 
 class Sequences:
@@ -45,6 +47,7 @@ class Sequences:
         if any(size is not None and size < 1 for size in sizes.values()):
             given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
             raise ValueError(f"{', '.join(sizes)} must be positive; got {given}")
+        check_backend(backend)
         if max_seqlen is not None:
             if num_pages is not None:
                 raise ValueError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
@@ -137,16 +140,19 @@ class Sequences:
         )
 
     def read(self, layer: int, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantize one sequence.
+        """Dequantize one sequence, with the tokens that this layer has appended.
 
         Returns:
             K and V, each `[length, num_kv_heads, head_dim]` in `dtype`.
         Raises:
             ValueError: there is no such layer or sequence.
         """
-        pages = self.pages(layer)
+        pages, step = self.pages(layer), self._step
         (seq,) = self.table.sequences([seq])
-        return pages.read(seq, self.lengths[seq], dtype)
+        length = self.lengths[seq]
+        if step is not None and self._static is None and layer not in step.pages:  # its append of this step is still to come
+            length = step.before[seq]
+        return pages.read(seq, length, dtype)
 
     # Moving sequences
 
@@ -249,6 +255,10 @@ class Sequences:
         if self._static is not None:
             self._mark_static()
 
+    def __copy__(self) -> Any:
+        """Raise TypeError: a shallow copy would write to the pages of this cache."""
+        raise TypeError("a shallow copy of a cache would share its pages and append to them: use copy.deepcopy(cache)")
+
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_pages": [None] * len(self.layers)}  # tensors that share memory with others
 
@@ -261,11 +271,14 @@ class Sequences:
 
     def _reserve(self, counts: list[int]) -> None:
         held = self._tensors()
-        change = self.table.reserve(counts)
-        if change is not None:
-            for layer in self.layers:
-                layer.apply(change, self.table)
-            self._renew(held)
+        try:
+            self.table.reserve(counts, self._apply)
+        finally:
+            self._renew(held)  # also if some layers have a larger pool already and the next has no memory for it
+
+    def _apply(self, change: Change) -> None:
+        for layer in self.layers:
+            layer.apply(change, self.table)
 
     def _move(self, move: Callable[[PageTable], None]) -> None:
         """Move sequences. The host does this, so the static form reads its lengths back from the device first."""
@@ -303,8 +316,7 @@ class Sequences:
         """Raise ValueError if some layers have not appended the tokens of the step. The message names the call `what`."""
         if self._step is not None and (missing := self._step.missing(len(self.layers))):
             raise ValueError(
-                f"{what} between the appends of a step: layers {missing} have not appended its tokens yet. Append them first, or drop the "
-                "tokens of this step: cache.truncate(cache.lengths)"
+                f"{what} between the appends of a step: layers {missing} have not appended its tokens yet. Append them first, or {DROP}"
             )
 
     def _layer(self, layer: int) -> LayerPages:

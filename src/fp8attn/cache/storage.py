@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
-from ..layout import PAGE_SIZE
+from ..layout import PAGE_SIZE, check_tensor, page_bytes
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
 from .page_table import num_pages_of
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .paged import PagedKVCache
 
 FORMAT = "fp8attn.kv_pages.1"
+CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
 
@@ -73,8 +74,9 @@ def unpack(
     try:
         found = {name: json.loads(metadata[name]) for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "key_dtype")}
         rotate_keys, page_size = json.loads(metadata["rotate_keys"]), found.pop("page_size")
-        lengths, table = tensors["lengths"].tolist(), tensors["page_table"].tolist()
-        pools = [tensors[f"pages.{index}"] for index in range(found["num_layers"])]
+        if page_size == PAGE_SIZE:
+            lengths, table = _table(tensors)
+            pools = _pools(tensors, len({page for pages in table for page in pages}), **found)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
     if page_size != PAGE_SIZE:
@@ -93,8 +95,39 @@ def unpack(
     )  # fmt: skip
     for index, layer in enumerate(cache.layers):  # the same bits, because K's mean is not rotated again
         layer.use_means(tensors.get(f"k_mean.{index}"), tensors.get(f"v_mean.{index}"))
-    cache.fill(lengths, [pages[: num_pages_of(length)] for pages, length in zip(table, lengths, strict=True)], pools)
+    cache.fill(lengths, table, pools)
     return cache
+
+
+def _table(tensors: dict[str, torch.Tensor]) -> tuple[list[int], list[list[int]]]:
+    """The length and the pages of each sequence of a file. Raises ValueError if they do not agree: kernels would read other pages."""
+    lengths, table = tensors["lengths"], tensors["page_table"]
+    check_tensor(lengths, "lengths", (max(1, len(table)),), torch.int32, CPU)
+    check_tensor(table, "page_table", (len(lengths), table.shape[-1]), torch.int32, CPU)
+    counts = lengths.tolist()
+    if min(counts) < 0 or num_pages_of(max(counts)) > table.shape[1]:
+        raise ValueError(f"lengths must be 0 to {PAGE_SIZE * table.shape[1]}; got {counts}")
+    pages = [row[: num_pages_of(length)] for row, length in zip(table.tolist(), counts, strict=True)]
+    named = {page for row in pages for page in row}
+    if named != set(range(len(named))):
+        raise ValueError(f"page_table must name the pages 0 to {len(named) - 1}; got {sorted(named)}")
+    return counts, pages
+
+
+def _pools(
+    tensors: dict[str, torch.Tensor], num_pages: int, num_layers: int, num_kv_heads: int, head_dim: int, key_dtype: str
+) -> list[torch.Tensor]:
+    """The pages of each layer of a file. Raises ValueError for other shapes, which a copy would broadcast."""
+    pool, scale, mean = (num_pages, num_kv_heads, page_bytes(head_dim)), (num_kv_heads,), (num_kv_heads, head_dim)
+    for index in range(num_layers):
+        check_tensor(tensors[f"pages.{index}"], f"pages.{index}", pool, torch.uint8, CPU)
+        for name in (f"{x}_mean.{index}" for x in "kv"):
+            if name in tensors:
+                check_tensor(tensors[name], name, mean, torch.float32, CPU)
+        for name in TENSORS if "scales.0.k_scale" in tensors else ():
+            shape = mean if name.endswith("mean") else scale
+            check_tensor(tensors[f"scales.{index}.{name}"], f"scales.{index}.{name}", shape, None, CPU)
+    return [tensors[f"pages.{index}"] for index in range(num_layers)]
 
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

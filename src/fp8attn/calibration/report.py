@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import UsageError
 from ..layout import FP8, key_type
 from ..numerics import E4M3, largest_code
-from ..scales import LayerScales
+from ..scales import LayerScales, ranges
 from .mergeable import Mergeable, Operation, concatenate
 from .observer import PIECE, Observer
 
@@ -44,7 +44,7 @@ class Worst:
     underflow: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScalesReport:
     """How well static scales cover a text that they were not made from.
 
@@ -58,6 +58,13 @@ class ScalesReport:
 
     layers: Mapping[int, Mapping[str, Coverage]]
     tokens: int
+
+    def __repr__(self) -> str:
+        (most,) = self.worst(1)
+        return (
+            f"ScalesReport(layers {ranges(self.layers)}, {self.tokens} tokens, at most {most.saturated:.2%} of a head saturated: "
+            f"{most.tensor.upper()} of layer {most.layer}, head {most.head})"
+        )
 
     @property
     def tensors(self) -> tuple[str, ...]:

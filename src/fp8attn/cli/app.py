@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..calibration import Method
 from ..errors import UsageError
-from ..layout import DEFAULT_KEY_DTYPE
+from ..layout import DEFAULT_KEY_DTYPE, PAGE_SIZE
 from . import fail, is_optional
 from .evaluate import evaluate
 from .export import export
@@ -38,7 +38,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="An FP8 KV cache and FP8 attention: half the memory, the same answers.",
+    help="An 8-bit KV cache and 8-bit attention: half the memory of BF16.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -83,7 +83,7 @@ def generate(
     caches = makers(chosen, loaded)
     inputs = encode(tokenizer, prompt, chat).to(loaded.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    rows = []
+    rows, titles = [], []
     for name, make in caches.items():
         torch.manual_seed(seed)
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -91,12 +91,14 @@ def generate(
         ids = loaded.generate(**inputs, past_key_values=made, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
         new = ids[0, inputs["input_ids"].shape[1] :].tolist()
         rows.append({"cache": name, "text": tokenizer.decode(new), "tokens": new, "cache_bytes": getattr(made, "nbytes", None)})
+        size = "" if rows[-1]["cache_bytes"] is None else f", {rows[-1]['cache_bytes']:,} bytes"
+        titles.append(f"{title(name)} cache{size}" + (f" in whole pages of {PAGE_SIZE} tokens" if hasattr(made, "paged") else ""))
     same = all(row["tokens"] == rows[0]["tokens"] for row in rows)
     if as_json:
         print_json({"prompt": prompt, "rows": rows, "tokens_equal": same})
         return
-    for row in rows:
-        out.rule(f"{title(row['cache'])} cache" + ("" if row["cache_bytes"] is None else f", {row['cache_bytes']:,} bytes"), align="left")
+    for row, heading in zip(rows, titles, strict=True):
+        out.rule(heading, align="left")
         out.print((prompt if not chat else "") + row["text"], markup=False, highlight=False)
     if len(rows) > 1:
         out.rule("the same tokens" if same else "different tokens", align="left")

@@ -20,10 +20,11 @@ NAMES = ", ".join(name for name in CACHES if name not in UNIFORM)
 def sensitivity(
     model: Model = None,
     max_kl: Annotated[
-        float | None, typer.Option(help="Leave as few layers in 16 bits as this KL divergence allows, in nats per token.")
+        float | None, typer.Option(min=0, help="Leave as few layers in 16 bits as this KL divergence allows, in nats per token.")
     ] = None,
     max_bytes: Annotated[
-        float | None, typer.Option(help="Leave the best layers in 16 bits that fit into so many bytes per token (fp8attn plan shows them).")
+        float | None,
+        typer.Option(min=0, help="Leave the best layers in 16 bits that fit into so many bytes per token (fp8attn plan shows them)."),
     ] = None,
     text: Text = None,
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=1)] = 1024,

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import UsageError
 from ..layout import DEFAULT_KEY_DTYPE, KeyDtype, key_type
-from ..params import DENSE_BACKENDS, DenseBackendName
+from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
 
 # Tokens, from results/h100/sdpa.json: at 8192, causal attention with as many KV heads as query heads is as fast as BF16, and everything
 # else is faster; at 4096 it is a sixth slower.
@@ -73,8 +73,7 @@ class AttentionPolicy:
         if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
             raise UsageError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
         key_type(self.key_dtype)  # raises UsageError
-        if self.backend not in ("auto", *DENSE_BACKENDS):
-            raise UsageError(f"unknown backend {self.backend!r}; choose {', '.join(map(repr, ('auto', *DENSE_BACKENDS)))}")
+        check_backend(self.backend, DENSE_BACKENDS)
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from ...cache import PagedKVCache
 from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, KeyDtype, KVPages, key_type
 from ...overflow import OverflowReport
-from ...params import BackendName
+from ...params import BackendName, check_backend
 from ...scales import KVScales
 from . import files
 from .biases import layer_biases, spread_layers
@@ -66,11 +66,10 @@ class FP8Cache(Cache):
         count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"FP8Cache takes a model's config, as in FP8Cache(model.config); got {type(config).__name__}")
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
             raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
-        key_type(key_dtype)  # raises ValueError
+        key_type(key_dtype)  # raises UsageError
+        check_backend(backend)
         specs, config = layers_of(config), decoder_config(config)
         if config._attn_implementation == ATTN_IMPLEMENTATION:
             check_attention_interface(config)
@@ -113,6 +112,7 @@ class FP8Cache(Cache):
         model: PreTrainedModel,
         *,
         max_cache_len: int | None = None,
+        scales: KVScales | None = None,
         skip_layers: Iterable[int] | Callable[[int], bool] = (),
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
@@ -129,8 +129,9 @@ class FP8Cache(Cache):
 
         Args:
             model: a transformers model.
-            max_cache_len, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend: as `FP8Cache` takes them. K's bias is
-                averaged over max_cache_len positions, or over the config's max_position_embeddings if max_cache_len is None.
+            max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend: as `FP8Cache` takes them. K's bias
+                is averaged over max_cache_len positions, or over the config's max_position_embeddings if max_cache_len is None. Calibrated
+                scales have means and a rotation of their own, so with `scales` the weights are not read.
         Returns:
             The `FP8Cache`.
         Raises:
@@ -140,11 +141,13 @@ class FP8Cache(Cache):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
         cache = cls(
-            model.config, max_cache_len=max_cache_len, skip_layers=skip_layers, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            exact=exact, count_overflows=count_overflows, backend=backend,
+            model.config, max_cache_len=max_cache_len, scales=scales, skip_layers=skip_layers, key_dtype=key_dtype,
+            rotate_keys=rotate_keys, exact=exact, count_overflows=count_overflows, backend=backend,
         )  # fmt: skip
         check_attention_interface(decoder_config(model.config))
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
+        if scales is not None:
+            return cache
         biases, spread = layer_biases(model, max_cache_len), spread_layers(model) if key_dtype == "e4m3" else ()
         for index in cache.fp8_layers:
             layer, found = cache.layers[index], biases.get(index)
@@ -235,7 +238,10 @@ class FP8Cache(Cache):
                 f"{method} needs a cache that grows: transformers' static 16-bit layers ({', '.join(map(str, lacking))}) have none. "
                 "Use FP8Cache(config) without max_cache_len"
             )
-        for layer in (self.shared, *(layer for layer in self.layers if not isinstance(layer, FP8Layer))):
+        layers = [self.shared, *(layer for layer in self.layers if not isinstance(layer, FP8Layer))]
+        if method == "crop":  # a window that is full refuses: before any other layer is cropped
+            layers.sort(key=lambda layer: not getattr(layer, "is_sliding", False))
+        for layer in layers:
             getattr(layer, method)(*args)
 
     def reset(self) -> None:
@@ -268,7 +274,9 @@ class FP8Cache(Cache):
 def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:
     if callable(skip_layers):
         return skip_layers
-    numbers = list(skip_layers)
+    numbers = list(skip_layers) if isinstance(skip_layers, Iterable) else []
+    if not isinstance(skip_layers, Iterable) or not all(isinstance(n, int) for n in numbers):
+        raise UsageError(f"skip_layers is a sequence of layers' numbers, or a function of a number; got {skip_layers!r}")
     wrong = [n for n in numbers if not -num_layers <= n < num_layers]
     if wrong:
         raise UsageError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")

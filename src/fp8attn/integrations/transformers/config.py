@@ -49,8 +49,11 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     """The layers of a model, in order.
 
     Raises:
+        TypeError: `config` is not the config of a model.
         UsageError: the model is an encoder-decoder, has multi-head latent attention or cross-attention, or has no full-attention layer.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"expected a transformers config, as in FP8Cache(model.config); got {type(config).__name__}")
     if config.is_encoder_decoder:
         raise UsageError(
             f"{config.model_type!r} is an encoder-decoder, and fp8attn has no cache for cross-attention; "
