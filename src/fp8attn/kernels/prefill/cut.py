@@ -20,7 +20,8 @@ class Shape:
     warpgroups: int
     parts: int  # number of parts of V's channels, each of them one product; more than one if registers are scarce
     stages: int
-    cubics: int  # how many of 16 exponentials are computed on the FMA pipe
+    cubics: int  # how many of 16 exponentials are computed on the FMA pipe with 16-bit queries,
+    q8_cubics: int  # and with FP8 queries
     registers: int  # registers of a multiplying thread; the producer's warp gets the rest of 64 K
     producer_registers: int
 
@@ -31,9 +32,9 @@ class Shape:
 
 
 SHAPES = {
-    64: (Shape(3, 1, 3, 0, 160, 24),),
-    128: (Shape(2, 1, 3, 1, 240, 24), Shape(3, 2, 3, 0, 160, 24)),
-    256: (Shape(2, 4, 2, 0, 240, 24),),
+    64: (Shape(3, 1, 3, 0, 0, 160, 24),),
+    128: (Shape(2, 1, 3, 1, 1, 240, 24), Shape(3, 2, 3, 0, 1, 160, 24)),
+    256: (Shape(2, 4, 2, 0, 0, 240, 24),),
 }
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA pads with zeros
 PART, LONG_PART = 8, 128  # the smallest number of tiles in a part: if items leave SMs idle, and otherwise

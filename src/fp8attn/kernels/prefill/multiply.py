@@ -81,12 +81,12 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
         elif few:
             acc, m, sums, place = twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options)
         else:
+            if options.warpgroups == 3 and queries.Q16:
+                queries.factor.index(WG).store(factor)
             queries.release(WG)
             if options.width == 256:
                 acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, False)
             elif options.warpgroups == 3:
-                if queries.Q16:
-                    queries.factor.index(WG).store(factor)
                 acc, m, sums, place = attend_in_turn(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
             else:
                 acc, m, sums, place = attend_overlapped(rows, ring, top, n_hi, n_free, n_lo, place, options)

@@ -86,9 +86,10 @@ def make_plan(
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     options = Options(
-        head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.cubics, registers=cut.registers,
-        producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap, exact=exact, split=splits > 1,
-        rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
+        head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics,
+        registers=cut.registers, producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap,
+        exact=exact, split=splits > 1, rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step,
+        rotate=rotate_keys,
     )  # fmt: skip
     given = constants("prefill", device, OPTIONS=options, num_warps=4, launch_pdl=True)
     grid = (min(items * splits, sms),)
