@@ -107,19 +107,19 @@ def compile_case(case: str) -> dict:
 
 def facts(built: Built) -> dict:
     """Instructions are of the whole kernel; the loop is the hot loop, of the warpgroup where it is longest; spills are bytes stored in the
-    whole kernel, and instructions in the loop."""
+    whole kernel, and instructions in the loop; barriers are those of a warpgroup's warps in the loop."""
     sass = built.sass()
-    loop, loop_spills = hot_loop(sass)
+    loop, loop_spills, barriers = hot_loop(sass)
     return {
         "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.registers
         "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code), "loop": loop,
-        "loop_spills": loop_spills, "serialized": built.warnings, "unset": sass.unset_register(),
+        "loop_spills": loop_spills, "barriers": barriers, "serialized": built.warnings, "unset": sass.unset_register(),
     }  # fmt: skip
 
 
-def hot_loop(sass: Sass) -> tuple[int, int]:
-    """Instructions and spills of the hot loops, which are the innermost that multiply and do not mask."""
-    longest = most = 0
+def hot_loop(sass: Sass) -> tuple[int, int, int]:
+    """Instructions, spills and barriers of the hot loops, which are the innermost that multiply and do not mask."""
+    longest = most = barriers = 0
     spans = sass.loops()
     for start, end in spans:
         body = sass.code[start : end + 1]
@@ -130,7 +130,8 @@ def hot_loop(sass: Sass) -> tuple[int, int]:
             continue
         if sum("FSEL" in x for x in body) < 32:
             longest, most = max(longest, len(body)), max(most, sass.spills(start, end))
-    return longest, most
+            barriers = max(barriers, sum("BAR.SYNC" in x for x in body))
+    return longest, most, barriers
 
 
 def main() -> None:
@@ -145,7 +146,7 @@ def main() -> None:
                 (keep / f"{case}.ptx").write_text(kernel.asm["ptx"])
                 (keep / f"{case}.cubin").write_bytes(kernel.asm["cubin"])
     if "--table" in sys.argv:
-        print("| case | regs | spilled bytes | shared | instructions | hot loop | spills in it | C75xx | unset |\n|" + "---|" * 9)
+        print("| case | regs | spilled bytes | shared | instructions | loop | spills in it | barriers | C75xx | unset |\n|" + "---|" * 10)
         for row in rows:
             print("| " + " | ".join("none" if cell == "" else str(cell) for cell in row.values()) + " |")
     else:

@@ -14,7 +14,8 @@ BOUNDS = {
     # ptxas 12.8. The kernel was tuned for this one, and results are of it. Keys are INT8 where nothing is said.
     "3.6": {
         "d64": (395, 0, 30), "d64-e4m3": (355, 0, 30), "d128": (475, 0, 50), "d128-e4m3": (440, 0, 50), "d128-long": (450, 4, 250),
-        "d128-long-no-lse": (450, 4, 200), "d128-long-e4m3-no-lse": (420, 6, 180), "d192": (505, 0, 40), "d256": (560, 2, 70),
+        "d128-long-no-lse": (450, 4, 200), "d128-long-e4m3-no-lse": (420, 6, 180),
+        "d128-q8-long-no-lse": (435, 2, 90), "d192": (505, 0, 40), "d256": (560, 2, 70),
         "d256-no-lse": (560, 2, 110), "d256-e4m3-no-lse": (540, 2, 150), "d256-q8": (525, 13, 420), "d256-ragged-no-lse": (565, 2, 70),
         "d128-rope": (475, 0, 60), "d256-rope-pairs": (560, 2, 100), "d64-exact": (570, 0, 30), "d128-exact": (660, 0, 10),
         "d128-long-exact": (685, 0, 70), "d256-exact": (820, 2, 100),
@@ -33,4 +34,7 @@ def test_hot_loop(case):
     assert row["serialized"] == "" and row["unset"] == "", row
     assert 300 < row["loop"] <= loop and row["loop_spills"] <= loop_spills, row
     assert row["spill_bytes"] <= spills, row
+    # Of a warpgroup's warps, before K is released. The others wait for V several times in a tile, and Triton adds a barrier to each.
+    if triton.__version__.startswith("3.6") and not any(word in case for word in ("d192", "d256", "exact")):
+        assert row["barriers"] == 1, row
     assert row["shared_bytes"] <= 232448, row

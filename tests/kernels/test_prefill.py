@@ -19,6 +19,7 @@ BOUNDS = {
 CASES = (
     *BOUNDS,
     "head_dim 192",
+    "two launches",
     *(pytest.param(case, marks=pytest.mark.triton36) for case in ("ragged, RoPE on queries", "ragged, parts of the keys")),
 )
 

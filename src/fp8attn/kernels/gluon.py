@@ -38,6 +38,7 @@ __all__ = [
     "TensorDescriptor",
     "advance",
     "aggregate",
+    "arrive",
     "arrive_with_words",
     "descriptor",
     "fence_async_shared",
@@ -136,6 +137,15 @@ def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.con
     else:
         view = memory._reinterpret(DTYPE, SHAPE, LAYOUT)
     return view
+
+
+@gluon.jit
+def arrive(barrier):
+    """One thread arrives at `barrier`, without waiting for the other threads of its partition.
+
+    With `mbarrier.arrive` they wait for one another, and then again when they next use shared memory.
+    """
+    mbarrier.expect(barrier, 0)
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from . import cut, plan
 from .cut import PADDED
 from .kernel import prefill_kernel
 from .options import LOG2E
-from .plan import make_plan, tma_takes
+from .plan import make_plan, second_launch, tma_takes
 
 __all__ = ["attention", "cut", "plan", "takes_tables"]
 
@@ -75,6 +75,10 @@ def attention(
         return out.zero_(), lse
     if q.data_ptr() & 15 or not tma_takes(shape, q.stride(), q.itemsize):
         q = q.clone(memory_format=torch.contiguous_format)
+    if not (causal or window or return_lse or cu_seqlens_q is not None):
+        last = second_launch(device, len(table), max_seqlen_q, *q.shape[-2:], table.shape[1], params.exact, q.dtype == FP8)
+        if last:
+            return _two_launches(q, pages, params, out, last), None
     rope = None
     if rope_cos is not None:
         if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
@@ -82,7 +86,7 @@ def attention(
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
     queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, given = make_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact,
+        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact, q.dtype == FP8,
     )  # fmt: skip
     sinks = None if sinks is None else sinks.float()
     target, target_lse = out, lse
@@ -102,6 +106,20 @@ def attention(
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse
+
+
+def _two_launches(q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor, last: int) -> torch.Tensor:
+    """`attention` of all but the first `last` queries of each sequence, and then of these."""
+
+    def some(x: torch.Tensor | None, dims: int, part: slice) -> torch.Tensor | None:
+        if x is None:
+            return None
+        return (x if x.dim() == dims else x.unflatten(0, (len(pages.page_table), -1)))[:, part]
+
+    for part, count in ((slice(last, None), params.max_seqlen_q - last), (slice(last), last)):
+        tables = {name: some(getattr(params, name), 3, part) for name in ("rope_cos", "rope_sin")}
+        attention(some(q, 4, part), pages, params._replace(max_seqlen_q=count, **tables), some(out, 4, part))
+    return out
 
 
 def takes_tables(rope_cos: torch.Tensor) -> bool:

@@ -20,7 +20,8 @@ class Shape:
     warpgroups: int
     parts: int  # number of parts of V's channels, each of them one product; more than one if registers are scarce
     stages: int
-    cubics: int  # how many of 16 exponentials are computed on the FMA pipe
+    cubics: int  # how many of 16 exponentials are computed on the FMA pipe with 16-bit queries,
+    q8_cubics: int  # and with FP8 queries
     registers: int  # registers of a multiplying thread; the producer's warp gets the rest of 64 K
     producer_registers: int
 
@@ -31,13 +32,15 @@ class Shape:
 
 
 SHAPES = {
-    64: (Shape(3, 1, 3, 0, 160, 24),),
-    128: (Shape(2, 1, 3, 1, 240, 24), Shape(3, 2, 3, 0, 160, 24)),
-    256: (Shape(2, 4, 2, 0, 240, 24),),
+    64: (Shape(3, 1, 3, 0, 0, 160, 24),),
+    128: (Shape(2, 1, 3, 1, 1, 240, 24), Shape(3, 2, 3, 0, 1, 160, 24)),
+    256: (Shape(2, 4, 2, 0, 0, 240, 24),),
 }
 PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA pads with zeros
 PART, LONG_PART = 8, 128  # the smallest number of tiles in a part: if items leave SMs idle, and otherwise
 EXACT = 1.7  # a tile's time with Q and P multiplied twice, over its time without, measured
+Q8 = 0.5  # an item's time beside its tiles with FP8 queries, over its time with queries that it rounds, measured
+LAUNCH, GAIN = 5.0, 0.98  # what a second launch takes (microseconds), and the time that two may take of one's
 
 
 class Problem(NamedTuple):
@@ -52,6 +55,7 @@ class Problem(NamedTuple):
     causal: bool  # and the first query of a sequence sees fewer
     ragged: bool  # only the device knows how many queries each sequence has
     exact: bool = False  # Q and P are multiplied twice
+    q8: bool = False  # queries are in FP8
 
     def blocks(self, rows: int) -> list[tuple[float, float, float]]:
         """Blocks of `rows` queries of one head: how many there are, the tiles of a sequence's last block, and those of its first.
@@ -108,6 +112,8 @@ def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Ch
     tile, item = chip.prefill[PADDED[problem.head_dim], shape.warpgroups]
     if problem.exact:
         tile *= EXACT
+    if problem.q8:
+        item *= Q8
     items = work = longest = shortest = 0.0
     for blocks, last, first in problem.blocks(shape.rows):
         count = problem.num_q_heads * blocks * splits
@@ -121,6 +127,28 @@ def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Ch
         once, byte = chip.combine
         time += once + byte * 4 * problem.head_dim * problem.num_q_heads * problem.tokens * splits
     return time
+
+
+def last_wave(width: int, sms: int, problem: Problem, chip: Chip) -> int:
+    """How many queries of every sequence are computed by a second launch; 0: one launch computes all.
+
+    If all items have the same length, the last wave may leave most SMs idle. Then the first launch has whole waves, and the second cuts
+    keys into parts.
+    """
+
+    def time(queries: int) -> float:
+        some = problem._replace(tokens=problem.num_seqs * queries, max_seqlen_q=queries)
+        return min(microseconds(*cut, sms, some, chip) for cut in cuts(width, sms, some))
+
+    most = problem.max_seqlen_q
+    best, rest = GAIN * time(most), 0
+    for shape in SHAPES[width]:
+        row = problem.num_seqs * problem.num_q_heads  # items of one block of queries
+        waves = -(-most // shape.rows) * row // sms
+        first = waves * sms // row * shape.rows
+        if 0 < first < most and (both := time(first) + time(most - first) + LAUNCH) < best:
+            best, rest = both, most - first
+    return rest
 
 
 def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:

@@ -81,12 +81,12 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
         elif few:
             acc, m, sums, place = twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options)
         else:
-            mbarrier.arrive(queries.empty.index(WG))
+            if options.warpgroups == 3 and queries.Q16:
+                queries.factor.index(WG).store(factor)
+            queries.release(WG)
             if options.width == 256:
                 acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, False)
             elif options.warpgroups == 3:
-                if queries.Q16:
-                    queries.factor.index(WG).store(factor)
                 acc, m, sums, place = attend_in_turn(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
             else:
                 acc, m, sums, place = attend_overlapped(rows, ring, top, n_hi, n_free, n_lo, place, options)
@@ -105,11 +105,11 @@ def twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options: g
     if queries.REST:
         keep_rest(queries.rest.index(2 * WG), given, queries.signs, options)
     else:
-        mbarrier.arrive(queries.empty.index(WG))  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
+        queries.release(WG)  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
     if options.width == 256:
         acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
     else:
         acc, m, sums, place = attend_twice(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
     if queries.REST:
-        mbarrier.arrive(queries.empty.index(WG))
+        queries.release(WG)
     return acc, m, sums, place

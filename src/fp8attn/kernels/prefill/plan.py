@@ -9,7 +9,7 @@ import torch
 
 from ..devices import chip
 from ..launch import Constants, Counters, View, constants, num_sms
-from .cut import PADDED, Problem, best_cut, heads_in_wave, min_tiles_per_split
+from .cut import PADDED, Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
 from .options import ENDLESS, ROWS, TILE, Options
 from .schedule import CLAIMS
 
@@ -49,9 +49,10 @@ def make_plan(
     rope: tuple[int, tuple[int, ...], bool] | None,
     rotate_keys: bool,
     exact: bool,
+    q8: bool,
 ) -> Plan:
     """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `rope` is R / 2, the
-    tables' strides and `rope_interleaved`."""
+    tables' strides and `rope_interleaved`; `q8`: queries are in FP8."""
     *_, num_q_heads, head_dim = shape
     num_seqs, table_width = table
     q_strides, out_strides = _strides(shape, strides), _strides(shape, out_strides)
@@ -64,7 +65,7 @@ def make_plan(
     width = PADDED[head_dim]
     sms = num_sms(device)
     tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
-    problem = Problem(num_seqs, num_q_heads, head_dim, batch * tokens, max_seqlen_q, tiles, causal and not window, ragged, exact)
+    problem = Problem(num_seqs, num_q_heads, head_dim, batch * tokens, max_seqlen_q, tiles, causal and not window, ragged, exact, q8)
     cut, splits = best_cut(width, sms, problem, chip(device))
     # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not full.
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
@@ -85,9 +86,10 @@ def make_plan(
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
     options = Options(
-        head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.cubics, registers=cut.registers,
-        producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap, exact=exact, split=splits > 1,
-        rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
+        head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics,
+        registers=cut.registers, producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap,
+        exact=exact, split=splits > 1, rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step,
+        rotate=rotate_keys,
     )  # fmt: skip
     given = constants("prefill", device, OPTIONS=options, num_warps=4, launch_pdl=True)
     grid = (min(items * splits, sms),)
@@ -112,6 +114,16 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     """The strides of all dimensions except the last. A dimension of one element can have any stride, and gets one that TMA takes."""
     *sizes, last = shape
     return tuple([stride if size > 1 else last for size, stride in zip(sizes, strides, strict=False)])
+
+
+@lru_cache(maxsize=4096)
+def second_launch(
+    device: torch.device, num_seqs: int, tokens: int, num_q_heads: int, head_dim: int, tiles: int, exact: bool, q8: bool
+) -> int:
+    """How many of the `tokens` queries of each sequence, which all see `tiles` tiles of keys, a second launch computes
+    (`cut.last_wave`)."""
+    problem = Problem(num_seqs, num_q_heads, head_dim, num_seqs * tokens, tokens, tiles, False, False, exact, q8)
+    return last_wave(PADDED[head_dim], num_sms(device), problem, chip(device))
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.language import PropagateNan
 
 from ... import rotation
-from ..gluon import aggregate, fence_async_shared, gl, gluon, mma_v2, sync
+from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sync
 from ..ptx import MAGIC, rest_to_fp8, rotate_pair, to_fp8
 from ..rotation import block_size
 from .items import ANGLES, TOKEN
@@ -42,6 +42,12 @@ class Queries:
     empty: gl.shared_memory_descriptor  # and their memory is free
     Q16: gl.constexpr  # queries have 16 bits
     REST: gl.constexpr  # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it
+
+    @gluon.jit
+    def release(self, WG: gl.constexpr):
+        """Let the producer request the warpgroup's rows of the next item."""
+        sync()
+        arrive(self.empty.index(WG))
 
 
 @aggregate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gluon import advance, aggregate, gl, gluon, mbarrier
+from ..gluon import advance, aggregate, arrive, gl, gluon, mbarrier, sync
 from .memory import number
 
 
@@ -48,7 +48,8 @@ class Ring:
 
     @gluon.jit
     def release_k(self, place):
-        mbarrier.arrive(self.k_empty.index(place.stage))
+        sync()  # all warps have read the tile's scales
+        arrive(self.k_empty.index(place.stage))
 
     @gluon.jit
     def wait_v(self, place):
@@ -56,7 +57,7 @@ class Ring:
 
     @gluon.jit
     def release_v(self, place):
-        mbarrier.arrive(self.v_empty.index(place.stage))
+        arrive(self.v_empty.index(place.stage))  # a warpgroup's product ends for all its warps at once
 
     @gluon.jit
     def k_scale(self, place):
