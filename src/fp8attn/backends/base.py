@@ -80,7 +80,7 @@ def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> 
         q = apply_rope(q.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
     else:
         q = apply_rope(q.transpose(0, 1)[None], cos[None], sin[None], interleaved)[0].transpose(0, 1)
-    return q, params._replace(rope_cos=None, rope_sin=None)
+    return q, params._replace(rope_cos=None, rope_sin=None, new_keys=0)
 
 
 def attend_tokens(

@@ -49,7 +49,7 @@ def attention(
         ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
     """
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
-    rope_cos, rope_sin, rope_interleaved, return_lse = params[8:12]
+    rope_cos, rope_sin, rope_interleaved, return_lse, exact, new_keys = params[8:]
     if rope_cos is not None and q.dtype == FP8:
         raise ValueError("FP8 queries are rounded already, so the kernel cannot apply RoPE to them: rotate them before they are quantized")
     if q.dtype == FP8 and (pages.rotate_keys or pages.key_dtype != FP8):
@@ -75,14 +75,16 @@ def attention(
         return out.zero_(), lse
     if q.data_ptr() & 15 or not tma_takes(shape, q.stride(), q.itemsize):
         q = q.clone(memory_format=torch.contiguous_format)
+        new_keys = 0
     rope = None
     if rope_cos is not None:
         if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
             rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
+            new_keys = 0
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
     queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, given = make_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact,
+        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, exact,
     )  # fmt: skip
     sinks = None if sinks is None else sinks.float()
     target, target_lse = out, lse
@@ -94,9 +96,9 @@ def attention(
     args = (
         Tiles(q, queries), *page_tiles(pages, width, part),
         *((None, target) if outputs is None else (Tiles(out, outputs), None)),
-        target_lse, pages.pool, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        target_lse, pages.pool, pages.k_mean, pages.v_mean, *((None, None) if new_keys else (table, pages.cache_seqlens)), cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
-        *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
+        new_keys, *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
     )  # fmt: skip
     launch(prefill_kernel, grid, args, given)
     if splits > 1:
