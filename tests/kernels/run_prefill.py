@@ -29,7 +29,9 @@ from tests.support.machine_code import dry
 CASES = {
     "INT8 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "out": True},
     "E4M3 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3"},
-    "new pages": {"lengths": [330, 330], "queries": [170, 170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "new": True},
+    "new pages, two CTAs": {
+        "lengths": [330, 330], "queries": [170, 170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "new": True, "sms": 2,
+    },
     "exact": {"lengths": [1100], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "exact": True},
     "exact, E4M3 keys": {"lengths": [1100], "queries": [100], "head_dim": 64, "dtype": torch.float16, "keys": "e4m3", "exact": True},
     "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
@@ -81,7 +83,7 @@ def emulate_case(name: str) -> dict:
     }  # fmt: skip
     given = torch.full_like(q, torch.nan) if case.get("out") else None
     with dry() as (launches, patch):
-        patch.setattr(prefill.plan, "num_sms", lambda device: 1)  # one CTA has all items
+        patch.setattr(prefill.plan, "num_sms", lambda device: case.get("sms", 1))  # one CTA has all items; or two have two each
         if "splits" in case:  # of one tile or more, so that blocks at a sequence's start have parts without keys
             patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][0], case["splits"])])
             patch.setattr(prefill.plan, "min_tiles_per_split", lambda *_: 1)
