@@ -170,7 +170,7 @@ def _step_plan(
 @lru_cache(maxsize=4096)
 def _page_constants(device: torch.device, hip: bool, row: Row, *stored: bool, dense: bool) -> Constants:
     """Constants of `page_kernel`; `row` and `stored` are `_options`'."""
-    options = replace(_options(row, *stored, dense), hopper=machine(device).hopper)
+    options = replace(_options(row, *stored, dense), hopper=dense and machine(device).hopper)
     limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
     return constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
 

@@ -7,7 +7,7 @@ from ..pages import fetch_k, fetch_v, page_bytes
 from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
 from .options import HIDDEN, ROWS, TILE
 from .ring import Place
-from .schedule import advance_to, claimed, draw, scheduler_init, second_of_two
+from .schedule import advance_to, claimed, draw, scheduler_init
 
 
 @aggregate
@@ -215,7 +215,6 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
         seqs = 1
         heads = batch.num_seqs * batch.num_q_heads
     sequence = advance_to(claim, scheduler_init(q_len, batch), seqs, heads, batch)
-    number = claim  # of the last draw
     while sequence.index < seqs:
         q_len = sequence.q_len
         blocks = sequence.blocks
@@ -254,18 +253,16 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
         else:
             place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
             item += 1
-        number = claimed(ticket)
-        claim = number
+        claim = claimed(ticket)
         if options.split:
             part = claim % work.parts
             claim = claim // work.parts
-        elif batch.bounds is None:
-            claim = second_of_two(claim, item, sequence.blocks * heads)
         sequence = advance_to(claim, sequence, seqs, heads, batch)
-    count = sequence.base
+    base = sequence.base
     if options.split:
-        count = count * work.parts
-    if number == count + gl.num_programs(0) - 1:  # the launch's last draw: set the counter back to zero
+        claim = claim * work.parts + part
+        base = base * work.parts
+    if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: set the counter back to zero
         gl.store(work.counter, 0)
     slot = item & 1
     for i in gl.static_range(WARPGROUPS):

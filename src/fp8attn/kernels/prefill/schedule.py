@@ -67,21 +67,6 @@ def claimed(ticket):
 
 
 @gluon.jit
-def second_of_two(claim, item, count):
-    """The claim after a program's first `item` items: the one that it drew, or, if programs have two of the `count` items at most, the one
-    that makes their sums equal. The longest items are first, so the program that has the longest takes the shortest.
-
-    A claim is drawn some tiles before the item ends. Of so few items the last ones would go to programs that have more to do than others.
-    """
-    programs = gl.num_programs(0)
-    if count <= 2 * programs:
-        claim = 2 * programs
-        if item == 1:
-            claim -= gl.program_id(0) + 1
-    return claim
-
-
-@gluon.jit
 def heads_in_wave(q_len, tiles, batch):
     """Number of heads in a wave of a sequence of `q_len` queries, the longest of whose items has so many tiles; `cut.heads_in_wave` is the
     same on the host."""
