@@ -190,8 +190,7 @@ def attention(
         taken = out if out is None or not out.data_ptr() & 15 else None  # kernels write 16 bytes at a time
         result, lse = find(backend, q.device, q.dtype).attention(q, pages, params, taken)
     else:
-        options = params[:-1]  # without `new_keys`
-        result, lse = torch.ops.fp8attn.attention(q, *pages.state, *options, resolve(backend, q))
+        result, lse = torch.ops.fp8attn.attention(q, *pages.state, *params, resolve(backend, q))
     if out is not None and result is not out:
         result = out.copy_(result)
     return result if lse is None or not return_lse else (result, lse)

@@ -34,8 +34,6 @@ class AttentionParams(NamedTuple):
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
         exact: multiply 16 bits of queries and of softmax weights for any number of rows, as decode steps always do. What remains is the
             error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may round them to 8 bits (`hopper`, in prompts).
-        new_keys: the length of K, if the launch before this one is `from_dense` of these pages: a kernel may then begin before the pages are
-            written. 0: nothing is known of the launch before.
     """
 
     cu_seqlens_q: torch.Tensor | None
@@ -51,4 +49,3 @@ class AttentionParams(NamedTuple):
     rope_interleaved: bool = False
     return_lse: bool = False
     exact: bool = False
-    new_keys: int = 0

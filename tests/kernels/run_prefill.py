@@ -89,7 +89,7 @@ def emulate_case(name: str) -> dict:
             patch.setattr(prefill.plan, "min_tiles_per_split", lambda *_: 1)
         poison_empty(patch)
         prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        out, lse = prefill.attention(q, pages, AttentionParams(**options, **tables, new_keys=case["lengths"][0] if new else 0), given)
+        out, lse = prefill.attention(q, pages, AttentionParams(**options, **tables), given, case["lengths"][0] if new else 0)
         assert given is None or out is given
         prefill.plan.make_plan.cache_clear()
     left = emulate(launches[0], written_before=(pages.pool,) if new else ())

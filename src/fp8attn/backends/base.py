@@ -56,13 +56,16 @@ class Backend(Protocol):
         ...
 
     def attention(
-        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(out, lse)` of queries `[T, num_q_heads, head_dim]`, written to `out` if there is one. Without `params.return_lse`, lse is
         unspecified.
 
         `out` is contiguous, at a multiple of 16 bytes. Dense calls pass none. Their queries are `[num_seqs, S, num_q_heads, head_dim]` of
         any strides, with RoPE tables `[num_seqs, S, R / 2]`, and the result has the memory order of q.
+
+        `new_keys` is the length of K if `from_dense` made these pages, and all else that attention reads was written before that launch: a
+        kernel may then begin before the pages are written, and needs neither their table nor lengths. 0: nothing is known of them.
         """
         ...
 
@@ -80,7 +83,7 @@ def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> 
         q = apply_rope(q.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
     else:
         q = apply_rope(q.transpose(0, 1)[None], cos[None], sin[None], interleaved)[0].transpose(0, 1)
-    return q, params._replace(rope_cos=None, rope_sin=None, new_keys=0)
+    return q, params._replace(rope_cos=None, rope_sin=None)
 
 
 def attend_tokens(

@@ -64,10 +64,8 @@ def fp8_strategy(
 def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, rope_interleaved: bool = False, new_keys: int = 0) -> Attend:
     def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
         cos, sin = rope or (None, None)
-        params = AttentionParams(
-            None, q.shape[2], causal, softmax_scale, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, new_keys=new_keys
-        )
-        out, _ = backend.attention(q.transpose(1, 2), pages, params)
+        params = AttentionParams(None, q.shape[2], causal, softmax_scale, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved)
+        out, _ = backend.attention(q.transpose(1, 2), pages, params, new_keys=new_keys)
         return out.transpose(1, 2)
 
     return attend

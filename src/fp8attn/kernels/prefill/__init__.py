@@ -32,6 +32,7 @@ def attention(
     pages: KVPages,
     params: AttentionParams,
     out: torch.Tensor | None = None,
+    new_keys: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over the pages in FP8 with FP32 accumulation. docs/kernels.md describes the rounding.
 
@@ -42,6 +43,7 @@ def attention(
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]`. bfloat16 or float16 queries are rotated if K is, scaled
             by row and rounded to K's dtype. float8_e4m3fn queries are used without a change.
         params: `rope_cos` and `rope_sin` are `[T, R / 2]` or `[num_seqs, S, R / 2]`, and `takes_tables` is True for them.
+        new_keys: as `Backend.attention` takes it.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32, in the memory order of `ops.attention`. Without
         `return_lse`, `lse` may be None.
@@ -49,7 +51,7 @@ def attention(
         ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
     """
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
-    rope_cos, rope_sin, rope_interleaved, return_lse, exact, new_keys = params[8:]
+    rope_cos, rope_sin, rope_interleaved, return_lse = params[8:12]
     if rope_cos is not None and q.dtype == FP8:
         raise ValueError("FP8 queries are rounded already, so the kernel cannot apply RoPE to them: rotate them before they are quantized")
     if q.dtype == FP8 and (pages.rotate_keys or pages.key_dtype != FP8):
@@ -82,10 +84,12 @@ def attention(
             rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
             new_keys = 0
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
-    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, given = make_plan(
+    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, given = make_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, exact,
+        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact,
     )  # fmt: skip
+    if not early:
+        new_keys = 0
     sinks = None if sinks is None else sinks.float()
     target, target_lse = out, lse
     if splits > 1:
