@@ -396,6 +396,8 @@ def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
                     yield partial(_attend, layer, batch, tokens, held, ragged=ragged)
             if not few or tokens == 1:
                 yield partial(_attend, layer, batch, tokens, 0, causal=False)
+            for causal in (True, False):
+                yield partial(_attend_new, layer, batch, tokens, causal)
         for ragged in (False, True):
             yield partial(_append, layer, tokens, ragged)
         yield partial(_quantize, layer, tokens)
@@ -438,6 +440,13 @@ def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool =
             exact=layer.exact,
         )
         load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
+
+
+def _attend_new(layer: Layer, batch: int, tokens: int, causal: bool) -> None:
+    """Attention of a dense call, over pages that it has just written."""
+    q = _empty(batch, tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
+    pages = _pages(replace(layer, k_mean=False, v_mean=False), batch, -(-tokens // PAGE_SIZE))
+    load(layer.backend).attention(q, pages, AttentionParams(None, tokens, causal, 1.0), new_keys=tokens)
 
 
 def _append(layer: Layer, tokens: int, ragged: bool) -> None:

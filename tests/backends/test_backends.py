@@ -93,7 +93,7 @@ def test_hopper_chooses_by_the_query_rows_of_a_kv_head(monkeypatch):
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     backend, calls = load("hopper"), []
     for name in ("decode", "prefill"):
-        kernel = lambda q, pages, params, out, name=name: calls.append((name, params, out)) or (q, q)  # noqa: E731
+        kernel = lambda q, pages, params, out, new_keys=0, name=name: calls.append((name, params, out)) or (q, q)  # noqa: E731
         monkeypatch.setattr(f"fp8attn.kernels.{name}.attention", kernel)
     monkeypatch.setattr(backend, "apply_rope", lambda x, *tables: x)
     pages = KVPages.empty(4, 2, 64, 2, 2)

@@ -14,6 +14,7 @@ class Memory:
         self.owned = np.zeros(size >> 2, bool)  # whether the four bytes belong to a tensor
         self.top = 1 << 12
         self.tensors: list[tuple[torch.Tensor, int]] = []
+        self.withheld: list[tuple[int, np.ndarray]] = []
 
     def add(self, tensor: torch.Tensor) -> int:
         """Copies a tensor; returns its address."""
@@ -25,6 +26,17 @@ class Memory:
         self.top = (address + raw.size + 4095) // 1024 * 1024
         self.tensors.append((tensor, address))
         return address
+
+    def withhold(self, address: int, size: int) -> None:
+        """Fill memory with NaN until `complete`."""
+        self.withheld.append((address, self.bytes[address : address + size].copy()))
+        self.bytes[address : address + size] = 0xFF
+
+    def complete(self) -> None:
+        """Write what the launch before writes: a warp waits for its end."""
+        while self.withheld:
+            address, raw = self.withheld.pop()
+            self.bytes[address : address + raw.size] = raw
 
     def sync(self) -> None:
         """Copies what the kernel has written into the tensors."""

@@ -45,9 +45,15 @@ def nothing(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray
     pass
 
 
+def griddepcontrol(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
+    if opcode[1] == "wait":
+        warp.launch.memory.complete()
+
+
 INSTRUCTIONS = {
+    "griddepcontrol": griddepcontrol,
     "mbarrier": mbarrier,
     "bar": bar,
     "barrier": bar,
-    **dict.fromkeys(("fence", "membar", "setmaxnreg", "griddepcontrol", "pragma"), nothing),
+    **dict.fromkeys(("fence", "membar", "setmaxnreg", "pragma"), nothing),
 }

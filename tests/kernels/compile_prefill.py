@@ -47,6 +47,7 @@ CASES = (
         "d128-ragged": {"head_dim": 128, "cu_seqlens_q": True},
         "d128-long-ragged": {"head_dim": 128, "long": True, "cu_seqlens_q": True},
         "d128-q8-long-ragged": {"head_dim": 128, "long": True, "dtype": FP8, "cu_seqlens_q": True},
+        "d128-new": {"head_dim": 128, "lse": False, "new": True},
         "d256-q8": {"head_dim": 256, "dtype": FP8},
         "d256-no-lse": {"head_dim": 256, "lse": False},
         "d256-q8-no-lse": {"head_dim": 256, "lse": False, "dtype": FP8},
@@ -78,7 +79,7 @@ CASES = (
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
            long=False, rotary=0, interleaved=False, lse=True, keys="int8", rotate_keys=True, means=False,
-           exact=False) -> Launch:  # fmt: skip
+           exact=False, new=False) -> Launch:  # fmt: skip
     """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
     keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
     mean = torch.zeros(2, head_dim) if means else None
@@ -95,7 +96,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
             rope_cos=tables, rope_sin=tables, rope_interleaved=interleaved, return_lse=lse,
             exact=exact,
         )  # fmt: skip
-        prefill.attention(torch.zeros(64, 4, head_dim).to(dtype), pages, params)
+        prefill.attention(torch.zeros(64, 4, head_dim).to(dtype), pages, params, new_keys=512 if new else 0)
         prefill.plan.make_plan.cache_clear()
     assert len(launches) == (1 if splits == 1 else 2)  # `combine`'s
     return launches[0]

@@ -238,7 +238,8 @@ def warmed() -> dict:
     knobs.compilation.listener = lambda **noted: answers.append([noted["metadata"]["hash"], noted["cache_hit"]])
     empty = torch.empty
     on_cpu = patch.object(torch, "empty", lambda *shape, **options: empty(*shape, **{**options, "device": "cpu"}))
-    with on_cpu, patch.object(combine, "is_native", lambda device: True):
+    hopper = patch.object(append, "machine", lambda device: precompile.TARGETS["sm_90"])
+    with on_cpu, hopper, patch.object(combine, "is_native", lambda device: True):
         for call in calls:
             call()
     knobs.compilation.listener = None

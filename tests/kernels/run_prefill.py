@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -28,6 +29,9 @@ from tests.support.machine_code import dry
 CASES = {
     "INT8 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "out": True},
     "E4M3 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3"},
+    "new pages, two CTAs": {
+        "lengths": [330, 330], "queries": [170, 170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "new": True, "sms": 2,
+    },
     "exact": {"lengths": [1100], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "exact": True},
     "exact, E4M3 keys": {"lengths": [1100], "queries": [100], "head_dim": 64, "dtype": torch.float16, "keys": "e4m3", "exact": True},
     "FP8 queries, three warpgroups": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
@@ -60,6 +64,11 @@ def emulate_case(name: str) -> dict:
     torch.manual_seed(0)
     rotated = case["dtype"] != FP8
     pages = filled_pages(case["lengths"], 1, case["head_dim"], v_mean=1.0, keys=case["keys"], rotate=rotated)
+    new = case.get("new", False)  # pages in the order of sequences, which the launch before writes
+    if new:
+        table = pages.page_table[:, :-1]
+        in_order = torch.arange(table.numel(), dtype=torch.int32).view(table.shape)
+        pages = replace(pages, pool=pages.pool[table.flatten()], page_table=in_order)
     queries = case["queries"]
     q = torch.randn(sum(queries), 1, case["head_dim"])
     q = quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
@@ -76,7 +85,7 @@ def emulate_case(name: str) -> dict:
     }  # fmt: skip
     given = torch.full_like(q, torch.nan) if case.get("out") else None
     with dry() as (launches, patch):
-        patch.setattr(prefill.plan, "num_sms", lambda device: 1)  # one CTA has all items
+        patch.setattr(prefill.plan, "num_sms", lambda device: case.get("sms", 1))  # one CTA has all items; or two have two each
         if "splits" in case:  # of one tile or more, so that blocks at a sequence's start have parts without keys
             patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][0], case["splits"])])
             patch.setattr(prefill.plan, "min_tiles_per_split", lambda *_: 1)
@@ -84,10 +93,10 @@ def emulate_case(name: str) -> dict:
             patch.setattr(prefill, "second_launch", lambda device, num_seqs, tokens, *_: case["last"] if tokens == max(queries) else 0)
         poison_empty(patch)
         prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        out, lse = prefill.attention(q, pages, AttentionParams(**options, **tables), given)
+        out, lse = prefill.attention(q, pages, AttentionParams(**options, **tables), given, case["lengths"][0] if new else 0)
         assert given is None or out is given
         prefill.plan.make_plan.cache_clear()
-    left = sum(emulate(launched) for launched in launches[: 2 if "last" in case else 1])
+    left = sum(emulate(launched, written_before=(pages.pool,) if new else ()) for launched in launches[: 2 if "last" in case else 1])
     if "splits" in case:
         out, lse = combined(*launches[1].args[:2], out, lse)
     ref, ref_lse = reference.attention(asked, pages, AttentionParams(**options), compute_dtype=torch.float64, out_dtype=torch.float64)

@@ -26,8 +26,8 @@ def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims
     """For every claim: its sequence, first item, first query, number of queries and heads in a wave. The sequence is searched for if the
     claim before had another one."""
     batch = Batch(
-        bounds=cu_ptr, lengths=lens_ptr, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads, window=window,
-        wave=claims, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=BLOCK)  # fmt: skip
+        bounds=cu_ptr, lengths=lens_ptr, new_keys=num_tokens, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads,
+        window=window, wave=claims, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=BLOCK)  # fmt: skip
     q_len = 0
     sequence = scheduler_init(q_len, batch)
     claim = gl.program_id(0)

@@ -20,6 +20,7 @@ CASES = (
     *BOUNDS,
     "head_dim 192",
     "two launches",
+    "new pages, two CTAs",
     *(pytest.param(case, marks=pytest.mark.triton36) for case in ("ragged, RoPE on queries", "ragged, parts of the keys")),
 )
 
@@ -27,8 +28,8 @@ CASES = (
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_reference(case):
     """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory and a ring that wraps,
-    parts without keys; NaN wherever no row may look. A row of some 300 keys has not averaged the roundings of its weights: 3.5% by
-    sqrt(300), of scores so unlike that a few keys count."""
+    parts without keys, pages that are NaN until the launch before has ended; NaN wherever no row may look. A row of some 300 keys has not
+    averaged the roundings of its weights: 3.5% by sqrt(300), of scores so unlike that a few keys count."""
     row = compiling.call("tests.kernels.run_prefill", "emulate_case", case)
     rel_err, row_err, lse_err = BOUNDS.get(case, BOUNDS["INT8 keys"])
     assert not row["nan"]

@@ -56,13 +56,16 @@ class Backend(Protocol):
         ...
 
     def attention(
-        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(out, lse)` of queries `[T, num_q_heads, head_dim]`, written to `out` if there is one. Without `params.return_lse`, lse is
         unspecified.
 
         `out` is contiguous, at a multiple of 16 bytes. Dense calls pass none. Their queries are `[num_seqs, S, num_q_heads, head_dim]` of
         any strides, with RoPE tables `[num_seqs, S, R / 2]`, and the result has the memory order of q.
+
+        `new_keys` is the length of K if `from_dense` made these pages, and all else that attention reads was written before that launch: a
+        kernel may then begin before the pages are written, and needs neither their table nor lengths. 0: nothing is known of them.
         """
         ...
 

@@ -43,7 +43,7 @@ class Hopper(triton.Writer):
         return rows > self._decode.MAX_ROWS
 
     def attention(
-        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
             return attend_tokens(self._decode.attention, self.apply_rope, q, pages, params, out)
@@ -51,7 +51,8 @@ class Hopper(triton.Writer):
             return empty_rows(q, out)
         if params.rope_cos is not None and not self._prefill.takes_tables(params.rope_cos):
             q, params = rotated(self.apply_rope, q, params)
-        return self._prefill.attention(q, pages, params, out)
+            new_keys = 0  # the launch before writes queries
+        return self._prefill.attention(q, pages, params, out, new_keys)
 
 
 @cache

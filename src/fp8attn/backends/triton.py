@@ -52,6 +52,6 @@ class Triton(Writer):
         return False
 
     def attention(
-        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return attend_tokens(self._kernel, self.apply_rope, q, pages, params, out)

@@ -32,7 +32,7 @@ def strategy(
         k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=None, v_mean=None, key_dtype=key_type(key_dtype),
         rotate_keys=rotate_keys,
     )  # fmt: skip
-    return _over_pages(paged, pages, softmax_scale, rope_interleaved)
+    return _over_pages(paged, pages, softmax_scale, rope_interleaved, k.shape[2])
 
 
 def fp8_strategy(
@@ -61,11 +61,11 @@ def fp8_strategy(
     return in_taken_dtype
 
 
-def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, rope_interleaved: bool = False) -> Attend:
+def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, rope_interleaved: bool = False, new_keys: int = 0) -> Attend:
     def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
         cos, sin = rope or (None, None)
         params = AttentionParams(None, q.shape[2], causal, softmax_scale, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved)
-        out, _ = backend.attention(q.transpose(1, 2), pages, params)
+        out, _ = backend.attention(q.transpose(1, 2), pages, params, new_keys=new_keys)
         return out.transpose(1, 2)
 
     return attend

@@ -9,6 +9,7 @@
 | `e4m3.py` | pages of E4M3 inputs |
 | `overflow.py` | counts of values that saturate and of scales that grow |
 | `queries.py` | RoPE on Q |
+| `dependents.py` | lets attention begin while pages are written |
 | `slot.py`, `words.py` | the positions of tokens and scales in a page |
 | `options.py` | the compile-time options of the kernels |
 
@@ -169,7 +170,7 @@ def _step_plan(
 @lru_cache(maxsize=4096)
 def _page_constants(device: torch.device, hip: bool, row: Row, *stored: bool, dense: bool) -> Constants:
     """Constants of `page_kernel`; `row` and `stored` are `_options`'."""
-    options = _options(row, *stored, dense)
+    options = replace(_options(row, *stored, dense), hopper=dense and machine(device).hopper)
     limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
     return constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
 

@@ -30,7 +30,7 @@ class Options(ConstexprFields):
     advance: bool = True  # the lengths do not count the new tokens yet, and the launch adds them
     tokens: int = 1  # of a step's sequence, padded to a power of two
     heads: int = 1  # of K or V: what a program of a step writes
-    hopper: bool = False  # attention is launched while a step runs, and waits for its end
+    hopper: bool = False  # attention is launched while pages are written, and waits for the end
 
 
 @dataclass(frozen=True)

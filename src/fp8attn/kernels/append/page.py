@@ -14,6 +14,7 @@ from ..fp8 import finite, pack_e4m3, to_e4m3, to_int8
 from ..launch import MAX_GRID
 from ..rotation import hadamard
 from ..rows import load_lanes, load_rotated, load_rows, quarters, store_rows
+from .dependents import launch_dependents
 from .settle import bits_of, float_of, settle
 from .slot import PAGE, new_tokens, slot_bytes, word_token
 from .words import store_words
@@ -153,6 +154,9 @@ def page_kernel(
     D: tl.constexpr = K.row.head_dim
     HALF: tl.constexpr = K.row.rope_pairs
     DENSE: tl.constexpr = K.dense
+    if OPTIONS.hopper:  # noqa: SIM102 - at compile time
+        if 2 * tl.num_programs(1) * tl.num_programs(2) > columns_ahead:  # of fewer programs attention begins too unevenly (measured)
+            launch_dependents()
     # Heads follow each other, so that programs that run at the same time read neighboring memory.
     is_v = tl.program_id(0) % 2
     head = tl.program_id(0) // 2

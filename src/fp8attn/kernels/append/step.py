@@ -12,6 +12,7 @@ import triton.language as tl
 from ..fp8 import finite, inverse, needed_scale, to_codes, with_headroom
 from ..rotation import hadamard
 from ..rows import load_rotated, load_rows, store_rows
+from .dependents import launch_dependents
 from .overflow import add_overflows, saturated
 from .queries import rotate_queries
 from .slot import GROUP, PAGE, new_tokens, rescale, round_again, scale_ptr_of, slot_bytes, v_position
@@ -180,13 +181,6 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
         store_rows(_rows(rows), codes, _rows(valid), ROW)
 
 
-@triton.jit
-def _launch_dependents():
-    """Allow the next launch, if it is programmatic, to begin once all programs are here. It waits for the end of this launch by itself."""
-    asm: tl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
 def step_kernel(
     k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, overflows_ptr,
@@ -201,7 +195,7 @@ def step_kernel(
     HEADS: tl.constexpr = OPTIONS.heads
     T: tl.constexpr = OPTIONS.tokens
     if OPTIONS.hopper:
-        _launch_dependents()
+        launch_dependents()
     programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
     seq = tl.program_id(0) // programs
     program = tl.program_id(0) % programs

@@ -32,6 +32,7 @@ def attention(
     pages: KVPages,
     params: AttentionParams,
     out: torch.Tensor | None = None,
+    new_keys: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over the pages in FP8 with FP32 accumulation. docs/kernels.md describes the rounding.
 
@@ -42,6 +43,7 @@ def attention(
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]`. bfloat16 or float16 queries are rotated if K is, scaled
             by row and rounded to K's dtype. float8_e4m3fn queries are used without a change.
         params: `rope_cos` and `rope_sin` are `[T, R / 2]` or `[num_seqs, S, R / 2]`, and `takes_tables` is True for them.
+        new_keys: as `Backend.attention` takes it.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32, in the memory order of `ops.attention`. Without
         `return_lse`, `lse` may be None.
@@ -75,6 +77,7 @@ def attention(
         return out.zero_(), lse
     if q.data_ptr() & 15 or not tma_takes(shape, q.stride(), q.itemsize):
         q = q.clone(memory_format=torch.contiguous_format)
+        new_keys = 0
     if not (causal or window or return_lse or cu_seqlens_q is not None):
         last = second_launch(device, len(table), max_seqlen_q, *q.shape[-2:], table.shape[1], params.exact, q.dtype == FP8)
         if last:
@@ -83,11 +86,14 @@ def attention(
     if rope_cos is not None:
         if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
             rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
+            new_keys = 0
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
-    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, given = make_plan(
+    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, given = make_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
         window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact, q.dtype == FP8,
     )  # fmt: skip
+    if not early:
+        new_keys = 0
     sinks = None if sinks is None else sinks.float()
     target, target_lse = out, lse
     if splits > 1:
@@ -98,9 +104,9 @@ def attention(
     args = (
         Tiles(q, queries), *page_tiles(pages, width, part),
         *((None, target) if outputs is None else (Tiles(out, outputs), None)),
-        target_lse, pages.pool, pages.k_mean, pages.v_mean, table, pages.cache_seqlens, cu_seqlens_q,
+        target_lse, pages.pool, pages.k_mean, pages.v_mean, *((None, None) if new_keys else (table, pages.cache_seqlens)), cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
-        *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
+        new_keys, *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
     )  # fmt: skip
     launch(prefill_kernel, grid, args, given)
     if splits > 1:

@@ -21,18 +21,22 @@ from .ring import Ring
 from .schedule import Batch
 
 NUMBERS = (
-    "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads", "table_width",
-    "causal", "window", "parts", "min_tiles", "wave", "wave_rows", "wave_tiles", "plane", "scale", "cap", "angle_stride_b",
+    "new_keys", "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads",
+    "table_width", "causal", "window", "parts", "min_tiles", "wave", "wave_rows", "wave_tiles", "plane", "scale", "cap", "angle_stride_b",
     "angle_stride_t",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lengths_ptr, bounds_ptr,
-                   sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs, num_q_heads,
-                   num_kv_heads, table_width, causal, window, parts, min_tiles, wave, wave_rows, wave_tiles, plane, scale, cap,
+                   sinks_ptr, padding_ptr, counter_ptr, new_keys, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs,
+                   num_q_heads, num_kv_heads, table_width, causal, window, parts, min_tiles, wave, wave_rows, wave_tiles, plane, scale, cap,
                    cos_ptr, sin_ptr, angle_stride_b, angle_stride_t, OPTIONS: gl.constexpr):  # fmt: skip
-    """The arguments of a launch, which `plan` and `attention` make. Strides of the output and of angles are in units of 8 elements."""
+    """The arguments of a launch, which `plan` and `attention` make. Strides of the output and of angles are in units of 8 elements.
+
+    Without a table, and then without lengths, the launch before this one writes the pages. They are in the order of sequences, each of
+    which has `new_keys` keys.
+    """
     WARPGROUPS: gl.constexpr = OPTIONS.warpgroups
     WIDTH: gl.constexpr = OPTIONS.width
     STAGES: gl.constexpr = OPTIONS.stages
@@ -74,7 +78,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         out_memory: gl.constexpr = None
     queries = Queries(
         codes=codes, given=given, rest=rest, signs=signs, shift=shift, factor=factor, full=allocate_barriers(WARPGROUPS),
-        empty=allocate_barriers(WARPGROUPS), Q16=Q16,
+        empty=allocate_barriers(WARPGROUPS), Q16=Q16, EARLY=table_ptr is None,
         REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
     ring = Ring(
         k=k_tiles, v=v_tiles, scales=scales, ones=ones, k_full=allocate_barriers(STAGES), k_empty=allocate_barriers(STAGES),
@@ -93,10 +97,13 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         q=q_desc, k=k_desc, v=v_desc, queries=blocks, headers=headers, table=table_ptr, table_width=table_width,
         num_kv_heads=num_kv_heads)  # fmt: skip
     batch = Batch(
-        bounds=bounds_ptr, lengths=lengths_ptr, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads,
-        window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
+        bounds=bounds_ptr, lengths=lengths_ptr, new_keys=new_keys, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs,
+        num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
     work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
-    gdc_wait()  # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous kernel uses.
+    # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous kernel uses. Without a
+    # table that kernel writes pages, which only the producer reads, so only the producer waits.
+    if table_ptr is not None:
+        gdc_wait()
     shared = (queries, ring, items, means, output, rope, causal, window, scale, cap)
     if WARPGROUPS == 2:
         gl.warp_specialize(

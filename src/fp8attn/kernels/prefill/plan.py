@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     counter: Counters
     numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
     angle_strides: tuple[int, int]
+    early: bool  # it begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128
     constants: Constants
 
 
@@ -94,7 +95,8 @@ def make_plan(
     given = constants("prefill", device, OPTIONS=options, num_warps=4, launch_pdl=True)
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
-    return Plan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, given)
+    early = cut.warpgroups == 2 and width == 128
+    return Plan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, early, given)
 
 
 def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], width: int) -> View:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gl, gluon, mbarrier, sync, tensor_descriptor
+from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
 from ..pages import fetch_k, fetch_v, page_bytes
 from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
 from .options import HIDDEN, ROWS, TILE
@@ -19,9 +19,17 @@ class Source:
     v: tensor_descriptor
     queries: gl.shared_memory_descriptor  # `Queries.given`, as blocks of TMA
     headers: gl.tensor  # float32, a pointer to the first page's scale of K; V's follows it
-    table: gl.tensor  # int32 [num_seqs, table_width], a pointer: pages
+    table: gl.tensor | gl.constexpr  # int32 [num_seqs, table_width], a pointer: pages. None: they are in this order
     table_width: gl.tensor
     num_kv_heads: gl.tensor
+
+    @gluon.jit
+    def page(self, row, tile):
+        """The page of tile `tile` of the sequence in row `row` of the table."""
+        page = row * self.table_width + tile
+        if self.table is not None:
+            page = gl.load(self.table + row.to(gl.int64) * self.table_width + tile)
+        return page
 
     @gluon.jit
     def header(self, slot, HEAD_DIM: gl.constexpr):
@@ -121,9 +129,8 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * WARPGROUPS + i))
     length, position, bottom, last, left = tiles_of(block, batch, work, options)
     # The first tile's page, and the next one's; the item is announced while they are fetched, and then the scales are loaded.
-    table = source.table + block.row.to(gl.int64) * source.table_width
-    page = gl.load(table + last)
-    ahead = gl.load(table + gl.maximum(last - 1, bottom))
+    page = source.page(block.row, last)
+    ahead = source.page(block.row, gl.maximum(last - 1, bottom))
     items.put(slot, TILES, last - bottom + 1)
     items.put(slot, LAST, last)
     items.put(slot, BATCH, block.out_slab)
@@ -143,6 +150,8 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
             arrive_with_words(queries.full.index(i))
     for i in gl.static_range(WARPGROUPS):
         mbarrier.expect(queries.full.index(i), ROWS * options.width * (source.q.dtype.primitive_bitwidth // 8))
+    if source.table is None:
+        gdc_wait()  # Queries are rounded while the pages are written.
     at = page * source.num_kv_heads + kv_head
     scales = source.header(at + none, options.head_dim)
     k_scale = gl.load(scales, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
@@ -169,7 +178,7 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         scales = source.header(at + none, options.head_dim)
         k_scale = gl.load(scales)
         v_scale = gl.load(scales + 1)
-        ahead = gl.load(table + gl.maximum(last - 2 - j, bottom))
+        ahead = source.page(block.row, gl.maximum(last - 2 - j, bottom))
         mbarrier.wait(ring.v_empty.index(place.stage), place.phase)
         mbarrier.expect(ring.v_full.index(place.stage), TILE * options.width)
         fetch_v(source.v, here, ring.v_full.index(place.stage), ring.v, place.stage, ring.STAGES)
@@ -225,7 +234,9 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
             slab = seq
             out_slab = part * batch.num_seqs + seq
         row = gl.minimum(seq, batch.num_seqs - 1)
-        length = gl.load(batch.lengths + row)
+        length = batch.new_keys
+        if batch.lengths is not None:
+            length = gl.load(batch.lengths + row)
         block = Block(
             seq=seq, row=row, length=length, q_len=q_len, begin=begin, token=token, head=head, part=part, slab=slab,
             out_slab=out_slab)  # fmt: skip
@@ -236,6 +247,8 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
                 item += 1
             else:
                 ticket = draw(work.counter, seen <= 0)
+                if source.table is None:
+                    gdc_wait()
                 leave_out(block, output, BLOCK)
         else:
             place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)

@@ -16,7 +16,8 @@ class Batch:
     """The sequences. Pointers may be None: without bounds the batch is dense, and without padding no key is masked on the left."""
 
     bounds: gl.tensor | gl.constexpr  # int32 [num_seqs + 1], of the queries of a ragged batch
-    lengths: gl.tensor  # int32 [num_seqs]: keys
+    lengths: gl.tensor | gl.constexpr  # int32 [num_seqs]: keys, or None: each sequence has
+    new_keys: gl.tensor
     padding: gl.tensor | gl.constexpr  # int32 [num_seqs]: keys on the left that are masked
     num_tokens: gl.tensor
     num_seqs: gl.tensor
