@@ -160,6 +160,7 @@ def attended(launches: list, compiled: dict) -> dict:
     hopper = backends.load("hopper")
     ops.find = _torch_ops.find = cache(lambda *_: hopper)
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
+    kernels.launch.Constants = lambda device, **values: Constants(DEVICE, **values)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
     sinks = torch.zeros(32)
     rows = {}

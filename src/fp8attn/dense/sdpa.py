@@ -238,7 +238,8 @@ def _attend(
         kv_len = q_len
         k, v, k_rope = k[:, :, :q_len], v[:, :, :q_len], _rows(k_rope, slice(q_len))
     size = padded_size(head_dim, v_dim)
-    q, k, v = padded(q, size), padded(k, size), padded(v, size)
+    if not head_dim == v_dim == size:
+        q, k, v = padded(q, size), padded(k, size), padded(v, size)
     attend = strategy(backend, k, v, k_rope, rope_interleaved, scale, key_dtype, rotate_keys)
     if is_causal and q_len > kv_len:  # rows after the last key see all keys
         out = torch.empty_like(q)

@@ -106,7 +106,10 @@ def _quantized_rows(
 
 def padded_size(head_dim: int, v_dim: int) -> int:
     """The smallest head_dim of the kernels that is large enough for queries and values of these sizes."""
-    return next(size for size in HEAD_DIMS if size >= max(head_dim, v_dim))
+    for size in HEAD_DIMS:
+        if size >= head_dim and size >= v_dim:
+            return size
+    raise ValueError(f"no kernel takes a head_dim of {head_dim} and {v_dim}")
 
 
 def padded(x: torch.Tensor, size: int) -> torch.Tensor:

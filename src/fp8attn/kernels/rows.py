@@ -7,6 +7,7 @@ halves are loaded separately. Then the two channels of a pair are in one thread,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -142,7 +143,12 @@ def row_of(
         if cos.stride(-1) != sin.stride(-1):
             cos, sin = cos.contiguous(), sin.contiguous()
         half, step, strides = cos.shape[-1], cos.stride(-1), (cos.stride()[:-1], sin.stride()[:-1])
-    return Row(head_dim, power_of_two(head_dim), half, interleaved and half > 0, step), (cos, sin), strides
+    return _row(head_dim, half, interleaved and half > 0, step), (cos, sin), strides
+
+
+@cache  # making one takes a microsecond
+def _row(head_dim: int, rope_pairs: int, rope_interleaved: bool, rope_step: int) -> Row:
+    return Row(head_dim, power_of_two(head_dim), rope_pairs, rope_interleaved, rope_step)
 
 
 def power_of_two(n: int) -> int:
