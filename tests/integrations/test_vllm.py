@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from fp8attn import KVScales, LayerScales, UsageError
 from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm import RELEASES, refused, register, unsupported_release
 from fp8attn.integrations.vllm.biases import means_of
-from fp8attn.integrations.vllm.options import Options
+from fp8attn.integrations.vllm.options import Calibrated, Options
 from fp8attn.rotation import rotate
 
 ROOT = Path(__file__).parents[2]
@@ -44,31 +45,36 @@ def test_another_release_is_refused_by_name(version, monkeypatch):
 
 
 def test_options():
-    assert Options.of({}) == Options.of({"other": 1}) == Options(None, "int8")
+    assert Options.of({}) == Options.of({"other": 1}) == Options(None, key_dtype="int8")
     assert Options.of({"fp8attn": {"key_dtype": "e4m3"}}).key_dtype == "e4m3"
-    with pytest.raises(UsageError, match=r"has keys, skale; the options are scales, key_dtype"):
+    with pytest.raises(UsageError, match=r"has keys, skale; the options are scales, static_scales, key_dtype"):
         Options.of({"fp8attn": {"skale": "x", "keys": "int8"}})
     with pytest.raises(UsageError, match=r"key_dtype must be one of"):
         Options.of({"fp8attn": {"key_dtype": "fp16"}})
+    with pytest.raises(UsageError, match=r"static_scales, which needs scales"):
+        Options.of({"fp8attn": {"static_scales": True}})
 
 
-def test_means_of_the_heads_of_a_rank(tmp_path):
-    """Only the means are used. A layer that was not calibrated, and a mean that is zero, have none."""
-    ones, mean = torch.ones(4), torch.arange(4 * 64).view(4, 64).float()
-    layers = {i: LayerScales(ones, ones, mean + 100 * i, torch.zeros(4, 64)) for i in (0, 2)}
+def test_a_calibration_of_the_heads_of_a_rank(tmp_path):
+    """The file's scales are used on request. A layer that was not calibrated has nothing, and a mean that is zero is none."""
+    k_scale, mean = torch.arange(1.0, 5.0), torch.arange(4 * 64).view(4, 64).float()
+    layers = {i: LayerScales(k_scale / 127, torch.full((4,), 3.0), mean + 100 * i, torch.zeros(4, 64)) for i in (0, 2)}
     KVScales(layers, num_layers=3, num_kv_heads=4, head_dim=64).save(tmp_path / "scales.safetensors")
     shape = {"num_layers": 3, "num_kv_heads": 4, "head_dim": 64}
-    options = Options(str(tmp_path / "scales.safetensors"))
-    k, v = options.means("model.layers.2.self_attn.attn", slice(2, 4), **shape)
-    assert torch.equal(k, rotate(mean[2:] + 200)) and v is None
-    assert options.means("model.layers.1.self_attn.attn", slice(0, 4), **shape) == (None, None)
+    options, second = Options(str(tmp_path / "scales.safetensors")), "model.layers.2.self_attn.attn"
+    k, v, scales = options.calibrated(second, slice(2, 4), **shape)
+    assert torch.equal(k, rotate(mean[2:] + 200)) and v is None and scales is None
+    k, v, scales = replace(options, static_scales=True).calibrated(second, slice(2, 4), **shape)
+    assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any()
+    torch.testing.assert_close(scales, torch.tensor([[3 / 127, 4.0], [4 / 127, 4.0]]))  # V's is rounded up to a power of two
+    assert options.calibrated("model.layers.1.self_attn.attn", slice(0, 4), **shape) == Calibrated()
     with pytest.raises(UsageError, match=r"num_layers is 3 in the scales and 5 in the model"):
-        options.means("model.layers.2.self_attn.attn", slice(0, 4), **(shape | {"num_layers": 5}))
+        options.calibrated(second, slice(0, 4), **(shape | {"num_layers": 5}))
     with pytest.raises(UsageError, match=r"key_dtype='int8'"):
-        Options(options.scales, "e4m3").means("model.layers.2.self_attn.attn", slice(0, 4), **shape)
+        replace(options, key_dtype="e4m3").calibrated(second, slice(0, 4), **shape)
     with pytest.raises(UsageError, match=r"no such file"):
-        Options(str(tmp_path / "none")).means("model.layers.2.self_attn.attn", slice(0, 4), **shape)
-    assert Options().means("model.layers.2.self_attn.attn", slice(0, 4), **shape) == (None, None)
+        Options(str(tmp_path / "none")).calibrated(second, slice(0, 4), **shape)
+    assert Options().calibrated(second, slice(0, 4), **shape) == Calibrated()
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}

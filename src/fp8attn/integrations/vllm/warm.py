@@ -23,7 +23,7 @@ def warm_up(vllm_config: Any, layer_names: list[str], device: torch.device) -> N
     for impl in impls:
         _compile(
             impl.num_heads, impl.num_kv_heads, impl.head_size, vllm_config.model_config.dtype, device, impl.options.key_dtype,
-            means, impl.options.count_overflows, _of_attention(impl),
+            means, impl.has_static_scales, impl.options.count_overflows, _of_attention(impl),
         )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def _of_attention(impl: Any) -> frozenset[AttentionOption]:
 @cache
 def _compile(
     num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any, means: bool,
-    overflows: bool, attention: frozenset[AttentionOption],
+    static_scales: bool, overflows: bool, attention: frozenset[AttentionOption],
 ) -> None:  # fmt: skip
     from triton import knobs
 
@@ -48,6 +48,6 @@ def _compile(
     with FileLock(folder / "fp8attn.lock"):  # processes of one machine compile the same kernels: the first compiles, the others find them
         kernels = warmup(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device, key_dtype=key_dtype,
-            means=means, overflows=overflows, attention=attention, advance=False, load_kernels=True,
+            means=means, static_scales=static_scales, overflows=overflows, attention=attention, advance=False, load_kernels=True,
         )  # fmt: skip
     logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
