@@ -79,7 +79,7 @@ class Machine:
     def _start_some(self) -> None:
         for engine in list(self._waiting):
             gpus = self._open(engine)
-            if len(gpus) < engine.gpus:
+            if self.gpus and len(gpus) < engine.gpus:
                 continue
             cores = self._take(engine)
             if not cores:
