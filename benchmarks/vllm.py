@@ -42,7 +42,8 @@ from .vllm_engine import PROMPTS
 STORED = ("vllm-bf16", "vllm-fp8", "fp8attn")  # each way of storing K and V
 ANSWERING = ("vllm-bf16", "fp8attn", "fp8attn-exact")
 WAYS = ("prefix-caching", "chunks", "ngram", "draft", "eagle", "offload", "connector", "tp2", "pp2")  # of computing the same answers
-STATIC = ("prefix-caching", "chunks", "ngram", "tp2")  # ways that also run with calibrated scales
+OTHERS = ("vllm-fp8", "fp8attn-static")  # that answer in these ways, too:
+STEPS = ("prefix-caching", "chunks", "ngram", "tp2")
 AGAIN = ("prefix-caching", "offload", "connector")  # the same prompts again are read from blocks
 WINDOWS = {"stdlib": (4096, 8), "smollm2": (2048, 8)}  # tokens of a window, windows
 PLANTED = {  # by the row's implementation, the engine's, and the checkpoint in the folder of a strategy of export
@@ -97,7 +98,7 @@ def engines(case: str) -> dict[str, list[Engine]]:
     if name in ("llama", "load"):
         return {impl: [Engine({"llama": "engine_times", "load": "throughput"}[name], (impl,), timed=True)] for impl in reversed(STORED)}
     if name == "equal":
-        impls = (*ANSWERING, "fp8attn-static") if of in STATIC else ANSWERING
+        impls = (*ANSWERING, *OTHERS) if of in STEPS else ANSWERING
         return {impl: [answers(impl, "plain"), answers(impl, of)] for impl in impls}
     if name == "perplexity":
         return {impl: [likelihood(impl, of, of)] for impl in STORED}
