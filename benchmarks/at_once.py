@@ -111,15 +111,12 @@ class Machine:
         return shared if processes + engine.gpus <= max(A_CORE * len(shared), engine.gpus) else []
 
     def _run(self, engine: Engine, place: Place) -> None:
-        found, problem = [], None
+        future = self._futures[engine]
         try:
-            found = run(engine, place)
-        except BaseException as error:
-            problem = error
+            future.set_result(run(engine, place))
+        except BaseException as problem:
+            future.set_exception(problem)
         with self._lock:
-            future = self._futures[engine]
-            if future.set_running_or_notify_cancel():  # nobody has given it up
-                future.set_result(found) if problem is None else future.set_exception(problem)
             self._running.remove((engine, place))
             self._start_some()
 

@@ -1,7 +1,9 @@
 """The parts of the vLLM plugin that need no vLLM. `tests/vllm` has the others; `make test-vllm` runs them."""
 
 import re
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from fp8attn import KVScales, LayerScales, UsageError
 from fp8attn.integrations.transformers.biases import layer_biases
-from fp8attn.integrations.vllm import RELEASES, refused, register, unsupported_release
+from fp8attn.integrations.vllm import RELEASES, refused, register, unsupported_release, warm
 from fp8attn.integrations.vllm.biases import means_of
 from fp8attn.integrations.vllm.options import Calibrated, Options
 from fp8attn.rotation import rotate
@@ -113,3 +115,24 @@ def test_models_without_biases_that_can_be_read_have_no_means(tmp_path, caplog):
     with caplog.at_level("INFO", "vllm"):
         assert means_of("an/unknown-model", None, 512) == {}
     assert "the biases of an/unknown-model are not read" in caplog.text
+
+
+def test_the_first_process_compiles_and_the_others_wait(tmp_path):
+    started, finish, made = threading.Event(), threading.Event(), []
+
+    def compile():
+        made.append(threading.get_ident())
+        started.set()
+        assert finish.wait(10)
+        return ["kernel"]
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(warm._first, tmp_path, {"head_dim": 128}, compile)
+        assert started.wait(10)
+        others = [pool.submit(warm._first, tmp_path, {"head_dim": 128}, compile) for _ in range(2)]
+        assert not any(other.done() for other in others)
+        finish.set()
+        assert first.result(10) == ["kernel"] and [other.result(10) for other in others] == [None, None]
+    assert len(made) == 1
+    assert warm._first(tmp_path, {"head_dim": 128}, compile) is None
+    assert warm._first(tmp_path, {"head_dim": 64}, compile) == ["kernel"]
