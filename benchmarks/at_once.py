@@ -71,9 +71,13 @@ class Machine:
         """The rows that the engine finds; submitted again, it is the same one."""
         with self._lock:
             if engine not in self._futures:
-                self._futures[engine] = Future()
-                self._waiting.append(engine)
-                self._start_some()
+                self._futures[engine] = future = Future()
+                kept = kept_file(engine)
+                if kept is not None and kept.exists():
+                    future.set_result(json.loads(kept.read_text()))
+                else:
+                    self._waiting.append(engine)
+                    self._start_some()
             return self._futures[engine]
 
     def _start_some(self) -> None:
@@ -127,9 +131,6 @@ def run(engine: Engine, place: Place) -> list[dict]:
     Raises:
         RuntimeError: it failed; the message has the end of its log.
     """
-    kept = kept_file(engine)
-    if kept is not None and kept.exists():
-        return json.loads(kept.read_text())
     environment = os.environ | {"FP8ATTN_MADE": made()}
     if place.gpus:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -149,6 +150,7 @@ def run(engine: Engine, place: Place) -> list[dict]:
             elif line.startswith("NOTE "):
                 print(f"{engine}: {line.removeprefix('NOTE ')}", end="", flush=True)
         limit.cancel()
+    kept = kept_file(engine)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.with_suffix(".log").write_text("".join(lines))
@@ -160,6 +162,7 @@ def run(engine: Engine, place: Place) -> list[dict]:
 
 
 def kept_file(engine: Engine) -> Path | None:
+    """Where what the engine finds is kept, if it is."""
     folder = os.environ.get("FP8ATTN_ENGINES")
     return None if not folder else Path(folder, "".join(c if c.isalnum() else "-" for c in str(engine)) + ".json")
 

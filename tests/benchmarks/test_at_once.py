@@ -104,4 +104,4 @@ def test_what_was_found_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("FP8ATTN_ENGINES", str(tmp_path))
     engine = Engine("answers", ("fp8attn", "plain"))
     (tmp_path / "answers-fp8attn-plain.json").write_text('[{"answers": 1}]')
-    assert at_once.run(engine, at_once.Place((), ())) == [{"answers": 1}]
+    assert Machine(0, []).submit(engine).result(1) == [{"answers": 1}]
