@@ -20,6 +20,7 @@ MODEL = "models/stdlib-llama/model.safetensors"
 # What a results file depends on, where that is more than the benchmark of its name.
 SOURCES = {
     "tests": ("tests/gpu",),
+    "vllm": ("benchmarks/vllm.py", "src/fp8attn/integrations/vllm", MODEL),  # vLLM imports the plugin
     "sanitize": ("tests/gpu/sanitizer.py", "tests/gpu/sanitized.py"),
     "model": ("training/report.py", "training/data.py", "training/config.json", MODEL),
     "needle": ("benchmarks/needle_systems.py", MODEL),  # needle.py keeps answers and counts them, and decides none
@@ -29,6 +30,10 @@ SOURCES = {
 NEEDLE = (  # what answers of other systems depend on; of the layout and the numerics, what FP8 is and how it is rounded to
     *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py", MODEL),
     *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "models", "needle", "outcomes", "ruler", "stress")),
+)
+STOCK_VLLM = (  # what vLLM without the plugin depends on: models that it is given, and exported scales
+    *("benchmarks/vllm.py", "benchmarks/planted.py", "src/fp8attn/evaluation/stress.py", MODEL),
+    *("src/fp8attn/calibration", "src/fp8attn/integrations/checkpoints"),
 )
 
 
@@ -124,6 +129,8 @@ def of_row(name: str, impl: str) -> str:
     """The `tree` fingerprint of a row of `results/*/{name}.json`."""
     if name == "needle" and not impl.startswith("fp8attn"):  # a change of our kernels leaves other systems' answers as they are
         return tree(*NEEDLE, folders=("benchmarks",))
+    if name == "vllm" and not impl.startswith("fp8attn"):
+        return tree(*STOCK_VLLM, folders=("benchmarks",))
     return tree(*sources(name))
 
 

@@ -9,14 +9,19 @@ from .writing import beside, block, number, table, tokens, value
 
 IMPLS = {"vllm-bf16": "BF16", "vllm-fp8": "vLLM's FP8", "fp8attn": "fp8attn"}
 LOAD = {"fits": ("tokens that fit into the cache", "tokens"), "throughput": ("mixed load, tokens/s", "tokens_per_s")}
+ANSWERING = IMPLS | {"fp8attn-exact": "fp8attn, exact", "fp8attn-static": "exact, static scales"}
 WAYS = {
     "prefix-caching": "prefix caching, first request", "prefix-caching-hits": "prefix caching, the same prompts again",
     "chunks": "prompts in chunks of 256 tokens", "ngram": "n-gram speculation, 4 tokens", "draft": "a draft model (itself), 3 tokens",
-    "eagle": "an EAGLE head (not trained), 3 tokens", "offload": "blocks offloaded to the CPU",
-    "offload-hits": "blocks offloaded to the CPU, the same prompts again", "tp2": "tensor parallel, 2 processes",
+    "eagle": "an EAGLE head (not trained), 3 tokens", "offload": "blocks offloaded to the CPU, first request",
+    "offload-hits": "blocks offloaded to the CPU, the same prompts again", "connector": "blocks written to files, first request",
+    "connector-hits": "blocks written to files, the same prompts again", "tp2": "tensor parallel, 2 processes",
+    "pp2": "pipeline parallel, 2 processes",
 }  # fmt: skip
 EXPORTS = IMPLS | {
-    "vllm-fp8-covered": "vLLM's FP8, exported scales", "vllm-fp8-folded": "vLLM's FP8, exported, V's mean in the biases",
+    "vllm-fp8-covered": "vLLM's FP8, exported scales of heads", "vllm-fp8-folded": "vLLM's FP8, scales of heads, V's mean in the biases",
+    "vllm-fp8-covered-tensor": "vLLM's FP8, exported scales of layers",
+    "vllm-fp8-folded-tensor": "vLLM's FP8, scales of layers, V's mean in the biases",
     "fp8attn-means": "fp8attn, calibrated means",
 }  # fmt: skip
 MODELS = {"stdlib": "our model", "smollm2": "SmolLM2"}  # of perplexity
@@ -30,10 +35,10 @@ def vllm_equal() -> str:
     for title, here in devices("vllm", cpus=True).items():
         found = [(row["equal"], case) for (case, impl), row in here.items() if impl == "fp8attn" and case.startswith("equal-")]
         for _, case in sorted(found):
-            rows = (here.get((case, impl)) for impl in ("vllm-bf16", "fp8attn", "fp8attn-exact"))
+            rows = (here.get((case, impl)) for impl in ANSWERING)
             cells = ("" if row is None else f"{row['equal']} of {row['prompts']}" for row in rows)
             body.append([title, WAYS[case.removeprefix("equal-")], *cells])
-    return table(["", "answers equal to those of the plain engine", "BF16", "fp8attn", "fp8attn, exact"], body)
+    return table(["", "answers equal to those of the plain engine", *ANSWERING.values()], body)
 
 
 @block

@@ -34,6 +34,10 @@ def test_imports_are_followed_however_they_are_written():
     ours, others = paths(*fingerprint.sources("needle")), paths(*fingerprint.NEEDLE, folders=("benchmarks",))
     assert f"{kernels}/prefill/kernel.py" in ours - others and "benchmarks/peers/fa3.py" in ours & others
     assert fingerprint.of_row("needle", "bf16") == fingerprint.of_row("needle", "fa3-fp8:means") != fingerprint.of_row("needle", "fp8attn")
+    plugin = paths(*fingerprint.sources("vllm")) - paths(*fingerprint.STOCK_VLLM, folders=("benchmarks",))
+    assert {"src/fp8attn/integrations/vllm/impl.py", f"{kernels}/prefill/kernel.py"} < plugin
+    stock, ours = (fingerprint.of_row("vllm", impl) for impl in ("vllm-bf16", "fp8attn"))
+    assert fingerprint.of_row("vllm", "vllm-fp8-covered") == stock != ours
 
 
 @pytest.mark.parametrize(

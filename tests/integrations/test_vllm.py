@@ -1,7 +1,10 @@
 """The parts of the vLLM plugin that need no vLLM. `tests/vllm` has the others; `make test-vllm` runs them."""
 
 import re
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from fp8attn import KVScales, LayerScales, UsageError
 from fp8attn.integrations.transformers.biases import layer_biases
-from fp8attn.integrations.vllm import RELEASES, refused, register, unsupported_release
+from fp8attn.integrations.vllm import RELEASES, refused, register, unsupported_release, warm
 from fp8attn.integrations.vllm.biases import means_of
-from fp8attn.integrations.vllm.options import Options
+from fp8attn.integrations.vllm.options import Calibrated, Options
 from fp8attn.rotation import rotate
 
 ROOT = Path(__file__).parents[2]
@@ -44,31 +47,36 @@ def test_another_release_is_refused_by_name(version, monkeypatch):
 
 
 def test_options():
-    assert Options.of({}) == Options.of({"other": 1}) == Options(None, "int8")
+    assert Options.of({}) == Options.of({"other": 1}) == Options(None, key_dtype="int8")
     assert Options.of({"fp8attn": {"key_dtype": "e4m3"}}).key_dtype == "e4m3"
-    with pytest.raises(UsageError, match=r"has keys, skale; the options are scales, key_dtype"):
+    with pytest.raises(UsageError, match=r"has keys, skale; the options are scales, static_scales, key_dtype"):
         Options.of({"fp8attn": {"skale": "x", "keys": "int8"}})
     with pytest.raises(UsageError, match=r"key_dtype must be one of"):
         Options.of({"fp8attn": {"key_dtype": "fp16"}})
+    with pytest.raises(UsageError, match=r"static_scales, which needs scales"):
+        Options.of({"fp8attn": {"static_scales": True}})
 
 
-def test_means_of_the_heads_of_a_rank(tmp_path):
-    """Only the means are used. A layer that was not calibrated, and a mean that is zero, have none."""
-    ones, mean = torch.ones(4), torch.arange(4 * 64).view(4, 64).float()
-    layers = {i: LayerScales(ones, ones, mean + 100 * i, torch.zeros(4, 64)) for i in (0, 2)}
+def test_a_calibration_of_the_heads_of_a_rank(tmp_path):
+    """The file's scales are used on request. A layer that was not calibrated has nothing, and a mean that is zero is none."""
+    k_scale, mean = torch.arange(1.0, 5.0), torch.arange(4 * 64).view(4, 64).float()
+    layers = {i: LayerScales(k_scale / 127, torch.full((4,), 3.0), mean + 100 * i, torch.zeros(4, 64)) for i in (0, 2)}
     KVScales(layers, num_layers=3, num_kv_heads=4, head_dim=64).save(tmp_path / "scales.safetensors")
     shape = {"num_layers": 3, "num_kv_heads": 4, "head_dim": 64}
-    options = Options(str(tmp_path / "scales.safetensors"))
-    k, v = options.means("model.layers.2.self_attn.attn", slice(2, 4), **shape)
-    assert torch.equal(k, rotate(mean[2:] + 200)) and v is None
-    assert options.means("model.layers.1.self_attn.attn", slice(0, 4), **shape) == (None, None)
+    options, second = Options(str(tmp_path / "scales.safetensors")), "model.layers.2.self_attn.attn"
+    k, v, scales = options.calibrated(second, slice(2, 4), **shape)
+    assert torch.equal(k, rotate(mean[2:] + 200)) and v is None and scales is None
+    k, v, scales = replace(options, static_scales=True).calibrated(second, slice(2, 4), **shape)
+    assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any()
+    torch.testing.assert_close(scales, torch.tensor([[3 / 127, 4.0], [4 / 127, 4.0]]))  # V's is rounded up to a power of two
+    assert options.calibrated("model.layers.1.self_attn.attn", slice(0, 4), **shape) == Calibrated()
     with pytest.raises(UsageError, match=r"num_layers is 3 in the scales and 5 in the model"):
-        options.means("model.layers.2.self_attn.attn", slice(0, 4), **(shape | {"num_layers": 5}))
+        options.calibrated(second, slice(0, 4), **(shape | {"num_layers": 5}))
     with pytest.raises(UsageError, match=r"key_dtype='int8'"):
-        Options(options.scales, "e4m3").means("model.layers.2.self_attn.attn", slice(0, 4), **shape)
+        replace(options, key_dtype="e4m3").calibrated(second, slice(0, 4), **shape)
     with pytest.raises(UsageError, match=r"no such file"):
-        Options(str(tmp_path / "none")).means("model.layers.2.self_attn.attn", slice(0, 4), **shape)
-    assert Options().means("model.layers.2.self_attn.attn", slice(0, 4), **shape) == (None, None)
+        Options(str(tmp_path / "none")).calibrated(second, slice(0, 4), **shape)
+    assert Options().calibrated(second, slice(0, 4), **shape) == Calibrated()
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -107,3 +115,24 @@ def test_models_without_biases_that_can_be_read_have_no_means(tmp_path, caplog):
     with caplog.at_level("INFO", "vllm"):
         assert means_of("an/unknown-model", None, 512) == {}
     assert "the biases of an/unknown-model are not read" in caplog.text
+
+
+def test_the_first_process_compiles_and_the_others_wait(tmp_path):
+    started, finish, made = threading.Event(), threading.Event(), []
+
+    def compile():
+        made.append(threading.get_ident())
+        started.set()
+        assert finish.wait(10)
+        return ["kernel"]
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(warm._first, tmp_path, {"head_dim": 128}, compile)
+        assert started.wait(10)
+        others = [pool.submit(warm._first, tmp_path, {"head_dim": 128}, compile) for _ in range(2)]
+        assert not any(other.done() for other in others)
+        finish.set()
+        assert first.result(10) == ["kernel"] and [other.result(10) for other in others] == [None, None]
+    assert len(made) == 1
+    assert warm._first(tmp_path, {"head_dim": 128}, compile) is None
+    assert warm._first(tmp_path, {"head_dim": 64}, compile) == ["kernel"]

@@ -15,16 +15,23 @@ import transformers
 
 pytest.importorskip("vllm")
 
-from benchmarks import vllm as engines
+from benchmarks import vllm_engine as engines
+from benchmarks.at_once import Engine, Place, run
 from fp8attn.integrations.vllm import ON_CPU
 from tests.integrations.test_vllm import qwen2
 from tests.vllm.engines import engine
 
 
+def answers(way, impl="fp8attn", **options):
+    """What an engine answers to 20 prompts."""
+    (found,) = run(Engine("answers", (impl, way, json.dumps(options))), Place((), ()))
+    return found
+
+
 @pytest.fixture(scope="module")
 def plain():
     """Greedy answers to 20 prompts of 20 to 900 tokens."""
-    (found,) = engines.worker("answers", "fp8attn", "plain")
+    found = answers("plain")
     assert found["cached"] == 0 and len(found["answers"]) == engines.PROMPTS
     return found
 
@@ -39,7 +46,7 @@ def test_an_engine_repeats_itself(plain):
 
 def test_prefix_caching(plain):
     """A block that another request wrote is read: its bytes depend on its tokens only. The arithmetic of the rest has other sums."""
-    (found,) = engines.worker("answers", "fp8attn", "prefix-caching")
+    found = answers("prefix-caching")
     assert found["answers"] == plain["answers"]
     assert found["cached"] > 8000
     assert count_equal(found["again"], plain["answers"]) >= 18  # measured: 20; BF16 19
@@ -49,7 +56,7 @@ def test_prefix_caching(plain):
 def test_chunks_speculation_and_two_processes(plain, way, least):
     """Measured: 15, 18 and 17 (results/cpu/vllm.json has BF16's). Near-ties flip, and a page's scale may grow after a chunk or draft has
     attended over it."""
-    (found,) = engines.worker("answers", "fp8attn", way)
+    found = answers(way)
     assert count_equal(found["answers"], plain["answers"]) >= least
     if way == "draft":  # by the model itself: all are accepted but near-ties
         assert found["accepted"] > 0.7 * engines.PROMPTS * engines.ANSWER * 2
@@ -59,8 +66,8 @@ def test_a_connector_moves_blocks_to_another_engine(tmp_path):
     """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers are the first's."""
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
-    options = json.dumps({"kv_transfer_config": connector, "max_num_batched_tokens": 16384})  # the example takes whole prompts only
-    (first,), (second,) = (engines.worker("answers", "fp8attn", "plain", options) for _ in range(2))
+    options = {"kv_transfer_config": connector, "max_num_batched_tokens": 16384}  # the example takes whole prompts only
+    first, second = (answers("plain", **options) for _ in range(2))
     assert first["loaded"] == 0
     assert second["loaded"] > 8000
     assert count_equal(second["answers"], first["answers"]) >= 18  # as with prefix caching

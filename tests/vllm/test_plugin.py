@@ -215,6 +215,41 @@ def test_means_of_a_calibration(builder, monkeypatch, tmp_path):
     assert errors[1] < 0.04 < errors[0] / 5, errors  # E4M3 rounds values of one by 2^-5 at most, and of 50 by 2
 
 
+def test_static_scales(builder, monkeypatch, tmp_path):
+    """Chunks of a prompt, whose pages get no scales of their own: each chunk's output is that of the whole prompt, also inside a page."""
+    torch.manual_seed(0)
+    scales = torch.tensor([4 / 127, 5 / 127])
+    layer = LayerScales(scales, torch.full((HEADS,), 2.0**-4), torch.zeros(HEADS, D), torch.ones(HEADS, D))
+    KVScales({3: layer}, num_layers=4, num_kv_heads=HEADS, head_dim=D).save(tmp_path / "scales.safetensors")
+    given = {"fp8attn": {"scales": str(tmp_path / "scales.safetensors"), "static_scales": True}}
+    q, k, v = torch.randn(300, GROUP * HEADS, D), torch.randn(300, HEADS, D), torch.randn(300, HEADS, D) + 1
+    k[200] *= 20  # a page's own scale would grow here
+    outputs = []
+    for chunks in ([300], [130, 90, 79, 1]):
+        made, layer = layer_impl(monkeypatch, given)
+        assert made.has_static_scales
+        cache = torch.full((5, HEADS, 128, 2 * D + 1), 0x7F, dtype=torch.uint8)
+        done, parts = 0, []
+        for chunk in chunks:
+            now = slice(done, done + chunk)
+            done += chunk
+            parts.append(
+                made.forward(layer, q[now], k[now], v[now], cache, builder.build(0, Step([chunk], [done], [[4, 1, 3]])), q[now] * 0)
+            )
+        outputs.append(torch.cat(parts))
+        header = made._pool[:, :, -128:].view(torch.float32)
+        assert torch.equal(header[:, :, 0], scales.expand(5, HEADS)) and (header[:, :, 1] == 2.0**-4).all()
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)  # the order of sums depends on the number of rows
+
+    other = SimpleNamespace(kv_cache=cache, layer_name="model.layers.2.self_attn.attn", impl=SimpleNamespace(writes=True))
+    made._config.compilation_config.static_forward_context["other"] = other
+    layer.kv_cache, made._pool = cache, None
+    with pytest.raises(
+        UsageError, match=r"layers.3.self_attn.attn shares its blocks with model.layers.2.self_attn.attn, .* leave out static"
+    ):
+        made.forward(layer, q[:1], k[:1], v[:1], cache, builder.build(0, Step([1], [1], [[4]])), q[:1])
+
+
 def test_means_of_biases(monkeypatch, tmp_path):
     """Each of two processes takes the means of its heads from the checkpoint."""
     model = qwen2(num_attention_heads=8, num_key_value_heads=4, hidden_size=8 * D)

@@ -11,12 +11,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ... import ops
 from ...errors import UsageError
-from ...layout import KVPages, key_type, page_bytes
+from ...layout import HEADER, KVPages, key_type, page_bytes
 from ...overflow import OverflowCounts, OverflowReport
 from ...rotation import rotate
 from .biases import means_of
 from .metadata import FP8AttentionMetadata
-from .options import Options, layer_number
+from .options import Calibrated, Options, layer_number
 from .specs import BACKEND_IS_ASKED, of_layer
 from .supported import unsupported_config, unsupported_layer
 
@@ -56,6 +56,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         self._config = config
         self._pool: torch.Tensor | None = None  # the pages in vLLM's allocation
         self._state: tuple[Any, ...] = ()  # the last fields of `KVPages`
+        self._page_scales: torch.Tensor | None = None  # `Calibrated.page_scales`, on the device
         self.overflows: OverflowCounts | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -67,32 +68,37 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                     layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
 
     def _prepare(self, layer: Any) -> None:
-        """Put the layer's means and counts on its device."""
+        """Put what is static in the layer's pages, and its counts, on its device."""
         device = layer._k_scale.device
-        k_mean, v_mean = (None if mean is None else mean.to(device) for mean in self._means(layer.layer_name))
+        k_mean, v_mean, self._page_scales = (None if x is None else x.to(device) for x in self._static(layer.layer_name))
         self._state = k_mean, v_mean, key_type(self.options.key_dtype), True
         if self.options.count_overflows and self.writes:
             self.overflows = OverflowCounts([layer_number(layer.layer_name) or 0], self.num_kv_heads, self.head_size, device)
 
-    def _means(self, layer_name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The static means of K, rotated, and of V: from the file of the option `scales`, or from the model's biases."""
+    def _static(self, layer_name: str) -> Calibrated:
+        """From the file of the option `scales`, or means from the model's biases."""
         model, number = self._config.model_config, layer_number(layer_name)
         total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
         first = get_tensor_model_parallel_rank() * total // ranks
         heads = slice(first, first + self.num_kv_heads)
         if self.options.scales is not None and not layer_name.startswith("draft_model."):  # the file is not of a draft model
             shape = {"num_kv_heads": total, "head_dim": self.head_size, "num_layers": model.hf_text_config.num_hidden_layers}
-            return self.options.means(layer_name, heads, **shape)
+            return self.options.calibrated(layer_name, heads, **shape)
         found = None if number is None else means_of(model.model, model.revision, model.max_model_len).get(number)
         if found is None:
-            return None, None
+            return Calibrated()
         k_mean, v_mean = found.k_mean, found.v_mean
-        return None if k_mean is None else rotate(k_mean[heads]), None if v_mean is None else v_mean[heads].contiguous()
+        return Calibrated(None if k_mean is None else rotate(k_mean[heads]), None if v_mean is None else v_mean[heads].contiguous())
 
     @property
     def has_means(self) -> bool:
         """Whether the layer subtracts static means."""
         return any(mean is not None for mean in self._state[:2])
+
+    @property
+    def has_static_scales(self) -> bool:
+        """Whether all pages of the layer have the same calibrated scales."""
+        return self._page_scales is not None
 
     def forward(
         self,
@@ -124,7 +130,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             if self.writes:
                 ops.append(
                     pages, key[tokens], value[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False,
-                    overflows=None if self.overflows is None else self.overflows.tensors[0],
+                    static_scales=self.has_static_scales, overflows=None if self.overflows is None else self.overflows.tensors[0],
                 )  # fmt: skip
             ops.attention(
                 query[tokens], pages, cu_seqlens_q=part.cu_seqlens, max_seqlen_q=part.max_seqlen, softmax_scale=self.scale,
@@ -143,6 +149,20 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                 f"and fp8attn needs {heads * size} bytes each without gaps; please report the model and the options"
             )
         self._pool = kv_cache.view(torch.uint8).view(blocks, heads, size)
+        if self._page_scales is not None:
+            self._check_own_blocks(layer, kv_cache)
+            self._pool[:, :, -HEADER:].view(torch.float32)[:, :, :2] = self._page_scales  # nothing overwrites them
+
+    def _check_own_blocks(self, layer: Any, kv_cache: torch.Tensor) -> None:
+        """Static scales stay in blocks that no other layer writes to."""
+        for other in self._config.compilation_config.static_forward_context.values():
+            blocks = getattr(other, "kv_cache", None)
+            shared = isinstance(blocks, torch.Tensor) and blocks.data_ptr() == kv_cache.data_ptr()
+            if shared and other is not layer and other.impl.writes:
+                raise UsageError(
+                    f"{layer.layer_name} shares its blocks with {other.layer_name}, as in models with and without windows: leave out "
+                    "static_scales"
+                )
 
 
 def overflows(model: torch.nn.Module) -> OverflowReport:

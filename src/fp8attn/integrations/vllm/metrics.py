@@ -50,20 +50,22 @@ class OverflowMetrics:
                 self._copied.record()
 
     def _publish(self, found: torch.Tensor) -> None:
-        pages, rescaled = _counters()
+        pages, rescaled, saturated = _counters()
         for counts, new in zip(self._counts, (found - self._published).tolist(), strict=True):
-            for kind, (tokens, _, grown) in zip("kv", new, strict=True):
+            for kind, (tokens, cut, grown) in zip("kv", new, strict=True):
                 labels = {"layer": str(counts.layers[0]), "kind": kind}
                 pages.labels(**labels).inc(tokens * counts.num_kv_heads / PAGE_SIZE)
                 rescaled.labels(**labels).inc(grown)
+                saturated.labels(**labels).inc(cut)
         self._published = found
 
 
 @cache
-def _counters() -> tuple[Counter, Counter]:
-    """Pages written, and how often a page's scale grew after its first token; Prometheus wants each to be made once."""
+def _counters() -> tuple[Counter, Counter, Counter]:
+    """Pages written, how often a page's scale grew after its first token, and what static scales cut off; Prometheus wants each once."""
     labels = ("layer", "kind")
     return (
         Counter("fp8attn:pages", "Pages of 128 tokens of a KV head that were written.", labels),
         Counter("fp8attn:rescaled_pages", "How often the scale of a page grew.", labels),
+        Counter("fp8attn:saturated_values", "Values that a static scale cannot represent.", labels),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,12 +15,26 @@ from ...rotation import rotate
 from ...scales import KVScales
 
 
+class Calibrated(NamedTuple):
+    """What is static in a layer's pages, on the CPU.
+
+    Attributes:
+        k_mean, v_mean: `[heads, head_dim]` float32, K's rotated; None: zero.
+        page_scales: `[heads, 2]` float32, the scales of K and V of every page; None: each page has its own.
+    """
+
+    k_mean: torch.Tensor | None = None
+    v_mean: torch.Tensor | None = None
+    page_scales: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of all layers.
 
     Attributes:
-        scales: a file of `KVScales.save`. Its means of K and V are used. Its scales are not: each page has its own.
+        scales: a file of `KVScales.save`. Its means of K and V are used. Its scales are used with `static_scales`.
+        static_scales: all pages of a layer have the file's scales. Otherwise each page has its own, which grows while the page is filled.
         key_dtype: `"int8"` or `"e4m3"`.
         exact: keep 16 bits of queries and weights in prompts, too (`AttentionParams.exact`), so that a hit of the prefix cache computes the
             rest of a prompt as a whole prompt is computed.
@@ -28,6 +42,7 @@ class Options:
     """
 
     scales: str | None = None
+    static_scales: bool = False
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     exact: bool = False
     count_overflows: bool = False
@@ -37,7 +52,7 @@ class Options:
         """The options in vLLM's `additional_config`.
 
         Raises:
-            UsageError: an option is unknown, or has no such value.
+            UsageError: an option is unknown, has no such value, or needs another one.
         """
         given = additional_config.get("fp8attn", {}) if isinstance(additional_config, dict) else {}
         names = [field.name for field in fields(cls)]
@@ -45,12 +60,12 @@ class Options:
             raise UsageError(f"additional_config['fp8attn'] has {', '.join(unknown)}; the options are {', '.join(names)}")
         options = cls(**given)
         key_type(options.key_dtype)  # raises UsageError
+        if options.static_scales and options.scales is None:
+            raise UsageError("additional_config['fp8attn'] has static_scales, which needs scales, a file of `fp8attn calibrate`")
         return options
 
-    def means(
-        self, layer_name: str, heads: slice, *, num_layers: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The means of K (rotated) and V of a layer, each `[heads, head_dim]` float32 on the CPU; None where all are zero.
+    def calibrated(self, layer_name: str, heads: slice, *, num_layers: int, num_kv_heads: int, head_dim: int) -> Calibrated:
+        """What the file has for a layer.
 
         Args:
             layer_name: vLLM's, such as `model.layers.3.self_attn.attn`.
@@ -60,15 +75,17 @@ class Options:
             UsageError: the file is missing or damaged, or of another model, key_dtype or rotation.
         """
         if self.scales is None:
-            return None, None
+            return Calibrated()
         scales = _load(self.scales)
         scales.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, key_dtype=self.key_dtype, rotate_keys=True)
         number = layer_number(layer_name)
         if number is None or number not in scales:  # layers with a window have none
-            return None, None
+            return Calibrated()
         layer = scales.layer(number)
         k_mean, v_mean = rotate(layer.k_mean[heads]), layer.v_mean[heads].contiguous()
-        return k_mean if k_mean.any() else None, v_mean if v_mean.any() else None
+        if self.static_scales:  # kernels of static scales have both means (`precompile.warmup`)
+            return Calibrated(k_mean, v_mean, torch.stack([scale[heads] for scale in layer.page_scales], -1))
+        return Calibrated(k_mean if k_mean.any() else None, v_mean if v_mean.any() else None)
 
 
 def layer_number(layer_name: str) -> int | None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 
-from ...precompile import AttentionOption, warmup
+from ...precompile import AttentionOption, Kernel, warmup
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
 
@@ -23,7 +26,7 @@ def warm_up(vllm_config: Any, layer_names: list[str], device: torch.device) -> N
     for impl in impls:
         _compile(
             impl.num_heads, impl.num_kv_heads, impl.head_size, vllm_config.model_config.dtype, device, impl.options.key_dtype,
-            means, impl.options.count_overflows, _of_attention(impl),
+            means, impl.has_static_scales, impl.options.count_overflows, _of_attention(impl),
         )  # fmt: skip
 
 
@@ -38,16 +41,31 @@ def _of_attention(impl: Any) -> frozenset[AttentionOption]:
 @cache
 def _compile(
     num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any, means: bool,
-    overflows: bool, attention: frozenset[AttentionOption],
+    static_scales: bool, overflows: bool, attention: frozenset[AttentionOption],
 ) -> None:  # fmt: skip
-    from triton import knobs
+    import triton  # vLLM's build for CPUs may lack it
 
     begun = time.perf_counter()
-    folder = Path(knobs.cache.dir)
+    given = dict(
+        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, key_dtype=key_dtype, means=means,
+        static_scales=static_scales, overflows=overflows, attention=sorted(attention), advance=False,
+    )  # fmt: skip
+    folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "fp8attn.lock"):  # processes of one machine compile the same kernels: the first compiles, the others find them
-        kernels = warmup(
-            num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device, key_dtype=key_dtype,
-            means=means, overflows=overflows, attention=attention, advance=False, load_kernels=True,
-        )  # fmt: skip
+    load = partial(warmup, **given, device=device, load_kernels=True)
+    kernels = _first(folder, (given, metadata.version("fp8attn"), triton.__version__), load) or load()
     logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
+
+
+def _first(folder: Path, given: Any, compile: Callable[[], list[Kernel]]) -> list[Kernel] | None:
+    """What `compile` returns in the first of a machine's processes that need the same kernels. The others wait for it, and get None: they
+    find the kernels in Triton's cache, and load them side by side. Where a mark is out of date, several processes compile the same."""
+    mark = folder / f"fp8attn-{hashlib.sha256(repr(given).encode()).hexdigest()[:16]}.compiled"
+    if mark.exists():
+        return None
+    with FileLock(folder / "fp8attn.lock"):
+        if mark.exists():
+            return None
+        kernels = compile()
+        mark.touch()
+        return kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gluon import gl, gluon, mbarrier, send_wait
+from ..gluon import gl, gluon, mbarrier, send_wait, sync
 from .epilogue import finish
 from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
 from .options import ROWS, TILE
@@ -104,6 +104,7 @@ def attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_m
         ring.wait_k(place)
         ring.release_k(place)
         ring.wait_v(place)
+        sync()  # no product joins the warps here: one that waits late would miss the stage's next two phases
         ring.release_v(place)
         place = ring.next(place)
     if options.exact:  # noqa: SIM114 - the other condition is a tensor
