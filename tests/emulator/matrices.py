@@ -8,6 +8,7 @@ import numpy as np
 
 from .arithmetic import E4M3
 from .program import elements
+from .synchronization import meet
 from .warp import Warp
 
 
@@ -41,9 +42,12 @@ def mma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
 
 def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
     """Compute the 16 rows of the product that belong to this warp. The other warps of its warpgroup compute theirs when they execute the
-    instruction."""
+    instruction. Groups of products are the warpgroup's (PTX ISA 8.7, `wgmma.commit_group`), so a wait for one ends for all four warps
+    together."""
     assert active.all(), "wgmma with lanes missing"
-    if opcode[1] != "mma_async":  # fence, commit_group, wait_group
+    if opcode[1] == "wait_group":
+        meet(warp, ("wgmma", warp.index // 4), 4)
+    if opcode[1] != "mma_async":  # fence, commit_group
         return
     assert opcode[5:] == ["s32", "s8", "s8"] or (opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"]), opcode
     columns = int(re.fullmatch(r"m64n(\d+)k32", opcode[4])[1])

@@ -31,7 +31,11 @@ def bar(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
     if opcode[1] == "warp":
         return
     count = int(operands[1]) // 32 if len(operands) > 1 else len(warp.cta.warps)
-    key = (int(warp.get(operands[0], "u32")[0]), count)
+    meet(warp, (int(warp.get(operands[0], "u32")[0]), count), count)
+
+
+def meet(warp: Warp, key: tuple, count: int) -> None:
+    """Hold the warp until `count` warps of its CTA have come to `key`."""
     waiting = warp.cta.waiting.setdefault(key, [])
     waiting.append(warp)
     warp.parked = key

@@ -49,7 +49,7 @@ class Cta:
     """Attributes:
     shared: its shared memory, NaN at first.
     barriers: by address.
-    waiting: the warps that wait at a named barrier, by its number and how many it expects.
+    waiting: the warps that wait for others, by the named barrier and how many it expects, or by the warpgroup.
     copies: those of TMA that have not landed, and arrivals that wait for copies of cp.async.
     """
 
@@ -57,7 +57,7 @@ class Cta:
         self.launch, self.index = launch, index
         self.shared = np.full(launch.size + 1024, 0xFF, np.uint8)
         self.barriers: dict[int, Barrier] = {}
-        self.waiting: dict[tuple[int, int], list[Warp]] = {}
+        self.waiting: dict[tuple, list[Warp]] = {}
         self.copies: list[Callable[[], None]] = []
         self.warps = [Warp(self, w) for w in range(launch.program.threads // 32)]
 
@@ -69,7 +69,7 @@ class Warp:
         pc: an int while the lanes agree and an array when they do not (the lowest goes first).
         done: the lanes that have returned.
         registers: a value a lane. An array is replaced, never written to.
-        parked: the named barrier at which the warp waits.
+        parked: where the warp waits for others: a key of `Cta.waiting`.
         copies: those of cp.async that have not landed.
         sends: copies to global memory that have not left, in groups, the last of them open.
     """
@@ -83,7 +83,7 @@ class Warp:
         self.registers["%tid.x"] = (index * 32 + LANES).astype(np.uint32)
         self.registers["%ctaid.x"] = np.full(32, cta.index, np.uint32)
         self.registers["%nctaid.x"] = np.full(32, launch.grid, np.uint32)
-        self.parked: tuple[int, int] | None = None
+        self.parked: tuple | None = None
         self.copies: list[Callable[[], None]] = []
         self.sends: list[list[Callable[[], None]]] = [[]]
 

@@ -57,7 +57,7 @@ class Ring:
 
     @gluon.jit
     def release_v(self, place):
-        arrive(self.v_empty.index(place.stage))  # a warpgroup's product ends for all its warps at once
+        arrive(self.v_empty.index(place.stage))  # only products read V, and they end for all warps of a warpgroup together
 
     @gluon.jit
     def k_scale(self, place):
