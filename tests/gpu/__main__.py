@@ -31,8 +31,8 @@ def main() -> None:
     results.add_save(parser)
     args = results.parse(parser)
     outcomes, start = Outcomes(), time.time()
-    # They compile most of the time. The longest tests need 10 GB each.
-    workers = str(min(os.cpu_count() or 1, 8 * max(1, torch.cuda.device_count())))
+    # They compile most of the time. The longest tests need 10 GB each, and H200s have 140.
+    workers = str(min(os.cpu_count() or 1, 12 * max(1, torch.cuda.device_count())))
     code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
     rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
     rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})

@@ -106,7 +106,7 @@ def attention(
         *((None, target) if outputs is None else (Tiles(out, outputs), None)),
         target_lse, pages.pool, pages.k_mean, pages.v_mean, *((None, None) if new_keys else (table, pages.cache_seqlens)), cu_seqlens_q,
         None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
-        new_keys, *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides,
+        *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides, new_keys,
     )  # fmt: skip
     launch(prefill_kernel, grid, args, given)
     if splits > 1:

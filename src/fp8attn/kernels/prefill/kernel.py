@@ -21,18 +21,20 @@ from .ring import Ring
 from .schedule import Batch
 
 NUMBERS = (
-    "new_keys", "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads",
+    "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads",
     "table_width", "causal", "window", "parts", "min_tiles", "wave", "wave_rows", "wave_tiles", "plane", "scale", "cap", "angle_stride_b",
-    "angle_stride_t",
+    "angle_stride_t", "new_keys",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lengths_ptr, bounds_ptr,
-                   sinks_ptr, padding_ptr, counter_ptr, new_keys, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs,
+                   sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs,
                    num_q_heads, num_kv_heads, table_width, causal, window, parts, min_tiles, wave, wave_rows, wave_tiles, plane, scale, cap,
-                   cos_ptr, sin_ptr, angle_stride_b, angle_stride_t, OPTIONS: gl.constexpr):  # fmt: skip
+                   cos_ptr, sin_ptr, angle_stride_b, angle_stride_t, new_keys, OPTIONS: gl.constexpr):  # fmt: skip
     """The arguments of a launch, which `plan` and `attention` make. Strides of the output and of angles are in units of 8 elements.
+
+    ptxas: d128-q8-long-no-lse. With `new_keys` before the other numbers it spills in the loop.
 
     Without a table, and then without lengths, the launch before this one writes the pages. They are in the order of sequences, each of
     which has `new_keys` keys.
