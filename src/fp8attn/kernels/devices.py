@@ -71,7 +71,7 @@ H100 = Chip(
 )
 # The H100's multiprocessors and L2 cache with faster memory. Prefill at head_dim 128 is fitted to launches with 16-bit queries over rotated
 # INT8 keys, which `test_prefill_cut.py` has, and the bandwidth is measured. The others are the H100's.
-H200 = replace(H100, name="NVIDIA H200", bandwidth=4300, prefill={**H100.prefill, (128, 2): Cost(1.26, 3.0), (128, 3): Cost(1.68, 5.75)})
+H200 = replace(H100, name="NVIDIA H200", bandwidth=4300, prefill={**H100.prefill, (128, 2): Cost(1.26, 3.0), (128, 3): Cost(1.68, 6.25)})
 
 DEFAULT = H100
 CHIPS = {chip.name: chip for chip in (H100, H200)}
