@@ -179,6 +179,14 @@ def test_a_table_may_be_part_of_a_wider_one():
     assert replace(pages, page_table=wide[:, :2]).page_table.stride() == (10, 1)
 
 
+@pytest.mark.parametrize("length", [-1, 257])
+def test_no_more_tokens_are_read_than_the_table_has_pages_for(length):
+    pages = KVPages.empty(4, 2, 64, num_seqs=3, max_pages=2)
+    assert pages.read(0, 256)[0].shape == (256, 2, 64)
+    with pytest.raises(ValueError, match=f"length is {length}, and page_table has pages for 256 tokens"):
+        pages.read(0, length)
+
+
 def test_dynamo_may_make_pages_of_proxies():
     """torch 2.11 does so to write its graph, outside of what it traces."""
     proxy = torch.fx.Proxy(torch.fx.Graph().placeholder("x"))

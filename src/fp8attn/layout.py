@@ -289,7 +289,13 @@ class KVPages:
         Returns:
             K (rotated back) and V, each `[length, num_kv_heads, head_dim]` in `dtype`. They are computed in float64 if `dtype` is float64,
             otherwise in float32.
+        Raises:
+            ValueError: the page table has no pages for so many tokens.
         """
+        if not 0 <= length <= PAGE_SIZE * self.page_table.shape[1]:
+            raise ValueError(
+                f"length is {length}, and page_table has pages for {PAGE_SIZE * self.page_table.shape[1]} tokens of a sequence"
+            )
         wide = torch.promote_types(dtype, torch.float32)
         ids = self.page_table[seq, : -(-length // PAGE_SIZE)].long()
         taken = KVPages.trusted(self.pool[ids], *self.state[1:])
