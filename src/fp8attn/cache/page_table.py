@@ -267,9 +267,8 @@ class PageTable:
                 f"the cache needs {count} more pages of {PAGE_SIZE} tokens and has {len(self.free)} of {size} free; "
                 "truncate or drop sequences, or make it with a larger num_pages (None grows without limit)"
             )
-        return self.free[::-1] + list(range(size, size + short)), size + max(
-            short, size // 64
-        )  # 1/64: a long decode rarely copies its pool
+        more = max(short, size // 64)  # 1/64: a long decode rarely copies its pool, and wastes little
+        return self.free[::-1] + list(range(size, size + short)), size + more
 
     def _take(self, found: list[int], num_pages: int) -> None:
         """Take the free pages that `_find` returned, in a pool of `num_pages`."""
