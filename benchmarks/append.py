@@ -25,7 +25,8 @@ import triton
 import triton.language as tl
 
 from evidence.fingerprint import of_call
-from fp8attn import KVPages, ops, reference
+from fp8attn import KVPages, reference
+from fp8attn.dense.ops import apply_rope
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
 from fp8attn.layout import FP8, PAGE_SIZE, key_type
@@ -132,7 +133,7 @@ class Quantize:
         }
 
         def check() -> None:
-            rotated = ops.apply_rope(k, cos, sin, backend="reference")
+            rotated = apply_rope(k, cos, sin, backend="reference")
             for impl, call in calls.items():
                 for x, y in zip(call().read(0, self.length), (rotated if impl.endswith("-rope") else k, v), strict=True):
                     assert (error := relative_error(x, y[0].transpose(0, 1))) < FP8_ERROR, f"{self}: {error:.1%} off"

@@ -26,10 +26,11 @@ ALLOWED = {
     "reference": {"layout", "numerics", "params", "rope", "rotation"},
     "backends": {"errors", "kernels", "layout", "params", "reference"},
     "_torch_ops": {"backends", "layout", "params"},
-    "ops": {"_torch_ops", "backends", "layout", "params", "rope"},
-    "dense": {"_torch_ops", "backends", "layout", "ops", "params", "rope"},
+    "derivatives": set(),
+    "ops": {"_torch_ops", "backends", "derivatives", "layout", "params", "rope"},
+    "dense": {"_torch_ops", "backends", "derivatives", "layout", "params", "rope"},
     "mode": {"dense", "errors", "layout", "params"},
-    "cache": {"layout", "ops", "overflow", "params", "rotation", "scales"},
+    "cache": {"dense", "layout", "ops", "overflow", "params", "rotation", "scales"},
     "kernels": {"layout", "numerics", "params", "rotation"},
     "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
@@ -40,7 +41,7 @@ ALLOWED = {
 }
 
 # What a module may import inside a function, when the module itself is long imported: code above it.
-LAZY = {"layout": {"ops"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
+LAZY = {"layout": {"dense"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
 
 
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:

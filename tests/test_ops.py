@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
 from fp8attn.backends import load
+from fp8attn.dense.ops import run_from_dense
 from fp8attn.layout import FIELDS
-from fp8attn.ops import run_from_dense
 from fp8attn.rope import apply_rope
 from tests.support.kernel_cases import clone
 

@@ -213,7 +213,7 @@ class KVPages:
             ValueError: a shape, dtype or backend does not fit; the message says what would.
             RuntimeError: an input requires a gradient.
         """
-        from .ops import from_dense  # which imports this module
+        from .dense.ops import from_dense  # which imports this module
 
         return from_dense(k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, backend)
 

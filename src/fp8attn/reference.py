@@ -105,7 +105,7 @@ def from_dense(
 
 
 def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """RoPE on a dense `[B, H, S, D]` (`ops.apply_rope`)."""
+    """RoPE on a dense `[B, H, S, D]` (`dense.ops.apply_rope`)."""
     rotated = rope.apply_rope(x.transpose(1, 2).flatten(0, 1), rope_cos.flatten(0, 1), rope_sin.flatten(0, 1), rope_interleaved)
     return torch.empty_like(x).copy_(rotated.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
 
@@ -114,7 +114,7 @@ def quantize_rows(
     x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
     subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads (`ops.quantize_rows`)."""
+    """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads."""
     y = x.float()
     if rope_cos is not None and rope_sin is not None:
         y = apply_rope(y, rope_cos, rope_sin, rope_interleaved)

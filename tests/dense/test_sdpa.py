@@ -22,7 +22,9 @@ from fp8attn import (
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
-from fp8attn.layout import unpack_k, unpack_v
+from fp8attn.backends import load
+from fp8attn.dense import ops as dense_ops
+from fp8attn.layout import FP8, unpack_k, unpack_v
 from fp8attn.numerics import E4M3, power_of_two_scale, quantize, sqnr_db
 from fp8attn.rope import apply_rope, dense_tables
 from tests.support.kernel_cases import assert_kernel_error, random_tokens
@@ -361,7 +363,7 @@ def test_tables_of_every_form(interleaved, backend):
     assert all(map(torch.equal, shared.state[:3], alone.state[:3]))
     x = bhsd(2, 3, 128, 64, True)
     rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
-    assert torch.equal(ops.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
+    assert torch.equal(dense_ops.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
 
 
 def test_keys_may_have_tables_of_their_own():
@@ -432,8 +434,11 @@ def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, inter
 def test_quantize_rows(heads_per_scale, means, rotary, backend):
     x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
     angle = torch.randn(150, rotary // 2)
-    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin()} if rotary else {}
-    x_fp8, scale, mean = ops.quantize_rows(x, **rope, subtract_mean=means, heads_per_scale=heads_per_scale, backend=backend)
+    cos, sin = dense_tables(angle.cos(), angle.sin(), 2, 150, 64) if rotary else (None, None)
+    x_fp8, scale, mean = load(backend).quantize_rows(
+        x, rope_cos=cos, rope_sin=sin, rope_interleaved=False, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale,
+        dtype=FP8,
+    )  # fmt: skip
     y = turned(x, angle.cos(), angle.sin(), False) if rotary else x.float()
     assert x_fp8.dtype == torch.float8_e4m3fn
     assert x_fp8.stride() == x.stride()
@@ -445,7 +450,7 @@ def test_quantize_rows(heads_per_scale, means, rotary, backend):
 
 
 def test_refusals_of_the_dense_ops():
-    for call in (lambda x: KVPages.from_dense(x, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
+    for call in (lambda x: KVPages.from_dense(x, x), lambda x: dense_ops.apply_rope(x, X, X)):
         with pytest.raises(ValueError, match="last dimension contiguous"):
             call(X.transpose(2, 3))
         with pytest.raises(RuntimeError, match="FP8 ops have none"):
@@ -456,15 +461,13 @@ def test_refusals_of_the_dense_ops():
         KVPages.from_dense(X[:, :, :0], X[:, :, :0])
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(X, X)
-        for call in (lambda x: KVPages.from_dense(X, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
+        for call in (lambda x: KVPages.from_dense(X, x), lambda x: dense_ops.apply_rope(x, X, X)):
             with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
                 call(dual)
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
                 torch.vmap(call)(X[None])
     with pytest.raises(ValueError, match="together, or neither"):
         KVPages.from_dense(X, X, rope_cos=torch.zeros(8, 32))
-    with pytest.raises(ValueError, match="a divisor of its heads"):
-        ops.quantize_rows(X, heads_per_scale=3)
 
 
 # Registration
@@ -478,8 +481,6 @@ def test_ops_pass_torch_opcheck():
         pages_of = (y, y, angle, angle, False, None, None, torch.int8, True, backend)
         torch.library.opcheck(torch.ops.fp8attn.from_dense, pages_of, test_utils=checks[:2])
         torch.library.opcheck(torch.ops.fp8attn.apply_rope, (y, angle, angle, False, backend), test_utils=checks)
-        rows_of = (y, None, None, False, True, True, 1, torch.float8_e4m3fn, backend)
-        torch.library.opcheck(torch.ops.fp8attn.quantize_rows, rows_of, test_utils=checks[:2])
         pages = KVPages.from_dense(y, y, backend=backend)
         q = y.transpose(1, 2).flatten(0, 1)
         torch.library.opcheck(

@@ -33,6 +33,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops, precompile  # noqa: E402
+from fp8attn.dense import ops as dense_ops  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
@@ -158,7 +159,7 @@ def attended(launches: list, compiled: dict) -> dict:
     decode.decode_kernel, prefill.prefill_kernel = stand_in(decode.decode_kernel), stand_in(prefill.prefill_kernel)
     append.num_sms = decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
     hopper = backends.load("hopper")
-    ops.find = _torch_ops.find = cache(lambda *_: hopper)
+    ops.find = dense_ops.find = _torch_ops.find = cache(lambda *_: hopper)
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     kernels.launch.Constants = lambda device, **values: Constants(DEVICE, **values)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")

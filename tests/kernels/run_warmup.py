@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, precompile, scaled_dot_product_attention
+from fp8attn.dense import ops as dense_ops
 from fp8attn.dense import sdpa, strategies
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
@@ -145,7 +146,7 @@ def main() -> None:
     plan_for(precompile.TARGETS[target])
     backend = "hopper" if target == "sm_90" else "triton"
     loaded = backends.load(backend)
-    ops.find = _torch_ops.find = strategies.find = lambda *_: loaded
+    ops.find = dense_ops.find = _torch_ops.find = strategies.find = lambda *_: loaded
     sdpa._machine_reason = lambda *_: None
     torch._assert_async = lambda *_: None
     found = {}

@@ -10,6 +10,7 @@ from typing import Literal, overload
 import torch
 
 from .. import ops
+from ..dense.ops import apply_rope, run_from_dense
 from ..layout import KVPages
 from ..params import BackendName
 from . import storage
@@ -278,7 +279,7 @@ class PagedKVCache(Sequences):
 
     @property
     def _begins_dense(self) -> bool:
-        """Whether `ops.run_from_dense` may make the first pages: it has neither static scales nor counts."""
+        """Whether `run_from_dense` may make the first pages: it has neither static scales nor counts."""
         return self.overflow_counts is None and all(layer.scales is None for layer in self.layers)
 
     def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
@@ -301,14 +302,14 @@ class PagedKVCache(Sequences):
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         if rope_cos is not None and rope_sin is not None:
             rope_cos, rope_sin = rope_cos.unflatten(0, (-1, length)), rope_sin.unflatten(0, (-1, length))
-        self.layers[layer].pool = ops.run_from_dense(
+        self.layers[layer].pool = run_from_dense(
             name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, **self.layers[layer].format
         ).pool
         self._pages[layer] = None
         if q is None or rope_cos is None or rope_sin is None:  # queries have tables
             return None
         q = q.unflatten(0, (-1, length)).transpose(1, 2)
-        q = ops.apply_rope(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=self.backend)
+        q = apply_rope(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=self.backend)
         return q.transpose(1, 2).flatten(0, 1)
 
     def _trace_append(self, layer: int, k: torch.Tensor, lengths: Sequence[int] | None) -> None:

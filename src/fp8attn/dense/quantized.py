@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .._torch_ops import register, unobserved
+from ..derivatives import check_derivatives, derivative_reason
 from ..layout import FP8, HEAD_DIMS
-from ..ops import check_derivatives, derivative_reason
 from ..params import DenseBackendName
 from .strategies import Scale, fp8_strategy, padded, padded_size
 

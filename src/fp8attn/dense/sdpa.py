@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from .._torch_ops import register, unobserved
 from ..backends import unsupported_reason
+from ..derivatives import derivative_reason
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, key_type
-from ..ops import derivative_reason
 from ..params import DenseBackendName
 from ..rope import check_device, dense_tables
 from .strategies import Tables, padded, padded_size, strategy
