@@ -256,7 +256,8 @@ def warmup(
     import time
 
     from .. import warmup as run
-    from ..precompile import DTYPES, AttentionOption
+    from ..precompile import AttentionOption
+    from ..precompile.calls import DTYPES
 
     if (model is None) == (shape is None):
         raise UsageError("give --model, or --shape such as --shape 32,8,128 (query heads, KV heads, head_dim)")
