@@ -29,7 +29,7 @@ from fp8attn import KVPages, reference
 from fp8attn.dense.ops import apply_rope
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
-from fp8attn.layout import FP8, PAGE_SIZE, key_type
+from fp8attn.layout import FP8, PAGE_SIZE
 from fp8attn.numerics import relative_error
 
 from .measure import between_reads, graph_of, interleaved
@@ -72,7 +72,7 @@ class Append:
         lengths = torch.zeros(len(impls), self.batch, dtype=torch.int32, device=DEVICE)  # of all caches: one launch sets them back
         caches = {}
         for (impl, name), row in zip(impls.items(), lengths, strict=True):
-            pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=key_type(name))
+            pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=name)
             caches[impl] = replace(pages, cache_seqlens=row)
         options = {"cu_seqlens": None, "static_scales": False, "rope_cos": None, "rope_sin": None, "rope_interleaved": False}
         before = [randn(self.batch * self.held, HEADS, DIM) for _ in "kv"]

@@ -52,6 +52,7 @@ def append(
             `rope_sin`.
         cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has T / num_seqs.
         max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, tokens are lost.
+            Without `cu_seqlens` leave it out.
         rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for K and Q (`rope.apply_rope`). None: no RoPE. V has no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
@@ -65,9 +66,12 @@ def append(
     Returns:
         The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.
     Raises:
+        TypeError: `pages` is not a `KVPages`.
         ValueError: a shape, dtype or backend does not fit; the message says what would.
         RuntimeError: an input requires a gradient.
     """
+    if not isinstance(pages, KVPages):
+        raise _no_pages(pages, "append(pages, k, v)")
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
     if overflows is not None:
         check_tensor(overflows, "overflows", (2, 3), torch.int64, k.device)
@@ -139,7 +143,7 @@ def attention(
         pages: the cache.
         softmax_scale: None: `1 / sqrt(head_dim)`.
         window, softcap: None: no window, no softcap. `window` requires `causal`.
-        cu_seqlens_q, max_seqlen_q: the second is required with the first.
+        cu_seqlens_q, max_seqlen_q: give both or neither.
         rope_cos, rope_sin: leave them out if `append` has applied RoPE to `q`.
         out: of q's shape and dtype, contiguous, to write the result into. It must not share memory with `q`. An address that is no multiple
             of 16 bytes costs a copy. None: a new tensor.
@@ -152,9 +156,12 @@ def attention(
         `return_lse` also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and unspecified in rows
         after those of the last sequence.
     Raises:
+        TypeError: `pages` is not a `KVPages`.
         ValueError: a shape, dtype, option or backend does not fit; the message says what would.
         RuntimeError: an input requires a gradient.
     """
+    if not isinstance(pages, KVPages):
+        raise _no_pages(pages, "attention(q, pages)")
     if q.dim() == 4:
         raise ValueError(
             f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, 2).flatten(0, 1) if q is "
@@ -256,6 +263,13 @@ def check_append(
     return resolve(backend, k)
 
 
+def _no_pages(given: object, call: str) -> TypeError:
+    return TypeError(
+        f"{call} takes KVPages, and got {type(given).__name__}: of a PagedKVCache pass cache.pages(layer), or call its own append and "
+        "attention"
+    )
+
+
 def _check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
     if x.dim() != 3 or x.stride(-1) != 1:
         raise ValueError(
@@ -297,4 +311,7 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens: torch.Tensor | None, m
         return 0
     if not pages.num_seqs or x.shape[0] % pages.num_seqs:
         raise ValueError(f"{x.shape[0]} tokens do not divide over {pages.num_seqs} sequences; give {cu_name} and {max_name}")
-    return x.shape[0] // pages.num_seqs
+    each = x.shape[0] // pages.num_seqs
+    if max_seqlen is not None and max_seqlen != each:
+        raise ValueError(f"without {cu_name} every sequence has {each} tokens, and {max_name} is {max_seqlen}: give both or neither")
+    return each

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from . import rope, rotation
-from .layout import FP8, PAGE_SIZE, KVPages, pack_k, pack_v, unpack_k, unpack_v
+from .layout import FP8, PAGE_SIZE, KVPages, key_name, pack_k, pack_v, unpack_k, unpack_v
 from .numerics import encode, finite_amax, needed_scale, settle
 from .params import AttentionParams
 
@@ -86,8 +86,8 @@ def from_dense(
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     pages = KVPages.empty(
-        batch * columns, heads, head_dim, batch, columns, k.device, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=k_mean,
-        v_mean=v_mean,
+        batch * columns, heads, head_dim, batch, columns, k.device, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys,
+        k_mean=k_mean, v_mean=v_mean,
     )  # fmt: skip
     pages.page_table.copy_(torch.arange(batch * columns, device=k.device).view(batch, columns))
     given_bytes = k.dtype == FP8

@@ -266,7 +266,7 @@ def test_lengths_that_other_code_wrote_are_seen_after_sync():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_layers": 0}, "must be positive; got num_kv_heads=2, num_layers=0"),
+        ({"num_layers": 0}, "must be positive whole numbers; got num_kv_heads=2, num_layers=0"),
         ({"max_seqlen": 0}, "max_seqlen=0"),
         ({"max_seqlen": 100, "num_pages": 3}, "leave out num_pages=3"),
         ({"num_layers": 3, "rotate_keys": [True]}, "rotate_keys must be one value for all layers, or 3 of them; got 1"),

@@ -255,6 +255,7 @@ def test_half_the_bytes():
     [
         ({"head_dim": 72}, "head_dim must be one of"),
         ({"num_seqs": 0}, "must be positive"),
+        ({"max_seqlen": 12.5}, "must be positive whole numbers; got .*max_seqlen=12.5"),
         ({"num_pages": 0}, "must be positive"),
         (
             {"scales": LayerScales(*[torch.ones(3)] * 2, *[torch.ones(3, 64)] * 2)},

@@ -71,7 +71,7 @@ def test_calibrate_uses_the_models_context(tiny_model, tmp_path):
 def test_calibrate_reports_on_held_out_text(tiny_model, tmp_path):
     held_out, plot = tmp_path / "held.txt", tmp_path / "plots" / "report.png"
     held_out.write_text("QUICK BROWN FOX; " * 20)
-    options = ("--model", tiny_model, "--out", tmp_path / "s.safetensors", "--context", 100, "--windows", 3, "--report", held_out)
+    options = ("--model", tiny_model, "--out", tmp_path / "s.safetensors", "--context", 100, "--windows", 3, "--held-out", held_out)
     options += ("--method", "percentile", "--percentile", 90)
     found = run_json("calibrate", *options, "--plot", plot, "--checkpoint", tmp_path / "c.safetensors")
     assert [(row["layer"], row["tensor"]) for row in found["report"]] == [(layer, tensor) for layer in (0, 1) for tensor in "kvq"]
@@ -85,7 +85,7 @@ def test_calibrate_reports_on_held_out_text(tiny_model, tmp_path):
 
 def test_a_plot_needs_a_report(monkeypatch, capsys, tmp_path):
     message = fail(monkeypatch, capsys, "calibrate", "--out", tmp_path / "s.safetensors", "--plot", tmp_path / "x.png")
-    assert message.endswith("--plot shows the report on a held-out text; add --report FILE")
+    assert message.endswith("--plot shows the report on a held-out text; add --held-out FILE")
 
 
 def test_generate(tiny_model, scales_file):
@@ -137,7 +137,7 @@ def test_calibrated_and_uncalibrated_caches_are_compared_in_one_run(tiny_model, 
 
 def test_evaluate_needle(tiny_model, tmp_path):
     plot, save = tmp_path / "plots" / "needle.svg", tmp_path / "outcomes.jsonl"
-    options = ("--lengths", "600,650", "--depths", "0,1", "--samples", 1, "--plot", plot, "--save", save)
+    options = ("--lengths", "600,650", "--depths", "0,1", "--samples", 1, "--plot", plot, "--out", save)
     found = run_json("evaluate", "needle", "--model", tiny_model, *options)
     assert {(c["cache"], c["length"], c["depth"]) for c in found["rows"]} == {
         (cache, length, depth) for cache in ("bf16", "fp8") for length in (600, 650) for depth in (0.0, 1.0)
@@ -175,7 +175,7 @@ SENSITIVITY = ("--context", 200, "--chunk", 64)
 def test_sensitivity(tiny_model, tmp_path):
     plot, save = tmp_path / "plots" / "layers.svg", tmp_path / "report.json"
     options = ("sensitivity", "--model", tiny_model, *SENSITIVITY)
-    found = run_json(*options, "--max-bytes", 800, "--plot", plot, "--save", save)
+    found = run_json(*options, "--max-bytes", 800, "--plot", plot, "--out", save)
     report = Sensitivity.load(save)
     chosen = report.ranking[:1]  # of two layers, 258 bytes in 8 bits and 512 in 16
     assert found["choice"]["skip_layers"] == [*chosen] and found["choice"]["bytes_per_token"] == 770
@@ -204,7 +204,7 @@ def test_sensitivity_of_other_caches(tiny_model, scales_file):
 
 def test_sensitivity_without_a_budget_that_can_be_met(monkeypatch, capsys, tiny_model, tmp_path):
     save = tmp_path / "report.json"
-    message = fail(monkeypatch, capsys, "sensitivity", "--model", tiny_model, *SENSITIVITY, "--max-kl", 0, "--save", save)
+    message = fail(monkeypatch, capsys, "sensitivity", "--model", tiny_model, *SENSITIVITY, "--max-kl", 0, "--out", save)
     assert message.startswith("fp8attn: no choice of layers has a KL divergence of at most 0 nats per token: the smallest measured is ")
     assert len(Sensitivity.load(save).layers) == 2  # a long run is not lost
 
@@ -523,10 +523,10 @@ COMMANDS = {
     "calibrate --out": ("calibrate", "--out"),
     "evaluate --report": ("evaluate", "--report"),
     "needle --plot": ("evaluate", "needle", "--plot"),
-    "needle --save": ("evaluate", "needle", "--save"),
+    "needle --out": ("evaluate", "needle", "--out"),
     "demo --out": ("demo", "--out"),
     "sensitivity --plot": ("sensitivity", "--plot"),
-    "sensitivity --save": ("sensitivity", "--save"),
+    "sensitivity --out": ("sensitivity", "--out"),
 }
 
 

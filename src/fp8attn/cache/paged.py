@@ -75,7 +75,7 @@ class PagedKVCache(Sequences):
             layer: the layer's number.
             k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence.
             q: `[T, num_q_heads, head_dim]`, the queries of the same tokens, to apply RoPE to.
-            lengths: number of new tokens of each sequence, T in all, equal for all layers. None: T / num_seqs for each.
+            lengths: number of new tokens of each sequence, T in all, the same in all layers. None: T / num_seqs for each.
             rope_cos, rope_sin, rope_interleaved: RoPE for K and Q, as `fp8attn.append` takes them.
         Returns:
             The queries after RoPE, in q's shape and dtype; None without `q`.
@@ -226,7 +226,7 @@ class PagedKVCache(Sequences):
             path: the file. Only tensors and strings are read; nothing in it is executed.
             max_seqlen, num_pages, device, backend: as `PagedKVCache` takes them.
         Raises:
-            ValueError: the file does not exist, is damaged or is not from `save`; or its sequences are longer than max_seqlen.
+            UsageError: the file does not exist, is damaged or is not from `save`; or its sequences are longer than max_seqlen.
             OutOfPagesError: its sequences need more than num_pages.
         """
         return storage.unpack(*storage.read(path), path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
@@ -247,7 +247,7 @@ class PagedKVCache(Sequences):
             (lengths is not None or step.cu_seqlens is not None) and self._divide(num_tokens, lengths) != step.lengths
         ):
             raise ValueError(
-                f"layer {layer} appends {num_tokens} tokens{'' if lengths is None else f' (lengths {list(lengths)})'}, and the layers "
+                f"layer {layer} appends {num_tokens} tokens{'' if lengths is None else f' (lengths {lengths})'}, and the layers "
                 f"before it appended {step.num_tokens} (lengths {step.lengths}): a step has the same lengths in all layers"
             )
         return step

@@ -114,6 +114,8 @@ def warmup(
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) != (3 if config is None else 0):
         raise UsageError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {given or 'neither'}")
+    if isinstance(attention, str):
+        raise UsageError(f"attention is a collection of options: pass ({attention!r},)")
     if config is not None:
         (num_q_heads, num_kv_heads, head_dim), has_softcap, has_sinks = _read(config)
         attention = [*attention, *(("softcap",) if has_softcap else ()), *(("sinks",) if has_sinks else ())]
@@ -124,7 +126,7 @@ def warmup(
         raise UsageError(f"kernels for another GPU cannot be loaded here: leave out load_kernels or target={target!r}")
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
-        raise UsageError(f"the kernels take bfloat16 and float16, not {dtype}: pass the dtype that the model runs in")
+        raise UsageError(f"dtype must be the model's, torch.bfloat16 or torch.float16, which the kernels take; got {dtype!r}")
     with compiling() as process:  # it imports modules while this process queries the GPU
         backend, triton_target, numbers = aim(device, dtype, backend, target)
         layer = Layer(
