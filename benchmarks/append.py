@@ -25,10 +25,11 @@ import triton
 import triton.language as tl
 
 from evidence.fingerprint import of_call
-from fp8attn import KVPages, ops, reference
+from fp8attn import KVPages, reference
+from fp8attn.dense.ops import apply_rope
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
-from fp8attn.layout import FP8, PAGE_SIZE, key_type
+from fp8attn.layout import FP8, PAGE_SIZE
 from fp8attn.numerics import relative_error
 
 from .measure import between_reads, graph_of, interleaved
@@ -71,7 +72,7 @@ class Append:
         lengths = torch.zeros(len(impls), self.batch, dtype=torch.int32, device=DEVICE)  # of all caches: one launch sets them back
         caches = {}
         for (impl, name), row in zip(impls.items(), lengths, strict=True):
-            pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=key_type(name))
+            pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=name)
             caches[impl] = replace(pages, cache_seqlens=row)
         options = {"cu_seqlens": None, "static_scales": False, "rope_cos": None, "rope_sin": None, "rope_interleaved": False}
         before = [randn(self.batch * self.held, HEADS, DIM) for _ in "kv"]
@@ -132,7 +133,7 @@ class Quantize:
         }
 
         def check() -> None:
-            rotated = ops.apply_rope(k, cos, sin, backend="reference")
+            rotated = apply_rope(k, cos, sin, backend="reference")
             for impl, call in calls.items():
                 for x, y in zip(call().read(0, self.length), (rotated if impl.endswith("-rope") else k, v), strict=True):
                     assert (error := relative_error(x, y[0].transpose(0, 1))) < FP8_ERROR, f"{self}: {error:.1%} off"

@@ -1,7 +1,7 @@
 """Prefill of a Llama-3.1-8B-shaped model (random weights) with FP8 attention, quantization included, beside BF16 attention.
 
 One sequence through all layers without a cache, up to the last hidden states: the same model for all, only its attention swapped
-(`models`). Norms are torch's fused ones and RoPE is one kernel (`ops.apply_rope`), as in serving. Up to 8192 tokens each system is
+(`models`). Norms are torch's fused ones and RoPE is one kernel (`dense.ops.apply_rope`), as in serving. Up to 8192 tokens each system is
 a CUDA graph; beyond that the GPU is slower than the host anyway. From 16384 tokens on, fewer of the 32 layers run, `layers` in the rows:
 their time is measured, and none is extrapolated. Before it is timed, each system's hidden states must be near those of the first.
 
@@ -18,7 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
-from fp8attn import AttentionPolicy, ops
+from fp8attn import AttentionPolicy
+from fp8attn.dense.ops import apply_rope
 
 from . import models
 from .measure import left_out
@@ -44,7 +45,7 @@ def prepare(model: torch.nn.Module) -> torch.nn.Module:
                 fused = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
                 fused.weight = norm.weight
                 setattr(module, name, fused)
-    modeling_llama.apply_rotary_pos_emb = lambda q, k, cos, sin, *rest: (ops.apply_rope(q, cos, sin), ops.apply_rope(k, cos, sin))
+    modeling_llama.apply_rotary_pos_emb = lambda q, k, cos, sin, *rest: (apply_rope(q, cos, sin), apply_rope(k, cos, sin))
     return model
 
 

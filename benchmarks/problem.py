@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from fp8attn import AttentionParams, KVPages, ops
-from fp8attn.layout import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES, PAGE_SIZE, key_type
+from fp8attn.layout import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES, PAGE_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "meta" in a dry run (`dry`)
 POISON = 0x7F  # NaN in E4M3, the largest number in INT8
@@ -109,8 +109,7 @@ def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KE
     """
     counts = [-(-n // PAGE_SIZE) for n in shape.keys]
     pages = KVPages.empty(
-        sum(counts) + spare, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE, key_dtype=key_type(key_dtype),
-        rotate_keys=rotate_keys,
+        sum(counts) + spare, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE, key_dtype=key_dtype, rotate_keys=rotate_keys,
     )  # fmt: skip
     order = torch.randperm(pages.num_pages, device=DEVICE)
     held = order[: sum(counts)]

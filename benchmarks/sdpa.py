@@ -18,7 +18,7 @@ import torch
 
 import fp8attn
 from evidence.fingerprint import of_call
-from fp8attn import ops
+from fp8attn.dense.ops import apply_rope
 from fp8attn.numerics import sqnr_db
 
 from . import peers
@@ -96,7 +96,7 @@ def measure(case: str) -> Iterator[dict]:
     here = CASES[case]
     q, k, v = here.inputs()
     cos, sin = tables(here.length)
-    rotated = [ops.apply_rope(x.float(), cos, sin, backend="reference") for x in (q, k)]
+    rotated = [apply_rope(x.float(), cos, sin, backend="reference") for x in (q, k)]
     runs = {impl: Run(call, q, lambda seq: (k, v)) for impl, call in calls(case, (q, k, v, cos, sin)).items()}
     runs |= {
         impl: Run(lambda call=run.call: call().transpose(0, 1)[None], q, lambda seq: (k, v))

@@ -104,7 +104,7 @@ def meta() -> dict:
         "device": torch.cuda.get_device_name(),
         "capability": list(torch.cuda.get_device_capability()),
         "sms": properties.multi_processor_count,
-        "shared": getattr(properties, "shared_memory_per_block_optin", 64 << 10),  # as kernels/portable.py asks
+        "shared": getattr(properties, "shared_memory_per_block_optin", 64 << 10),  # as kernels/portable asks
     }
 
 

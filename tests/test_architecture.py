@@ -26,10 +26,11 @@ ALLOWED = {
     "reference": {"layout", "numerics", "params", "rope", "rotation"},
     "backends": {"errors", "kernels", "layout", "params", "reference"},
     "_torch_ops": {"backends", "layout", "params"},
-    "ops": {"_torch_ops", "backends", "layout", "params", "rope"},
-    "dense": {"_torch_ops", "backends", "layout", "ops", "params", "rope"},
+    "derivatives": set(),
+    "ops": {"_torch_ops", "backends", "derivatives", "layout", "params", "rope"},
+    "dense": {"_torch_ops", "backends", "derivatives", "layout", "params", "rope"},
     "mode": {"dense", "errors", "layout", "params"},
-    "cache": {"layout", "ops", "overflow", "params", "rotation", "scales"},
+    "cache": {"dense", "errors", "layout", "ops", "overflow", "params", "rotation", "scales"},
     "kernels": {"layout", "numerics", "params", "rotation"},
     "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
@@ -40,7 +41,7 @@ ALLOWED = {
 }
 
 # What a module may import inside a function, when the module itself is long imported: code above it.
-LAZY = {"layout": {"ops"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
+LAZY = {"layout": {"dense"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
 
 
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
@@ -105,7 +106,7 @@ MAX_PARAMETERS = 20
 #   descriptor in a tuple. (docs/lab/2026-11-launching.md)
 # - The implementation of a torch op, whose arguments are those of its schema.
 FLAT = {
-    "_attention_kernel": "kernels/portable.py", "page_kernel": "kernels/append/page.py", "step_kernel": "kernels/append/step.py",
+    "_attention_kernel": "kernels/portable/kernel.py", "page_kernel": "kernels/append/page.py", "step_kernel": "kernels/append/step.py",
     "decode_kernel": "kernels/decode/kernel.py", "prefill_kernel": "kernels/prefill/kernel.py", "_attention": "ops.py",
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8attn.layout import FP8, PAGE_SIZE, V_ORDER, V_POSITION, KVPages, key_type, pack_k, pack_v, page_bytes, unpack_k, unpack_v
+from fp8attn.layout import FP8, PAGE_SIZE, V_ORDER, V_POSITION, KVPages, key_name, key_type, pack_k, pack_v, page_bytes, unpack_k, unpack_v
 from fp8attn.rotation import rotate
 
 
@@ -43,7 +43,7 @@ def test_unpack_undoes_pack():
 def test_every_byte_of_a_page(head_dim, key_dtype):
     """K token by token, V group by group, channel by channel and in V_ORDER, and then the scales, little-endian."""
     k, v = (torch.randint(0, 127, (2 * PAGE_SIZE, 3, head_dim), dtype=torch.uint8) for _ in "kv")
-    pages = KVPages.empty(2, 3, head_dim, num_seqs=1, max_pages=2, key_dtype=key_dtype)
+    pages = KVPages.empty(2, 3, head_dim, num_seqs=1, max_pages=2, key_dtype=key_name(key_dtype))
     assert pages.pool.shape == (2, 3, 256 * head_dim + 128) and not pages.pool.any()
     assert pages.k.dtype == key_dtype and pages.v.dtype == FP8
     pages.k.view(torch.uint8).copy_(pack_k(k))
@@ -63,7 +63,7 @@ def test_every_byte_of_a_page(head_dim, key_dtype):
 
 def filled(key_dtype=torch.int8, rotate_keys=False, **means) -> KVPages:
     """Four pages of random codes and scales, of two sequences."""
-    pages = KVPages.empty(4, 1, 64, num_seqs=2, max_pages=2, key_dtype=key_dtype, rotate_keys=rotate_keys, **means)
+    pages = KVPages.empty(4, 1, 64, num_seqs=2, max_pages=2, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys, **means)
     for codes in (pages.k, pages.v):
         codes.view(torch.uint8).random_(0, 127)
     pages.k_scale.copy_(torch.tensor([[1.0], [2.0], [4.0], [8.0]]))
@@ -144,7 +144,8 @@ def test_nbytes_counts_every_tensor():
         (lambda p: {"cache_seqlens": torch.zeros(3, 2, dtype=torch.int32)[:, 0]}, "cache_seqlens must be contiguous"),
         (lambda p: {"cache_seqlens": torch.zeros(2, dtype=torch.int32)}, r"cache_seqlens must be \(3,\) int32"),
         (lambda p: {"cache_seqlens": [0, 0, 0]}, "cache_seqlens must be a tensor; got list"),
-        (lambda p: {"key_dtype": torch.float8_e5m2}, r"key_dtype must be torch\.int8 or torch\.float8_e4m3fn; got torch\.float8_e5m2"),
+        (lambda p: {"key_dtype": torch.float8_e5m2}, r"is the dtype of its bytes, torch\.int8 or .*; got torch\.float8_e5m2"),
+        (lambda p: {"key_dtype": "int8"}, r"got 'int8' \(KVPages\.empty and KVPages\.from_dense take the names"),
     ],
 )  # fmt: skip
 def test_pages_are_checked_when_they_are_made(changed, message):
@@ -157,8 +158,8 @@ def test_pages_are_checked_when_they_are_made(changed, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_dim": 100}, "head_dim one of"),
-        ({"key_dtype": "int8"}, "torch.float8_e4m3fn; got int8"),
+        ({"head_dim": 100}, "head_dim must be one of"),
+        ({"key_dtype": torch.int8}, "got torch.int8: pass key_dtype='int8'"),
         ({"k_mean": torch.zeros(2, 32)}, "k_mean must be"),
     ],
 )
@@ -169,8 +170,11 @@ def test_empty_pages_are_checked_too(options, message):
 
 def test_keys_are_named():
     assert (key_type("int8"), key_type("e4m3")) == (torch.int8, FP8)
-    with pytest.raises(ValueError, match="key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"):
+    assert (key_name(torch.int8), key_name(FP8)) == ("int8", "e4m3")
+    with pytest.raises(ValueError, match=r"key_dtype must be one of 'int8', 'e4m3'; got 'fp8'$"):
         key_type("fp8")
+    with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn: pass key_dtype='e4m3'$"):
+        key_type(FP8)
 
 
 def test_a_table_may_be_part_of_a_wider_one():
@@ -185,6 +189,9 @@ def test_no_more_tokens_are_read_than_the_table_has_pages_for(length):
     assert pages.read(0, 256)[0].shape == (256, 2, 64)
     with pytest.raises(ValueError, match=f"length is {length}, and page_table has pages for 256 tokens"):
         pages.read(0, length)
+    for seq in (-1, 3):
+        with pytest.raises(ValueError, match=f"of sequences 0 to 2; got {seq}"):
+            pages.read(seq, 0)
 
 
 def test_dynamo_may_make_pages_of_proxies():

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
 from fp8attn.backends import load
+from fp8attn.dense.ops import run_from_dense
 from fp8attn.layout import FIELDS
-from fp8attn.ops import run_from_dense
 from fp8attn.rope import apply_rope
 from tests.support.kernel_cases import clone
 
@@ -47,6 +47,7 @@ def cache():
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(3)}, "one count per sequence"),
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, device="meta")}, r"on cpu; got \(2,\) float32 on meta"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "needs max_seqlen_q"),
+        (torch.zeros(4, 4, 64), {"max_seqlen_q": 3}, "every sequence has 2 tokens, and max_seqlen_q is 3: give both or neither"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 1}, "int32"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32, device="meta"), "max_seqlen_q": 1}, "int32 on cpu"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3).int(), "max_seqlen_q": torch.tensor(1)}, "must be a Python int"),
@@ -117,7 +118,7 @@ def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     pages = KVPages.from_dense(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     assert (pages.key_dtype, pages.rotate_keys, pages.v_mean) == (fp8attn.layout.key_type(key_dtype), rotate_keys, None)
     assert pages.page_table.tolist() == [[0, 1], [2, 3]] and pages.cache_seqlens.tolist() == [150, 150]
-    empty = KVPages.empty(4, 2, 64, 2, 2, key_dtype=pages.key_dtype, rotate_keys=rotate_keys, k_mean=mean)
+    empty = KVPages.empty(4, 2, 64, 2, 2, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     empty.page_table.copy_(pages.page_table)
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
     fp8attn.append(empty, *flat, **{name: table.repeat(2, 1) for name, table in tables.items()})
@@ -145,6 +146,14 @@ def test_append_says_what_would_do(cache, k, v, options, message):
     with pytest.raises(ValueError, match=message):
         fp8attn.append(cache.pages(0), k, k if v is None else v, **options)
     assert torch.equal(cache.pages(0).pool, before) and cache.pages(0).cache_seqlens.tolist() == [10, 10]
+
+
+def test_a_cache_in_place_of_its_pages_is_refused(cache):
+    x = torch.zeros(2, 2, 64)
+    with pytest.raises(TypeError, match=r"append\(pages, k, v\) takes KVPages, and got PagedKVCache: .* pass cache\.pages\(layer\)"):
+        fp8attn.append(cache, x, x)
+    with pytest.raises(TypeError, match=r"attention\(q, pages\) takes KVPages, and got Tensor"):
+        attention(cache.pages(0), x)
 
 
 def test_append_needs_the_longest_of_ragged_sequences(cache):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8attn import KVPages, PagedKVCache, append, attention
-from fp8attn.layout import FP8, PAGE_SIZE
+from fp8attn.layout import FP8, PAGE_SIZE, key_name
 from fp8attn.numerics import relative_error
 
 EXACT = 2e-6  # FP32 arithmetic against float64
@@ -194,7 +194,7 @@ def test_bytes_do_not_depend_on_how_appends_are_cut(key_dtype, rotate_keys, cuts
     means = {"k_mean": torch.randn(2, 64, generator=generator)} if seed % 2 else {}
     pools = []
     for bounds in ([0, 300], [0, *sorted(cuts), 300]):
-        pages = KVPages.empty(3, 2, 64, num_seqs=1, max_pages=3, key_dtype=key_dtype, rotate_keys=rotate_keys, **means)
+        pages = KVPages.empty(3, 2, 64, num_seqs=1, max_pages=3, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys, **means)
         pages.page_table.copy_(torch.tensor([[2, 0, 1]]))
         for start, end in pairwise(bounds):
             append(pages, k[start:end], v[start:end], backend="reference")

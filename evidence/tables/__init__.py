@@ -20,7 +20,7 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match) -> str:
         made, line = BLOCKS[match[1]](), match[2]
-        gap = "\n" if line and made.startswith("|") else ""  # Markdown's tables begin and end with an empty line
+        gap = "\n" if line and made.rpartition("\n")[2].startswith("|") else ""  # Markdown's tables begin and end with an empty line
         return f"<!-- results: {match[1]} -->{line}{gap}{made}{gap}{line}<!-- /results -->"
 
     return BLOCK.sub(fill, text)

@@ -117,31 +117,3 @@ register(
     _apply_rope,
     lambda x, *args: torch.empty_like(x),
 )
-
-
-def _quantize_rows(
-    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
-    subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype, backend: BackendName,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    x_8bit, scale, mean = find(backend, x.device, x.dtype).quantize_rows(
-        x, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys,
-        subtract_mean=subtract_mean, heads_per_scale=heads_per_scale, dtype=dtype,
-    )  # fmt: skip
-    return x_8bit, scale, scale.new_empty(0) if mean is None else mean
-
-
-def _quantize_rows_fake(
-    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
-    subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype, backend: BackendName,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    batch, heads, _, head_dim = x.shape
-    scale = x.new_empty((batch, heads // heads_per_scale), dtype=torch.float32)
-    return torch.empty_like(x, dtype=dtype), scale, x.new_empty((batch, heads, head_dim) if subtract_mean else 0, dtype=torch.float32)
-
-
-register(
-    "quantize_rows(Tensor x, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool rotate_keys, bool subtract_mean, "
-    "SymInt heads_per_scale, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
-    _quantize_rows,
-    _quantize_rows_fake,
-)

@@ -67,8 +67,14 @@ def key_type(name: str) -> torch.dtype:
         UsageError: neither "int8" nor "e4m3".
     """
     if name not in KEY_TYPES:
-        raise UsageError(f"key_dtype must be one of {', '.join(map(repr, KEY_TYPES))}; got {name!r}")
+        hint = f": pass key_dtype={key_name(name)!r}" if isinstance(name, torch.dtype) and name in KEY_TYPES.values() else ""
+        raise UsageError(f"key_dtype must be one of {', '.join(map(repr, KEY_TYPES))}; got {name!r}{hint}")
     return KEY_TYPES[name]
+
+
+def key_name(dtype: torch.dtype) -> KeyDtype:
+    """The `KeyDtype` of a dtype."""
+    return "int8" if dtype == torch.int8 else "e4m3"
 
 
 def check_tensor(
@@ -103,7 +109,8 @@ class KVPages:
         page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order. Entries past its length name any valid page.
         cache_seqlens: `[num_seqs]` int32, number of tokens of each sequence.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, static, subtracted before quantization (from K after the rotation). None: zero.
-        key_dtype: `torch.int8` or `torch.float8_e4m3fn`. Values are always E4M3.
+        key_dtype: the dtype of K's bytes, `torch.int8` or `torch.float8_e4m3fn`: functions call these formats `"int8"` and `"e4m3"`.
+            Values are always E4M3.
         rotate_keys: whether K is stored rotated (`rotation.rotate`). Then `attention` rotates queries, too.
     Raises:
         ValueError: a tensor has another shape, dtype, device or stride; the message says which one is required.
@@ -122,7 +129,10 @@ class KVPages:
         if torch.compiler.is_compiling() or isinstance(self.pool, torch.fx.Proxy):
             return
         if self.key_dtype not in KEY_TYPES.values():
-            raise ValueError(f"key_dtype must be torch.int8 or torch.float8_e4m3fn; got {self.key_dtype}")
+            raise ValueError(
+                f"key_dtype of KVPages(...) is the dtype of its bytes, torch.int8 or torch.float8_e4m3fn; got {self.key_dtype!r} "
+                "(KVPages.empty and KVPages.from_dense take the names 'int8' and 'e4m3')"
+            )
         for name in FIELDS[:5]:
             x = getattr(self, name)
             if not isinstance(x, torch.Tensor) and not (x is None and name.endswith("mean")):
@@ -163,21 +173,32 @@ class KVPages:
         max_pages: int,
         device: torch.device | str | None = None,
         *,
-        key_dtype: torch.dtype = KEY_TYPES[DEFAULT_KEY_DTYPE],
+        key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
         k_mean: torch.Tensor | None = None,
         v_mean: torch.Tensor | None = None,
     ) -> KVPages:
         """Pages without tokens: all bytes and lengths are zero.
 
+        Every entry of the page table is 0. So write the pages of each sequence into `page_table` before the first append.
+
+        Args:
+            num_pages: pages in the pool.
+            num_kv_heads, head_dim: the shape of K and V; head_dim is one of `layout.HEAD_DIMS`.
+            num_seqs, max_pages: number of sequences, and of pages that each may have: the shape of the page table.
+            device: the device of all tensors.
+            key_dtype: the format of keys, `"int8"` or `"e4m3"`.
+            rotate_keys, k_mean, v_mean: as the attributes.
         Raises:
             ValueError: no kernel takes the head_dim or key_dtype, or a mean has another shape, dtype or device.
         """
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
         return cls(
             torch.zeros(num_pages, num_kv_heads, page_bytes(head_dim), dtype=torch.uint8, device=device),
             torch.zeros(num_seqs, max_pages, dtype=torch.int32, device=device),
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
-            k_mean, v_mean, key_dtype, rotate_keys,
+            k_mean, v_mean, key_type(key_dtype), rotate_keys,
         )  # fmt: skip
 
     @classmethod
@@ -213,12 +234,12 @@ class KVPages:
             ValueError: a shape, dtype or backend does not fit; the message says what would.
             RuntimeError: an input requires a gradient.
         """
-        from .ops import from_dense  # which imports this module
+        from .dense.ops import from_dense  # which imports this module
 
         return from_dense(k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, backend)
 
     def __repr__(self) -> str:
-        keys = next(name for name, dtype in KEY_TYPES.items() if dtype == self.key_dtype)
+        keys = key_name(self.key_dtype)
         return (
             f"KVPages({self.num_seqs} seqs, {self.num_pages} pages, {self.num_kv_heads} KV heads of {self.head_dim}, "
             f"{self.nbytes / 2**20:.1f} MiB, {keys} keys, {'rotated' if self.rotate_keys else 'not rotated'}, {self.device})"
@@ -290,8 +311,10 @@ class KVPages:
             K (rotated back) and V, each `[length, num_kv_heads, head_dim]` in `dtype`. They are computed in float64 if `dtype` is float64,
             otherwise in float32.
         Raises:
-            ValueError: the page table has no pages for so many tokens.
+            ValueError: there is no such sequence, or the page table has no pages for so many tokens.
         """
+        if not 0 <= seq < self.num_seqs:
+            raise ValueError(f"the pages are of sequences 0 to {self.num_seqs - 1}; got {seq}")
         if not 0 <= length <= PAGE_SIZE * self.page_table.shape[1]:
             raise ValueError(
                 f"length is {length}, and page_table has pages for {PAGE_SIZE * self.page_table.shape[1]} tokens of a sequence"

@@ -1,9 +1,8 @@
-"""The functions on pages. Each checks its arguments, chooses a backend and runs it. While torch ops are traced or intercepted, it calls the
-torch op.
+"""The functions on pages: `append` and `attention`. Each checks its arguments, chooses a backend and runs it. While torch ops are traced or
+intercepted, it calls the torch op.
 
 The functions read and write only device state and never read it back to the host, so they can be compiled and captured in CUDA graphs. The
-exception is the backend `reference`, a loop over sequences. `append` and `attention` take the pages of a cache. `from_dense` (public as
-`KVPages.from_dense`), `apply_rope` and `quantize_rows` take dense `[B, H, S, D]` tensors, contiguous or transposed.
+exception is the backend `reference`, a loop over sequences.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import math
 from typing import Literal, Protocol, overload
 
 import torch
-from torch.autograd import forward_ad
 
 from ._torch_ops import resolve, unobserved
 from .backends import find, load
-from .layout import FP8, HEAD_DIMS, KeyDtype, KVPages, check_tensor, key_type
+from .derivatives import check_derivatives
+from .layout import KVPages, check_tensor
 from .params import AttentionParams, BackendName
-from .rope import check_device, check_rope, dense_tables
+from .rope import both, check_rope
 
 
 def append(
@@ -53,6 +52,7 @@ def append(
             `rope_sin`.
         cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has T / num_seqs.
         max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, tokens are lost.
+            Without `cu_seqlens` leave it out.
         rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for K and Q (`rope.apply_rope`). None: no RoPE. V has no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
@@ -66,9 +66,12 @@ def append(
     Returns:
         The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.
     Raises:
+        TypeError: `pages` is not a `KVPages`.
         ValueError: a shape, dtype or backend does not fit; the message says what would.
         RuntimeError: an input requires a gradient.
     """
+    if not isinstance(pages, KVPages):
+        raise _no_pages(pages, "append(pages, k, v)")
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
     if overflows is not None:
         check_tensor(overflows, "overflows", (2, 3), torch.int64, k.device)
@@ -140,7 +143,7 @@ def attention(
         pages: the cache.
         softmax_scale: None: `1 / sqrt(head_dim)`.
         window, softcap: None: no window, no softcap. `window` requires `causal`.
-        cu_seqlens_q, max_seqlen_q: the second is required with the first.
+        cu_seqlens_q, max_seqlen_q: give both or neither.
         rope_cos, rope_sin: leave them out if `append` has applied RoPE to `q`.
         out: of q's shape and dtype, contiguous, to write the result into. It must not share memory with `q`. An address that is no multiple
             of 16 bytes costs a copy. None: a new tensor.
@@ -153,9 +156,12 @@ def attention(
         `return_lse` also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and unspecified in rows
         after those of the last sequence.
     Raises:
+        TypeError: `pages` is not a `KVPages`.
         ValueError: a shape, dtype, option or backend does not fit; the message says what would.
         RuntimeError: an input requires a gradient.
     """
+    if not isinstance(pages, KVPages):
+        raise _no_pages(pages, "attention(q, pages)")
     if q.dim() == 4:
         raise ValueError(
             f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, 2).flatten(0, 1) if q is "
@@ -179,7 +185,7 @@ def attention(
     if leftpad_k is not None:
         check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
     if rope_cos is not None or rope_sin is not None:
-        check_rope(q, *_both(rope_cos, rope_sin))
+        check_rope(q, *both(rope_cos, rope_sin))
     if out is not None:
         _check_out(out, q)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
@@ -195,113 +201,6 @@ def attention(
     if out is not None and result is not out:
         result = out.copy_(result)
     return result if lse is None or not return_lse else (result, lse)
-
-
-def from_dense(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rope_cos: torch.Tensor | None,
-    rope_sin: torch.Tensor | None,
-    rope_interleaved: bool,
-    k_mean: torch.Tensor | None,
-    v_mean: torch.Tensor | None,
-    key_dtype: KeyDtype,
-    rotate_keys: bool,
-    backend: BackendName,
-) -> KVPages:
-    """`KVPages.from_dense`, which describes the arguments."""
-    _check_dense(k, "k")
-    _check_dense(v, "v")
-    if k.shape != v.shape or k.dtype != v.dtype or k.device != v.device or k.shape[3] not in HEAD_DIMS or not k.numel():
-        raise ValueError(
-            f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty, head_dim one of {HEAD_DIMS}; "
-            f"got {tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}"
-        )
-    for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
-        if mean is not None:
-            check_tensor(mean, name, (k.shape[1], k.shape[3]), torch.float32, k.device)
-    if k.dtype == FP8:
-        raise ValueError(
-            f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
-            "fp8attn.scaled_dot_product_attention_quantized"
-        )
-    cos, sin = _tables_if_any(k, rope_cos, rope_sin, rope_interleaved)
-    return run_from_dense(
-        resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
-        key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
-    )  # fmt: skip
-
-
-def apply_rope(
-    x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, *, rope_interleaved: bool = False, backend: BackendName = "auto"
-) -> torch.Tensor:
-    """Apply RoPE to a dense tensor (`rope.apply_rope` has the equation).
-
-    Args:
-        x: `[B, H, S, D]` bfloat16 or float16. The last dimension is contiguous.
-        rope_cos, rope_sin, rope_interleaved: as `KVPages.from_dense` takes them.
-        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
-    Returns:
-        `[B, H, S, D]` in the dtype and memory order of `x`.
-    Raises:
-        ValueError: a shape, dtype or backend does not fit; the message says what would.
-        RuntimeError: an input requires a gradient.
-    """
-    _check_dense(x, "x")
-    cos, sin = _tables(x, *_both(rope_cos, rope_sin), rope_interleaved)
-    if unobserved(x):
-        return find(backend, x.device, x.dtype).apply_rope(x, cos, sin, rope_interleaved)
-    return torch.ops.fp8attn.apply_rope(x, cos, sin, rope_interleaved, resolve(backend, x))
-
-
-def quantize_rows(
-    x: torch.Tensor,
-    *,
-    rope_cos: torch.Tensor | None = None,
-    rope_sin: torch.Tensor | None = None,
-    rope_interleaved: bool = False,
-    rotate_keys: bool = False,
-    subtract_mean: bool = False,
-    heads_per_scale: int = 1,
-    dtype: KeyDtype = "e4m3",
-    backend: BackendName = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize a dense tensor to 8 bits in its own memory order, for kernels that take no pages.
-
-        x ~ x_8bit * scale + mean
-
-    Args:
-        x: `[B, H, S, D]` of any strides, not empty. The last dimension is contiguous.
-        rope_cos, rope_sin, rope_interleaved: apply RoPE first (`KVPages.from_dense`).
-        rotate_keys: then apply the rotation (`rotation.rotate`), to keys and to queries. The equation holds for the rotated tensor.
-        subtract_mean: subtract each head's mean over the whole sequence. The mean of K does not change attention. The caller must add the
-            mean of V to the output. What remains of V's mean is lost in single-level accumulation (`accumulation`), so a sample
-            is not enough.
-        heads_per_scale: number of neighboring heads that share a scale (the query heads of one KV head).
-        dtype: `"e4m3"` or `"int8"`.
-    Returns:
-        `x_8bit [B, H, S, D]` float8_e4m3fn or int8, in the memory order of `x`; `scale [B, H / heads_per_scale]` float32 (powers of two for
-        E4M3); `mean [B, H, D]` float32, None without `subtract_mean`.
-    Raises:
-        ValueError: a shape, dtype or backend does not fit; the message says what would.
-        RuntimeError: an input requires a gradient.
-    """
-    _check_dense(x, "x")
-    if not x.numel() or heads_per_scale < 1 or x.shape[1] % heads_per_scale:
-        raise ValueError(
-            f"x must not be empty, and heads_per_scale must be a divisor of its heads; got x {tuple(x.shape)} and {heads_per_scale=}"
-        )
-    cos, sin = _tables_if_any(x, rope_cos, rope_sin, rope_interleaved)
-    stored = key_type(dtype)
-    if unobserved(x):
-        return find(backend, x.device, x.dtype).quantize_rows(
-            x, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, subtract_mean=subtract_mean,
-            heads_per_scale=heads_per_scale, dtype=stored,
-        )  # fmt: skip
-    x_8bit, scale, mean = torch.ops.fp8attn.quantize_rows(
-        x, cos, sin, rope_interleaved, rotate_keys, subtract_mean, heads_per_scale, stored, resolve(backend, x)
-    )
-    return x_8bit, scale, mean if subtract_mean else None
 
 
 def run_append(
@@ -323,22 +222,6 @@ def run_append(
             name,
         )  # fmt: skip
     return q_out
-
-
-def run_from_dense(
-    name: BackendName, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
-    rope_interleaved: bool, k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
-) -> KVPages:  # fmt: skip
-    """`from_dense` with checked arguments, the resolved backend `name` and tables that `rope.dense_tables` made."""
-    if unobserved(k):
-        return load(name).from_dense(
-            k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
-            key_dtype=key_dtype, rotate_keys=rotate_keys,
-        )  # fmt: skip
-    pool, table, lengths = torch.ops.fp8attn.from_dense(
-        k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, name
-    )
-    return KVPages(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)
 
 
 class HoldsKV(Protocol):
@@ -369,7 +252,7 @@ def check_append(
         )
     _check_tokens(v, "v", device)
     if rope_cos is not None or rope_sin is not None:
-        check_rope(k, *_both(rope_cos, rope_sin))
+        check_rope(k, *both(rope_cos, rope_sin))
     if q is not None:
         _check_tokens(q, "q", device)
         if rope_cos is None or q.shape[::2] != k.shape[::2]:
@@ -378,6 +261,13 @@ def check_append(
                 f"got {tuple(q.shape)} {'without' if rope_cos is None else 'with'} them; leave q out if it needs no RoPE"
             )
     return resolve(backend, k)
+
+
+def _no_pages(given: object, call: str) -> TypeError:
+    return TypeError(
+        f"{call} takes KVPages, and got {type(given).__name__}: of a PagedKVCache pass cache.pages(layer), or call its own append and "
+        "attention"
+    )
 
 
 def _check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
@@ -408,62 +298,6 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     return first, first + (last + 1) * x.itemsize if first else 0
 
 
-def derivative_reason(*tensors: torch.Tensor) -> str | None:
-    """Why FP8 ops cannot take these tensors, or None. FP8 ops have no derivatives and no batching rules."""
-    if torch.is_grad_enabled():
-        for x in tensors:  # `any` costs a microsecond more
-            if x.requires_grad:
-                return "an input requires a gradient, and FP8 ops have none; use torch.no_grad() or torch.inference_mode()"
-    if torch._C._are_functorch_transforms_active():  # The same check as in torch.autograd.Function. There is no public function for it.
-        return "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 ops have no rule for it; call them outside of it"
-    # Dynamo guards on the level, but its tensors have no tangents. A function compiled inside a level may be called with tangents.
-    if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, tensors))):
-        return "an input has a forward-mode tangent, and FP8 ops have no derivative; leave out the tangents"
-    return None
-
-
-def _has_tangent(x: torch.Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
-
-
-def check_derivatives(*tensors: torch.Tensor) -> None:
-    """Raise RuntimeError if an input requires a gradient or has a tangent, or a transform of torch.func is active."""
-    reason = derivative_reason(*tensors)
-    if reason is not None:
-        raise RuntimeError(f"FP8 pages are for inference: {reason}")
-
-
-def _check_dense(x: torch.Tensor, name: str) -> None:
-    if x.dim() != 4 or x.stride(3) != 1:
-        raise ValueError(
-            f"{name} must be [B, heads, S, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"
-        )
-    check_derivatives(x)
-
-
-def _both(rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables, where at least one is given."""
-    if rope_cos is None or rope_sin is None:
-        raise ValueError(f"give rope_cos and rope_sin together, or neither; rope_{'cos' if rope_cos is None else 'sin'} is None")
-    return rope_cos, rope_sin
-
-
-def _tables_if_any(
-    x: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`_tables`; None without tables."""
-    if rope_cos is None and rope_sin is None:
-        return None, None
-    return _tables(x, *_both(rope_cos, rope_sin), rope_interleaved)
-
-
-def _tables(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables of RoPE for a dense `x`, in the form that kernels take: `[B, S, R / 2]`."""
-    check_device(x, rope_cos, rope_sin)
-    batch, _, length, head_dim = x.shape
-    return dense_tables(rope_cos, rope_sin, batch, length, head_dim, rope_interleaved)
-
-
 def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens: torch.Tensor | None, max_seqlen: int | None, cu_name: str, max_name: str) -> int:
     """The largest number of new tokens of a sequence. Without `cu_seqlens`, all sequences have this number."""
     if cu_seqlens is not None:
@@ -477,4 +311,7 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens: torch.Tensor | None, m
         return 0
     if not pages.num_seqs or x.shape[0] % pages.num_seqs:
         raise ValueError(f"{x.shape[0]} tokens do not divide over {pages.num_seqs} sequences; give {cu_name} and {max_name}")
-    return x.shape[0] // pages.num_seqs
+    each = x.shape[0] // pages.num_seqs
+    if max_seqlen is not None and max_seqlen != each:
+        raise ValueError(f"without {cu_name} every sequence has {each} tokens, and {max_name} is {max_seqlen}: give both or neither")
+    return each

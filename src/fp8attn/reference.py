@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from . import rope, rotation
-from .layout import FP8, PAGE_SIZE, KVPages, pack_k, pack_v, unpack_k, unpack_v
+from .layout import FP8, PAGE_SIZE, KVPages, key_name, pack_k, pack_v, unpack_k, unpack_v
 from .numerics import encode, finite_amax, needed_scale, settle
 from .params import AttentionParams
 
@@ -86,8 +86,8 @@ def from_dense(
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     pages = KVPages.empty(
-        batch * columns, heads, head_dim, batch, columns, k.device, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=k_mean,
-        v_mean=v_mean,
+        batch * columns, heads, head_dim, batch, columns, k.device, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys,
+        k_mean=k_mean, v_mean=v_mean,
     )  # fmt: skip
     pages.page_table.copy_(torch.arange(batch * columns, device=k.device).view(batch, columns))
     given_bytes = k.dtype == FP8
@@ -105,7 +105,7 @@ def from_dense(
 
 
 def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """RoPE on a dense `[B, H, S, D]` (`ops.apply_rope`)."""
+    """RoPE on a dense `[B, H, S, D]` (`dense.ops.apply_rope`)."""
     rotated = rope.apply_rope(x.transpose(1, 2).flatten(0, 1), rope_cos.flatten(0, 1), rope_sin.flatten(0, 1), rope_interleaved)
     return torch.empty_like(x).copy_(rotated.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
 
@@ -114,7 +114,7 @@ def quantize_rows(
     x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
     subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads (`ops.quantize_rows`)."""
+    """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads."""
     y = x.float()
     if rope_cos is not None and rope_sin is not None:
         y = apply_rope(y, rope_cos, rope_sin, rope_interleaved)

@@ -46,6 +46,13 @@ def check_device(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         raise ValueError(f"rotary tables are on {cos.device} and {sin.device}, and x is on {x.device}; move them there")
 
 
+def both(rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables, where at least one is given."""
+    if rope_cos is None or rope_sin is None:
+        raise ValueError(f"give rope_cos and rope_sin together, or neither; rope_{'cos' if rope_cos is None else 'sin'} is None")
+    return rope_cos, rope_sin
+
+
 def dense_tables(
     cos: torch.Tensor, sin: torch.Tensor, batch: int, length: int, head_dim: int, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,10 @@ def test_auto_never_falls_back_from_a_gpu():
     assert select_backend("auto", "cuda", torch.float16) == "triton"
     with pytest.raises(ValueError, match="backend='reference' runs anywhere, slowly"):
         select_backend("auto", "cuda", torch.float32)
+    assert unsupported_reason("auto", "cpu") is None and unsupported_reason("auto", "cuda", torch.float16) is None
+    assert unsupported_reason("auto", "cuda", torch.float32) == unsupported_reason("triton", "cuda", torch.float32)
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; choose 'auto', 'hopper', 'triton', 'reference', 'fa3'"):
+        unsupported_reason("cuda", "cpu")
 
 
 def test_fa3_has_reasons_and_takes_no_pages():

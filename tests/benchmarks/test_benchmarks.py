@@ -28,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import AttentionPolicy, fp8_attention, reference
+from fp8attn.layout import key_type
 
 RAGGED = Shape((300, 5, 0, 129), (7, 5, 0, 129), 4, 2, 64, True)
 
@@ -134,7 +135,7 @@ def test_relative_counts_all_pairs_together_and_shows_nan():
 def test_what_is_held_is_the_input_and_the_rest_is_poison(keys, rotate):
     _, k, v = accuracy.make("mean1", RAGGED)
     pages = problem.hold(RAGGED, k, v, key_dtype=keys, rotate_keys=rotate)
-    assert (pages.key_dtype, pages.rotate_keys) == (problem.key_type(keys), rotate)
+    assert (pages.key_dtype, pages.rotate_keys) == (key_type(keys), rotate)
     held = pages.read(3, 129)
     for x, y in zip(held, (k[305:], v[305:]), strict=True):
         assert measure.relative([(x, y.double())]) < 0.03  # E4M3's 2.6%, and INT8's 0.9%

@@ -8,6 +8,7 @@ import torch
 
 import fp8attn
 from fp8attn import OutOfPagesError, PagedKVCache, ops
+from fp8attn.cache import paged
 from fp8attn.cache.layer import LayerPages
 from fp8attn.scales import LayerScales
 
@@ -173,7 +174,7 @@ def test_a_first_layer_that_fails_appends_nothing(monkeypatch, held, form):
         if held:
             steps(each, [held, held])
     monkeypatch.setattr(ops, "run_append", fails)
-    monkeypatch.setattr(ops, "run_from_dense", fails)
+    monkeypatch.setattr(paged, "run_from_dense", fails)
     with pytest.raises(KeyboardInterrupt):
         cache.append(0, tokens(400), tokens(400))
     monkeypatch.undo()
@@ -265,7 +266,7 @@ def test_lengths_that_other_code_wrote_are_seen_after_sync():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_layers": 0}, "must be positive; got num_kv_heads=2, num_layers=0"),
+        ({"num_layers": 0}, "must be positive whole numbers; got num_kv_heads=2, num_layers=0"),
         ({"max_seqlen": 0}, "max_seqlen=0"),
         ({"max_seqlen": 100, "num_pages": 3}, "leave out num_pages=3"),
         ({"num_layers": 3, "rotate_keys": [True]}, "rotate_keys must be one value for all layers, or 3 of them; got 1"),

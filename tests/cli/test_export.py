@@ -8,7 +8,7 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 from fp8attn import KVScales, cli
-from tests.cli.test_cli import run, run_json
+from tests.cli.running import run, run_json
 
 
 @pytest.fixture(scope="module")

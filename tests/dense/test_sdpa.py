@@ -1,10 +1,8 @@
-"""scaled_dot_product_attention in FP8: torch's semantics, what goes to torch instead, the two errors, the dense kernels interpreted.
+"""scaled_dot_product_attention in FP8: torch's semantics, what goes to torch instead, and the two errors.
 
 The kernel error is against float64 attention over the same bytes. The quantization error is an SQNR against attention on the unrounded
 inputs, beside that of attention whose inputs alone are rounded to FP8, by the largest value of each head: no more than 1.2 dB below it.
 """
-
-import os
 
 import pytest
 import torch
@@ -22,26 +20,11 @@ from fp8attn import (
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
-from fp8attn.layout import unpack_k, unpack_v
-from fp8attn.numerics import E4M3, power_of_two_scale, quantize, sqnr_db
-from fp8attn.rope import apply_rope, dense_tables
-from tests.support.kernel_cases import assert_kernel_error, random_tokens
+from fp8attn.numerics import E4M3, quantize, sqnr_db
+from tests.dense.inputs import BACKENDS, X, bhsd
+from tests.support.kernel_cases import assert_kernel_error
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu"))]
 DECIBELS = 1.2
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def bhsd(batch: int, heads: int, length: int, head_dim: int, transposed: bool = False, dtype=torch.float32) -> torch.Tensor:
-    """Normal values `[B, H, S, D]`. With `transposed`, the memory order is `[B, S, H, D]`."""
-    if transposed:
-        return torch.randn(batch, length, heads, head_dim).to(dtype).transpose(1, 2)
-    return torch.randn(batch, heads, length, head_dim).to(dtype)
 
 
 def floor_db(query, key, value, **options) -> float:
@@ -139,8 +122,6 @@ def test_outliers_and_offsets():
 
 
 # What torch answers
-
-X = torch.zeros(1, 2, 8, 64)
 
 
 @pytest.mark.parametrize(
@@ -318,252 +299,3 @@ def test_impossible_backends_are_refused():
         scaled_dot_product_attention(X, X, X, backend="hopper")
     with pytest.raises(ValueError, match="'reference' cannot serve this call: a mask is given"):
         scaled_dot_product_attention(X, X, X, attn_mask=torch.ones(X.shape[-2], X.shape[-2], dtype=torch.bool), backend="reference")
-
-
-# RoPE
-
-
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """`apply_rope` on `[B, H, S, D]` with tables `[S, R / 2]`."""
-    return torch.stack([apply_rope(y.transpose(0, 1), cos, sin, interleaved).transpose(0, 1) for y in x])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary", [64, 24])
-def test_rope_inside_is_rope_before(rotary, interleaved, backend):
-    query, key, value = bhsd(2, 4, 40, 64, True, torch.float16), *(bhsd(2, 2, 40, 64, True, torch.float16) for _ in "kv")
-    angle = torch.randn(50, rotary // 2) * 3
-    cos, sin = angle.cos()[10:], angle.sin()[10:]  # positions from 10 on
-    out = rope_scaled_dot_product_attention(
-        query, key, value, cos, sin, rope_interleaved=interleaved, is_causal=True, enable_gqa=True, backend=backend
-    )
-    q, k = (turned(x, cos, sin, interleaved) for x in (query, key))
-    exact = F.scaled_dot_product_attention(q, k, value.float(), is_causal=True, enable_gqa=True)
-    assert out.stride() == query.stride()
-    assert sqnr_db(out, exact) > 25.0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_tables_of_every_form(interleaved, backend):
-    key, value = (bhsd(2, 2, 128, 64, False, torch.float16) for _ in "kv")  # whole pages: no bytes that may be anything
-    angle = torch.randn(2, 128, 32)
-    cos, sin = angle.cos(), angle.sin()
-    twice = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (lambda x: torch.cat([x, x], -1))
-    given = {"rope_interleaved": interleaved, "backend": backend}
-    expected = KVPages.from_dense(key, value, rope_cos=cos, rope_sin=sin, **given)
-    for form in (twice, lambda x: x[:, None], lambda x: twice(x)[:, None]):
-        pages = KVPages.from_dense(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
-        assert all(map(torch.equal, pages.state[:3], expected.state[:3]))
-    shared = KVPages.from_dense(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
-    alone = KVPages.from_dense(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
-    assert all(map(torch.equal, shared.state[:3], alone.state[:3]))
-    x = bhsd(2, 3, 128, 64, True)
-    rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
-    assert torch.equal(ops.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
-
-
-def test_keys_may_have_tables_of_their_own():
-    query, key, value = bhsd(1, 2, 30, 64), bhsd(1, 2, 50, 64), bhsd(1, 2, 50, 64)
-    a, b = torch.randn(30, 32), torch.randn(50, 16)
-    for is_causal in (False, True):
-        out = rope_scaled_dot_product_attention(
-            query, key, value, a.cos(), a.sin(), key_rope_cos=b.cos(), key_rope_sin=b.sin(), is_causal=is_causal
-        )
-        q, k = turned(query, a.cos(), a.sin(), False), turned(key, b.cos(), b.sin(), False)
-        assert sqnr_db(out, F.scaled_dot_product_attention(q, k, value, is_causal=is_causal)) > 25.0
-
-
-def test_what_rope_refuses():
-    table = torch.zeros(8, 32)
-    for cos, sin in ((table[:5], table[:5]), (table, table[:, :16]), (torch.zeros(8, 65),) * 2, (torch.zeros(3, 8, 32),) * 2):
-        with pytest.raises(ValueError, match="rotary tables must both be"):
-            dense_tables(cos, sin, 1, 8, 64)
-    with pytest.raises(ValueError, match="key_rope_cos and key_rope_sin together"):
-        rope_scaled_dot_product_attention(X, X, X, table, table, key_rope_cos=table)
-    with pytest.raises(ValueError, match="cannot serve this call: query, key and value must have four dimensions"):
-        rope_scaled_dot_product_attention(X[0], X[0], X[0], table, table)
-    with pytest.raises(ValueError, match="an input requires a gradient"):
-        rope_scaled_dot_product_attention(X.clone().requires_grad_(), X, X, table, table)
-    table = torch.zeros(X.shape[2], X.shape[3] // 2)
-    for tables in ({"rope_sin": table.to("meta")}, {"key_rope_cos": table, "key_rope_sin": table.to("meta")}):
-        with pytest.raises(ValueError, match="tables are on cpu and meta"):
-            rope_scaled_dot_product_attention(X, X, X, **{"rope_cos": table, "rope_sin": table} | tables)
-
-
-# The dense ops
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
-@pytest.mark.parametrize(
-    ("shape", "transposed", "rotary", "interleaved"),
-    [
-        ((2, 2, 200, 64), True, 0, False),
-        ((1, 3, 130, 80), False, 40, True),
-        ((2, 1, 300, 128), True, 128, False),
-        ((1, 2, 5, 96), False, 96, True),
-    ],
-)
-def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, interleaved):
-    batch, heads, length, head_dim = shape
-    k, v = (random_tokens(batch * length, heads, head_dim, torch.bfloat16).unflatten(0, (batch, length)).transpose(1, 2) for _ in "kv")
-    k[0, 0, 1, 3], v[0, -1, 2, 2], v[-1, 0, 3, 1] = torch.nan, torch.inf, torch.nan
-    if not transposed:
-        k, v = k.contiguous(), v.contiguous()
-    angle = torch.randn(batch, length, rotary // 2)
-    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
-    ours, theirs = (KVPages.from_dense(k, v, **rope, backend=backend) for backend in ("triton", "reference"))
-    columns = -(-length // 128)
-    assert ours.page_table.tolist() == torch.arange(batch * columns).view(batch, columns).tolist()
-    assert ours.cache_seqlens.tolist() == [length] * batch
-    assert torch.equal(ours.k_scale.nan_to_num(-1.0), theirs.k_scale.nan_to_num(-1.0))  # an INT8 page with a NaN has one for its scale
-    assert torch.equal(ours.v_scale, theirs.v_scale)
-    for name, unpack in (("k", unpack_k), ("v", unpack_v)):
-        a, b = (unpack(getattr(pages, name).view(torch.uint8)).unflatten(0, (batch, -1)) for pages in (ours, theirs))
-        a, b = (torch.where(x == 0xFF, 0x7F, x) for x in (a, b))  # a NaN may lose its sign
-        assert torch.equal(a[:, :length], b[:, :length])
-        assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("heads_per_scale", "means", "rotary"), [(1, True, 0), (2, False, 32), (4, True, 64)])
-def test_quantize_rows(heads_per_scale, means, rotary, backend):
-    x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
-    angle = torch.randn(150, rotary // 2)
-    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin()} if rotary else {}
-    x_fp8, scale, mean = ops.quantize_rows(x, **rope, subtract_mean=means, heads_per_scale=heads_per_scale, backend=backend)
-    y = turned(x, angle.cos(), angle.sin(), False) if rotary else x.float()
-    assert x_fp8.dtype == torch.float8_e4m3fn
-    assert x_fp8.stride() == x.stride()
-    assert (mean is not None) == means
-    centred = y - mean[:, :, None] if means else y
-    assert torch.equal(scale, power_of_two_scale(centred.unflatten(1, (-1, heads_per_scale)).abs().amax((2, 3, 4))))
-    each = scale.repeat_interleave(heads_per_scale, 1)[..., None, None]
-    assert torch.equal(x_fp8.float(), quantize(centred, each).float())
-
-
-def test_refusals_of_the_dense_ops():
-    for call in (lambda x: KVPages.from_dense(x, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
-        with pytest.raises(ValueError, match="last dimension contiguous"):
-            call(X.transpose(2, 3))
-        with pytest.raises(RuntimeError, match="FP8 ops have none"):
-            call(X.clone().requires_grad_())
-    with pytest.raises(ValueError, match="head_dim one of"):
-        KVPages.from_dense(X[..., :48], X[..., :48])
-    with pytest.raises(ValueError, match="not empty"):
-        KVPages.from_dense(X[:, :, :0], X[:, :, :0])
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(X, X)
-        for call in (lambda x: KVPages.from_dense(X, x), lambda x: ops.quantize_rows(x), lambda x: ops.apply_rope(x, X, X)):
-            with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
-                call(dual)
-            with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
-                torch.vmap(call)(X[None])
-    with pytest.raises(ValueError, match="together, or neither"):
-        KVPages.from_dense(X, X, rope_cos=torch.zeros(8, 32))
-    with pytest.raises(ValueError, match="a divisor of its heads"):
-        ops.quantize_rows(X, heads_per_scale=3)
-
-
-# Registration
-
-
-def test_ops_pass_torch_opcheck():
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # test_schema: see test_ops.py
-    x, angle = bhsd(2, 2, 130, 64, True), torch.randn(2, 130, 32)
-    for backend in ("reference", "triton") if INTERPRETED else ("reference",):
-        y = x if backend == "reference" else x.half()
-        pages_of = (y, y, angle, angle, False, None, None, torch.int8, True, backend)
-        torch.library.opcheck(torch.ops.fp8attn.from_dense, pages_of, test_utils=checks[:2])
-        torch.library.opcheck(torch.ops.fp8attn.apply_rope, (y, angle, angle, False, backend), test_utils=checks)
-        rows_of = (y, None, None, False, True, True, 1, torch.float8_e4m3fn, backend)
-        torch.library.opcheck(torch.ops.fp8attn.quantize_rows, rows_of, test_utils=checks[:2])
-        pages = KVPages.from_dense(y, y, backend=backend)
-        q = y.transpose(1, 2).flatten(0, 1)
-        torch.library.opcheck(
-            torch.ops.fp8attn.attention,
-            (q, *pages.state, None, 130, True, 0.1, 0, 0.0, None, None, None, None, False, False, False, backend),
-            test_utils=checks,
-        )
-
-
-@pytest.mark.parametrize(
-    ("q_len", "kv_len", "head_dim", "v_dim", "rope", "is_causal", "transposed"),
-    [
-        (130, 130, 64, 64, True, True, True),
-        (130, 70, 64, 64, True, True, False),  # rows behind the last key
-        (70, 130, 72, 72, False, True, False),
-        (70, 130, 64, 40, False, False, True),
-        (70, 130, 40, 64, False, False, False),
-    ],
-)
-def test_the_dense_op_passes_torch_opcheck(q_len, kv_len, head_dim, v_dim, rope, is_causal, transposed):
-    """In graphs it is one op. Its output has the memory order of q, as in the eager call."""
-    tensors = [
-        bhsd(2, heads, length, dim, transposed) for heads, length, dim in ((4, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, v_dim))
-    ]
-    tables = [torch.randn(2, length, 32) if rope else None for length in (q_len, q_len, kv_len, kv_len)]
-    arguments = *tensors, *tables, False, is_causal, None, "int8", True, "reference"
-    torch.library.opcheck(
-        torch.ops.fp8attn.sdpa, arguments, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    )
-
-
-def test_it_compiles_whole():
-    angle = torch.randn(140, 32)
-    tables = angle.cos(), angle.sin()
-
-    def layer(query, key, value, mask):
-        plain = scaled_dot_product_attention(query * 2, key, value, is_causal=True, enable_gqa=True)
-        masked = scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-        return plain + rope_scaled_dot_product_attention(query, key, value, *tables, enable_gqa=True), masked
-
-    arguments = bhsd(2, 4, 140, 64, True), *(bhsd(2, 2, 140, 64, True) for _ in "kv"), torch.rand(140, 140) > 0.2
-    expected = layer(*arguments)
-    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_it_exports_with_any_length(strict):
-    angle = torch.randn(4096, 32)
-    cos, sin = angle.cos(), angle.sin()
-
-    class Layer(torch.nn.Module):
-        def forward(self, query, key, value):
-            length = query.shape[2]
-            rotated = rope_scaled_dot_product_attention(query, key, value, cos[:length], sin[:length], is_causal=True, enable_gqa=True)
-            return rotated + scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-    def arguments(length):
-        return bhsd(1, 4, length, 64), bhsd(1, 2, length, 64), bhsd(1, 2, length, 64)
-
-    size = torch.export.Dim("length", min=2, max=4096)
-    dynamic = {name: {2: size} for name in ("query", "key", "value")}
-    exported = torch.export.export(Layer(), arguments(100), dynamic_shapes=dynamic, strict=strict).module()
-    for length in (2, 128, 129, 700):
-        given = arguments(length)
-        assert torch.equal(exported(*given), Layer()(*given))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_it_exports_with_any_two_lengths(is_causal):
-    class Layer(torch.nn.Module):
-        def forward(self, query, key, value):
-            return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-
-    lengths = [torch.export.Dim(name, min=2, max=4096) for name in ("queries", "keys")]
-    dynamic = {"query": {2: lengths[0]}, "key": {2: lengths[1]}, "value": {2: lengths[1]}}
-    given = bhsd(1, 2, 100, 64), bhsd(1, 2, 200, 64), bhsd(1, 2, 200, 64)
-    exported = torch.export.export(Layer(), given, dynamic_shapes=dynamic).module()
-    for queries, keys in ((2, 300), (300, 2), (150, 150)):
-        given = bhsd(1, 2, queries, 64), bhsd(1, 2, keys, 64), bhsd(1, 2, keys, 64)
-        assert torch.equal(exported(*given), Layer()(*given))
-
-
-def test_the_package_exports_it():
-    for name in ("scaled_dot_product_attention", "rope_scaled_dot_product_attention", "fallback_reason"):
-        assert name in fp8attn.__all__

@@ -3,12 +3,27 @@
 import pytest
 
 from evidence.rows import over_bf16, ratio
-from evidence.tables import FILES, filled, vllm
+from evidence.tables import FILES, filled, retrieval, vllm
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_tables_are_those_of_the_results(file):
     assert filled(file.read_text()) == file.read_text(), "run python -m evidence.tables"
+
+
+def test_tasks_that_were_not_asked_leave_no_table(monkeypatch):
+    answered = {"accuracy": 0.5, "samples": 100}
+    found = {("niah_single_1-S4096", "bf16"): answered, ("ruler_vt-S4096", "bf16"): answered}
+    monkeypatch.setattr(retrieval, "latest", lambda name: ("H200", found))
+    page = "<!-- results: other-tasks -->\n\n<!-- /results -->"
+    assert filled(page) == page
+    found["ruler_vt-S4096", "fp8attn"] = answered | {"accuracy": 0.49}
+    lines = filled(page).splitlines()
+    assert lines[0] == "<!-- results: other-tasks -->" and lines[-2:] == [
+        "",
+        "<!-- /results -->",
+    ]  # Markdown's tables end with an empty line
+    assert "| `ruler_vt`, 4,096 | 50 (100) | 49 (100) |" in lines and not any("niah_single_1" in line for line in lines)
 
 
 def test_ratios_are_of_rows_timed_together():

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import fp8attn
-from fp8attn import KVPages, PagedKVCache, ops
+from fp8attn import KVPages, PagedKVCache
+from fp8attn.backends import load
+from fp8attn.dense import ops as dense_ops
 from fp8attn.layout import FP8
 from tests.support.kernel_cases import cumulative, poison_empty
 
@@ -248,8 +250,12 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
     for name, options in {"from_dense": {}, "from_dense, rope": dict(rope_cos=tables[0], rope_sin=tables[1])}.items():
         pages = fp8attn.KVPages.from_dense(k, v, **options, backend=backend)
         found[name] = tokens_of(pages, [700, 700])
-    found["apply_rope"] = [ops.apply_rope(q, *tables, backend=backend)]
-    found["quantize_rows"] = list(ops.quantize_rows(k, subtract_mean=True, backend=backend))
+    found["apply_rope"] = [dense_ops.apply_rope(q, *tables, backend=backend)]
+    found["quantize_rows"] = list(
+        load(backend).quantize_rows(
+            k, rope_cos=None, rope_sin=None, rope_interleaved=False, rotate_keys=False, subtract_mean=True, heads_per_scale=1, dtype=FP8
+        )
+    )
     q8, k8, v8 = (x.to(FP8) for x in (q, k, v))
     found["sdpa_quantized"] = [fp8attn.scaled_dot_product_attention_quantized(q8, k8, v8, True, backend=backend)]
     for causal in (False, True):

@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8attn import AttentionParams, KVPages, ops, rope_scaled_dot_product_attention
+from fp8attn import AttentionParams, KVPages, rope_scaled_dot_product_attention
+from fp8attn.dense import ops as dense_ops
 from fp8attn.dense.sdpa import _attend
 from fp8attn.kernels import prefill
 from fp8attn.kernels.append import apply_rope
@@ -94,7 +95,7 @@ def test_whole_calls(lengths, head_dim, half, interleaved, causal):
             query, key, value, *q_rope.values(), key_rope_cos=k_rope["rope_cos"], key_rope_sin=k_rope["rope_sin"], is_causal=causal,
             enable_gqa=True, **options,
         )  # fmt: skip
-        turned = ops.apply_rope(query, **q_rope, **options)
+        turned = dense_ops.apply_rope(query, **q_rope, **options)
         expected = _attend(turned, key, value, None, tuple(k_rope.values()), interleaved, causal, None, "int8", True, "auto")
         assert torch.equal(out, expected)
 

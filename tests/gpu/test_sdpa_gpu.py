@@ -6,9 +6,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from fp8attn import KVPages, fallback_reason, ops, rope_scaled_dot_product_attention, scaled_dot_product_attention
-from fp8attn.backends import select_backend
-from fp8attn.layout import FP8, unpack_k, unpack_v
+from fp8attn import KVPages, fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
+from fp8attn.backends import load, select_backend
+from fp8attn.dense import ops as dense_ops
+from fp8attn.layout import key_type, unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
 from tests.support.kernel_cases import case_id, pairwise, poison_empty, random_tokens
 
@@ -78,7 +79,7 @@ def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
         assert torch.equal(a[:, :length], b[:, :length])
         assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
     if rotary:
-        turned = [ops.apply_rope(k, **rope, backend=backend) for backend in ("triton", "reference")]
+        turned = [dense_ops.apply_rope(k, **rope, backend=backend) for backend in ("triton", "reference")]
         assert torch.equal(*turned)
         assert turned[0].stride() == torch.empty_like(k).stride()
 
@@ -87,8 +88,9 @@ def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
 @pytest.mark.parametrize("means", [False, True])
 def test_quantize_rows_is_the_references(means, dtype, rotate):
     x = random_tokens(2 * 700, 4, 128, torch.bfloat16, CUDA).unflatten(0, (2, 700)).transpose(1, 2)
-    given = {"subtract_mean": means, "heads_per_scale": 2, "dtype": dtype, "rotate_keys": rotate}
-    ours, theirs = (ops.quantize_rows(x, **given, backend=backend) for backend in ("triton", "reference"))
+    given = {"subtract_mean": means, "heads_per_scale": 2, "dtype": key_type(dtype), "rotate_keys": rotate}
+    given |= {"rope_cos": None, "rope_sin": None, "rope_interleaved": False}
+    ours, theirs = (load(backend).quantize_rows(x, **given) for backend in ("triton", "reference"))
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5 if means and dtype == "int8" else 0, atol=0)  # of what is left without means
     if means:  # their sums are in another order: a byte at a tie may differ
         torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=1.2e-5 * float(x.abs().max()))
@@ -169,7 +171,6 @@ def test_ops_pass_torch_opcheck():
     checks = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, angle, angle, False, None, None, torch.int8, True, name), test_utils=checks)
     torch.library.opcheck(torch.ops.fp8attn.apply_rope, (x, angle, angle, False, name))
-    torch.library.opcheck(torch.ops.fp8attn.quantize_rows, (x, None, None, False, True, True, 1, FP8, name), test_utils=checks)
     pages = KVPages.from_dense(x, x)
     options = (None, 300, True, 0.1, 0, 0.0, None, None, *(x.flatten(0, 1) for x in (angle, angle)), False, False, True, name)
     torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *pages.state, *options), test_utils=checks)

@@ -18,9 +18,11 @@ def test_calls_load_what_warmup_compiled(tmp_path):
     Both run in new processes: a test with torch.compile gives this one, and its children, another ptxas (`compile.use_ptxas`).
     """
     steps, prompts, batches = (1, 2, 5), (100, 1000), (1, 4)
-    grid = f"w.STEPS, w.PROMPTS, w.BATCHES = {steps}, {prompts}, {batches}"
-    serve = f"import fp8attn.precompile as w; {grid}; w.serve()"
-    program = f"import fp8attn.precompile as w; w.SERVE = {serve!r}; print(len(w.warmup(num_q_heads=8, num_kv_heads=2, head_dim=128)))"
+    modules = "from fp8attn.precompile import calls, compiler"
+    grid = f"calls.STEPS, calls.PROMPTS, calls.BATCHES = {steps}, {prompts}, {batches}"
+    serve = f"{modules}; {grid}; compiler.serve()"
+    warmup = "fp8attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=128)"
+    program = f"import fp8attn; {modules}; compiler.SERVE = {serve!r}; print(len({warmup}))"
     kernels = int(compiling.run("-c", program, TRITON_CACHE_DIR=str(tmp_path)))
     arguments = (",".join(map(str, numbers)) for numbers in ((8, 2, 128), steps, prompts, batches))
     called = json.loads(compiling.run("-m", "tests.kernels.run_cold_calls", *arguments, TRITON_CACHE_DIR=str(tmp_path)))

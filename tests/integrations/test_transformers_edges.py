@@ -285,6 +285,11 @@ def test_options_that_are_refused(llama, options, message):
         FP8Cache(llama.config, **options)
 
 
+def test_a_file_in_place_of_its_scales_is_refused(llama):
+    with pytest.raises(TypeError, match=r"scales must be KVScales, as of KVScales\.load\(path\); got str"):
+        FP8Cache(llama.config, scales="scales.safetensors")
+
+
 def test_a_model_in_place_of_its_config_is_refused(llama):
     with pytest.raises(TypeError, match=r"FP8Cache\(model.config\); got LlamaForCausalLM"):
         FP8Cache(llama)

@@ -21,7 +21,7 @@ from fp8attn.kernels import quantize_rows as rows
 from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.machine import Machine
-from fp8attn.layout import FP8, HEAD_DIMS
+from fp8attn.layout import FP8, HEAD_DIMS, key_name
 from tests.support.machine_code import build, dry
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -51,7 +51,7 @@ def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=T
     params = AttentionParams(**{"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": True, "softmax_scale": 0.1} | features)
     q = torch.zeros(queries, 8, head_dim, dtype=dtype)
     mean = torch.zeros(2, head_dim) if means else None
-    pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=key_dtype, rotate_keys=rotate, k_mean=mean, v_mean=mean)
+    pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=key_name(key_dtype), rotate_keys=rotate, k_mean=mean, v_mean=mean)
     portable.attention(q, pages, params)
 
 
@@ -64,7 +64,7 @@ def append_tokens(
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
     angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
-        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_dtype, rotate_keys=rotate), k, k, q=q, q_out=q, max_seqlen=tokens,
+        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_name(key_dtype), rotate_keys=rotate), k, k, q=q, q_out=q, max_seqlen=tokens,
         rope_cos=angle, rope_sin=angle,
         cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
         static_scales=static, advance=advance, overflows=torch.zeros(2, 3, dtype=torch.int64) if overflows else None,

@@ -17,7 +17,7 @@ import triton
 from fp8attn import AttentionParams, KVPages
 from fp8attn.kernels import prefill
 from fp8attn.kernels.launch import Launch
-from fp8attn.layout import FP8, key_type
+from fp8attn.layout import FP8
 from tests.support.machine_code import Built, Sass, build, dry
 
 EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, "cu_seqlens_q": True, "means": True}
@@ -83,7 +83,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
     """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
     keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
     mean = torch.zeros(2, head_dim) if means else None
-    pages = KVPages.empty(8, 2, head_dim, 2, 4, key_dtype=key_type(keys), rotate_keys=rotate_keys, k_mean=mean, v_mean=mean)
+    pages = KVPages.empty(8, 2, head_dim, 2, 4, key_dtype=keys, rotate_keys=rotate_keys, k_mean=mean, v_mean=mean)
     tables = torch.zeros(64, rotary // 2) if rotary else None
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 132)

@@ -73,7 +73,7 @@ def filled_pages(
     counts = [max(-(-n // 128), 1) for n in lengths]
     k_mean, v_mean_off = (torch.randn(heads, head_dim) if means else None for _ in "kv")
     pages = KVPages.empty(
-        sum(counts) + 3, heads, head_dim, len(lengths), max(counts) + 1, key_dtype=KEY_TYPES[keys], rotate_keys=rotate, k_mean=k_mean,
+        sum(counts) + 3, heads, head_dim, len(lengths), max(counts) + 1, key_dtype=keys, rotate_keys=rotate, k_mean=k_mean,
         v_mean=v_mean_off,
     )  # fmt: skip
     order, used = torch.randperm(pages.num_pages), 0

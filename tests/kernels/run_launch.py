@@ -32,11 +32,14 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
-from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops, precompile  # noqa: E402
+from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops  # noqa: E402
+from fp8attn.dense import ops as dense_ops  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
 from fp8attn.layout import FP8  # noqa: E402
+from fp8attn.precompile.calls import Layer, _attend, _quantize  # noqa: E402
+from fp8attn.precompile.target import TARGETS  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 ROWS = View((1024, 64), (64, 1), (128, 64))
@@ -158,7 +161,7 @@ def attended(launches: list, compiled: dict) -> dict:
     decode.decode_kernel, prefill.prefill_kernel = stand_in(decode.decode_kernel), stand_in(prefill.prefill_kernel)
     append.num_sms = decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
     hopper = backends.load("hopper")
-    ops.find = _torch_ops.find = cache(lambda *_: hopper)
+    ops.find = dense_ops.find = _torch_ops.find = cache(lambda *_: hopper)
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     kernels.launch.Constants = lambda device, **values: Constants(DEVICE, **values)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
@@ -220,13 +223,13 @@ def prompted(launches: list) -> dict:
 def warmed() -> dict:
     """Results of launches whose kernels `warmup` has compiled, after `prompted`. The kernels are in Triton's cache on disk, and none is in
     memory."""
-    machine.plan_for(precompile.TARGETS["sm_90"])
+    machine.plan_for(TARGETS["sm_90"])
     compiled_as, answers = [], []
-    layer = precompile.Layer(12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, sinks=True)  # as no other call here
+    layer = Layer(12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, sinks=True)  # as no other call here
     calls = [
-        lambda: precompile._attend(layer, 2, 3, 1), lambda: precompile._attend(layer, 33, 3, 1, leftpad=True, ragged=50),
-        lambda: precompile._attend(layer, 1, 256, 0), lambda: precompile._attend(layer, 1, 128, 64),
-        lambda: precompile._quantize(layer, 300),
+        lambda: _attend(layer, 2, 3, 1), lambda: _attend(layer, 33, 3, 1, leftpad=True, ragged=50),
+        lambda: _attend(layer, 1, 256, 0), lambda: _attend(layer, 1, 128, 64),
+        lambda: _quantize(layer, 300), lambda: _quantize(replace(layer, k_mean=False), 300),
     ]  # fmt: skip
     with recording(dry=True) as launches:
         for call in calls:
@@ -239,7 +242,7 @@ def warmed() -> dict:
     knobs.compilation.listener = lambda **noted: answers.append([noted["metadata"]["hash"], noted["cache_hit"]])
     empty = torch.empty
     on_cpu = patch.object(torch, "empty", lambda *shape, **options: empty(*shape, **{**options, "device": "cpu"}))
-    hopper = patch.object(append, "machine", lambda device: precompile.TARGETS["sm_90"])
+    hopper = patch.object(append, "machine", lambda device: TARGETS["sm_90"])
     with on_cpu, hopper, patch.object(combine, "is_native", lambda device: True):
         for call in calls:
             call()

@@ -18,13 +18,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8attn.integrations.transformers as fp8
-from fp8attn import PagedKVCache, _torch_ops, backends, ops, precompile, scaled_dot_product_attention
+from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
+from fp8attn.dense import ops as dense_ops
 from fp8attn.dense import sdpa, strategies
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
 from fp8attn.layout import KVPages, key_type, page_bytes
-from fp8attn.precompile import Layer
+from fp8attn.precompile.calls import DTYPES, Layer, launches
+from fp8attn.precompile.target import TARGETS
 
 LLAMA = Layer(32, 8, 128)
 CASES = {
@@ -45,6 +47,7 @@ CASES = {
     "sinks, window": [replace(Layer(64, 8, 64), sinks=True, window=window) for window in (False, True)],
 }
 PLAIN = {"llama", "d64", "d256", "d80"}  # cases of dense calls
+WITHOUT_DENSE = {"an engine's", "calibrated"}  # whose layers make none: their kernels must not be listed
 
 
 def sizes(seed: int, most: int) -> list[tuple[int, int, int]]:
@@ -76,7 +79,7 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
 
 def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Random) -> None:
     """Runs a prompt or a step of the layer: with equal lengths, with padding on the left, and ragged."""
-    dtype = precompile.DTYPES[layer.dtype]
+    dtype = DTYPES[layer.dtype]
     pages = held(layer, batch, before + tokens)
     options = {"softcap": 30.0 if layer.softcap else None, "window": draw.choice((1, 127, 1024, 4095)) if layer.window else None}
     options["sinks"] = meta(layer.num_q_heads, dtype=dtype) if layer.sinks else None
@@ -89,6 +92,8 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     ops.append(pages, k, k, **counted)
     ops.attention(q, pages, **options)
     ops.attention(q, pages, out=torch.empty_like(q), **options)
+    if not layer.window and (tokens * layer.num_q_heads > 128 * layer.num_kv_heads or tokens == 1):
+        ops.attention(q, held(layer, batch, tokens), causal=False, **options)
     ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
     total = draw.randint(tokens, batch * tokens)
     bounds = meta(batch + 1, dtype=torch.int32)
@@ -105,7 +110,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
 
 def dense(layer: Layer, tokens: int, batch: int) -> None:
     """Attention with as many keys as queries, in both memory orders."""
-    dtype = precompile.DTYPES[layer.dtype]
+    dtype = DTYPES[layer.dtype]
     group = layer.num_q_heads // layer.num_kv_heads
     for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
         q, k = (
@@ -142,10 +147,10 @@ def launched(call: Callable[[], object]) -> list[Launch]:
 @torch.inference_mode()
 def main() -> None:
     target, *words = sys.argv[1:]
-    plan_for(precompile.TARGETS[target])
+    plan_for(TARGETS[target])
     backend = "hopper" if target == "sm_90" else "triton"
     loaded = backends.load(backend)
-    ops.find = _torch_ops.find = strategies.find = lambda *_: loaded
+    ops.find = dense_ops.find = _torch_ops.find = strategies.find = lambda *_: loaded
     sdpa._machine_reason = lambda *_: None
     torch._assert_async = lambda *_: None
     found = {}
@@ -155,18 +160,23 @@ def main() -> None:
         layers = [replace(layer, backend=backend) for layer in layers]
         known: dict = {}
         for layer in layers:
-            known |= precompile.launches(layer)
+            known |= launches(layer)
         missing, count = {}, 0
+        of_pages, of_dense = set(), set()
         for layer in layers:
             calls = [partial(serve, layer, *size, random.Random(1)) for size in sizes(len(found), 60)]
+            dense_calls = [partial(dense, layer, *size[:2]) for size in sizes(len(found), 20)] if name in PLAIN | WITHOUT_DENSE else []
             if name in PLAIN:
-                calls += [partial(dense, layer, *size[:2]) for size in sizes(len(found), 20)] + [partial(model, layer)]
-            for call in calls:
+                calls.append(partial(model, layer))
+            for call in calls + dense_calls:
                 for made in launched(call):
                     count += 1
-                    if specialization(made) not in known:
-                        missing.setdefault(str(specialization(made)), f"{call.func.__name__}{call.args[1:]}")
-        found[name] = {"kernels": sorted(key[0] for key in known), "launches": count, "missing": missing}
+                    key = specialization(made)
+                    (of_dense if call.func is dense else of_pages).add(key)
+                    if key not in known and not (call.func is dense and name in WITHOUT_DENSE):
+                        missing.setdefault(str(key), f"{call.func.__name__}{call.args[1:]}")
+        only_dense = sorted(key[0] for key in known.keys() & of_dense - of_pages)
+        found[name] = {"kernels": sorted(key[0] for key in known), "launches": count, "missing": missing, "only dense": only_dense}
     print(json.dumps(found))
 
 

@@ -8,6 +8,8 @@ from transformers import GptOssConfig, LlamaConfig
 
 import fp8attn
 from fp8attn import precompile
+from fp8attn.precompile import compiler
+from tests.kernels.run_warmup import WITHOUT_DENSE
 from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
@@ -23,16 +25,23 @@ SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
 def test_no_call_launches_a_kernel_that_is_not_listed(target):
     """Prompts of 1 to 32k tokens, steps of 1 to 16, batches of 1 to 64, of random lengths and pasts, dense, padded and ragged."""
-    for case, found in json.loads(compiling.run("-m", "tests.kernels.run_warmup", target)).items():
+    cases = json.loads(compiling.run("-m", "tests.kernels.run_warmup", target))
+    for case, found in cases.items():
         assert found["launches"] > 1000, case
         assert not found["missing"], (case, found["missing"])
+    for case in WITHOUT_DENSE:
+        assert not cases[case]["only dense"], case
+        assert len(cases[case]["kernels"]) < len(cases["llama"]["kernels"])
 
 
 def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
     """All steps, for a few calls of the portable kernels."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    few_calls = "import fp8attn.precompile as w; w.STEPS, w.PROMPTS, w.BATCHES, w.HELD = (1,), (), (1,), (0,); w.serve()"
-    monkeypatch.setattr(precompile, "SERVE", few_calls)
+    few_calls = (
+        "from fp8attn.precompile import calls, compiler; calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.HELD = (1,), (), (1,), (0,); "
+        "compiler.serve()"
+    )
+    monkeypatch.setattr(compiler, "SERVE", few_calls)
     reported = []
     first = fp8attn.warmup(**SHAPE, target="sm_80", progress=lambda done, total: reported.append((done, total)))
     assert {kernel.name for kernel in first} == {"_attention_kernel", "step_kernel", "page_kernel", "_combine_kernel"}
@@ -50,7 +59,7 @@ def test_a_shape_is_three_numbers(shape):
 
 
 def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
-    monkeypatch.setattr(precompile, "SERVE", "raise SystemExit('no compiler here')")
+    monkeypatch.setattr(compiler, "SERVE", "raise SystemExit('no compiler here')")
     with pytest.raises(RuntimeError, match="exit code 1; its message is above"):
         fp8attn.warmup(**SHAPE, target="sm_80")
     assert "no compiler here" in capfd.readouterr().err
@@ -64,7 +73,9 @@ def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
         (SHAPE | {"device": "cpu"}, "cpu is not a GPU. Run it on the machine that will serve"),
         (SHAPE | {"target": "sm_9"}, "target must be one of sm_80"),
         (SHAPE | {"target": "sm_80", "backend": "hopper"}, "'hopper' has no kernels for sm_80"),
-        (SHAPE | {"target": "sm_90", "dtype": torch.float32}, "bfloat16 and float16"),
+        (SHAPE | {"target": "sm_90", "dtype": torch.float32}, "torch.bfloat16 or torch.float16, which the kernels take; got torch.float32"),
+        (SHAPE | {"target": "sm_90", "dtype": "bfloat16"}, "torch.bfloat16 or torch.float16, which the kernels take; got 'bfloat16'"),
+        (SHAPE | {"target": "sm_90", "attention": "window"}, r"pass \('window',\)"),
         (SHAPE | {"target": "sm_90", "head_dim": 100}, "head_dim one of"),
         (SHAPE | {"target": "sm_90", "num_kv_heads": 5}, "multiple of num_kv_heads"),
         (SHAPE | {"target": "sm_90", "key_dtype": "int4"}, "key_dtype must be one of"),

@@ -12,7 +12,7 @@ import torch
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, reference, rotation
-from fp8attn.layout import FP8, HEADER, PAGE_SIZE, unpack_k, unpack_v
+from fp8attn.layout import FP8, HEADER, PAGE_SIZE, key_name, unpack_k, unpack_v
 from fp8attn.numerics import relative_error
 
 KERNEL_ERROR = 3e-4  # relative, against float64 on the same bytes, besides the rounding of the output
@@ -92,8 +92,8 @@ def empty_cache(
     num_seqs = len(lengths)
     k_mean, v_mean = (torch.randn(heads, head_dim, device=device) * mean if mean else None for _ in "kv")
     pages = KVPages.empty(
-        num_seqs * columns + spare, heads, head_dim, num_seqs, columns, device, key_dtype=key_dtype, rotate_keys=rotate, k_mean=k_mean,
-        v_mean=v_mean,
+        num_seqs * columns + spare, heads, head_dim, num_seqs, columns, device, key_dtype=key_name(key_dtype), rotate_keys=rotate,
+        k_mean=k_mean, v_mean=v_mean,
     )  # fmt: skip
     order = torch.randperm(pages.num_pages, device=device)
     pages.page_table.copy_(order[: num_seqs * columns].view(num_seqs, columns))

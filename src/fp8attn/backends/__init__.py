@@ -30,19 +30,30 @@ _CLASSES: dict[str, type[Backend]] = {found.name: found for found in (Hopper, Tr
 
 
 def unsupported_reason(backend: DenseBackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Why `backend`, one of `DENSE_BACKENDS`, cannot serve `dtype` inputs on `device`; None if it can.
+    """Why `backend` cannot serve `dtype` inputs on `device`; None if it can.
 
+    Args:
+        backend: `"hopper"`, `"triton"`, `"reference"` or `"fa3"`; or `"auto"`, then the reason is of the last one that `"auto"` tries.
     Raises:
         UsageError: there is no such backend.
     """
-    device = torch.device(device)
-    if backend == FlashAttention3.name:
-        return FlashAttention3.unsupported_reason(device, dtype)
-    check_backend(backend)
-    return _CLASSES[backend].unsupported_reason(device, dtype)
+    check_backend(backend, DENSE_BACKENDS)
+    device, reason = torch.device(device), None
+    for name in _tried(backend, device):
+        tried = FlashAttention3 if name == FlashAttention3.name else _CLASSES[name]
+        if (reason := tried.unsupported_reason(device, dtype)) is None:
+            return None
+    return reason
 
 
-def select_backend(backend: BackendName, device: torch.device | str, dtype: torch.dtype) -> BackendName:
+def _tried(backend: DenseBackendName, device: torch.device) -> tuple[DenseBackendName, ...]:
+    """The backends that a name means, in order."""
+    if backend == "auto":
+        return ("reference",) if device.type == "cpu" else ("hopper", "triton")
+    return (backend,)
+
+
+def select_backend(backend: BackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> BackendName:
     """Resolve `backend` to the name of one that works on pages; `"auto"` in the order that this module describes.
 
     Raises:
@@ -51,12 +62,10 @@ def select_backend(backend: BackendName, device: torch.device | str, dtype: torc
     device = torch.device(device)
     if backend == FlashAttention3.name:
         raise UsageError(f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}")
-    candidates: tuple[BackendName, ...] = (backend,)
-    if backend == "auto":
-        candidates = ("reference",) if device.type == "cpu" else ("hopper", "triton")
-    for name in candidates:
-        if (reason := unsupported_reason(name, device, dtype)) is None:
-            return name
+    check_backend(backend)
+    for name in _tried(backend, device):
+        if (reason := _CLASSES[name].unsupported_reason(device, dtype)) is None:
+            return _CLASSES[name].name
     hint = "; backend='reference' runs anywhere, slowly" if name != "reference" else ""
     raise UsageError(f"backend {name!r} cannot run here: {reason}{hint}")
 

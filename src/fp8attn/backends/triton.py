@@ -28,7 +28,7 @@ class Writer:
 
 
 class Triton(Writer):
-    """Attention of `kernels/portable.py`, in 16-bit arithmetic."""
+    """Attention of `kernels/portable/`, in 16-bit arithmetic."""
 
     name: BackendName = "triton"
 

@@ -72,7 +72,7 @@ class LayerPages:
 
     @property
     def format(self) -> dict[str, Any]:
-        """The static options that `ops.run_from_dense` takes."""
+        """The static options that `dense.ops.run_from_dense` takes."""
         return {"k_mean": self.k_mean, "v_mean": self.v_mean, "key_dtype": self.key_dtype, "rotate_keys": self.rotate_keys}
 
     def use_means(self, k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:

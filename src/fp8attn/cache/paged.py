@@ -10,6 +10,7 @@ from typing import Literal, overload
 import torch
 
 from .. import ops
+from ..dense.ops import apply_rope, run_from_dense
 from ..layout import KVPages
 from ..params import BackendName
 from . import storage
@@ -74,7 +75,7 @@ class PagedKVCache(Sequences):
             layer: the layer's number.
             k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence.
             q: `[T, num_q_heads, head_dim]`, the queries of the same tokens, to apply RoPE to.
-            lengths: number of new tokens of each sequence, T in all, equal for all layers. None: T / num_seqs for each.
+            lengths: number of new tokens of each sequence, T in all, the same in all layers. None: T / num_seqs for each.
             rope_cos, rope_sin, rope_interleaved: RoPE for K and Q, as `fp8attn.append` takes them.
         Returns:
             The queries after RoPE, in q's shape and dtype; None without `q`.
@@ -225,7 +226,7 @@ class PagedKVCache(Sequences):
             path: the file. Only tensors and strings are read; nothing in it is executed.
             max_seqlen, num_pages, device, backend: as `PagedKVCache` takes them.
         Raises:
-            ValueError: the file does not exist, is damaged or is not from `save`; or its sequences are longer than max_seqlen.
+            UsageError: the file does not exist, is damaged or is not from `save`; or its sequences are longer than max_seqlen.
             OutOfPagesError: its sequences need more than num_pages.
         """
         return storage.unpack(*storage.read(path), path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
@@ -246,7 +247,7 @@ class PagedKVCache(Sequences):
             (lengths is not None or step.cu_seqlens is not None) and self._divide(num_tokens, lengths) != step.lengths
         ):
             raise ValueError(
-                f"layer {layer} appends {num_tokens} tokens{'' if lengths is None else f' (lengths {list(lengths)})'}, and the layers "
+                f"layer {layer} appends {num_tokens} tokens{'' if lengths is None else f' (lengths {lengths})'}, and the layers "
                 f"before it appended {step.num_tokens} (lengths {step.lengths}): a step has the same lengths in all layers"
             )
         return step
@@ -278,7 +279,7 @@ class PagedKVCache(Sequences):
 
     @property
     def _begins_dense(self) -> bool:
-        """Whether `ops.run_from_dense` may make the first pages: it has neither static scales nor counts."""
+        """Whether `run_from_dense` may make the first pages: it has neither static scales nor counts."""
         return self.overflow_counts is None and all(layer.scales is None for layer in self.layers)
 
     def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
@@ -301,14 +302,14 @@ class PagedKVCache(Sequences):
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         if rope_cos is not None and rope_sin is not None:
             rope_cos, rope_sin = rope_cos.unflatten(0, (-1, length)), rope_sin.unflatten(0, (-1, length))
-        self.layers[layer].pool = ops.run_from_dense(
+        self.layers[layer].pool = run_from_dense(
             name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, **self.layers[layer].format
         ).pool
         self._pages[layer] = None
         if q is None or rope_cos is None or rope_sin is None:  # queries have tables
             return None
         q = q.unflatten(0, (-1, length)).transpose(1, 2)
-        q = ops.apply_rope(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=self.backend)
+        q = apply_rope(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=self.backend)
         return q.transpose(1, 2).flatten(0, 1)
 
     def _trace_append(self, layer: int, k: torch.Tensor, lengths: Sequence[int] | None) -> None:

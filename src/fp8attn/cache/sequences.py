@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UsageError
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages
 from ..overflow import OverflowCounts, OverflowReport
 from ..params import BackendName, check_backend
@@ -40,17 +41,17 @@ class Sequences:
         backend: BackendName = "auto",
     ) -> None:
         if head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
+            raise UsageError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
         sizes = {
             "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen
         }  # fmt: skip
-        if any(size is not None and size < 1 for size in sizes.values()):
+        if any(size is not None and (not isinstance(size, int) or size < 1) for size in sizes.values()):
             given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
-            raise ValueError(f"{', '.join(sizes)} must be positive; got {given}")
+            raise UsageError(f"{', '.join(sizes)} must be positive whole numbers; got {given}")
         check_backend(backend)
         if max_seqlen is not None:
             if num_pages is not None:
-                raise ValueError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
+                raise UsageError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
             num_pages = num_seqs * num_pages_of(max_seqlen)
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
+from ..errors import UsageError
 from ..layout import PAGE_SIZE, check_tensor, page_bytes
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
@@ -78,11 +79,11 @@ def unpack(
             lengths, table = _table(tensors)
             pools = _pools(tensors, len({page for pages in table for page in pages}), **found)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
+        raise UsageError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
     if page_size != PAGE_SIZE:
-        raise ValueError(f"{path} has pages of {page_size} tokens, and this version of fp8attn has pages of {PAGE_SIZE}; {AGAIN}")
+        raise UsageError(f"{path} has pages of {page_size} tokens, and this version of fp8attn has pages of {PAGE_SIZE}; {AGAIN}")
     if max_seqlen is not None and max(lengths) > max_seqlen:
-        raise ValueError(f"{path} has sequences of {max(lengths)} tokens, which do not fit into max_seqlen={max_seqlen}; give a larger one")
+        raise UsageError(f"{path} has sequences of {max(lengths)} tokens, which do not fit into max_seqlen={max_seqlen}; give a larger one")
     scales: list[LayerScales] | None = None
     if "scales.0.k_scale" in tensors:
         scales = []
@@ -140,15 +141,15 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors and metadata of a file that `write` made.
 
     Raises:
-        ValueError: the file does not exist, is damaged, or has other contents.
+        UsageError: the file does not exist, is damaged, or has other contents.
     """
     if not Path(path).is_file():
-        raise ValueError(f"no such file: {path}; write it with cache.save(path)")
+        raise UsageError(f"no such file: {path}; write it with cache.save(path)")
     try:
         with safe_open(path, "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or it is cut short ({error}); {AGAIN}") from error
+        raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {AGAIN}") from error
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}")
+        raise UsageError(f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}")
     return tensors, metadata

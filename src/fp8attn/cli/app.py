@@ -118,10 +118,10 @@ def calibrate(
     means: Annotated[bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")] = True,
     chunk: Chunk = 32768,
     checkpoint: Annotated[Path | None, typer.Option(help="A file from which the same command continues after it was killed.")] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="A held-out text: report which of its values saturate, and which are rounded to zero.")
+    held_out: Annotated[
+        Path | None, typer.Option(help="Another text: report which of its values saturate, and which are rounded to zero.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --report: write heat maps by layer and head (.png, .svg, .pdf).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --held-out: write heat maps by layer and head (.png, .svg, .pdf).")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -133,10 +133,10 @@ def calibrate(
         from . import plots
 
         plots.check_format(plot)
-        if report is None:
-            raise UsageError("--plot shows the report on a held-out text; add --report FILE")
+        if held_out is None:
+            raise UsageError("--plot shows the report on a held-out text; add --held-out FILE")
     write_scales, write_plot = output(save), output(plot)
-    passage, held_out = read_text(text, model), None if report is None else read_text(report, model)
+    passage, other = read_text(text, model), None if held_out is None else read_text(held_out, model)
     from .. import calibrate as run
     from ..diagnostics import offset_checks
     from ..integrations.transformers import check_scales
@@ -151,9 +151,9 @@ def calibrate(
         )  # fmt: skip
     write_scales(found.save)
     covered = None
-    if held_out is not None:
+    if other is not None:
         with progress("held-out sequences") as tick:
-            covered = check_scales(loaded, sequences(tokenizer, held_out, loaded, context), found, chunk=chunk, progress=tick)
+            covered = check_scales(loaded, sequences(tokenizer, other, loaded, context), found, chunk=chunk, progress=tick)
         write_plot(lambda path: plots.save(plots.coverage_maps(covered), path))
     if as_json:
         rows = [
@@ -256,7 +256,8 @@ def warmup(
     import time
 
     from .. import warmup as run
-    from ..precompile import DTYPES, AttentionOption
+    from ..precompile import AttentionOption
+    from ..precompile.calls import DTYPES
 
     if (model is None) == (shape is None):
         raise UsageError("give --model, or --shape such as --shape 32,8,128 (query heads, KV heads, head_dim)")

@@ -128,7 +128,7 @@ def needle(
     distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0)] = 3,
     seed: Annotated[int, typer.Option(help="Seed of keys, values, texts and positions.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Write heat maps to this file (.png, .svg, .pdf).")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write every answer to this file, as JSON lines.")] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Write every answer to this file, as JSON lines.")] = None,
     chunk: Chunk = 512,
     stress: Stress = 0,
     device: Device = None,

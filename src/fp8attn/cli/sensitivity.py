@@ -39,7 +39,7 @@ def sensitivity(
     ] = "float32",
     chunk: Chunk = 512,
     plot: Annotated[Path | None, typer.Option(help="Draw the layers into this file (.png, .svg, .pdf).")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Write the report to this file, as JSON.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:

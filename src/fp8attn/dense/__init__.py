@@ -1,9 +1,10 @@
-"""Attention of dense Q, K and V, with torch's signatures.
+"""Dense tensors `[B, H, S, D]`: attention with torch's signatures, and K and V as pages.
 
 | file | what |
 |---|---|
 | `sdpa.py` | `scaled_dot_product_attention` of 16-bit tensors, with and without RoPE; `fallback_reason` |
 | `quantized.py` | `scaled_dot_product_attention_quantized` on operands that are FP8 already |
+| `ops.py` | `KVPages.from_dense`, RoPE |
 | `strategies.py` | how both are computed: over pages, or over rows by FlashAttention-3 |
 """
 

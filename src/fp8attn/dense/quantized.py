@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .._torch_ops import register, unobserved
+from ..derivatives import check_derivatives, derivative_reason
 from ..layout import FP8, HEAD_DIMS
-from ..ops import check_derivatives, derivative_reason
-from ..params import DenseBackendName
+from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
 from .strategies import Scale, fp8_strategy, padded, padded_size
 
 PER_HEAD = 0  # torch's DescaleType.PER_HEAD, a member of an IntEnum
@@ -56,6 +56,7 @@ def scaled_dot_product_attention_quantized(
         RuntimeError: a transform of torch.func is active (vmap, grad, jvp). An input that requires a gradient causes a warning.
     """
     _check_operands(query, key, value)
+    check_backend(backend, DENSE_BACKENDS)
     for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
         _check_descale(descale, kind, name, query, key)
     tensors = [x for x in (query, key, value, q_descale, k_descale, v_descale) if x is not None]

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from .._torch_ops import register, unobserved
 from ..backends import unsupported_reason
+from ..derivatives import derivative_reason
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, key_type
-from ..ops import derivative_reason
-from ..params import DenseBackendName
-from ..rope import check_device, dense_tables
+from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
+from ..rope import both, check_device, dense_tables
 from .strategies import Tables, padded, padded_size, strategy
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ def scaled_dot_product_attention(
         ValueError: the key_dtype is unknown, or a named backend cannot run here or cannot serve this call; the message has the reason.
     """
     key_type(key_dtype)  # raises ValueError
+    check_backend(backend, DENSE_BACKENDS)
     query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason is not None:
@@ -200,6 +201,7 @@ def rope_scaled_dot_product_attention(
         missing = "key_rope_cos" if key_rope_cos is None else "key_rope_sin"
         raise ValueError(f"give key_rope_cos and key_rope_sin together, or neither; {missing} is None")
     key_type(key_dtype)  # raises ValueError
+    check_backend(backend, DENSE_BACKENDS)
     query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
     if reason is None and query.dim() != 4:
@@ -211,7 +213,7 @@ def rope_scaled_dot_product_attention(
         )
     if key_rope_cos is None or key_rope_sin is None:
         key_rope_cos, key_rope_sin = rope_cos, rope_sin
-    check_device(query, rope_cos, rope_sin)
+    check_device(query, *both(rope_cos, rope_sin))
     check_device(query, key_rope_cos, key_rope_sin)
     q, k, v = _batched(query), _batched(key), _batched(value)
     batch, _, q_len, head_dim = q.shape

@@ -48,7 +48,7 @@ class FP8Cache(Cache):
         count_overflows: count values that saturate and scales of pages that grow, for `overflows`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`, for append and attention.
     Raises:
-        TypeError: `config` is not the config of a model.
+        TypeError: `config` is not the config of a model, or `scales` are not `KVScales`.
         UsageError: the model cannot be served (the message says what to use), `max_cache_len` is not a number of tokens, or the scales are
             of another model, key_dtype or rotate_keys.
     """
@@ -68,6 +68,8 @@ class FP8Cache(Cache):
     ) -> None:
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
             raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
+        if scales is not None and not isinstance(scales, KVScales):
+            raise TypeError(f"scales must be KVScales, as of KVScales.load(path); got {type(scales).__name__}")
         key_type(key_dtype)  # raises UsageError
         check_backend(backend)
         specs, config = layers_of(config), decoder_config(config)
@@ -187,7 +189,7 @@ class FP8Cache(Cache):
             max_cache_len, exact, backend: as `FP8Cache` takes them.
             device: the model's device.
         Raises:
-            ValueError: the file does not exist, is damaged, or is of another model; the message says what differs.
+            UsageError: the file does not exist, is damaged, or is of another model; the message says what differs.
         """
         return files.load(cls, path, config, max_cache_len, device, exact, backend)
 

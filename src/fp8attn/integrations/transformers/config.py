@@ -41,7 +41,13 @@ class LayerSpec:
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model's decoder. For a multimodal model, it is the config of the text model."""
+    """The config of a model's decoder. For a multimodal model, it is the config of the text model.
+
+    Raises:
+        TypeError: `config` is not the config of a model.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"expected a transformers config (model.config); got {type(config).__name__}")
     return config.get_text_config(decoder=True)
 
 

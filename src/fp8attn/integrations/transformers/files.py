@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import storage
+from ...errors import UsageError
 from ...params import BackendName
 from .layers import FP8Layer
 
@@ -46,24 +47,24 @@ def load(
     """The cache of a file of `save` (`FP8Cache.load`). `make` is FP8Cache."""
     tensors, metadata = storage.read(path)
     if "model" not in metadata:
-        raise ValueError(f"{path} holds pages without a model: fp8attn.PagedKVCache.load reads it, FP8Cache.load what FP8Cache.save wrote")
+        raise UsageError(f"{path} holds pages without a model: fp8attn.PagedKVCache.load reads it, FP8Cache.load what FP8Cache.save wrote")
     try:
         model, fp8_layers, key_dtype, saved_len = (
             json.loads(metadata[name]) for name in ("model", "fp8_layers", "key_dtype", "max_cache_len")
         )
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
+        raise UsageError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
     cache = make(
         config, max_cache_len=max_cache_len, skip_layers=lambda i: i not in fp8_layers, key_dtype=key_dtype, exact=exact, backend=backend,
     )  # fmt: skip
     given = _model(cache.shared.config), list(cache.fp8_layers)
     if given != (model, fp8_layers):
-        raise ValueError(
+        raise UsageError(
             f"{path} is of another model: {model}, with FP8 layers {fp8_layers}; the config given is of {given[0]}, with {given[1]}. Load "
             "it with that model's config, or prefill the prompt with this model"
         )
     if max_cache_len != saved_len and any(name.startswith("layers.") for name in tensors):
-        raise ValueError(
+        raise UsageError(
             f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, and these do not change their form: load it with that"
         )
     cache.shared.paged = paged = storage.unpack(tensors, metadata, path, max_seqlen=max_cache_len, device=device, backend=backend)

@@ -1,0 +1,121 @@
+"""Attention over 8-bit pages in plain Triton, for prefill and decode: 8-bit storage, 16-bit arithmetic, FP32 accumulation.
+
+Only the cache is rounded to 8 bits. K, in INT8 or E4M3, and V are exact in FP16. If K is rotated, Q is rotated in FP32. Q is rounded to
+FP16 after a power of two for each row brings it into range. The weights P are multiplied by 2^15, so that FP16 keeps all its digits down to
+weights of 2^-29. The denominator sums the rounded weights, so that their errors cancel where V is constant.
+
+Means cost nothing per key: `q . (k + k_mean)` is `q . k` plus one constant per row. A softmax does not depend on that constant; the LSE,
+sinks and a softcap do. v_mean is added to the normalized output. A page's k_scale is a part of the row's factor. Its v_scale is the
+accumulator's unit, which changes from page to page in the rescaling by the running maximum (FlashAttention-2, arXiv:2307.08691).
+
+The query heads of one KV head are packed into the rows of a tile (row r: token r // G, head r % G), so that decode shares each K and V
+byte between them. Long sequences are split over programs (Flash-Decoding). Each program computes its share of the pages on the device, and
+`combine` adds the parts. If a tile has so few rows that warps can share it only by splitting keys, each warp gets a quarter of the keys,
+with its own maximum, denominator and accumulator (a batched matrix product whose batch is the warp). Then the loop has no exchange between
+warps, and their results are combined once, at the end.
+
+Host: `attention`, the call; `config`, the tiles. Device: `kernel`, and `tiles`, its loop. Both: `options`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...layout import PAGE_SIZE, KVPages
+from ...params import AttentionParams
+from ..combine import combine, num_splits
+from ..fp8 import is_native
+from ..launch import constants, launch
+from ..machine import machine
+from .kernel import _attention_kernel
+from .options import Options
+
+CLEARING = 64  # programs that write zeros after the last sequence of a ragged batch
+
+
+class Config(NamedTuple):
+    """How a block of rows is computed: numbers of its rows, of keys in a tile, of warps that split the keys (1: no split), of warps, of
+    pipeline stages."""
+
+    rows: int
+    tile: int
+    key_warps: int
+    num_warps: int
+    num_stages: int
+
+
+@lru_cache
+def config(head_dim: int, rows: int, shared_memory: int) -> Config:
+    """The block for `rows` packed rows of each KV head (queries times group), if a program may have `shared_memory` bytes.
+
+    The frequent cases do not spill registers (`test_compile.py` checks it). GPUs with much shared memory (Hopper, Blackwell) also have
+    instructions that read operands from it. On other GPUs tiles are smaller, because operands need registers.
+    """
+    wide = head_dim > 128
+    if shared_memory >= 200_000:
+        if rows <= 16:
+            return Config(16, 128, 4, 4, 2 if wide else 3)
+        if rows <= 64:
+            return Config(64, 64, 1, 8 if wide else 4, 2)
+        return Config(128, 64, 1, 8, 2)
+    if rows <= 16:
+        return Config(16, 64, 1, 8, 3) if wide else Config(16, 128, 4, 4, 3)
+    if rows <= 64 or wide:
+        return Config(64, 32, 1, 8 if wide else 4, 2)
+    return Config(128, 32, 1, 8, 3)
+
+
+@lru_cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Number of multiprocessors, and bytes of shared memory that one program may have."""
+    return machine(device)[:2]
+
+
+def attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    params: AttentionParams,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attention`, with a relative error of up to 3e-4 plus the rounding of the output's dtype."""
+    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
+    num_tokens, num_q_heads, head_dim = q.shape
+    device = q.device
+    if out is None:
+        out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)
+    lse = torch.empty((num_tokens, num_q_heads), dtype=torch.float32, device=device)
+    if not num_tokens:
+        return out, lse
+    group = num_q_heads // pages.num_kv_heads
+    padded = 1 << (head_dim - 1).bit_length()
+    sms, shared_memory = _device(device)
+    rows, tile, key_warps, num_warps, num_stages = config(head_dim, max_seqlen_q * group, shared_memory)
+    blocks = -(-max_seqlen_q * group // rows)
+    max_pages = pages.page_table.shape[1]
+    if window:
+        max_pages = min(max_pages, (window + max_seqlen_q) // PAGE_SIZE + 2)
+    splits = num_splits(blocks * pages.num_kv_heads * pages.num_seqs, max_pages, sms * (8 // num_warps))
+    num_rows = num_tokens * num_q_heads
+    if splits > 1:
+        target = torch.empty((splits, num_rows, head_dim), dtype=torch.float32, device=device)
+        target_lse = torch.empty((2, splits, num_rows), dtype=torch.float32, device=device)
+    else:
+        target, target_lse = out, lse
+    args = (
+        q, pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q, None if splits > 1 else sinks,
+        leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads,
+        pages.num_seqs, blocks, splits, num_rows, float(softmax_scale), float(softcap), window,
+    )  # fmt: skip
+    options = Options(
+        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, width=padded, group=group, rows=rows, tile=tile,
+        warps=key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1, native=is_native(device),
+    )  # fmt: skip
+    given = constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+    programs = pages.num_seqs * pages.num_kv_heads * blocks * splits
+    launch(_attention_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, given)
+    if splits > 1:
+        combine(target, target_lse, sinks, out, lse)
+    return out, lse

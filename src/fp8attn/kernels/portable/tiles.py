@@ -1,0 +1,112 @@
+"""Device code: the loop over tiles of keys, and how pages are read."""
+
+import triton
+import triton.language as tl
+
+from ...layout import HEADER, PAGE_SIZE, V_GROUP
+from ..fp8 import from_e4m3, from_int8
+
+_PAGE = tl.constexpr(PAGE_SIZE)
+_GROUP = tl.constexpr(V_GROUP)
+_HEADER = tl.constexpr(HEADER)
+P_BITS = tl.constexpr(15)  # P is multiplied by 2^15: at most 32768 in FP16
+
+
+@triton.jit
+def _page(pool_ptr, page, num_kv_heads, kv_head, D: tl.constexpr):
+    """Pointers to the parts of one head's page: K `[128, D]`, V `[8, D, 16]`, and the header with their scales."""
+    return pool_ptr + (page.to(tl.int64) * num_kv_heads + kv_head) * (2 * _PAGE * D + _HEADER)
+
+
+@triton.jit
+def _scales(page_ptr, mask, D: tl.constexpr):
+    """k_scale and v_scale of a page, or 1 if `mask` is False."""
+    scale_ptr = (page_ptr + 2 * _PAGE * D).to(tl.pointer_type(tl.float32))
+    return tl.load(scale_ptr, mask=mask, other=1.0), tl.load(scale_ptr + 1, mask=mask, other=1.0)
+
+
+@triton.jit
+def add_tiles(
+    acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first, last,
+    MASK_START: tl.constexpr, MASK_END: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, denom, m` of a block of rows.
+
+    If several warps split the keys, every tensor has a first axis of warps. Each warp has a part of the tile's keys and its own state.
+    """
+    INT8: tl.constexpr = OPTIONS.int8
+    D: tl.constexpr = OPTIONS.head_dim
+    DP: tl.constexpr = OPTIONS.width
+    TILE: tl.constexpr = OPTIONS.tile
+    WARPS: tl.constexpr = OPTIONS.warps
+    SOFTCAP: tl.constexpr = OPTIONS.softcap
+    NATIVE: tl.constexpr = OPTIONS.native
+    TILES: tl.constexpr = _PAGE // TILE
+    AXIS: tl.constexpr = 2 if WARPS > 1 else 1  # of keys
+    d = tl.arange(0, DP)
+    # Columns are V's positions, so K's tokens are read in V's order: inside 16, [0, 1, 8, 9, 2, 3, 10, 11, ...].
+    position = tl.arange(0, TILE)
+    if WARPS > 1:  # a reshape would hide from the compiler that positions are contiguous
+        position = tl.arange(0, WARPS)[:, None] * (TILE // WARPS) + tl.arange(0, TILE // WARPS)[None, :]
+    token = (position & ~15) | (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
+    if WARPS > 1:
+        k_offsets = token[:, :, None] * D + d[None, None, :]
+        k_mask = (d < D)[None, None, :]
+        key = token[:, None, :]
+    else:
+        k_offsets = token[:, None] * D + d[None, :]
+        k_mask = (d < D)[None, :]
+        key = token[None, :]
+    in_group = tl.arange(0, DP * _GROUP)[None, :]  # [channel, token] of a group of V, in the order of memory
+    v_offsets = tl.arange(0, TILE // _GROUP)[:, None] * (D * _GROUP) + in_group
+    v_mask = in_group < D * _GROUP
+
+    # A page's number and scales are loaded one tile ahead, because the pipeline does not hide their latency.
+    some = first < last
+    page_ptr = _page(pool_ptr, tl.load(table_ptr + first // TILES, mask=some, other=0), num_kv_heads, kv_head, D)
+    k_scale, v_scale = _scales(page_ptr, some, D)
+    ratio = unit / v_scale
+    for tile in range(first, last):
+        tile_ptr = page_ptr + (tile * TILE - tile // TILES * _PAGE) * D
+        k_ptrs = tile_ptr + k_offsets
+        v_ptrs = tile_ptr + _PAGE * D + v_offsets
+        page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, last - 1) // TILES), num_kv_heads, kv_head, D)
+        next_k_scale, next_v_scale = _scales(page_ptr, True, D)
+
+        k = tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0)
+        k = from_int8(k) if INT8 else from_e4m3(k, NATIVE)
+        s = tl.dot(q, tl.permute(k, (0, 2, 1)) if WARPS > 1 else tl.trans(k))
+        f = factor * k_scale
+        if SOFTCAP:
+            # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
+            s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
+        elif INT8 and (MASK_START or MASK_END):
+            # A page with a NaN in a token has a NaN scale (`numerics.settle`). Only rows that see a key of the page become NaN.
+            s += k_scale - k_scale
+            f = tl.where(k_scale == k_scale, f, 1.0)
+        if MASK_START and MASK_END:
+            s = tl.where((tile * TILE + key < see_to) & (tile * TILE + key >= see_from), s, float("-inf"))
+        elif MASK_END:
+            s = tl.where(tile * TILE + key < see_to, s, float("-inf"))
+        elif MASK_START:
+            s = tl.where(tile * TILE + key >= see_from, s, float("-inf"))
+        largest = tl.max(s, AXIS)
+        if not SOFTCAP:
+            largest = largest * f
+        new_m = tl.maximum(m, largest)
+        origin = tl.expand_dims(new_m - P_BITS, -1)
+        p = tl.exp2((s if SOFTCAP else s * tl.expand_dims(f, -1)) - origin).to(tl.float16)
+        alpha = tl.exp2(m - new_m)
+        denom = denom * alpha + tl.sum(p.to(tl.float32), AXIS)
+        rescale = tl.broadcast_to(tl.expand_dims(alpha * ratio, -1), acc.shape)
+        v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0), NATIVE)
+        v = tl.permute(tl.reshape(v, (TILE // _GROUP, DP, _GROUP)), (0, 2, 1))
+        v = tl.reshape(v, (WARPS, TILE // WARPS, DP) if WARPS > 1 else (TILE, DP))
+        # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (The compiler would turn a product
+        # and a sum into an accumulation of the tensor core.)
+        acc = tl.fma(acc, rescale, tl.dot(p, v))
+        m = new_m
+        ratio = v_scale / next_v_scale
+        k_scale = next_k_scale
+        v_scale = next_v_scale
+    return acc, denom, m, tl.where(some, v_scale, unit)

@@ -1,0 +1,207 @@
+"""The calls that a layer makes: the grid of prompts, chunks, steps and batches whose launches `warmup` records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..backends import load
+from ..errors import UsageError
+from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KeyDtype, KVPages, key_type, page_bytes
+from ..params import AttentionParams, BackendName
+
+if TYPE_CHECKING:
+    from ..kernels.launch import Launch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The grid: new tokens of a sequence, sequences, and pages before the new tokens. `_calls` combines them.
+STEPS = range(1, 17)
+PROMPTS = (
+    17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 193, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768,
+)  # fmt: skip
+BATCHES = 1, 2, 4, 8, 64
+HELD = 0, 8, 64, 512
+MOST = 1 << 17  # new tokens of a call
+WINDOWS = 128, 1024, 4096  # tokens
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The properties of an attention layer and its cache that determine the kernels.
+
+    Attributes:
+        num_q_heads, num_kv_heads, head_dim: the layer's shape.
+        dtype: the dtype of queries, keys and values: `"bfloat16"` or `"float16"`.
+        backend: `"hopper"` or `"triton"`.
+        key_dtype, rotate_keys: as `PagedKVCache` takes them.
+        k_mean, v_mean: whether there are static means.
+        static_scales: whether scales are calibrated.
+        advance: whether appends advance the lengths, as `fp8attn.append` takes it.
+        overflows: whether appends count overflows.
+        window, softcap, sinks: whether attention has them.
+        exact: whether attention is exact (`AttentionParams.exact`).
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    backend: BackendName = "hopper"
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
+    rotate_keys: bool = True
+    k_mean: bool = False
+    v_mean: bool = False
+    static_scales: bool = False
+    advance: bool = True
+    overflows: bool = False
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in HEAD_DIMS or self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise UsageError(
+                f"num_q_heads must be a multiple of num_kv_heads, and head_dim one of {HEAD_DIMS}; "
+                f"got {self.num_q_heads}, {self.num_kv_heads}, {self.head_dim}"
+            )
+        key_type(self.key_dtype)  # raises ValueError
+
+    @property
+    def has_dense_calls(self) -> bool:
+        """Whether the layer may be computed by `scaled_dot_product_attention`, too, which has no softcap, sinks or calibrated scales. An
+        engine that keeps the lengths makes no such calls."""
+        return self.advance and not (self.softcap or self.sinks or self.static_scales)
+
+    @property
+    def begins_dense(self) -> bool:
+        """Whether a growing cache quantizes its first tokens by `KVPages.from_dense` (`PagedKVCache`)."""
+        return self.advance and not (self.static_scales or self.overflows)
+
+
+def launches(layer: Layer) -> dict[tuple, Launch]:
+    """One launch of each kernel that the layer's calls of the grid use, by its specialization, on the machine of `plan_for`."""
+    from ..kernels.compile import specialization
+    from ..kernels.launch import recording
+
+    found: dict[tuple, Launch] = {}
+    with recording(dry=True) as made:
+        for call in _calls(layer):
+            call()
+            for launch in made:
+                found.setdefault(specialization(launch), launch)
+            made.clear()
+    return found
+
+
+def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
+    """The layer's calls of the grid."""
+    # With few rows, the kernel depends on the exact number of tokens and on whether there are many sequences, but not on the pages.
+    most_few = 128 * layer.num_kv_heads // layer.num_q_heads if layer.backend == "hopper" else 0
+    dense = replace(layer, k_mean=False, v_mean=False)  # dense calls have no means
+    for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
+        few = tokens <= most_few
+        for batch in (BATCHES[0], BATCHES[-1]) if few else BATCHES:
+            if batch * tokens > MOST:
+                break
+            for held in HELD[:1] if few else HELD:
+                yield partial(_attend, layer, batch, tokens, held)
+                yield partial(_attend, layer, batch, tokens, held, leftpad=True)
+                for ragged in {batch * tokens, tokens + batch - 1}:
+                    yield partial(_attend, layer, batch, tokens, held, ragged=ragged)
+            if not few or tokens == 1:
+                yield partial(_attend, layer, batch, tokens, 0, causal=False)
+            for causal in (True, False) if layer.has_dense_calls else ():
+                yield partial(_attend_new, dense, batch, tokens, causal)
+        for ragged in (False, True):
+            yield partial(_append, layer, tokens, ragged)
+        if layer.begins_dense:
+            yield partial(_quantize, layer, tokens)
+        if layer.has_dense_calls:
+            yield partial(_quantize, dense, tokens)
+    # Few points of the grid combine parts of the keys, and the number of parts varies. Each of these kernels compiles in 0.5 s.
+    for splits in (1 << bits for bits in range(1, 8)):
+        for tokens in (1, 1024):
+            yield partial(_combine, layer, splits, tokens)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
+    pool = _empty(batch * columns, layer.num_kv_heads, page_bytes(layer.head_dim), dtype=torch.uint8)
+    table = _empty(batch, columns, dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)  # `append` adds to them, and torch's `diff` on "meta" takes seconds to import
+    return KVPages.trusted(pool, table, lengths, *_means(layer), key_type(layer.key_dtype), layer.rotate_keys)
+
+
+def _means(layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    mean = _empty(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
+    return mean if layer.k_mean else None, mean if layer.v_mean else None
+
+
+def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True) -> None:
+    """Attention of `tokens` new tokens of each sequence (of `ragged` tokens in all, if it is not 0) to a cache with older pages."""
+    dtype = DTYPES[layer.dtype]
+    q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
+    for window in WINDOWS if layer.window and causal else (0,):
+        params = AttentionParams(
+            cu_seqlens_q=_empty(batch + 1, dtype=torch.int32) if ragged else None,
+            max_seqlen_q=tokens,
+            causal=causal,
+            softmax_scale=1.0,
+            window=window,
+            softcap=30.0 if layer.softcap else 0.0,
+            sinks=_empty(layer.num_q_heads, dtype=dtype) if layer.sinks else None,
+            leftpad_k=_empty(batch, dtype=torch.int32) if leftpad else None,
+            exact=layer.exact,
+        )
+        load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
+
+
+def _attend_new(layer: Layer, batch: int, tokens: int, causal: bool) -> None:
+    """Attention of a dense call, over pages that it has just written."""
+    q = _empty(batch, tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
+    pages = _pages(layer, batch, -(-tokens // PAGE_SIZE))
+    load(layer.backend).attention(q, pages, AttentionParams(None, tokens, causal, 1.0), new_keys=tokens)
+
+
+def _append(layer: Layer, tokens: int, ragged: bool) -> None:
+    """Append to a cache of two sequences that has tokens."""
+    x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
+    load(layer.backend).append(
+        _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, q=None, q_out=None,
+        cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens,
+        rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales, advance=layer.advance,
+        overflows=_empty(2, 3, dtype=torch.int64) if layer.overflows else None,
+    )  # fmt: skip
+
+
+def _quantize(layer: Layer, tokens: int) -> None:
+    """Quantize the first tokens of a growing cache, or the keys of a dense call."""
+    x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
+    k_mean, v_mean = _means(layer)
+    load(layer.backend).from_dense(
+        x, x, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=k_mean, v_mean=v_mean, key_dtype=key_type(layer.key_dtype),
+        rotate_keys=layer.rotate_keys,
+    )  # fmt: skip
+
+
+def _combine(layer: Layer, splits: int, tokens: int) -> None:
+    """Combine attention over parts of the keys."""
+    from ..kernels.combine import combine
+
+    rows = tokens * layer.num_q_heads
+    # `prefill` passes sinks in float32, the portable kernels in their own dtype.
+    sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else DTYPES[layer.dtype])
+    combine(
+        _empty(splits, rows, layer.head_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),
+        sinks if layer.sinks else None, _empty(tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype]),
+        _empty(tokens, layer.num_q_heads, dtype=torch.float32),
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""The functions on dense tensors: RoPE in and before attention, pages of dense K and V, rows in 8 bits; the kernels interpreted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from fp8attn import (
+    KVPages,
+    rope_scaled_dot_product_attention,
+)
+from fp8attn.backends import load
+from fp8attn.dense import ops as dense_ops
+from fp8attn.layout import FP8, unpack_k, unpack_v
+from fp8attn.numerics import power_of_two_scale, quantize, sqnr_db
+from fp8attn.rope import dense_tables
+from tests.dense.inputs import BACKENDS, INTERPRETED, X, bhsd, turned
+from tests.support.kernel_cases import random_tokens
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary", [64, 24])
+def test_rope_inside_is_rope_before(rotary, interleaved, backend):
+    query, key, value = bhsd(2, 4, 40, 64, True, torch.float16), *(bhsd(2, 2, 40, 64, True, torch.float16) for _ in "kv")
+    angle = torch.randn(50, rotary // 2) * 3
+    cos, sin = angle.cos()[10:], angle.sin()[10:]  # positions from 10 on
+    out = rope_scaled_dot_product_attention(
+        query, key, value, cos, sin, rope_interleaved=interleaved, is_causal=True, enable_gqa=True, backend=backend
+    )
+    q, k = (turned(x, cos, sin, interleaved) for x in (query, key))
+    exact = F.scaled_dot_product_attention(q, k, value.float(), is_causal=True, enable_gqa=True)
+    assert out.stride() == query.stride()
+    assert sqnr_db(out, exact) > 25.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tables_of_every_form(interleaved, backend):
+    key, value = (bhsd(2, 2, 128, 64, False, torch.float16) for _ in "kv")  # whole pages: no bytes that may be anything
+    angle = torch.randn(2, 128, 32)
+    cos, sin = angle.cos(), angle.sin()
+    twice = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (lambda x: torch.cat([x, x], -1))
+    given = {"rope_interleaved": interleaved, "backend": backend}
+    expected = KVPages.from_dense(key, value, rope_cos=cos, rope_sin=sin, **given)
+    for form in (twice, lambda x: x[:, None], lambda x: twice(x)[:, None]):
+        pages = KVPages.from_dense(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
+        assert all(map(torch.equal, pages.state[:3], expected.state[:3]))
+    shared = KVPages.from_dense(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
+    alone = KVPages.from_dense(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
+    assert all(map(torch.equal, shared.state[:3], alone.state[:3]))
+    x = bhsd(2, 3, 128, 64, True)
+    rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
+    assert torch.equal(dense_ops.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
+
+
+def test_keys_may_have_tables_of_their_own():
+    query, key, value = bhsd(1, 2, 30, 64), bhsd(1, 2, 50, 64), bhsd(1, 2, 50, 64)
+    a, b = torch.randn(30, 32), torch.randn(50, 16)
+    for is_causal in (False, True):
+        out = rope_scaled_dot_product_attention(
+            query, key, value, a.cos(), a.sin(), key_rope_cos=b.cos(), key_rope_sin=b.sin(), is_causal=is_causal
+        )
+        q, k = turned(query, a.cos(), a.sin(), False), turned(key, b.cos(), b.sin(), False)
+        assert sqnr_db(out, F.scaled_dot_product_attention(q, k, value, is_causal=is_causal)) > 25.0
+
+
+def test_what_rope_refuses():
+    table = torch.zeros(8, 32)
+    for cos, sin in ((table[:5], table[:5]), (table, table[:, :16]), (torch.zeros(8, 65),) * 2, (torch.zeros(3, 8, 32),) * 2):
+        with pytest.raises(ValueError, match="rotary tables must both be"):
+            dense_tables(cos, sin, 1, 8, 64)
+    with pytest.raises(ValueError, match="key_rope_cos and key_rope_sin together"):
+        rope_scaled_dot_product_attention(X, X, X, table, table, key_rope_cos=table)
+    with pytest.raises(ValueError, match="cannot serve this call: query, key and value must have four dimensions"):
+        rope_scaled_dot_product_attention(X[0], X[0], X[0], table, table)
+    with pytest.raises(ValueError, match="an input requires a gradient"):
+        rope_scaled_dot_product_attention(X.clone().requires_grad_(), X, X, table, table)
+    table = torch.zeros(X.shape[2], X.shape[3] // 2)
+    for tables in ({"rope_sin": table.to("meta")}, {"key_rope_cos": table, "key_rope_sin": table.to("meta")}):
+        with pytest.raises(ValueError, match="tables are on cpu and meta"):
+            rope_scaled_dot_product_attention(X, X, X, **{"rope_cos": table, "rope_sin": table} | tables)
+
+
+# The dense ops
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
+@pytest.mark.parametrize(
+    ("shape", "transposed", "rotary", "interleaved"),
+    [
+        ((2, 2, 200, 64), True, 0, False),
+        ((1, 3, 130, 80), False, 40, True),
+        ((2, 1, 300, 128), True, 128, False),
+        ((1, 2, 5, 96), False, 96, True),
+    ],
+)
+def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, interleaved):
+    batch, heads, length, head_dim = shape
+    k, v = (random_tokens(batch * length, heads, head_dim, torch.bfloat16).unflatten(0, (batch, length)).transpose(1, 2) for _ in "kv")
+    k[0, 0, 1, 3], v[0, -1, 2, 2], v[-1, 0, 3, 1] = torch.nan, torch.inf, torch.nan
+    if not transposed:
+        k, v = k.contiguous(), v.contiguous()
+    angle = torch.randn(batch, length, rotary // 2)
+    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
+    ours, theirs = (KVPages.from_dense(k, v, **rope, backend=backend) for backend in ("triton", "reference"))
+    columns = -(-length // 128)
+    assert ours.page_table.tolist() == torch.arange(batch * columns).view(batch, columns).tolist()
+    assert ours.cache_seqlens.tolist() == [length] * batch
+    assert torch.equal(ours.k_scale.nan_to_num(-1.0), theirs.k_scale.nan_to_num(-1.0))  # an INT8 page with a NaN has one for its scale
+    assert torch.equal(ours.v_scale, theirs.v_scale)
+    for name, unpack in (("k", unpack_k), ("v", unpack_v)):
+        a, b = (unpack(getattr(pages, name).view(torch.uint8)).unflatten(0, (batch, -1)) for pages in (ours, theirs))
+        a, b = (torch.where(x == 0xFF, 0x7F, x) for x in (a, b))  # a NaN may lose its sign
+        assert torch.equal(a[:, :length], b[:, :length])
+        assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads_per_scale", "means", "rotary"), [(1, True, 0), (2, False, 32), (4, True, 64)])
+def test_quantize_rows(heads_per_scale, means, rotary, backend):
+    x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
+    angle = torch.randn(150, rotary // 2)
+    cos, sin = dense_tables(angle.cos(), angle.sin(), 2, 150, 64) if rotary else (None, None)
+    x_fp8, scale, mean = load(backend).quantize_rows(
+        x, rope_cos=cos, rope_sin=sin, rope_interleaved=False, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale,
+        dtype=FP8,
+    )  # fmt: skip
+    y = turned(x, angle.cos(), angle.sin(), False) if rotary else x.float()
+    assert x_fp8.dtype == torch.float8_e4m3fn
+    assert x_fp8.stride() == x.stride()
+    assert (mean is not None) == means
+    centred = y - mean[:, :, None] if means else y
+    assert torch.equal(scale, power_of_two_scale(centred.unflatten(1, (-1, heads_per_scale)).abs().amax((2, 3, 4))))
+    each = scale.repeat_interleave(heads_per_scale, 1)[..., None, None]
+    assert torch.equal(x_fp8.float(), quantize(centred, each).float())
+
+
+def test_refusals_of_the_dense_ops():
+    for call in (lambda x: KVPages.from_dense(x, x), lambda x: dense_ops.apply_rope(x, X, X)):
+        with pytest.raises(ValueError, match="last dimension contiguous"):
+            call(X.transpose(2, 3))
+        with pytest.raises(RuntimeError, match="FP8 ops have none"):
+            call(X.clone().requires_grad_())
+    with pytest.raises(ValueError, match="head_dim one of"):
+        KVPages.from_dense(X[..., :48], X[..., :48])
+    with pytest.raises(ValueError, match="not empty"):
+        KVPages.from_dense(X[:, :, :0], X[:, :, :0])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, X)
+        for call in (lambda x: KVPages.from_dense(X, x), lambda x: dense_ops.apply_rope(x, X, X)):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
+                call(dual)
+            with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
+                torch.vmap(call)(X[None])
+    with pytest.raises(ValueError, match="together, or neither"):
+        KVPages.from_dense(X, X, rope_cos=torch.zeros(8, 32))
