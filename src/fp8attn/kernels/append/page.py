@@ -86,10 +86,10 @@ def _write_keys(
     """
     ROW: tl.constexpr = CODES.row
     HALF_PAGE: tl.constexpr = PAGE // 2
-    if CODES.native and ahead > 0:
-        _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     x0, t0 = _load_keys(0, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
     x1, t1 = _load_keys(HALF_PAGE, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
+    if CODES.native and ahead > 0:  # behind this page's loads, which would wait behind it in the memory pipeline
+        _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     tl.debug_barrier()  # ptxas: `D128 dense e4m3`, whose loads of the first tile follow one another with it
     if ROTATE:
         x0 = hadamard(x0, ROW.head_dim)
@@ -125,11 +125,11 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting
     """`_write_keys` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
     ROW: tl.constexpr = CODES.row
     first = word_token(tl.arange(0, PAGE // 4))
-    if CODES.native and ahead > 0:
-        _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     x0 = _load_values(first, x_ptr, stride_t, old, end, ROW)
     x1 = _load_values(first + 8, x_ptr, stride_t, old, end, ROW)
     token = load_lanes(x_ptr + old * stride_t, ROW)  # every warp loads the first token again, which is cheaper than to select it
+    if CODES.native and ahead > 0:  # behind this page's loads
+        _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     if mean_ptr is not None:
         mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW)
         x0 -= mean
