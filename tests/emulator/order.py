@@ -93,7 +93,7 @@ class Order:
     def fetch(self, warp: int, at: Words, barrier: int) -> None:
         """A copy of TMA to shared memory."""
         phase = self.phases[barrier]
-        assert 1 or phase.fenced, f"no fence has shown TMA the barrier at {barrier}"
+        assert phase.fenced, f"no fence has shown TMA the barrier at {barrier}"
         self._fenced(at)
         self._write(warp, at, phase.agent, phase.ended + 1)
 
