@@ -21,9 +21,9 @@ class Pipe:
     STAGES: gl.constexpr
 
     @gluon.jit
-    def open(self, FROM: gl.constexpr, TO: gl.constexpr):
-        """Initializes the barriers of the stages `[FROM, TO)`."""
-        for stage in gl.static_range(FROM, TO):
+    def open(self):
+        """Initializes the barriers."""
+        for stage in gl.static_range(self.STAGES):
             mbarrier.init(self.k_full.index(stage), 1)
             mbarrier.init(self.v_full.index(stage), 1)
             mbarrier.init(self.empty.index(stage), 1)
