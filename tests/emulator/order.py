@@ -115,16 +115,18 @@ class Order:
     def _after_write(self, warp: int, at: Words) -> None:
         writer = self.writer[at]
         early = self.written[at] > self.known[warp, writer]
-        assert not early.any(), f"race: nothing orders the access after a write of agent {int(writer[early][0])}, {self._names()}"
+        assert not early.any(), f"race: nothing orders this after a write by {self._name(int(writer[early][0]))}"
 
     def _write(self, warp: int, at: Words, agent: int, clock: int) -> None:
         self._after_write(warp, at)
         early = self.read[:, at] > self.known[warp, : self.copies, None]
-        assert not early.any(), f"race: nothing orders the write after a read of agent {int(early.any(1).argmax())}, {self._names()}"
+        assert not early.any(), f"race: nothing orders this write after a read by {self._name(int(early.any(1).argmax()))}"
         self.writer[at], self.written[at], self.unfenced[at] = agent, clock, 0
 
-    def _names(self) -> str:
-        return f"of warps, warpgroups' products ({self.products}...), sends ({self.sends}...), copies ({self.copies}...), barriers ({self.barriers}...)"
+    def _name(self, agent: int) -> str:
+        kinds = ((0, "warp"), (self.products, "products of warpgroup"), (self.sends, "TMA of warp"), (self.copies, "cp.async of warp"))
+        first, kind = max(x for x in (*kinds, (self.barriers, "TMA for barrier")) if x[0] <= agent)
+        return f"{kind} {agent - first}"
 
     # What orders them
 
@@ -136,7 +138,9 @@ class Order:
 
     def _release(self, warp: int) -> np.ndarray:
         """What the warp knows; what it does from now on is not among it."""
-        assert not (flying := self.flying[warp]), f"the data of {sorted(flying)} may arrive after TMA has overwritten them: a fence is missing"
+        assert not (flying := self.flying[warp]), (
+            f"the data of {sorted(flying)} may arrive after TMA has overwritten them: a fence is missing"
+        )
         known = self.known[warp].copy()
         self.known[warp, warp] += 1
         return known
@@ -180,7 +184,7 @@ class Order:
         self.phases[barrier].arriving[self.copies + warp] = self.copied[warp]
 
     def end(self, barrier: int) -> None:
-        """The barrier's phase ends. Warps that waited for the one before must have done so for certain: their wait names only its parity."""
+        """The barrier's phase ends. Warps that wait for the one before must have passed in any order: a wait names only the parity."""
         phase = self.phases[barrier]
         for warp, clock in phase.waited.items():
             assert phase.arriving[warp] >= clock, f"warp {warp} may miss phase {phase.ended} of the barrier at {barrier}"

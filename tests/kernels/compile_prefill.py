@@ -165,7 +165,8 @@ def main() -> None:
                 (keep / f"{case}.ptx").write_text(kernel.asm["ptx"])
                 (keep / f"{case}.cubin").write_bytes(kernel.asm["cubin"])
     if "--table" in sys.argv:
-        print("| case | regs | spilled bytes | shared | instructions | loop | spills in it | barriers | C75xx | unset | early |\n|" + "---|" * 11)
+        names = ("case", "regs", "spilled bytes", "shared", "instructions", "loop", "spills in it", "barriers", "C75xx", "unset", "early")
+        print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
         for row in rows:
             print("| " + " | ".join("none" if cell == "" else str(cell) for cell in row.values()) + " |")
     else:

@@ -17,7 +17,13 @@ BOUNDS = {
     "exact": (0.002, 0.003, 0.002),
     "exact, E4M3 keys": (0.0004, 0.0008, 0.004),
 }
-TRITON36 = ("ragged, RoPE on queries", "ragged, parts of the keys", "new pages, in parts", "head_dim 256", "window, padding, softcap, sinks")
+TRITON36 = (
+    "ragged, RoPE on queries",
+    "ragged, parts of the keys",
+    "new pages, in parts",
+    "head_dim 256",
+    "window, padding, softcap, sinks",
+)
 CASES = [
     pytest.param(case, marks=[pytest.mark.triton36] * (case in TRITON36))
     for case in dict.fromkeys((*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *TRITON36))
