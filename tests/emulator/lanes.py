@@ -45,14 +45,18 @@ def movmatrix(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarr
 def ldmatrix(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
     assert active.all() and "trans" not in opcode, opcode
     targets = elements(operands[0])
-    for target, rows in zip(targets, _rows(warp, operands[1], len(targets)), strict=True):
+    matrices = _rows(warp, operands[1], len(targets))
+    warp.cta.order.load(warp.index, matrices[..., ::4].ravel() >> 2, targets)
+    for target, rows in zip(targets, matrices, strict=True):
         warp.put(target, warp.cta.shared[rows].reshape(-1).view(np.uint32), mask)
 
 
 def stmatrix(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
     assert active.all() and "trans" not in opcode, opcode
     sources = elements(operands[1])
-    for source, rows in zip(sources, _rows(warp, operands[0], len(sources)), strict=True):
+    matrices = _rows(warp, operands[0], len(sources))
+    warp.cta.order.store(warp.index, matrices[..., ::4].ravel() >> 2)
+    for source, rows in zip(sources, matrices, strict=True):
         warp.cta.shared[rows] = np.ascontiguousarray(warp.get(source, "b32")).view(np.uint8).reshape(8, 16)
 
 

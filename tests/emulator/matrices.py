@@ -45,9 +45,14 @@ def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, 
     instruction. Groups of products are the warpgroup's (PTX ISA 8.7, `wgmma.commit_group`), so a wait for one ends for all four warps
     together."""
     assert active.all(), "wgmma with lanes missing"
-    if opcode[1] == "wait_group":
-        meet(warp, ("wgmma", warp.index // 4), 4)
-    if opcode[1] != "mma_async":  # fence, commit_group
+    order = warp.cta.order
+    match opcode[1]:
+        case "commit_group":
+            order.commit(warp.index)
+        case "wait_group":
+            pending = int(operands[0])
+            meet(warp, ("wgmma", warp.index // 4), 4, lambda warps: [order.multiplied(x, pending) for x in warps])
+    if opcode[1] != "mma_async":
         return
     assert opcode[5:] == ["s32", "s8", "s8"] or (opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"]), opcode
     columns = int(re.fullmatch(r"m64n(\d+)k32", opcode[4])[1])
@@ -80,6 +85,7 @@ def _matrix(warp: Warp, descriptor: str, rows: int) -> np.ndarray:
     else:
         at = start + row // 8 * stride + row % 8 * 16 + column // 16 * leading + column % 16
     assert at.max() < warp.launch.size, "outside shared memory"
+    warp.cta.order.multiply(warp.index, at[:, ::4].ravel() >> 2)
     return warp.cta.shared[at]
 
 

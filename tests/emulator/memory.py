@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -89,8 +91,9 @@ class TensorMap:
 class Barrier:
     """An mbarrier. Its phase ends when all arrivals and bytes that it expects are counted."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, ended: Callable[[], None]) -> None:
         self.count = self.pending = count
+        self.ended = ended
         self.phase = self.bytes = 0
 
     def update(self, arrivals: int = 0, expected: int = 0) -> None:
@@ -100,3 +103,4 @@ class Barrier:
         if self.pending == 0 and self.bytes == 0:
             self.phase ^= 1
             self.pending = self.count
+            self.ended()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .order import words
 from .program import elements
 from .warp import DESCRIPTORS, DTYPES, LANES, Blocked, Warp
 
@@ -16,6 +17,8 @@ def ld(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, act
     address = warp.address(operands[1])
     space = _space(warp, opcode, address[mask])
     assert (address[mask] % (dtype.itemsize * len(targets)) == 0).all(), "misaligned"
+    if "global" not in opcode:
+        warp.cta.order.load(warp.index, words(address[mask], dtype.itemsize * len(targets)), targets)
     view = space[: space.size // dtype.itemsize * dtype.itemsize].view(dtype)
     at = np.where(mask, address // dtype.itemsize, 0)
     for i, target in enumerate(targets):
@@ -32,9 +35,13 @@ def st(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, act
     if "global" not in opcode:
         for barrier in warp.cta.barriers:  # in use or not: whether the store comes before its initialization is a race
             assert ((address >= barrier + 8) | (address + size <= barrier)).all(), f"a store over the barrier at {barrier}"
+        at, numbers = words(address, size), warp.cta.shared.view(np.uint32)
+        before = numbers[at]
     view = space.view(dtype)
     for i, source in enumerate(sources):
         view[address // dtype.itemsize + i] = warp.get(source, opcode[-1]).view(dtype)[mask]
+    if "global" not in opcode:
+        warp.cta.order.store(warp.index, at, numbers[at] != before)
 
 
 def _space(warp: Warp, opcode: list[str], address: np.ndarray) -> np.ndarray:
@@ -74,9 +81,11 @@ def cp(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, act
         case ["bulk", "commit_group"]:
             warp.sends.append([])
         case ["bulk", "wait_group"]:
-            if due := [copy for group in warp.sends[: -1 - int(operands[0])] for copy in group]:
+            ended = len(warp.sends) - 1 - int(operands[0])
+            if due := [copy for group in warp.sends[: max(ended, 0)] for copy in group]:
                 warp.cta.copies += [copy for copy in due if copy not in warp.cta.copies]
                 raise Blocked
+            warp.cta.order.sent(warp.index, ended)
         case _:
             raise NotImplementedError(".".join(opcode))
 
@@ -91,6 +100,7 @@ def _copy_tile(warp: Warp, operands: list[str], lane: int) -> None:
     at, cta = int(warp.address(memory)[lane]), warp.cta
     if load:
         barrier = int(warp.address(operands[2])[lane])
+        cta.order.fetch(warp.index, slice(at >> 2, at + tensor.nbytes >> 2), barrier)
 
         def land() -> None:
             tensor.load(cta.shared, at, corner)
@@ -99,6 +109,7 @@ def _copy_tile(warp: Warp, operands: list[str], lane: int) -> None:
         cta.copies.append(land)
     else:
         group = warp.sends[-1]
+        cta.order.send(warp.index, slice(at >> 2, at + tensor.nbytes >> 2), len(warp.sends))
 
         def leave() -> None:
             tensor.store(cta.shared, at, corner)
@@ -115,6 +126,7 @@ def _copy(warp: Warp, operands: list[str], mask: np.ndarray) -> None:
     count, memory, shared = int(operands[2], 0), warp.launch.memory, warp.cta.shared
     given = warp.get(operands[3], "u32")[mask] if len(operands) > 3 else np.full(len(target), count)
     memory.check(source[given > 0])
+    warp.cta.order.copy(warp.index, words(target, count))
 
     def land() -> None:
         for to, start, size in zip(target.tolist(), source.tolist(), given.tolist(), strict=True):
@@ -129,6 +141,7 @@ def _arrive_with_copies(warp: Warp, operands: list[str], mask: np.ndarray) -> No
     barrier, copies = warp.cta.barriers[warp.one(operands[0], mask)], list(warp.copies)
     arrivals = int(mask.sum())
     barrier.pending += arrivals
+    warp.cta.order.arrive_with_copies(warp.index, warp.one(operands[0], mask))
 
     def land() -> None:
         for copy in copies:

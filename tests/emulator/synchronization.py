@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from .memory import Barrier
@@ -12,14 +15,20 @@ def mbarrier(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarra
     barriers = warp.cta.barriers
     match opcode[1]:
         case "init":
-            barriers[warp.one(operands[0], mask)] = Barrier(int(operands[1]))
+            at = warp.one(operands[0], mask)
+            barriers[at] = Barrier(int(operands[1]), partial(warp.cta.order.end, at))
+            warp.cta.order.init(warp.index, at)
         case "arrive":
             arrivals = int(mask.sum())
             expected = int(operands[2]) * arrivals if "expect_tx" in opcode else 0
-            barriers[warp.one(operands[1], mask)].update(arrivals, expected)
+            at = warp.one(operands[1], mask)
+            warp.cta.order.arrive(warp.index, at)
+            barriers[at].update(arrivals, expected)
         case "try_wait":
-            if barriers[warp.one(operands[1], mask)].phase == int(warp.get(operands[2], "u32")[mask][0]):
+            at = warp.one(operands[1], mask)
+            if barriers[at].phase == int(warp.get(operands[2], "u32")[mask][0]):
                 raise Blocked
+            warp.cta.order.wait(warp.index, at)
             warp.put(operands[0], np.ones(32, bool), mask)
         case _:
             raise NotImplementedError(".".join(opcode))
@@ -31,11 +40,12 @@ def bar(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
     if opcode[1] == "warp":
         return
     count = int(operands[1]) // 32 if len(operands) > 1 else len(warp.cta.warps)
-    meet(warp, (int(warp.get(operands[0], "u32")[0]), count), count)
+    order = warp.cta.order
+    meet(warp, (int(warp.get(operands[0], "u32")[0]), count), count, order.meet)
 
 
-def meet(warp: Warp, key: tuple, count: int) -> None:
-    """Hold the warp until `count` warps of its CTA have come to `key`."""
+def meet(warp: Warp, key: tuple, count: int, then: Callable[[list[int]], None]) -> None:
+    """Hold the warp until `count` warps of its CTA have come to `key`; then call `then` with their numbers."""
     waiting = warp.cta.waiting.setdefault(key, [])
     waiting.append(warp)
     warp.parked = key
@@ -43,10 +53,16 @@ def meet(warp: Warp, key: tuple, count: int) -> None:
         for other in waiting:
             other.parked = None
         del warp.cta.waiting[key]
+        then([other.index for other in waiting])
 
 
 def nothing(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
     pass
+
+
+def fence(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
+    if opcode[1:3] == ["proxy", "async"]:
+        warp.cta.order.fence(warp.index)
 
 
 def griddepcontrol(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
@@ -59,5 +75,6 @@ INSTRUCTIONS = {
     "mbarrier": mbarrier,
     "bar": bar,
     "barrier": bar,
-    **dict.fromkeys(("fence", "membar", "setmaxnreg", "pragma"), nothing),
+    "fence": fence,
+    **dict.fromkeys(("membar", "setmaxnreg", "pragma"), nothing),
 }

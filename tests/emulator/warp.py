@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 
 from .memory import Barrier, Memory, TensorMap
+from .order import Order
 from .program import Program
 
 LANES = np.arange(32)
@@ -39,10 +40,10 @@ class Shared:
 
     def __init__(
         self, program: Program, memory: Memory, params: Mapping[str, int], maps: list[TensorMap], size: int, grid: int,
-        chance: Callable[[], bool],
+        chance: Callable[[], bool], dry: bool,
     ) -> None:  # fmt: skip
         self.program, self.memory, self.params, self.maps, self.size, self.grid = program, memory, params, maps, size, grid
-        self.chance = chance
+        self.chance, self.dry = chance, dry
 
 
 class Cta:
@@ -59,7 +60,9 @@ class Cta:
         self.barriers: dict[int, Barrier] = {}
         self.waiting: dict[tuple, list[Warp]] = {}
         self.copies: list[Callable[[], None]] = []
-        self.warps = [Warp(self, w) for w in range(launch.program.threads // 32)]
+        warps = launch.program.threads // 32
+        self.order = Order(warps, self.shared.size, launch.dry)
+        self.warps = [Warp(self, w) for w in range(warps)]
 
 
 class Warp:
@@ -79,6 +82,7 @@ class Warp:
         self.cta, self.launch, self.index = cta, launch, index
         self.pc: int | np.ndarray = 0
         self.done = np.zeros(32, bool)
+        self.flying = cta.order.flying[index]
         self.registers = {name: np.zeros(32, DTYPES[kind]) for name, kind in launch.program.registers.items()}
         self.registers["%tid.x"] = (index * 32 + LANES).astype(np.uint32)
         self.registers["%ctaid.x"] = np.full(32, cta.index, np.uint32)
@@ -93,6 +97,7 @@ class Warp:
         if value is None:
             value = self.launch.params.get(name)
             return _constant(name, kind) if value is None else np.full(32, value, np.uint64).astype(DTYPES[kind])
+        self.flying.discard(name)
         dtype = DTYPES[kind]
         if value.dtype == dtype:
             return value

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -115,7 +116,24 @@ def facts(built: Built) -> dict:
         "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.registers
         "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code), "loop": loop,
         "loop_spills": loop_spills, "barriers": barriers, "serialized": built.warnings, "unset": sass.unset_register(),
+        "early": released_early(sass),
     }  # fmt: skip
+
+
+def released_early(sass: Sass) -> str:
+    """The first arrival that releases memory while products read it. Only V's release, which alone has no barrier before it, may leave
+    products under way, and only those of Q K, whose left operand is in shared memory."""
+    running, joined = [], False  # groups of products, by whether they are of Q K; whether the warps met after the last wait for them
+    for text in sass.code:
+        if "GMMA" in text and "gsb0" in text:
+            running, joined = [*running, re.search(r"GMMA\S* R\d+, gdesc", text) is not None], False
+        elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", text):
+            running = running[max(len(running) - int(wait[1], 16), 0) :]
+        elif "BAR.SYNC" in text:
+            joined = True
+        elif "SYNCS.ARRIVE" in text and running and (joined or not all(running)):
+            return text
+    return ""
 
 
 def hot_loop(sass: Sass) -> tuple[int, int, int]:
@@ -147,7 +165,8 @@ def main() -> None:
                 (keep / f"{case}.ptx").write_text(kernel.asm["ptx"])
                 (keep / f"{case}.cubin").write_bytes(kernel.asm["cubin"])
     if "--table" in sys.argv:
-        print("| case | regs | spilled bytes | shared | instructions | loop | spills in it | barriers | C75xx | unset |\n|" + "---|" * 10)
+        names = ("case", "regs", "spilled bytes", "shared", "instructions", "loop", "spills in it", "barriers", "C75xx", "unset", "early")
+        print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
         for row in rows:
             print("| " + " | ".join("none" if cell == "" else str(cell) for cell in row.values()) + " |")
     else:

@@ -33,6 +33,7 @@ def test_hot_loop(case):
     row = compiling.call("tests.kernels.compile_prefill", "compile_case", case)
     loop, loop_spills, spills = CASES[case]
     assert row["serialized"] == "" and row["unset"] == "", row
+    assert row["early"] == "", "a stage is released while products read it"
     assert 300 < row["loop"] <= loop and row["loop_spills"] <= loop_spills, row
     assert row["spill_bytes"] <= spills, row
     # Of a warpgroup's warps, before K is released. The others wait for V several times in a tile, and Triton adds a barrier to each.

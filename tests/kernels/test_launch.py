@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import torch
 
+from fp8attn.kernels import append
+from fp8attn.kernels.rows import row_of
 from tests.support import compiling, libcuda
 
 pytestmark = pytest.mark.triton36
@@ -40,6 +43,14 @@ def test_hooks_see_every_launch(launches):
         "enter": {"ordinary": False, "hooks": 1}, "exit": {"ordinary": False, "hooks": 1}, "before runs": {"ordinary": True, "hooks": 1},
         "debug": {"ordinary": True, "hooks": 0}, "nothing": {"ordinary": False, "hooks": 0},
     }  # fmt: skip
+
+
+def test_kernels_that_let_the_next_begin_do_not_begin_early():
+    """Attention reads queries while pages are written: then the launches before the page writer must have ended."""
+    page = append._page_constants(torch.device("cpu"), False, row_of(128, None, None, False)[0], True, True, True, False, True, dense=True)
+    _, step = append._step_plan(torch.device("cpu"), 8, 1, 1, 1, 8, row_of(128, None, None, False)[0], True, True, True, False, True)
+    assert "OPTIONS" in page and "launch_pdl" not in page
+    assert "OPTIONS" in step and "launch_pdl" not in step
 
 
 def test_launches_are_recorded(launches):

@@ -34,14 +34,13 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
     output = Output(out_ptr, lse_ptr, v_mean_ptr, sinks_ptr)
     # Before warp specialization, do only the work that the first page waits for, and load the first queries. Later they would wait for
     # the pages that the SM has requested.
+    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
+    pipe.open()
     gdc_wait()  # The kernel is launched while `append` runs. From here on it reads and writes memory that previous kernels use.
     count = batch.counts(0, OPTIONS.block)
-    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
-    pipe.open(0, 1)
     work = assign(batch, count, worker, workers, OPTIONS.block)
     first_q, first_k_mean = queries.load(batch, batch.sequence(work.seq), work.head, OPTIONS)
     requested = request_first(pipe, batch, work, source)
-    pipe.open(1, OPTIONS.stages)
     gl.warp_specialize([
         (consume, (pipe, batch, work, parts, first_q, first_k_mean, queries, output, softcap, OPTIONS)),
         (produce, (pipe, batch, work, requested, source)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gluon import aggregate, arrive_with_words, fetch_words, gl, gluon, mbarrier, tensor_descriptor
+from ..gluon import aggregate, arrive_with_words, fence_async_shared, fetch_words, gl, gluon, mbarrier, tensor_descriptor
 from ..pages import PAGE, allocate_k, fetch_k, fetch_v, page_bytes, v_layout
 
 PRODUCER_REGISTERS = gl.constexpr(40)
@@ -21,12 +21,13 @@ class Pipe:
     STAGES: gl.constexpr
 
     @gluon.jit
-    def open(self, FROM: gl.constexpr, TO: gl.constexpr):
-        """Initializes the barriers of the stages `[FROM, TO)`."""
-        for stage in gl.static_range(FROM, TO):
+    def open(self):
+        """Initializes the barriers."""
+        for stage in gl.static_range(self.STAGES):
             mbarrier.init(self.k_full.index(stage), 1)
             mbarrier.init(self.v_full.index(stage), 1)
             mbarrier.init(self.empty.index(stage), 1)
+        fence_async_shared()  # TMA sees them
 
 
 @gluon.jit

@@ -63,7 +63,6 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, TILE], gl.NVMMASharedLayout.get_default_for([8, TILE], gl.float8e4nv))
     bits = gl.full([8, TILE], 0x38, gl.uint8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
     ones.store(bits.to(gl.float8e4nv, bitcast=True))
-    fence_async_shared()
     if Q16 and OPTIONS.rotate:
         signs = gl.allocate_shared_memory(q_desc.dtype, [16, 16], gl.SwizzledSharedLayout(8, 1, 1, [0, 1]))
         store_signs(signs)
@@ -89,6 +88,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)
     ring.open(WARPGROUPS)
+    fence_async_shared()  # TMA and the tensor cores see the barriers and the ones
     items = Items(fields=fields, v_scale=last_v_scale)
     means = Means(memory=mean_memory, k=k_mean_ptr, v=v_mean_ptr, SHIFT=SHIFT)
     output = Output(

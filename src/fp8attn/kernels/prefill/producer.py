@@ -246,9 +246,9 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
                 place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
                 item += 1
             else:
-                ticket = draw(work.counter, seen <= 0)
                 if source.table is None:
-                    gdc_wait()
+                    gdc_wait()  # before the counter, too, which a launch just before may have set
+                ticket = draw(work.counter, seen <= 0)
                 leave_out(block, output, BLOCK)
         else:
             place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
