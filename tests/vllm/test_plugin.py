@@ -1,6 +1,5 @@
 """The plugin's parts with vLLM, without an engine: blocks, the parts of a step, a layer's forward, what is refused."""
 
-import inspect
 import re
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from fp8attn import KVPages, KVScales, LayerScales, UsageError, reference
@@ -319,13 +319,21 @@ def test_layers_that_are_not_refused():
     assert unsupported_layer(64, "fp8_e4m3", AttentionType.DECODER, None, {}) is None
 
 
+def chosen(**changes):
+    """What vLLM's platform for GPUs asks before it chooses the backend: an empty list if it does."""
+    asked = AttentionSelectorConfig(**({"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": None} | changes))
+    return FP8AttentionBackend.validate_configuration(device_capability=SimpleNamespace(major=9, minor=0), **asked._asdict())
+
+
+@pytest.mark.parametrize("feature", ["has_sliding_window", "has_sink", "use_kv_connector", "use_per_head_quant_scales"])
+def test_layers_that_gpus_serve(feature):
+    """On a CPU vLLM does not ask, so engines do not show it."""
+    assert chosen(**{feature: True}) == []
+
+
 def test_vllm_prints_the_reasons():
-    options = dict.fromkeys(inspect.signature(FP8AttentionBackend.__mro__[1].validate_configuration).parameters, False)
-    options |= {
-        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 128, "attn_type": AttentionType.DECODER,
-        "device_capability": SimpleNamespace(major=9, minor=0),
-    }  # fmt: skip
-    assert "Pass --kv-cache-dtype fp8" in FP8AttentionBackend.validate_configuration(**options)[0]
-    assert FP8AttentionBackend.validate_configuration(**(options | {"kv_cache_dtype": "fp8"})) == []
-    (reason,) = FP8AttentionBackend.validate_configuration(**(options | {"kv_cache_dtype": "fp8", "block_size": 16}))
-    assert "block" in reason
+    assert chosen(block_size=128) == []
+    assert "Pass --kv-cache-dtype fp8" in chosen(kv_cache_dtype="auto")[0]
+    for changes, word in (({"block_size": 16}, "block"), ({"use_non_causal": True}, "non-causal"), ({"use_mm_prefix": True}, "multimodal")):
+        (reason,) = chosen(**changes)
+        assert word in reason

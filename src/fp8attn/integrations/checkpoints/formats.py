@@ -1,6 +1,6 @@
 """The two formats in which stock vLLM reads scales of its KV cache: names, shapes and configs.
 
-vLLM 0.26 and 0.32 (`quantization/base_config.py`, `compressed_tensors.py`, `modelopt.py`, `kv_cache.py`) read, for the module
+vLLM 0.26, 0.32 and 0.33 (`quantization/base_config.py`, `compressed_tensors.py`, `modelopt.py`, `kv_cache.py`) read, for the module
 `model.layers.N.self_attn`:
 
 | | compressed-tensors, `tensor` | compressed-tensors, `attn_head` | ModelOpt |

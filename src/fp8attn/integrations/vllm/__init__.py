@@ -26,8 +26,9 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import re
 
-RELEASES = ("0.26", "0.32")  # of vLLM, that tests run
+OLDEST, NEWEST = (0, 26), (0, 33)  # releases of vLLM that were run; docs/vllm.md says how
 ON_CPU = "FP8ATTN_VLLM_CPU"  # an environment variable, see `register`
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def register() -> None:
     vLLM's platform for CPUs has one attention backend and takes no other by name. If the environment variable `FP8ATTN_VLLM_CPU` is 1, this
     backend replaces it, with the slow backend `reference`; for tests.
 
-    A release of vLLM that is not tested is refused by name when the backend is chosen.
+    A release of vLLM that was not run is refused by name when the backend is chosen.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -48,7 +49,7 @@ def register() -> None:
         logger.debug(reason)
         path = f"{__name__}.refused.RefusedBackend"
     register_backend(AttentionBackendEnum.CUSTOM, path)
-    if hasattr(AttentionBackendEnum, "register"):  # vLLM 0.32
+    if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32
         register_backend("FP8ATTN", path)
     if os.environ.get(ON_CPU) == "1":
         if reason is not None:
@@ -67,8 +68,13 @@ def vllm_version() -> str:
 
 
 def unsupported_release(version: str) -> str | None:
-    """Why this release of vLLM is refused, or None."""
-    if ".".join(version.split(".")[:2]) in RELEASES:
+    """Why this release of vLLM is refused, or None.
+
+    Newer ones are refused instead of warned about: what changes in vLLM (the order of a step's sequences, what a length or a table's entry
+    means, who writes K and V) would give wrong answers without an error, and a warning in a server's log does not stop them.
+    """
+    found = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)  # development versions are on the way to the next release
+    if found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
         return None
-    tested = " and ".join(f"{release}.*" for release in RELEASES)
-    return f"fp8attn is tested with vLLM {tested}, and this is vLLM {version}: install one of these, or leave out --attention-backend"
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
+    return f"fp8attn works in vLLM {oldest} to {newest}, and this is vLLM {version}: install one of these, or leave out --attention-backend"

@@ -51,6 +51,10 @@ class FP8AttentionBackend(AttentionBackend):
         return attn_type == AttentionType.DECODER
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -67,7 +71,7 @@ class FP8AttentionBackend(AttentionBackend):
         own = unsupported_layer(options["head_size"], options["kv_cache_dtype"], options["attn_type"], None, {})
         return reasons if own is None else [own, *reasons]
 
-    # The bytes of a block: vLLM 0.26
+    # The bytes of a block: until vLLM 0.28
 
     @staticmethod
     def get_kv_cache_shape(
@@ -75,11 +79,13 @@ class FP8AttentionBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         return num_blocks, num_kv_heads, block_size, token_bytes(head_size)
 
-    # vLLM 0.32
+    # From vLLM 0.28
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         return spec if spec.state_content_bytes is not None else with_header(spec)
+
+    # From vLLM 0.29
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:

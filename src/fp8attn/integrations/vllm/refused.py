@@ -1,4 +1,4 @@
-"""The backend in a release of vLLM that fp8attn is not tested with. It imports nothing of vLLM, whose parts may have moved."""
+"""The backend in a release of vLLM in which fp8attn was not run. It imports nothing of vLLM, whose parts may have moved."""
 
 from __future__ import annotations
 

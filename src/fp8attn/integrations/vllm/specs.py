@@ -1,8 +1,8 @@
 """The bytes of a vLLM block: `layout.page_bytes` for each KV head of 128 tokens.
 
 vLLM budgets, allocates, hashes and moves blocks by its `KVCacheSpec`. Its own FP8 blocks have `2 * head_dim` bytes a token and head. A page
-has one byte more, 128 for the page, which hold its header. vLLM 0.32 asks the backend (`customize_spec`). vLLM 0.26 asks the layer, so a
-layer with this backend gets another method.
+has one byte more, 128 for the page, which hold its header. vLLM 0.28 and later ask the backend (`customize_spec`). Earlier ones ask the
+layer, so a layer with this backend gets another method.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, Sliding
 from ...errors import UsageError
 from ...layout import HEADER, PAGE_SIZE, page_bytes
 
-BACKEND_IS_ASKED = "state_content_bytes" in {field.name for field in fields(AttentionSpec)}  # vLLM 0.32
+BACKEND_IS_ASKED = "state_content_bytes" in {field.name for field in fields(AttentionSpec)}  # from vLLM 0.28
 
 
 def token_bytes(head_dim: int) -> int:
@@ -25,13 +25,13 @@ def token_bytes(head_dim: int) -> int:
 
 
 def with_header(spec: Any) -> Any:
-    """The spec that vLLM 0.32 makes for a layer, with the bytes of a page."""
+    """The spec that vLLM makes for a layer, with the bytes of a page."""
     return replace(spec, state_content_bytes=token_bytes(spec.head_size))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageSpec(FullAttentionSpec):
-    """A layer's blocks in vLLM 0.26. vLLM finds what manages them by the base class."""
+    """A layer's blocks before vLLM 0.28, which finds what manages them by the base class."""
 
     @property
     def real_page_size_bytes(self) -> int:
@@ -48,7 +48,7 @@ class WindowPageSpec(SlidingWindowSpec):
 
 
 def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A layer's method `get_kv_cache_spec` for vLLM 0.26, with the bytes of a page."""
+    """A layer's method `get_kv_cache_spec` before vLLM 0.28, with the bytes of a page."""
 
     def get_page_spec(vllm_config: Any) -> Any:
         spec = get_kv_cache_spec(vllm_config)
