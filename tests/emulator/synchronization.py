@@ -12,7 +12,7 @@ def mbarrier(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarra
     barriers = warp.cta.barriers
     match opcode[1]:
         case "init":
-            barriers[warp.one(operands[0], mask)] = Barrier(int(operands[1]))
+            barriers[warp.one(operands[0], mask)] = Barrier(int(warp.get(operands[1], "u32")[mask][0]))
         case "arrive":
             arrivals = int(mask.sum())
             expected = int(operands[2]) * arrivals if "expect_tx" in opcode else 0
