@@ -83,7 +83,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         out_memory: gl.constexpr = None
     queries = Queries(
         codes=codes, given=given, rest=rest, signs=signs, shift=shift, factor=factor, full=allocate_barriers(PARTITIONS),
-        empty=allocate_barriers(PARTITIONS), Q16=Q16, EARLY=table_ptr is None,
+        empty=allocate_barriers(PARTITIONS), Q16=Q16,
         REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
     ring = Ring(
         k=k_tiles, v=v_tiles, scales=scales, ones=ones, barriers=barriers, address=address, STAGES=STAGES)  # fmt: skip

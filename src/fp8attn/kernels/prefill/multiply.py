@@ -25,15 +25,8 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
     stage = 0
     phase = 0
     place = Place(stage, phase)
-    # Instructions that other kernels have driven out of the caches take up to 2 us longer to round an item. While the first queries of new
-    # pages are on their way, a dry run rounds what is in their memory, and stores codes that are not read.
-    DRY: gl.constexpr = queries.EARLY and queries.Q16 and not (means.SHIFT or options.rope_pairs)
-    if DRY:
-        dry = 1
-        tiles = 1
-    else:
-        mbarrier.wait(queries.full.index(PARTITION), 0)
-        tiles = items.get(0, TILES)
+    mbarrier.wait(queries.full.index(PARTITION), 0)
+    tiles = items.get(0, TILES)
     while tiles > 0:
         slot = item & 1
         last = items.get(slot, LAST)
@@ -67,15 +60,8 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
         if means.SHIFT and not options.softcap:
             queries.shift.index(PARTITION).store(shift)  # loaded again at the end, because there are no registers for it until then
 
-        if DRY:
-            if dry > 0:
-                dry = 0
-            else:
-                place = attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place, options)
-                item += 1
-        else:
-            place = attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place, options)
-            item += 1
+        place = attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place, options)
+        item += 1
         mbarrier.wait(queries.full.index(PARTITION), item & 1)
         tiles = items.get(item & 1, TILES)
     if output.desc is not None:

@@ -47,7 +47,6 @@ class Queries:
     full: gl.shared_memory_descriptor  # barriers, one a partition: rows and the item's fields are there,
     empty: gl.shared_memory_descriptor  # and their memory is free
     Q16: gl.constexpr  # queries have 16 bits
-    EARLY: gl.constexpr  # the first ones may be there before the pages: the launch before writes these
     REST: gl.constexpr  # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it
 
     @gluon.jit
