@@ -90,7 +90,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     for i in gl.static_range(PARTITIONS):
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)
-    ring.open(PARTITIONS * ROWS // 16)
+    ring.open(ROWS // 16 if PARTITIONS == 1 else PARTITIONS)
     items = Items(fields=fields, v_scale=last_v_scale)
     means = Means(memory=mean_memory, k=k_mean_ptr, v=v_mean_ptr, SHIFT=SHIFT)
     output = Output(

@@ -91,8 +91,8 @@ def attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_m
     # Tiles that only other partitions' rows see.
     for _ in range(last - top):
         ring.wait_k(place)
+        ring.wait_v(place)  # before the barrier of K's release: no product joins the warps, and a late one would miss two phases
         ring.release_k(place)
-        ring.wait_v(place)
         ring.release_v(place)
         place = ring.next(place)
     if options.exact:  # noqa: SIM114 - the other condition is a tensor
