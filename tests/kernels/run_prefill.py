@@ -97,7 +97,7 @@ def emulate_case(name: str) -> dict:
     given = torch.full_like(q, torch.nan) if case.get("out") else None
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: case.get("sms", 1))  # one CTA has all items; or two have two each
-        if "splits" in case:  # the first shape, whose parts have one tile or more, so that blocks at a sequence's start have parts without keys
+        if "splits" in case:  # of the first shape, parts of one tile or more, so that blocks at a sequence's start have parts without keys
             patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][0], case["splits"])])
             patch.setattr(prefill.plan, "min_tiles_per_split", lambda *_: 1)
         if "last" in case:  # all queries see all keys

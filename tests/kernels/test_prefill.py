@@ -23,7 +23,10 @@ CASES = (
     "head_dim 192",
     "two launches",
     "new pages, two CTAs",
-    *(pytest.param(case, marks=pytest.mark.triton36) for case in ("ragged, RoPE on queries", "ragged, parts of the keys", "ragged, two warpgroups")),
+    *(
+        pytest.param(case, marks=pytest.mark.triton36)
+        for case in ("ragged, RoPE on queries", "ragged, parts of the keys", "ragged, two warpgroups")
+    ),
 )
 
 

@@ -1,7 +1,7 @@
 """The kernel: its arguments, its shared memory, and the work of its warps.
 
-A CTA has `Options.partitions` that multiply `Options.rows` query rows each (`multiply`), and one warp that claims work, reads the page table
-and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A comment that begins with `ptxas` explains an
+A CTA has `Options.partitions`, of one warpgroup or two, that multiply `Options.rows` query rows each (`multiply`), and one warp that claims
+work, reads the page table and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A comment that begins with `ptxas` explains an
 expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py` that spills without it.
 """
 
@@ -87,7 +87,8 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         empty=allocate_barriers(PARTITIONS), Q16=Q16,
         REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
     ring = Ring(
-        k=k_tiles, v=v_tiles, scales=scales, ones=ones, of_k=of_k, of_v=of_v, k_address=k_address, v_address=v_address, STAGES=STAGES)  # fmt: skip
+        k=k_tiles, v=v_tiles, scales=scales, ones=ones, of_k=of_k, of_v=of_v, k_address=k_address, v_address=v_address,
+        STAGES=STAGES)  # fmt: skip
     for i in gl.static_range(PARTITIONS):
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)

@@ -56,7 +56,7 @@ class Block:
     row: gl.tensor  # of the sequence in the table of pages, which has none for those
     length: gl.tensor  # keys of the sequence
     q_len: gl.tensor  # its queries
-    begin: gl.tensor  # the index of the block's first row among these; a multiple of a partition's rows, below zero if the block begins before them
+    begin: gl.tensor  # the index of the block's first row among these; below zero, by whole partitions, if the block begins before them
     token: gl.tensor  # the index of that row in the batch
     head: gl.tensor
     part: gl.tensor

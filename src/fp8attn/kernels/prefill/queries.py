@@ -29,9 +29,7 @@ def words(rows, width):
     """`width` channels of rows, of which a thread has four neighbors in every 16, so that their codes are a word."""
     blocks = [[0, 16 << bit] for bit in range((width // 16).bit_length() - 1)]
     warps = [[16 << bit, 0] for bit in range((rows // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], *blocks], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warps, [], [rows, width]
-    )
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0], *blocks], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warps, [], [rows, width])
 
 
 @aggregate
