@@ -1,8 +1,9 @@
 """The kernel: its arguments, its shared memory, and the work of its warps.
 
 A CTA has `Options.partitions`, of one warpgroup or two, that multiply `Options.rows` query rows each (`multiply`), and one warp that claims
-work, reads the page table and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A comment that begins with `ptxas` explains an
-expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py` that spills without it.
+work, reads the page table and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A comment that begins
+with `ptxas` explains an expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py` that spills without
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ..pages import PAGE, allocate_k, v_layout
 from .epilogue import Output
 from .items import FIELDS, Items
 from .means import Means
-from .memory import addresses, allocate_barriers, allocate_numbers
+from .memory import address_of, allocate_barriers, allocate_numbers
 from .multiply import multiply
 from .options import TILE
 from .producer import Source, Work, produce
@@ -43,9 +44,8 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     ROWS: gl.constexpr = OPTIONS.rows
     WIDTH: gl.constexpr = OPTIONS.width
     STAGES: gl.constexpr = OPTIONS.stages
-    of_k = allocate_barriers(2 * STAGES)
-    of_v = allocate_barriers(2 * STAGES)
-    k_address, v_address = addresses(of_k, of_v)
+    barriers = allocate_barriers(4 * STAGES)
+    address = address_of(barriers)
     Q16: gl.constexpr = q_desc.dtype.primitive_bitwidth == 16
     SHIFT: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or OPTIONS.softcap or sinks_ptr is not None)
     headers = (pool_ptr + 2 * PAGE * OPTIONS.head_dim).to(gl.pointer_type(gl.float32))
@@ -87,8 +87,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         empty=allocate_barriers(PARTITIONS), Q16=Q16,
         REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
     ring = Ring(
-        k=k_tiles, v=v_tiles, scales=scales, ones=ones, of_k=of_k, of_v=of_v, k_address=k_address, v_address=v_address,
-        STAGES=STAGES)  # fmt: skip
+        k=k_tiles, v=v_tiles, scales=scales, ones=ones, barriers=barriers, address=address, STAGES=STAGES)  # fmt: skip
     for i in gl.static_range(PARTITIONS):
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)

@@ -6,7 +6,7 @@ from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, 
 from ..pages import fetch_k, fetch_v, page_bytes
 from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
 from .options import HIDDEN, TILE
-from .ring import EMPTY, FULL, Place
+from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place
 from .schedule import advance_to, claimed, draw, scheduler_init
 
 
@@ -164,8 +164,8 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others. Nor after this tile
         # is requested: the answer takes half a microsecond, and short items are over soon.
         ticket = draw(work.counter, j == last - bottom)
-        mbarrier.wait(ring.k_barrier(EMPTY, place), place.phase)
-        fetch_k(source.k, at, ring.k_barrier(FULL, place), ring.k.index(place.stage))  # before its scale has been loaded
+        mbarrier.wait(ring.barrier(K_EMPTY, place), place.phase)
+        fetch_k(source.k, at, ring.barrier(K_FULL, place), ring.k.index(place.stage))  # before its scale has been loaded
         ring.scales.index(place.stage).store(k_scale)
         # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
         ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
@@ -173,16 +173,16 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         items.v_scale.index(slot).store(v_scale)
         before = v_scale
         sync()  # one lane's arrival announces what all lanes wrote
-        mbarrier.expect(ring.k_barrier(FULL, place), TILE * options.width)
+        mbarrier.expect(ring.barrier(K_FULL, place), TILE * options.width)
         here = at
         at = ahead * source.num_kv_heads + kv_head
         scales = source.header(at + none, options.head_dim)
         k_scale = gl.load(scales)
         v_scale = gl.load(scales + 1)
         ahead = source.page(block.row, gl.maximum(last - 2 - j, bottom))
-        mbarrier.wait(ring.v_barrier(EMPTY, place), place.phase)
-        mbarrier.expect(ring.v_barrier(FULL, place), TILE * options.width)
-        fetch_v(source.v, here, ring.v_barrier(FULL, place), ring.v, place.stage, ring.STAGES)
+        mbarrier.wait(ring.barrier(V_EMPTY, place), place.phase)
+        mbarrier.expect(ring.barrier(V_FULL, place), TILE * options.width)
+        fetch_v(source.v, here, ring.barrier(V_FULL, place), ring.v, place.stage, ring.STAGES)
         place = ring.next(place)
     return place, ticket
 

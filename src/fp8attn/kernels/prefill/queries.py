@@ -282,3 +282,4 @@ def keep_rest(rest, given, signs, options: gl.constexpr):
         for j in gl.static_range(len(blocks)):
             eight += (rest_to_fp8(blocks[j] * up[:, None]),)
     store_codes(rest, eight)
+    sync()  # here, or Triton would wait in every tile
