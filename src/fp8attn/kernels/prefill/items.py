@@ -1,4 +1,4 @@
-"""Items of work, which the producer announces to the multiplying warpgroups.
+"""Items of work, which the producer announces to the warps that multiply.
 
 An item is the query rows of one head that the partitions multiply, over their tiles of keys. Two items are in flight, in two slots.
 """

@@ -1,4 +1,4 @@
-"""The ring of tiles between the producer and the multiplying warpgroups."""
+"""The ring of tiles between the producer and the warps that multiply."""
 
 from __future__ import annotations
 
