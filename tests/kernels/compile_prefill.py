@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -108,14 +109,21 @@ def compile_case(case: str) -> dict:
 
 def facts(built: Built) -> dict:
     """Instructions are of the whole kernel; the loop is the hot loop, of the warpgroup where it is longest; spills are bytes stored in the
-    whole kernel, and instructions in the loop; barriers are those of a warpgroup's warps in the loop."""
+    whole kernel, and instructions in the loop; barriers are those of a partition's warps in the loop; the end is how many bytes before the
+    end of shared memory the ring's barriers begin."""
     sass = built.sass()
     loop, loop_spills, barriers = hot_loop(sass)
     return {
         "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.registers
         "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code), "loop": loop,
         "loop_spills": loop_spills, "barriers": barriers, "serialized": built.warnings, "unset": sass.unset_register(),
+        "end": built.kernel.metadata.shared - ring_barriers(built.kernel.asm["ptx"]),
     }  # fmt: skip
+
+
+def ring_barriers(ptx: str) -> int:
+    """Where the ring's barriers are in shared memory: what the first load after `ptx.store_addresses` reads."""
+    return int(re.search(r"ld\.shared\S*\s+[^\[]*\[global_smem\+(\d+)\]", ptx[ptx.index("%dynamic_smem_size") :])[1])
 
 
 def hot_loop(sass: Sass) -> tuple[int, int, int]:
@@ -147,7 +155,8 @@ def main() -> None:
                 (keep / f"{case}.ptx").write_text(kernel.asm["ptx"])
                 (keep / f"{case}.cubin").write_bytes(kernel.asm["cubin"])
     if "--table" in sys.argv:
-        print("| case | regs | spilled bytes | shared | instructions | loop | spills in it | barriers | C75xx | unset |\n|" + "---|" * 10)
+        names = "case", "regs", "spilled bytes", "shared", "instructions", "loop", "spills in it", "barriers", "C75xx", "unset", "end"
+        print(f"| {' | '.join(names)} |\n|" + "---|" * len(names))
         for row in rows:
             print("| " + " | ".join("none" if cell == "" else str(cell) for cell in row.values()) + " |")
     else:

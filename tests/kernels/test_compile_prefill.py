@@ -41,3 +41,4 @@ def test_hot_loop(case):
     if case == "d128-new":
         assert row["instructions"] < 4300, "with the page writer's, more than the instruction cache holds"
     assert row["shared_bytes"] <= 232448, row
+    assert 0 < row["end"] <= 2048, "no address is stored there (`memory.address_of`)"
