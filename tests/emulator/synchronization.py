@@ -16,7 +16,7 @@ def mbarrier(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarra
     match opcode[1]:
         case "init":
             at = warp.one(operands[0], mask)
-            barriers[at] = Barrier(int(operands[1]), partial(warp.cta.order.end, at))
+            barriers[at] = Barrier(int(warp.get(operands[1], "u32")[mask][0]), partial(warp.cta.order.end, at))
             warp.cta.order.init(warp.index, at)
         case "arrive":
             arrivals = int(mask.sum())

@@ -85,6 +85,8 @@ class Warp:
         self.flying = cta.order.flying[index]
         self.registers = {name: np.zeros(32, DTYPES[kind]) for name, kind in launch.program.registers.items()}
         self.registers["%tid.x"] = (index * 32 + LANES).astype(np.uint32)
+        self.registers["%laneid"] = LANES.astype(np.uint32)
+        self.registers["%dynamic_smem_size"] = np.full(32, launch.size, np.uint32)
         self.registers["%ctaid.x"] = np.full(32, cta.index, np.uint32)
         self.registers["%nctaid.x"] = np.full(32, launch.grid, np.uint32)
         self.parked: tuple | None = None

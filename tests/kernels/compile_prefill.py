@@ -109,14 +109,15 @@ def compile_case(case: str) -> dict:
 
 def facts(built: Built) -> dict:
     """Instructions are of the whole kernel; the loop is the hot loop, of the warpgroup where it is longest; spills are bytes stored in the
-    whole kernel, and instructions in the loop; barriers are those of a warpgroup's warps in the loop."""
+    whole kernel, and instructions in the loop; barriers are those of a partition's warps in the loop; the end is how many bytes before the
+    end of shared memory the ring's barriers begin."""
     sass = built.sass()
     loop, loop_spills, barriers = hot_loop(sass)
     return {
         "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.registers
         "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code), "loop": loop,
         "loop_spills": loop_spills, "barriers": barriers, "serialized": built.warnings, "unset": sass.unset_register(),
-        "early": released_early(sass),
+        "early": released_early(sass), "end": built.kernel.metadata.shared - ring_barriers(built.kernel.asm["ptx"]),
     }  # fmt: skip
 
 
@@ -134,6 +135,11 @@ def released_early(sass: Sass) -> str:
         elif "SYNCS.ARRIVE" in text and running and (joined or not all(running)):
             return text
     return ""
+
+
+def ring_barriers(ptx: str) -> int:
+    """Where the ring's barriers are in shared memory: what the first load after `ptx.store_addresses` reads."""
+    return int(re.search(r"ld\.shared\S*\s+[^\[]*\[global_smem\+(\d+)\]", ptx[ptx.index("%dynamic_smem_size") :])[1])
 
 
 def hot_loop(sass: Sass) -> tuple[int, int, int]:
@@ -165,8 +171,8 @@ def main() -> None:
                 (keep / f"{case}.ptx").write_text(kernel.asm["ptx"])
                 (keep / f"{case}.cubin").write_bytes(kernel.asm["cubin"])
     if "--table" in sys.argv:
-        names = ("case", "regs", "spilled bytes", "shared", "instructions", "loop", "spills in it", "barriers", "C75xx", "unset", "early")
-        print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+        names = "case", "regs", "spilled bytes", "shared", "instructions", "loop", "spills", "barriers", "C75xx", "unset", "early", "end"
+        print(f"| {' | '.join(names)} |\n|" + "---|" * len(names))
         for row in rows:
             print("| " + " | ".join("none" if cell == "" else str(cell) for cell in row.values()) + " |")
     else:

@@ -35,6 +35,16 @@ CASES = {
     "new pages, in parts": {
         "lengths": [330], "queries": [330], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "new": True, "splits": 3,
     },
+    "ragged, two warpgroups": {
+        "lengths": [330, 200, 0, 64], "queries": [170, 200, 0, 20], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "splits": 1,
+        "out": True,
+    },
+    "E4M3 keys, two warpgroups": {
+        "lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3", "splits": 1,
+    },
+    "FP8 queries, two warpgroups": {
+        "lengths": [330, 900], "queries": [170, 170], "head_dim": 128, "dtype": FP8, "keys": "e4m3", "splits": 1,
+    },
     "exact": {"lengths": [1100], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "exact": True},
     "exact, E4M3 keys": {"lengths": [1100], "queries": [100], "head_dim": 64, "dtype": torch.float16, "keys": "e4m3", "exact": True},
     "FP8 queries, three warpgroups": {"lengths": [714, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
@@ -96,7 +106,7 @@ def emulate_case(name: str) -> dict:
     given = torch.full_like(q, torch.nan) if case.get("out") else None
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: case.get("sms", 1))  # one CTA has all items; or two have two each
-        if new or "splits" in case:  # two warpgroups at head_dim 128, for which attention begins before the pages are written
+        if new or "splits" in case:  # the first shape: two warpgroups at head_dim 128, which may begin before the pages are written
             patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][0], case.get("splits", 1))])
         if "splits" in case:  # of one tile or more, so that blocks at a sequence's start have parts without keys
             patch.setattr(prefill.plan, "min_tiles_per_split", lambda *_: 1)
@@ -110,7 +120,7 @@ def emulate_case(name: str) -> dict:
     tables = [x for x in launches[0].args if x is pages.page_table]
     assert len(tables) == (0 if new else 1)
     left = sum(emulate(launched, written_before=(pages.pool,) if new else ()) for launched in launches[: 2 if "last" in case else 1])
-    if "splits" in case:
+    if case.get("splits", 1) > 1:
         out, lse = combined(*launches[1].args[:2], out, lse)
     ref, ref_lse = reference.attention(asked, pages, AttentionParams(**options), compute_dtype=torch.float64, out_dtype=torch.float64)
     off = out.double() - ref

@@ -16,10 +16,10 @@ BOUNDS = {
         "d64": (395, 0, 30), "d64-e4m3": (355, 0, 30), "d128": (475, 0, 50), "d128-e4m3": (440, 0, 50), "d128-new": (475, 0, 30),
         "d128-long": (450, 4, 250),
         "d128-long-no-lse": (450, 4, 200), "d128-long-e4m3-no-lse": (420, 6, 180),
-        "d128-q8-long-no-lse": (435, 2, 90), "d192": (505, 0, 40), "d256": (560, 2, 70),
-        "d256-no-lse": (560, 2, 110), "d256-e4m3-no-lse": (540, 2, 150), "d256-q8": (525, 13, 420), "d256-ragged-no-lse": (565, 2, 70),
-        "d128-rope": (475, 0, 60), "d256-rope-pairs": (560, 2, 100), "d64-exact": (570, 0, 30), "d128-exact": (660, 0, 10),
-        "d128-long-exact": (685, 0, 70), "d256-exact": (820, 2, 100),
+        "d128-q8-long-no-lse": (435, 2, 100), "d192": (520, 0, 40), "d256": (580, 8, 150),
+        "d256-no-lse": (570, 0, 20), "d256-e4m3-no-lse": (540, 4, 150), "d256-q8": (530, 0, 20), "d256-ragged-no-lse": (580, 8, 150),
+        "d128-rope": (475, 0, 60), "d256-rope-pairs": (580, 8, 150), "d64-exact": (570, 0, 30), "d128-exact": (660, 0, 10),
+        "d128-long-exact": (685, 0, 70), "d256-exact": (830, 45, 350),
     },
     # ptxas 13.4, which spills in loops of the same PTX.
     "3.9": {"d64": (410, 1, 50), "d128": (495, 8, 300)},
@@ -36,7 +36,10 @@ def test_hot_loop(case):
     assert row["early"] == "", "a stage is released while products read it"
     assert 300 < row["loop"] <= loop and row["loop_spills"] <= loop_spills, row
     assert row["spill_bytes"] <= spills, row
-    # Of a warpgroup's warps, before K is released. The others wait for V several times in a tile, and Triton adds a barrier to each.
-    if triton.__version__.startswith("3.6") and not any(word in case for word in ("d192", "d256", "exact")):
-        assert row["barriers"] == 1, row
+    # Two warpgroups of one partition must not meet in a tile. Three have barriers of their own warps, before they release K and V.
+    if triton.__version__.startswith("3.6") and "exact" not in case:
+        assert row["barriers"] == (2 if "d64" in case or "long" in case else 0), row
+    if case == "d128-new":
+        assert row["instructions"] < 4300, "with the page writer's, more than the instruction cache holds"
     assert row["shared_bytes"] <= 232448, row
+    assert 0 < row["end"] <= 2048, "no address is stored there (`memory.address_of`)"

@@ -28,6 +28,19 @@ SPLIT_TO_FP8 = gl.constexpr("""{ .reg .b16 lo, hi; .reg .b32 a, b, c, d; cvt.rn.
 cvt.rn.satfinite.e4m3x2.f16x2 lo, a; cvt.rn.satfinite.e4m3x2.f16x2 hi, b; mov.b32 $0, {lo, hi};
 cvt.rn.f16x2.e4m3x2 c, lo; cvt.rn.f16x2.e4m3x2 d, hi; sub.rn.f16x2 a, a, c; sub.rn.f16x2 b, b, d;
 cvt.rn.satfinite.e4m3x2.f16x2 lo, a; cvt.rn.satfinite.e4m3x2.f16x2 hi, b; mov.b32 $1, {lo, hi}; }""")
+# The last bytes of shared memory get their own addresses, 16 bytes a thread.
+STORE_ADDRESSES = gl.constexpr("""{ .reg .b32 size, thread, a, b; mov.u32 a, global_smem; mov.u32 size, %dynamic_smem_size;
+mov.u32 thread, %tid.x; add.u32 a, a, size; and.b32 a, a, -16; shl.b32 thread, thread, 4; sub.u32 a, a, thread; sub.u32 a, a, 16;
+add.u32 b, a, 8; st.shared.v4.b32 [a], {a, a, b, b}; mov.b32 $0, 0; }""")
+WAIT = gl.constexpr("""{ .reg .pred done;
+waitLoop:
+mbarrier.try_wait.parity.shared.b64 done, [$1], $2;
+@!done bra.uni waitLoop;
+mov.b32 $0, 0; }""")
+ARRIVE = gl.constexpr("""{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;
+@first mbarrier.arrive.shared.b64 _, [$1]; mov.b32 $0, 0; }""")
+INIT = gl.constexpr("""{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
+@first mbarrier.init.shared.b64 [$1], $2; mov.b32 $0, 0; }""")
 LOGISTIC = gl.constexpr("{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }")
 ROTATE_PAIR = gl.constexpr("""{ .reg .f32 x, y; mul.rn.f32 x, $2, $4; mul.rn.f32 y, $3, $5; sub.rn.f32 $0, x, y;
 mul.rn.f32 x, $3, $4; mul.rn.f32 y, $2, $5; add.rn.f32 $1, x, y; }""")
@@ -116,6 +129,33 @@ def log2(x):
 def reciprocal(x):
     """The reciprocal of a normal `x`, in one instruction, with the same bits as Triton's division."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def store_addresses():
+    """Store 8-byte words to the end of shared memory, 16 bytes a thread: the low half of each is its own address."""
+    gl.inline_asm_elementwise(STORE_ADDRESSES, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def init_at(address, count):
+    """The CTA's first thread initializes the mbarrier at `address`. (Triton adds a barrier of all warps after each one of an array.)"""
+    gl.inline_asm_elementwise(INIT, "=r,r,r", [address, gl.to_tensor(count)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_at(address, phase):
+    """Wait for a phase of the mbarrier at `address`. Each warp waits for itself.
+
+    Triton adds a barrier of all warps of the partition to each `mbarrier.wait` in a loop, so that none of them gets two phases ahead.
+    """
+    gl.inline_asm_elementwise(WAIT, "=r,r,r", [address, phase], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_at(address):
+    """A thread of each warp arrives at the mbarrier at `address`."""
+    gl.inline_asm_elementwise(ARRIVE, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -154,9 +154,8 @@ def page_kernel(
     D: tl.constexpr = K.row.head_dim
     HALF: tl.constexpr = K.row.rope_pairs
     DENSE: tl.constexpr = K.dense
-    if OPTIONS.hopper:  # noqa: SIM102 - at compile time
-        if 2 * tl.num_programs(1) * tl.num_programs(2) > columns_ahead:  # of fewer programs attention begins too unevenly (measured)
-            launch_dependents()
+    if OPTIONS.hopper:
+        launch_dependents()
     # Heads follow each other, so that programs that run at the same time read neighboring memory.
     is_v = tl.program_id(0) % 2
     head = tl.program_id(0) // 2

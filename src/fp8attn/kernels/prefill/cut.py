@@ -30,6 +30,11 @@ class Shape:
         """Query rows of an item."""
         return self.warpgroups * ROWS.value
 
+    @property
+    def partitions(self) -> int:
+        """The warpgroups share one copy of the instructions, if a partition may have so many warps: a power of two."""
+        return 1 if self.warpgroups == 2 else self.warpgroups
+
 
 SHAPES = {
     64: (Shape(3, 1, 3, 0, 0, 160, 24),),

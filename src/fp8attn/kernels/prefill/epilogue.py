@@ -7,7 +7,7 @@ from ..ptx import log2, pin, reciprocal
 from .items import BATCH, HEAD, TOKEN
 from .means import channels_of_mean
 from .memory import number
-from .options import ENDLESS, HIDDEN, LN2, LOG2E, ROWS, SCORES
+from .options import ENDLESS, HIDDEN, LN2, LOG2E
 from .softmax import P_SHIFT
 
 
@@ -16,7 +16,7 @@ class Output:
     """The addresses of the output and the LSE. With `Options.split` they are the parts that `combine` takes."""
 
     desc: tensor_descriptor | gl.constexpr  # None: by way of `ptr`
-    memory: gl.shared_memory_descriptor | gl.constexpr  # [warpgroups, 1, 64, 1, width], with `desc`
+    memory: gl.shared_memory_descriptor | gl.constexpr  # [partitions, 1, rows, 1, width], with `desc`
     ptr: gl.tensor | gl.constexpr
     stride_b: gl.tensor  # of batch, token, head, in units of eight elements
     stride_t: gl.tensor
@@ -28,11 +28,11 @@ class Output:
     plane: gl.tensor  # elements of the parts' LSE, behind which are the scores of K's mean
 
     @gluon.jit
-    def send(self, WG: gl.constexpr, batch, token, head, count, y):
-        """Store a warpgroup's rows, of which `count` are queries, by TMA. It skips other rows and channels after the last."""
-        SHAPE: gl.constexpr = [ROWS, y.shape[1]]
+    def send(self, PARTITION: gl.constexpr, batch, token, head, count, y):
+        """Store a partition's rows, of which `count` are queries, by TMA. It skips other rows and channels after the last."""
+        SHAPE: gl.constexpr = [y.shape[0], y.shape[1]]
         FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, self.desc.dtype)
-        memory = self.memory.index(WG)
+        memory = self.memory.index(PARTITION)
         send_wait(0)  # the threads that sent the item before wait until it has left this memory,
         sync()  # and the others for them
         reinterpret(memory, self.desc.dtype, SHAPE, FLAT).store(y.to(self.desc.dtype))
@@ -45,12 +45,12 @@ class Output:
 
     @gluon.jit
     def store(self, batch, token, head, count, y, first: gl.constexpr, options: gl.constexpr):
-        """Store a warpgroup's rows, of which `count` are queries. `y` has the channels from `first` on."""
+        """Store a partition's rows, of which `count` are queries. `y` has the channels from `first` on."""
         N: gl.constexpr = y.shape[1]
         y = y.to(self.ptr.dtype.element_ty)
         if options.width < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
-            y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0]))
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
+            y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [gl.num_warps(), 1], [1, 0]))
+        row = gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout))
         channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
         mask = (row < count)[:, None]
         if first + N > options.head_dim:
@@ -61,7 +61,7 @@ class Output:
 
 
 @gluon.jit
-def write_channels(WG: gl.constexpr, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind,
+def write_channels(PARTITION: gl.constexpr, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind,
                    first: gl.constexpr, options: gl.constexpr):  # fmt: skip
     """Store channels of the output, from `first` on: `acc * inverse + v_mean * share`, and zero in rows that saw no key.
 
@@ -88,27 +88,28 @@ def write_channels(WG: gl.constexpr, output, batch, token, head, count, v_mean, 
             y = gl.where(unseen, 0.0, pin(y))
         if output.desc is not None:
             if count > 0:  # TMA cannot store a block whose rows are all before the first
-                output.send(WG, batch, token, head, count, y)
+                output.send(PARTITION, batch, token, head, count, y)
         else:
             output.store(batch, token, head, count, y, first, options)
 
 
 @gluon.jit
 def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.constexpr):
-    """Write the output and the LSE of a warpgroup's rows. `acc`, `m` and `sums` are the results of `tiles`."""
+    """Write the output and the LSE of a partition's rows. `acc`, `m` and `sums` are the results of `tiles`."""
     items = rows.items
     slot = rows.slot
-    count = items.count(slot, rows.WG)
+    ROW: gl.constexpr = m.type.layout
+    count = items.count(slot, rows.first)
     head = items.get(slot, HEAD)
     batch = items.get(slot, BATCH)
-    token = items.get(slot, TOKEN) + rows.WG * ROWS
+    token = items.get(slot, TOKEN) + rows.first
     unseen = sums < 1.0  # a largest weight is 2^8; masked ones are 0 or 2^-117, and a sum with a NaN in it is not small
     v_scale = number(items.v_scale.index(slot))
     shift = rows.shift
     if options.softcap:
         shift = shift * 0.0  # K's mean is already in the scores
     elif means.SHIFT:
-        shift = queries.shift.index(rows.WG).load(gl.SliceLayout(1, SCORES))
+        shift = queries.shift.index(rows.PARTITION).load(ROW)
     if output.sinks is not None:
         sink = gl.load(output.sinks + head).to(gl.float32) * LOG2E - shift
         top_m = gl.maximum(m, sink)
@@ -122,7 +123,7 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
         share: gl.constexpr = None
         lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + log2(sums) + shift) * LN2)
     if output.lse is not None:
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        row = gl.arange(0, m.shape[0], ROW)
         at = (batch * output.num_tokens + token).to(gl.int64) * output.num_q_heads + head
         if options.split:  # as `combine` takes it
             lse = gl.where(unseen, HIDDEN, m - P_SHIFT + log2(sums))
@@ -135,6 +136,6 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
     if options.width == 256:
         N: gl.constexpr = options.width // 4
         for i in gl.static_range(len(acc)):
-            write_channels(rows.WG, output, batch, token, head, count, v_mean, acc[i], inverse, share, unseen, blind, i * N, options)
+            write_channels(rows.PARTITION, output, batch, token, head, count, v_mean, acc[i], inverse, share, unseen, blind, i * N, options)
     else:
-        write_channels(rows.WG, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind, 0, options)
+        write_channels(rows.PARTITION, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind, 0, options)

@@ -1,13 +1,12 @@
-"""Items of work, which the producer announces to the multiplying warpgroups.
+"""Items of work, which the producer announces to the warps that multiply.
 
-An item is `64 * warpgroups` query rows of one head, over their tiles of keys. Two items are in flight, in two slots.
+An item is the query rows of one head that the partitions multiply, over their tiles of keys. Two items are in flight, in two slots.
 """
 
 from __future__ import annotations
 
 from ..gluon import aggregate, gl, gluon
 from .memory import number
-from .options import ROWS
 
 # An item's fields, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
 TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, KV_HEAD, LEFT, ANGLES, FIRST = (gl.constexpr(i) for i in range(12))
@@ -31,27 +30,28 @@ class Items:
         self.fields.index(slot * FIELDS + FIELD).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
     @gluon.jit
-    def count(self, slot, WG: gl.constexpr):
-        """Number of a warpgroup's rows that are queries (its first rows); none if it is zero or less."""
-        return gl.where(self.get(slot, FIRST) > WG * ROWS, 0, self.get(slot, COUNT) - WG * ROWS)
+    def count(self, slot, first: gl.constexpr):
+        """How many of a partition's rows, which are those from `first` on, are queries (its first rows); none if it is zero or less."""
+        return gl.where(self.get(slot, FIRST) > first, 0, self.get(slot, COUNT) - first)
 
 
 @aggregate
 class Rows:
-    """A warpgroup's 64 rows of an item: the inputs of its scores and masks."""
+    """A partition's rows of an item: the inputs of its scores and masks."""
 
-    WG: gl.constexpr  # the warpgroup
+    PARTITION: gl.constexpr  # its index,
+    first: gl.constexpr  # and that of its first row in the item
     items: Items
     slot: gl.tensor
     causal: gl.tensor
     window: gl.tensor
-    q: gl.shared_memory_descriptor  # [64, width], 8 bits
-    factor: gl.tensor  # [64], of scores, but for K's scale
-    shift: gl.tensor  # [64], the score against K's mean
+    q: gl.shared_memory_descriptor  # [rows, width], 8 bits
+    factor: gl.tensor  # [rows], of scores, but for K's scale
+    shift: gl.tensor  # [rows], the score against K's mean
     cap: gl.tensor
 
     @gluon.jit
     def last_key(self, LAYOUT: gl.constexpr):
         """The last key that each row sees."""
-        row = gl.arange(0, ROWS, LAYOUT) + (self.WG * ROWS + ((1 - self.causal) << 30))
+        row = gl.arange(0, self.q.shape[0], LAYOUT) + (self.first + ((1 - self.causal) << 30))
         return gl.minimum(self.items.get(self.slot, POSITION) + row, self.items.get(self.slot, LENGTH) - 1)

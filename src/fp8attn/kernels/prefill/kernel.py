@@ -1,8 +1,9 @@
 """The kernel: its arguments, its shared memory, and the work of its warps.
 
-A CTA has `Options.warpgroups` warpgroups that multiply 64 query rows each (`multiply`), and one warp that claims work, reads the page table
-and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A comment that begins with `ptxas` explains an
-expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py` that spills without it.
+A CTA has `Options.partitions`, of one warpgroup or two, that multiply `Options.rows` query rows each (`multiply`), and one warp that claims
+work, reads the page table and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A comment that begins
+with `ptxas` explains an expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py` that spills without
+it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from ..pages import PAGE, allocate_k, v_layout
 from .epilogue import Output
 from .items import FIELDS, Items
 from .means import Means
-from .memory import allocate_barriers, allocate_numbers
+from .memory import address_of, allocate_barriers, allocate_numbers
 from .multiply import multiply
-from .options import ROWS, TILE
+from .options import TILE
 from .producer import Source, Work, produce
 from .queries import Queries, Rope, store_signs
 from .ring import Ring
@@ -39,20 +40,23 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     Without a table, and then without lengths, the launch before this one writes the pages. They are in the order of sequences, each of
     which has `new_keys` keys.
     """
-    WARPGROUPS: gl.constexpr = OPTIONS.warpgroups
+    PARTITIONS: gl.constexpr = OPTIONS.partitions
+    ROWS: gl.constexpr = OPTIONS.rows
     WIDTH: gl.constexpr = OPTIONS.width
     STAGES: gl.constexpr = OPTIONS.stages
+    barriers = allocate_barriers(4 * STAGES)
+    address = address_of(barriers)
     Q16: gl.constexpr = q_desc.dtype.primitive_bitwidth == 16
     SHIFT: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or OPTIONS.softcap or sinks_ptr is not None)
     headers = (pool_ptr + 2 * PAGE * OPTIONS.head_dim).to(gl.pointer_type(gl.float32))
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_desc.dtype)
     ITEMS: gl.constexpr = 1 if Q16 else 2  # the memory of 16-bit rows is free after rounding, that of FP8 rows after the products
-    blocks = gl.allocate_shared_memory(q_desc.dtype, [ITEMS * WARPGROUPS, 1, ROWS, 1, WIDTH], q_desc.layout)
-    given = reinterpret(blocks, q_desc.dtype, [ITEMS * WARPGROUPS, ROWS, WIDTH], FLAT)
+    blocks = gl.allocate_shared_memory(q_desc.dtype, [ITEMS * PARTITIONS, 1, ROWS, 1, WIDTH], q_desc.layout)
+    given = reinterpret(blocks, q_desc.dtype, [ITEMS * PARTITIONS, ROWS, WIDTH], FLAT)
     if Q16:
         BYTES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], k_desc.dtype)
-        codes = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUPS, ROWS, WIDTH], BYTES)
-        rest = reinterpret(blocks, k_desc.dtype, [2 * WARPGROUPS, ROWS, WIDTH], BYTES)
+        codes = gl.allocate_shared_memory(k_desc.dtype, [PARTITIONS, ROWS, WIDTH], BYTES)
+        rest = reinterpret(blocks, k_desc.dtype, [2 * PARTITIONS, ROWS, WIDTH], BYTES)
     else:
         codes = given
         rest = given
@@ -61,7 +65,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, WIDTH // PARTS, TILE], v_layout(WIDTH // PARTS))
     scales = allocate_numbers(gl.float32, 2 * STAGES, 1)
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, TILE], gl.NVMMASharedLayout.get_default_for([8, TILE], gl.float8e4nv))
-    bits = gl.full([8, TILE], 0x38, gl.uint8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+    bits = gl.full([8, TILE], 0x38, gl.uint8, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]))
     ones.store(bits.to(gl.float8e4nv, bitcast=True))
     if Q16 and OPTIONS.rotate:
         signs = gl.allocate_shared_memory(q_desc.dtype, [16, 16], gl.SwizzledSharedLayout(8, 1, 1, [0, 1]))
@@ -71,23 +75,22 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     mean_memory = allocate_numbers(gl.float32, 4, WIDTH if WIDTH < 256 else 1)
     fields = allocate_numbers(gl.int32, 2 * FIELDS, 1)
     last_v_scale = allocate_numbers(gl.float32, 2, 1)
-    shift = allocate_numbers(gl.float32, WARPGROUPS, ROWS)
-    factor = allocate_numbers(gl.float32, WARPGROUPS, ROWS if WARPGROUPS == 3 else 1)
+    shift = allocate_numbers(gl.float32, PARTITIONS, ROWS)
+    factor = allocate_numbers(gl.float32, PARTITIONS, ROWS if PARTITIONS == 3 else 1)
     if out_desc is not None:
-        out_memory = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
+        out_memory = gl.allocate_shared_memory(out_desc.dtype, [PARTITIONS] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
     else:
         out_memory: gl.constexpr = None
     queries = Queries(
-        codes=codes, given=given, rest=rest, signs=signs, shift=shift, factor=factor, full=allocate_barriers(WARPGROUPS),
-        empty=allocate_barriers(WARPGROUPS), Q16=Q16, EARLY=table_ptr is None,
+        codes=codes, given=given, rest=rest, signs=signs, shift=shift, factor=factor, full=allocate_barriers(PARTITIONS),
+        empty=allocate_barriers(PARTITIONS), Q16=Q16,
         REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
     ring = Ring(
-        k=k_tiles, v=v_tiles, scales=scales, ones=ones, k_full=allocate_barriers(STAGES), k_empty=allocate_barriers(STAGES),
-        v_full=allocate_barriers(STAGES), v_empty=allocate_barriers(STAGES), STAGES=STAGES)  # fmt: skip
-    for i in gl.static_range(WARPGROUPS):
+        k=k_tiles, v=v_tiles, scales=scales, ones=ones, barriers=barriers, address=address, STAGES=STAGES)  # fmt: skip
+    for i in gl.static_range(PARTITIONS):
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)
-    ring.open(WARPGROUPS)
+    ring.open(ROWS // 16 if PARTITIONS == 1 else PARTITIONS)
     fence_async_shared()  # TMA and the tensor cores see the barriers and the ones
     items = Items(fields=fields, v_scale=last_v_scale)
     means = Means(memory=mean_memory, k=k_mean_ptr, v=v_mean_ptr, SHIFT=SHIFT)
@@ -100,22 +103,21 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         num_kv_heads=num_kv_heads)  # fmt: skip
     batch = Batch(
         bounds=bounds_ptr, lengths=lengths_ptr, new_keys=new_keys, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs,
-        num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=WARPGROUPS * ROWS)  # fmt: skip
+        num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=PARTITIONS * ROWS)  # fmt: skip
     work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
     # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous kernel uses. Without a
     # table that kernel writes pages, which only the producer reads, so only the producer waits.
     if table_ptr is not None:
         gdc_wait()
     shared = (queries, ring, items, means, output, rope, causal, window, scale, cap)
-    if WARPGROUPS == 2:
+    if PARTITIONS == 1:
         gl.warp_specialize(
             [
                 (multiply, (0, OPTIONS) + shared),  # noqa: RUF005 - Triton knows no starred elements
-                (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
                 (produce, (OPTIONS, queries, ring, items, means, output, source, batch, work)),
             ],
-            [4, 1],
-            [OPTIONS.registers, OPTIONS.producer_registers],
+            [1],
+            [OPTIONS.producer_registers],
         )
     else:
         gl.warp_specialize(

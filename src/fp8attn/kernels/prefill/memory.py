@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..gluon import gl, gluon, mbarrier
+from ..gluon import gl, gluon, mbarrier, sync
+from ..ptx import store_addresses
 
 
 @gluon.jit
@@ -19,4 +20,17 @@ def allocate_barriers(N: gl.constexpr):
 @gluon.jit
 def number(memory):
     """The one number in `memory`, read by all threads."""
-    return gl.max(memory.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(memory.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def address_of(barriers):
+    """The address of barriers in shared memory, for inline PTX.
+
+    Gluon has none. So the end of shared memory, where Triton puts small allocations, is filled with addresses before it is used.
+    """
+    store_addresses()
+    sync()
+    address = gl.max(barriers.index(0).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0).to(gl.int32)
+    sync()  # all warps have read it, before inline PTX writes there
+    return address

@@ -1,11 +1,11 @@
-"""The program of a multiplying warpgroup."""
+"""The program of the multiplying warps."""
 
 from __future__ import annotations
 
-from ..gluon import gl, gluon, mbarrier, send_wait, sync
+from ..gluon import gl, gluon, mbarrier, send_wait
 from .epilogue import finish
 from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
-from .options import ROWS, TILE
+from .options import TILE
 from .queries import apply_rope, keep_rest, load_queries
 from .ring import Place
 from .tiles import attend_in_turn, attend_overlapped, attend_twice
@@ -18,31 +18,25 @@ FEW_IN_ALL = gl.constexpr(640)
 
 
 @gluon.jit
-def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, means, output, rope, causal, window, scale, cap):
-    """Compute the 64 rows of warpgroup `WG` of every item that the producer announces."""
+def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, items, means, output, rope, causal, window, scale, cap):
+    """Compute the rows of a partition of every item that the producer announces."""
+    FIRST_ROW: gl.constexpr = PARTITION * options.rows
     item = 0
     stage = 0
     phase = 0
     place = Place(stage, phase)
-    # Instructions that other kernels have driven out of the caches take up to 2 us longer to round an item. While the first queries of new
-    # pages are on their way, a dry run rounds what is in their memory, and stores codes that are not read.
-    DRY: gl.constexpr = queries.EARLY and queries.Q16 and not (means.SHIFT or options.rope_pairs)
-    if DRY:
-        dry = 1
-        tiles = 1
-    else:
-        mbarrier.wait(queries.full.index(WG), 0)
-        tiles = items.get(0, TILES)
+    mbarrier.wait(queries.full.index(PARTITION), 0)
+    tiles = items.get(0, TILES)
     while tiles > 0:
         slot = item & 1
         last = items.get(slot, LAST)
-        count = items.count(slot, WG)
+        count = items.count(slot, FIRST_ROW)
         position = items.get(slot, POSITION)
         length = items.get(slot, LENGTH)
         # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
         bottom = last - tiles + 1
-        hi_min = position + WG * ROWS + ((1 - causal) << 30)
-        hi_max = gl.minimum(hi_min + ROWS - 1, length - 1)
+        hi_min = position + FIRST_ROW + ((1 - causal) << 30)
+        hi_max = gl.minimum(hi_min + options.rows - 1, length - 1)
         hi_min = gl.minimum(hi_min, length - 1)
         if options.mask_left or options.split:  # noqa: SIM108 - no choice between values: they differ in type
             blind = None  # a row between others may see no key
@@ -54,26 +48,21 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
             k_mean = means.of_k(items, slot, options)
         else:
             k_mean: gl.constexpr = None
-        q = queries.codes.index(WG if queries.Q16 else slot * options.warpgroups + WG)
+        q = queries.codes.index(PARTITION if queries.Q16 else slot * options.partitions + PARTITION)
         if options.rope_pairs:  # noqa: SIM102 - at compile time
             if count > 0:  # rows before a sequence have no angles
-                apply_rope(queries, rope, items, slot, count, options, WG)
-        given = queries.given.index(WG)
+                apply_rope(queries, rope, items, slot, count, options, PARTITION)
+        given = queries.given.index(PARTITION)
         factor, shift = load_queries(q, given, queries.signs, k_mean, scale, options, queries.Q16)
-        rows = Rows(WG=WG, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift, cap=cap)
+        rows = Rows(
+            PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift,
+            cap=cap)  # fmt: skip
         if means.SHIFT and not options.softcap:
-            queries.shift.index(WG).store(shift)  # loaded again at the end, because there are no registers for it until then
+            queries.shift.index(PARTITION).store(shift)  # loaded again at the end, because there are no registers for it until then
 
-        if DRY:
-            if dry > 0:
-                dry = 0
-            else:
-                place = attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place, options)
-                item += 1
-        else:
-            place = attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place, options)
-            item += 1
-        mbarrier.wait(queries.full.index(WG), item & 1)
+        place = attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place, options)
+        item += 1
+        mbarrier.wait(queries.full.index(PARTITION), item & 1)
         tiles = items.get(item & 1, TILES)
     if output.desc is not None:
         send_wait(0)  # a CTA's shared memory ends with it
@@ -82,11 +71,11 @@ def multiply(WG: gl.constexpr, options: gl.constexpr, queries, ring, items, mean
 @gluon.jit
 def attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place,
            options: gl.constexpr):  # fmt: skip
-    """Attention of a warpgroup's rows, whose queries are rounded, over the tiles `bottom` to `last` of an item.
+    """Attention of a partition's rows, whose queries are rounded, over the tiles `bottom` to `last` of an item.
 
     `hi_min` and `hi_max` are the last keys that the first and the last row see, `count` is the number of rows that are queries.
     """
-    WG: gl.constexpr = rows.WG
+    PARTITION: gl.constexpr = rows.PARTITION
     whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
     top = gl.maximum(gl.minimum(gl.maximum(hi_max, 0) // TILE, last), bottom)
     if count <= 0:
@@ -99,12 +88,11 @@ def attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_m
     n_free = gl.maximum(gl.minimum(top, whole) - first_free, 0)
     n_lo = top - bottom - n_hi - n_free
 
-    # Tiles that only the other warpgroups' rows see.
+    # Tiles that only other partitions' rows see.
     for _ in range(last - top):
         ring.wait_k(place)
+        ring.wait_v(place)  # before the barrier of K's release: no product joins the warps, and a late one would miss two phases
         ring.release_k(place)
-        ring.wait_v(place)
-        sync()  # no product joins the warps here: one that waits late would miss the stage's next two phases
         ring.release_v(place)
         place = ring.next(place)
     if options.exact:  # noqa: SIM114 - the other condition is a tensor
@@ -112,12 +100,12 @@ def attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_m
     elif few:
         acc, m, sums, place = twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options)
     else:
-        if options.warpgroups == 3 and queries.Q16:
-            queries.factor.index(WG).store(rows.factor)
-        queries.release(WG)
+        if options.partitions > 1 and queries.Q16:
+            queries.factor.index(PARTITION).store(rows.factor)
+        queries.release(PARTITION)
         if options.width == 256:
             acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, False)
-        elif options.warpgroups == 3:
+        elif options.partitions > 1:
             acc, m, sums, place = attend_in_turn(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
         else:
             acc, m, sums, place = attend_overlapped(rows, ring, top, n_hi, n_free, n_lo, place, options)
@@ -128,15 +116,15 @@ def attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_m
 @gluon.jit
 def twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
     """The loop over tiles that multiplies P and Q twice, and the memory of the queries' rounding errors."""
-    WG: gl.constexpr = rows.WG
+    PARTITION: gl.constexpr = rows.PARTITION
     if queries.REST:
-        keep_rest(queries.rest.index(2 * WG), given, queries.signs, options)
+        keep_rest(queries.rest.index(2 * PARTITION), given, queries.signs, options)
     else:
-        queries.release(WG)  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
+        queries.release(PARTITION)  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
     if options.width == 256:
         acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
     else:
         acc, m, sums, place = attend_twice(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
     if queries.REST:
-        queries.release(WG)
+        queries.release(PARTITION)
     return acc, m, sums, place

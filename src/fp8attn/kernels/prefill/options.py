@@ -16,15 +16,11 @@ LOG2E = gl.constexpr(math.log2(math.e))
 ENDLESS = gl.constexpr(1 << 30)  # the number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`)
 HIDDEN = gl.constexpr(float("-inf"))  # a masked score, and the LSE of a row without keys
 
-# Accumulators of a warpgroup. Score tiles, and the rows' sums of weights, which are eight equal columns.
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE_SIZE, 32]))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
-
 
 @gluon.constexpr_function
-def output_layout(width):
-    """Accumulators of P V, `[64, width]`."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+def accumulator(rows, columns):
+    """The registers of a product `[rows, columns]`, of which each warpgroup computes 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 32])
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,8 @@ class Options(ConstexprFields):
 
     head_dim: int
     width: int  # head_dim, padded; TMA pads with zeros
-    warpgroups: int  # that multiply
+    partitions: int  # that multiply: each has its own copy of the instructions, and
+    rows: int  # so many query rows of an item, 64 for each of its warpgroups
     stages: int  # of the ring
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     registers: int  # of a multiplying thread

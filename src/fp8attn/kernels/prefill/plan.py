@@ -79,27 +79,28 @@ def make_plan(
         window or NO_WINDOW, splits, min_tiles_per_split(items, splits, sms, tiles),
         heads_in_wave(max_seqlen_q, tiles, wave_rows, wave_tiles), wave_rows, wave_tiles, splits * batch * tokens * num_q_heads,
     )  # fmt: skip
-    queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, ROWS.value, 1, width))
+    rows = cut.rows // cut.partitions
+    queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, rows, 1, width))
     outputs = None
     if splits == 1 and width < 256:  # parts are in FP32, and head_dim 256 leaves no shared memory
         if ragged:
-            outputs = ragged_rows(num_q_heads, head_dim, out_strides[1:], width)
+            outputs = ragged_rows(num_q_heads, head_dim, out_strides[1:], rows, width)
         else:
-            outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, ROWS.value, 1, width))
+            outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
     options = Options(
-        head_dim=head_dim, width=width, warpgroups=cut.warpgroups, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics,
+        head_dim=head_dim, width=width, partitions=cut.partitions, rows=rows, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics,
         registers=cut.registers, producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap,
         exact=exact, split=splits > 1, rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step,
         rotate=rotate_keys,
     )  # fmt: skip
-    given = constants("prefill", device, OPTIONS=options, num_warps=4, launch_pdl=True)
+    given = constants("prefill", device, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
     early = cut.warpgroups == 2 and width == 128
     return Plan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, early, given)
 
 
-def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], width: int) -> View:
+def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], rows: int, width: int) -> View:
     """The output of a ragged batch, `[T, num_heads, head_dim]` of 16 bits with these strides, for blocks that end with any sequence.
 
     TMA skips what is outside the tensor that it sees. So the third dimension has `ENDLESS` tokens, of which a block with `count` tokens of
@@ -109,7 +110,7 @@ def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], width: 
     """
     token, head = strides
     most = 0x7FFF0000
-    return View((most, most, ENDLESS.value, num_heads, head_dim), ((1 << 34) - token, token, token, head, 1), (1, 1, ROWS.value, 1, width))
+    return View((most, most, ENDLESS.value, num_heads, head_dim), ((1 << 34) - token, token, token, head, 1), (1, 1, rows, 1, width))
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
 from ..pages import fetch_k, fetch_v, page_bytes
 from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
-from .options import HIDDEN, ROWS, TILE
-from .ring import Place
+from .options import HIDDEN, TILE
+from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place
 from .schedule import advance_to, claimed, draw, scheduler_init
 
 
@@ -56,7 +56,7 @@ class Block:
     row: gl.tensor  # of the sequence in the table of pages, which has none for those
     length: gl.tensor  # keys of the sequence
     q_len: gl.tensor  # its queries
-    begin: gl.tensor  # the index of the block's first row among these; a multiple of 64, below zero if the block begins before them
+    begin: gl.tensor  # the index of the block's first row among these; below zero, by whole partitions, if the block begins before them
     token: gl.tensor  # the index of that row in the batch
     head: gl.tensor
     part: gl.tensor
@@ -95,10 +95,11 @@ def tiles_of(block, batch, work, options: gl.constexpr):
 
 
 @gluon.jit
-def leave_out(block, output, BLOCK: gl.constexpr):
-    """Write the LSE of an item without keys. The warpgroups do not see the item, and `combine` reads nothing else of it."""
+def leave_out(block, output, options: gl.constexpr):
+    """Write the LSE of an item without keys. The other warps do not see the item, and `combine` reads nothing else of it."""
     lse = output.lse + (block.out_slab * output.num_tokens + block.token).to(gl.int64) * output.num_q_heads + block.head
-    for i in gl.static_range(BLOCK // ROWS):
+    ROWS: gl.constexpr = options.rows
+    for i in gl.static_range(options.partitions):
         row = i * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
         hidden = gl.full([ROWS], HIDDEN, gl.float32, row.type.layout)
         gl.store(lse + row * output.num_q_heads, hidden, mask=(block.begin + row >= 0) & (block.begin + row < block.q_len))
@@ -111,12 +112,12 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     Returns:
         The place in the ring after the tiles, and the ticket of the next claim.
     """
-    WARPGROUPS: gl.constexpr = options.warpgroups
+    PARTITIONS: gl.constexpr = options.partitions
     none = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     kv_head = block.head // (batch.num_q_heads // source.num_kv_heads)
     # Copies that need no length start before the length is loaded. A copy may end before its barrier expects it: the phase does not end
     # without that arrival, and until then the count of bytes is below zero.
-    for i in gl.static_range(WARPGROUPS):
+    for i in gl.static_range(PARTITIONS):
         mbarrier.wait(queries.empty.index(i), slot ^ 1)
     if options.width < 256:
         channel = gl.arange(0, options.width, gl.BlockedLayout([options.width // 32], [32], [1], [0]))
@@ -124,9 +125,9 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
             fetch_words(means.memory.index(2 + slot), means.v + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
         if means.SHIFT:
             fetch_words(means.memory.index(slot), means.k + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
-    for i in gl.static_range(WARPGROUPS):
-        corner = [block.slab, block.token + i * ROWS, block.head, 0]
-        fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * WARPGROUPS + i))
+    for i in gl.static_range(PARTITIONS):
+        corner = [block.slab, block.token + i * options.rows, block.head, 0]
+        fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * PARTITIONS + i))
     length, position, bottom, last, left = tiles_of(block, batch, work, options)
     # The first tile's page, and the next one's; the item is announced while they are fetched, and then the scales are loaded.
     page = source.page(block.row, last)
@@ -141,15 +142,15 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     items.put(slot, HEAD, block.head)
     items.put(slot, KV_HEAD, kv_head)
     items.put(slot, LEFT, left)
-    items.put(slot, FIRST, gl.maximum(-block.begin, 0))  # whole warpgroups
+    items.put(slot, FIRST, gl.maximum(-block.begin, 0))  # whole partitions
     if options.rope_pairs:
         items.put(slot, ANGLES, block.slab)
     sync()
     if options.width < 256 and (means.SHIFT or means.v is not None):
-        for i in gl.static_range(WARPGROUPS):
+        for i in gl.static_range(PARTITIONS):
             arrive_with_words(queries.full.index(i))
-    for i in gl.static_range(WARPGROUPS):
-        mbarrier.expect(queries.full.index(i), ROWS * options.width * (source.q.dtype.primitive_bitwidth // 8))
+    for i in gl.static_range(PARTITIONS):
+        mbarrier.expect(queries.full.index(i), options.rows * options.width * (source.q.dtype.primitive_bitwidth // 8))
     if source.table is None:
         gdc_wait()  # Queries are rounded while the pages are written.
     at = page * source.num_kv_heads + kv_head
@@ -163,8 +164,8 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others. Nor after this tile
         # is requested: the answer takes half a microsecond, and short items are over soon.
         ticket = draw(work.counter, j == last - bottom)
-        mbarrier.wait(ring.k_empty.index(place.stage), place.phase)
-        fetch_k(source.k, at, ring.k_full.index(place.stage), ring.k.index(place.stage))  # before its scale has been loaded
+        mbarrier.wait(ring.barrier(K_EMPTY, place), place.phase)
+        fetch_k(source.k, at, ring.barrier(K_FULL, place), ring.k.index(place.stage))  # before its scale has been loaded
         ring.scales.index(place.stage).store(k_scale)
         # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
         ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
@@ -172,28 +173,28 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         items.v_scale.index(slot).store(v_scale)
         before = v_scale
         sync()  # one lane's arrival announces what all lanes wrote
-        mbarrier.expect(ring.k_full.index(place.stage), TILE * options.width)
+        mbarrier.expect(ring.barrier(K_FULL, place), TILE * options.width)
         here = at
         at = ahead * source.num_kv_heads + kv_head
         scales = source.header(at + none, options.head_dim)
         k_scale = gl.load(scales)
         v_scale = gl.load(scales + 1)
         ahead = source.page(block.row, gl.maximum(last - 2 - j, bottom))
-        mbarrier.wait(ring.v_empty.index(place.stage), place.phase)
-        mbarrier.expect(ring.v_full.index(place.stage), TILE * options.width)
-        fetch_v(source.v, here, ring.v_full.index(place.stage), ring.v, place.stage, ring.STAGES)
+        mbarrier.wait(ring.barrier(V_EMPTY, place), place.phase)
+        mbarrier.expect(ring.barrier(V_FULL, place), TILE * options.width)
+        fetch_v(source.v, here, ring.barrier(V_FULL, place), ring.v, place.stage, ring.STAGES)
         place = ring.next(place)
     return place, ticket
 
 
 @gluon.jit
 def produce(options: gl.constexpr, queries, ring, items, means, output, source, batch, work):
-    """Claim items (64 * warpgroups query rows of one head), announce them, and keep the ring of tiles full.
+    """Claim items (query rows of one head, `options.rows` for each partition), announce them, and keep the ring of tiles full.
 
     With `options.split`, an item is one of `parts` parts of the tiles, and writes one of `parts` outputs.
     """
     BLOCK: gl.constexpr = batch.BLOCK
-    WARPGROUPS: gl.constexpr = options.warpgroups
+    PARTITIONS: gl.constexpr = options.partitions
     stage = 0
     phase = 1
     place = Place(stage, phase)
@@ -223,7 +224,7 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
         rest -= lot * sequence.wave * blocks
         some = gl.minimum(heads - lot * sequence.wave, sequence.wave)
         head = lot * sequence.wave + rest % some
-        begin = (q_len + ROWS - 1) // ROWS * ROWS - (rest // some + 1) * BLOCK
+        begin = (q_len + options.rows - 1) // options.rows * options.rows - (rest // some + 1) * BLOCK
         seq = sequence.index
         token = sequence.start + begin
         slab = 0
@@ -249,7 +250,7 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
                 if source.table is None:
                     gdc_wait()  # before the counter, too, which a launch just before may have set
                 ticket = draw(work.counter, seen <= 0)
-                leave_out(block, output, BLOCK)
+                leave_out(block, output, options)
         else:
             place, ticket = feed(block, place, item & 1, options, queries, ring, items, means, source, batch, work)
             item += 1
@@ -265,9 +266,9 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
     if claim == base + gl.num_programs(0) - 1:  # the launch's last claim: set the counter back to zero
         gl.store(work.counter, 0)
     slot = item & 1
-    for i in gl.static_range(WARPGROUPS):
+    for i in gl.static_range(PARTITIONS):
         mbarrier.wait(queries.empty.index(i), slot ^ 1)
     items.put(slot, TILES, 0)
     sync()
-    for i in gl.static_range(WARPGROUPS):
+    for i in gl.static_range(PARTITIONS):
         mbarrier.arrive(queries.full.index(i), count=1)

@@ -10,45 +10,48 @@ from ..ptx import MAGIC, rest_to_fp8, rotate_pair, to_fp8
 from ..rotation import block_size
 from .items import ANGLES, TOKEN
 from .means import channels_of_mean
-from .options import ROWS, SCORES
+from .options import TILE, accumulator
 from .registers import join, split
 
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 TINY = gl.constexpr(2.0**-100)  # the smallest scale of a row of queries
 LOW_SIGNS, HIGH_SIGNS = (gl.constexpr(bits) for bits in (rotation.LOW_SIGNS, rotation.HIGH_SIGNS))
-BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 channels of rotated queries, in the order of `PAIRS`
 
 
 @gluon.constexpr_function
-def words(width):
+def block(rows):
+    """16 channels of rotated queries, in the order of `store_signs`."""
+    return gl.NVMMADistributedLayout([2, 0], [rows // 16, 1], [16, 8])
+
+
+@gluon.constexpr_function
+def words(rows, width):
     """`width` channels of rows, of which a thread has four neighbors in every 16, so that their codes are a word."""
     blocks = [[0, 16 << bit] for bit in range((width // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], *blocks], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width]
-    )
+    warps = [[16 << bit, 0] for bit in range((rows // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0], *blocks], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warps, [], [rows, width])
 
 
 @aggregate
 class Queries:
-    """Shared memory of an item's queries, 64 rows for each warpgroup."""
+    """Shared memory of an item's queries, some rows for each partition."""
 
-    codes: gl.shared_memory_descriptor  # [warpgroups, 64, width]: 8 bits (FP8 queries: the same memory as `given`)
-    given: gl.shared_memory_descriptor  # [warpgroups, 64, width] of 16 bits, or [2 * warpgroups, 64, width] of FP8, for two items
-    rest: gl.shared_memory_descriptor  # [2 * warpgroups, 64, width], 8 bits: the memory of `given`
-    shift: gl.shared_memory_descriptor  # float32 [warpgroups, 64], of rows between the beginning of an item and its end
+    codes: gl.shared_memory_descriptor  # [partitions, rows, width]: 8 bits (FP8 queries: the same memory as `given`)
+    given: gl.shared_memory_descriptor  # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
+    rest: gl.shared_memory_descriptor  # [2 * partitions, rows, width], 8 bits: the memory of `given`
+    shift: gl.shared_memory_descriptor  # float32 [partitions, rows], of rows between the beginning of an item and its end
     factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
     signs: gl.shared_memory_descriptor | gl.constexpr  # [16, 16], the dtype of `given`: steps of the rotation (`store_signs`), or None
-    full: gl.shared_memory_descriptor  # barriers, one a warpgroup: rows and the item's fields are there,
+    full: gl.shared_memory_descriptor  # barriers, one a partition: rows and the item's fields are there,
     empty: gl.shared_memory_descriptor  # and their memory is free
     Q16: gl.constexpr  # queries have 16 bits
-    EARLY: gl.constexpr  # the first ones may be there before the pages: the launch before writes these
     REST: gl.constexpr  # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it
 
     @gluon.jit
-    def release(self, WG: gl.constexpr):
-        """Let the producer request the warpgroup's rows of the next item."""
+    def release(self, PARTITION: gl.constexpr):
+        """Let the producer request the partition's rows of the next item."""
         sync()
-        arrive(self.empty.index(WG))
+        arrive(self.empty.index(PARTITION))
 
 
 @aggregate
@@ -74,8 +77,8 @@ def rotate_pairs(a, b, cos, sin, row, first: gl.constexpr, STEP: gl.constexpr):
 
 
 @gluon.jit
-def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.constexpr):
-    """RoPE on a warpgroup's rows of Q, of which `count` are queries, in place, with the bits of `rope.apply_rope`.
+def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, PARTITION: gl.constexpr):
+    """RoPE on a partition's rows of Q, of which `count` are queries, in place, with the bits of `rope.apply_rope`.
 
     The channels are divided into tiles such that the channels of a pair are a whole number of tiles apart. Then a thread has both channels
     of a pair, in two tiles, and no data move. Lanes are along the rows first: eight rows of 16 bytes have no bank conflict in shared
@@ -85,15 +88,16 @@ def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.
     TILE_PAIRS: gl.constexpr = PAIRS & -PAIRS if (PAIRS & -PAIRS) < 32 else 32
     OWN: gl.constexpr = TILE_PAIRS // 2 if TILE_PAIRS < 16 else 8  # of a thread, one after the other
     INTERLEAVED: gl.constexpr = options.rope_interleaved
+    ROWS: gl.constexpr = options.rows
     WIDTH: gl.constexpr = 2 * TILE_PAIRS if INTERLEAVED else TILE_PAIRS
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 2 * OWN if INTERLEAVED else OWN], [32 * OWN // TILE_PAIRS, TILE_PAIRS // OWN], [4, 1], [0, 1]
+        [1, 2 * OWN if INTERLEAVED else OWN], [32 * OWN // TILE_PAIRS, TILE_PAIRS // OWN], [ROWS // 16, 1], [0, 1]
     )
-    token = items.get(slot, TOKEN) + WG * ROWS
+    token = items.get(slot, TOKEN) + PARTITION * ROWS
     angles = items.get(slot, ANGLES).to(gl.int64) * rope.stride_b + token.to(gl.int64) * rope.stride_t
     cos = rope.cos + angles * 8
     sin = rope.sin + angles * 8
-    memory = queries.given.index(WG)
+    memory = queries.given.index(PARTITION)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     row = gl.minimum(row, count - 1) * (rope.stride_t * 8)  # rows after the last query have no angles, and their results are not used
     x = split(memory.load(LAYOUT), options.width // WIDTH)
@@ -119,7 +123,7 @@ def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, WG: gl.
 def store_signs(signs):
     """Write `H diag(sign)` of 16 channels, transposed, to `signs [16, 16]`. Columns are in the order in which `mma_v2` gives a thread four
     neighbors."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
     channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
     odd = channel & ((column & 1) | ((column >> 2) & 2) | ((column << 1) & 12))
@@ -145,10 +149,12 @@ def hadamard(blocks, STEP: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def load_rows(given, signs, options: gl.constexpr):
-    """A warpgroup's rows of 16-bit queries in FP32, 16 channels at a time, rotated without the factor `block ** -0.5`
+    """A partition's rows of 16-bit queries in FP32, 16 channels at a time, rotated without the factor `block ** -0.5`
     (`rotation.rotate`)."""
     WIDTH: gl.constexpr = options.width
-    WORDS: gl.constexpr = words(16)
+    ROWS: gl.constexpr = options.rows
+    BLOCK: gl.constexpr = block(ROWS)
+    WORDS: gl.constexpr = words(ROWS, 16)
     blocks = ()
     if options.rotate:
         plus = signs.load(gl.DotOperandLayout(1, BLOCK, 2))
@@ -187,7 +193,7 @@ def largest_magnitude(blocks):
 @gluon.jit
 def store_codes(codes, blocks):
     """Store blocks of codes as rows, and let TMA and the tensor cores see them."""
-    LAYOUT: gl.constexpr = words(codes.shape[1])
+    LAYOUT: gl.constexpr = words(codes.shape[0], codes.shape[1])
     codes.store(gl.convert_layout(join(blocks), LAYOUT, assert_trivial=True))
     fence_async_shared()
 
@@ -228,19 +234,22 @@ def quantize_rows(codes, blocks):
 
 @gluon.jit
 def load_queries(codes, given, signs, k_mean, scale, options: gl.constexpr, Q16: gl.constexpr):
-    """Round a warpgroup's rows to 8 bits into `codes`, unless they are FP8 already.
+    """Round a partition's rows to 8 bits into `codes`, unless they are FP8 already.
 
     Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
     """
+    SCORES: gl.constexpr = accumulator(options.rows, TILE)
+    ROWS: gl.constexpr = options.rows
+    WORDS: gl.constexpr = words(ROWS, 16)
     if Q16:
         blocks = load_rows(given, signs, options)
         if options.rotate:
             scale = scale * block_size(options.head_dim) ** -0.5
         factor = quantize_rows(codes, blocks) * scale
-        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, words(16)))
+        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, WORDS))
         if k_mean is not None:
             for j in gl.static_range(len(blocks)):
-                shift += gl.sum(blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, words(16)))[None, :], 1) * scale
+                shift += gl.sum(blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, WORDS))[None, :], 1) * scale
     else:
         A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
         factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
@@ -260,7 +269,7 @@ def keep_rest(rest, given, signs, options: gl.constexpr):
     """
     blocks = load_rows(given, signs, options)
     largest = largest_magnitude(blocks)
-    sync()  # all of this warpgroup's rows are read
+    sync()  # all of this partition's rows are read
     eight = ()
     if rest.dtype == gl.int8:
         up = 127.0 / larger(largest, TINY)
@@ -273,3 +282,4 @@ def keep_rest(rest, given, signs, options: gl.constexpr):
         for j in gl.static_range(len(blocks)):
             eight += (rest_to_fp8(blocks[j] * up[:, None]),)
     store_codes(rest, eight)
+    sync()  # here, or Triton would wait in every tile

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ..gluon import gl, gluon
-from .options import ROWS, TILE
+from .options import TILE
 
 
 @gluon.jit
 def split(x, N: gl.constexpr):
-    """`x [ROWS, C]` as N tiles of neighboring channels."""
+    """`x [rows, C]` as N tiles of neighboring channels."""
     if N == 1:
         return (x,)
     else:
-        a, b = x.reshape([ROWS, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+        a, b = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
         return split(a, N // 2) + split(b, N // 2)
 
 
@@ -24,17 +24,17 @@ def join(tiles):
     else:
         a = join(tiles[: len(tiles) // 2])
         b = join(tiles[len(tiles) // 2 :])
-        return gl.join(a, b).permute([0, 2, 1]).reshape([ROWS, 2 * a.shape[1]])
+        return gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]])
 
 
 @gluon.jit
 def whole(a, b, LAYOUT: gl.constexpr):
     """Two halves of the channels as one tile."""
-    return gl.convert_layout(gl.join(a, b).permute([0, 2, 1]).reshape([ROWS, 2 * a.shape[1]]), LAYOUT, assert_trivial=True)
+    return gl.convert_layout(gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def as_operand(p, P: gl.constexpr):
     """Weights as the left operand of P V. V's tokens are in `layout.V_ORDER`, so a thread already has its part."""
-    p = p.reshape([ROWS, TILE // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([ROWS, TILE])
+    p = p.reshape([p.shape[0], TILE // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([p.shape[0], TILE])
     return gl.convert_layout(p, P, assert_trivial=True)

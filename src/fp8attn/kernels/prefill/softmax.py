@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import MAGIC, MAGIC_BITS, exp2, fill_magic, logistic
 from .items import LEFT
-from .options import HIDDEN, LOG2E, ROWS, SCORES, SUMS, TILE
+from .options import HIDDEN, LOG2E, TILE, accumulator
 from .registers import join, split
 
 P_SHIFT = gl.constexpr(8.0)  # weights are stored as 2^8 p, because E4M3 keeps 17 binades below this
@@ -18,14 +18,15 @@ UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite
 @gluon.jit
 def begin_scores(q, k, m, options: gl.constexpr):
     """Begin Q K. `m` are the rows' maxima so far; only the fact that they are finite is used."""
+    SCORES: gl.constexpr = accumulator(options.rows, TILE)
     if k.dtype == gl.int8:
-        zero, _ = gl.broadcast((m * 0.0)[:, None], gl.zeros([ROWS, TILE], gl.float32, SCORES))
+        zero, _ = gl.broadcast((m * 0.0)[:, None], gl.zeros([options.rows, TILE], gl.float32, SCORES))
         a, b, c, d = split(zero, 4)
         s = join((fill_magic(a, 0), fill_magic(b, 1), fill_magic(c, 2), fill_magic(d, 3)))
         s = gl.convert_layout(s, SCORES, assert_trivial=True)
         s = multiply_channels(q, k, s, True, options)
     else:
-        s = multiply_channels(q, k, gl.zeros([ROWS, TILE], gl.float32, SCORES), False, options)
+        s = multiply_channels(q, k, gl.zeros([options.rows, TILE], gl.float32, SCORES), False, options)
     return s
 
 
@@ -52,15 +53,16 @@ def end_scores(s):
 @gluon.jit
 def scores_of_both(q, rest, k, options: gl.constexpr):
     """Compute Q K in FP32, for Q and its rounding error together; for INT8 keys it is `MAGIC + s`, as in `end_scores`."""
+    SCORES: gl.constexpr = accumulator(options.rows, TILE)
     if k.dtype == gl.int8:
         # The rest counts 1 / 256. Its product is rounded down to an integer: an error of at most one product of two codes, far below
         # what K's rounding costs, and the same on average for all keys.
-        s = multiply_channels(rest, k, gl.zeros([ROWS, TILE], gl.int32, SCORES), False, options)
+        s = multiply_channels(rest, k, gl.zeros([options.rows, TILE], gl.int32, SCORES), False, options)
         s = (warpgroup_mma_wait(0, deps=[s]) >> 8) + MAGIC_BITS
         s = warpgroup_mma_wait(0, deps=[multiply_channels(q, k, s, True, options)])
         s = s.to(gl.float32, bitcast=True)
     else:
-        s = multiply_channels(rest, k, gl.zeros([ROWS, TILE], gl.float32, SCORES), False, options)
+        s = multiply_channels(rest, k, gl.zeros([options.rows, TILE], gl.float32, SCORES), False, options)
         s = warpgroup_mma_wait(0, deps=[multiply_channels(q, k, s, True, options)])
     return s
 
@@ -78,8 +80,8 @@ def mask_scores(s, factor, rows, tile, options: gl.constexpr, MASK: gl.constexpr
         s = rows.cap - 2.0 * rows.cap * logistic(y)
     if MASK:
         # ptxas: bounds are read here, or the loop of whole tiles would carry them in registers, and spill.
-        last = rows.last_key(gl.SliceLayout(1, SCORES))
-        key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))[None, :]
+        last = rows.last_key(gl.SliceLayout(1, s.type.layout))
+        key = gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))[None, :]
         # ptxas: bits 1 and 2 of a thread's columns are its own, the others the same in all threads, and then constants. Of whole column
         # indices it would keep 64 in registers, and spill.
         own = key & 6
@@ -125,32 +127,32 @@ def row_sum_mma(p8, ones, total, ACCUMULATE: gl.constexpr):
 
     The sums use the same rounded weights as P V, so a common rounding error cancels.
     """
-    p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, SUMS, 4), assert_trivial=True)
+    p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, accumulator(p8.shape[0], 8), 4), assert_trivial=True)
     return warpgroup_mma(p8, ones.permute([1, 0]), total, use_acc=ACCUMULATE, is_async=True)
 
 
 @gluon.jit
 def rescale_sums(sums, alpha, total):
     """Add another tile's sums to the rows' sums. A thread keeps one of its two equal columns."""
-    total, _ = total.reshape([ROWS, 4, 2]).split()
+    total, _ = total.reshape([total.shape[0], 4, 2]).split()
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
     return sums * alpha[:, None] + gl.convert_layout(total, sums.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def no_sums():
-    """The initial sums of `row_sum_mma` and `rescale_sums`."""
-    total = gl.zeros([ROWS, 8], gl.float32, SUMS)
+def no_sums(ROWS: gl.constexpr):
+    """The initial sums of `row_sum_mma`, eight equal columns, and of `rescale_sums`."""
+    total = gl.zeros([ROWS, 8], gl.float32, accumulator(ROWS, 8))
     sums, _ = total.reshape([ROWS, 4, 2]).split()
     return total, sums
 
 
 @gluon.jit
-def no_maximum():
-    return gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, SCORES))
+def no_maximum(ROWS: gl.constexpr):
+    return gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, accumulator(ROWS, TILE)))
 
 
 @gluon.jit
 def sum_of_rows(sums):
-    """The sums as `[64]`, one for each row."""
-    return gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, SCORES), assert_trivial=True)
+    """The sums as `[rows]`, one for each row."""
+    return gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, accumulator(sums.shape[0], TILE)), assert_trivial=True)

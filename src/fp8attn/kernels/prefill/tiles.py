@@ -1,6 +1,6 @@
 """The loops over tiles at head_dim up to 128: of two warpgroups, of three, and of rows that see few keys.
 
-Each returns `(acc, m, sums, place)`: the output before the division `[64, width]`, the rows' maxima and sums of weights `[64]`, and the
+Each returns `(acc, m, sums, place)`: the output before the division `[rows, width]`, the rows' maxima and sums of weights `[rows]`, and the
 position in the ring after the last tile. The order of tiles is from the last to the first: `n_hi` tiles that end after some row's last key,
 then `n_free` tiles that all rows see completely, then `n_lo` tiles with keys left of a window or in padding.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import pin, split_to_fp8, to_fp8
-from .options import ROWS, SCORES, output_layout
+from .options import TILE, accumulator
 from .registers import as_operand, whole
 from .softmax import (
     begin_scores,
@@ -38,7 +38,7 @@ def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: 
     ratio = ring.v_ratio(place)
     if TWICE and queries.REST:
         # ptxas: `tile >> 30` is zero, which it cannot know. Descriptors that it kept would leave no uniform registers to the ring's place.
-        s = scores_of_both(rows.q, queries.rest.index(2 * rows.WG + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)), options)
+        s = scores_of_both(rows.q, queries.rest.index(2 * rows.PARTITION + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)), options)
     else:
         s = end_scores(begin_scores(rows.q, ring.k.index(place.stage), m, options))
     ring.release_k(place)
@@ -61,14 +61,14 @@ def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: 
 def overlapped_tile(rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options: gl.constexpr,
                     MASK: gl.constexpr):  # fmt: skip
     """Softmax and P V of the tile whose scores are `s`, while the next tile's Q K (masked as `tile`) is multiplied."""
-    OUT: gl.constexpr = output_layout(options.width)
+    OUT: gl.constexpr = accumulator(options.rows, options.width)
     INT: gl.constexpr = ring.k.dtype == gl.int8
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
     p8 = to_fp8(as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
-    none, _ = no_sums()
+    none, _ = no_sums(options.rows)
     ring.wait_v(v_place)
     total = row_sum_mma(p8, ring.ones, none, False)
-    zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+    zero = gl.zeros([options.rows, options.width], gl.float32, OUT)
     t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
     ring.wait_k(k_place)
     s_next = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
@@ -88,13 +88,13 @@ def overlapped_tile(rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v
 
 @gluon.jit
 def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.constexpr):
-    OUT: gl.constexpr = output_layout(options.width)
+    OUT: gl.constexpr = accumulator(options.rows, options.width)
     INT: gl.constexpr = ring.k.dtype == gl.int8
     k_place = place
     v_place = place
-    acc = gl.zeros([ROWS, options.width], gl.float32, OUT)
-    m = no_maximum()
-    none, sums = no_sums()
+    acc = gl.zeros([options.rows, options.width], gl.float32, OUT)
+    m = no_maximum(options.rows)
+    none, sums = no_sums(options.rows)
     ring.wait_k(k_place)
     s = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
     factor = rows.factor * ring.k_scale(k_place)
@@ -121,7 +121,7 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.c
     p8 = to_fp8(as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
     ring.wait_v(v_place)
     total = row_sum_mma(p8, ring.ones, none, False)
-    zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+    zero = gl.zeros([options.rows, options.width], gl.float32, OUT)
     t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
     t, total = warpgroup_mma_wait(0, deps=[t, total])
     ring.release_v(v_place)
@@ -135,12 +135,12 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.c
 @gluon.jit
 def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr):
     """Compute a whole tile."""
-    OUT: gl.constexpr = output_layout(options.width)
+    OUT: gl.constexpr = accumulator(options.rows, options.width)
     INT: gl.constexpr = ring.k.dtype == gl.int8
     ring.wait_k(place)
     s = begin_scores(rows.q, ring.k.index(place.stage), m, options)
     if queries.Q16:  # noqa: SIM108 - at compile time. From memory: there are no registers for it between tiles
-        factor = queries.factor.index(rows.WG).load(gl.SliceLayout(1, SCORES))
+        factor = queries.factor.index(rows.PARTITION).load(gl.SliceLayout(1, accumulator(options.rows, TILE)))
     else:
         factor = rows.factor
     factor = factor * ring.k_scale(place)
@@ -153,11 +153,11 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
     p = as_operand(p, gl.DotOperandLayout(0, OUT, 4))
     p8 = to_fp8(p, False)
     ring.wait_v(place)
-    total, _ = no_sums()
+    total, _ = no_sums(options.rows)
     total = row_sum_mma(p8, ring.ones, total, False)
     if ring.v.shape[1] < options.width:  # in halves, as in `tile_twice`
-        HALF: gl.constexpr = output_layout(options.width // 2)
-        zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
+        HALF: gl.constexpr = accumulator(options.rows, options.width // 2)
+        zero = gl.zeros([options.rows, options.width // 2], gl.float32, HALF)
         p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
         t0 = warpgroup_mma(p8, ring.v.index(2 * place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
         t1 = warpgroup_mma(p8, ring.v.index(2 * place.stage + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -165,7 +165,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
         t0, t1 = warpgroup_mma_wait(0, deps=[t0, t1])
         t = whole(t0, t1, OUT)
     else:
-        zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+        zero = gl.zeros([options.rows, options.width], gl.float32, OUT)
         t = warpgroup_mma(p8, ring.v.index(place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(1, deps=[total]))
         t = warpgroup_mma_wait(0, deps=[t])
@@ -176,9 +176,9 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
 
 @gluon.jit
 def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: gl.constexpr):
-    acc = gl.zeros([ROWS, options.width], gl.float32, output_layout(options.width))
-    m = no_maximum()
-    _, sums = no_sums()
+    acc = gl.zeros([options.rows, options.width], gl.float32, accumulator(options.rows, options.width))
+    m = no_maximum(options.rows)
+    _, sums = no_sums(options.rows)
     # ptxas: `maximum` says that the loop is entered. What is read behind the loop is computed in it, in a uniform register that would be
     # unset otherwise (`unset` of `tests/compile_prefill.py`).
     for _ in range(gl.maximum(n_hi + 1, 1)):
@@ -207,19 +207,19 @@ def multiply_both(rest, p8, v, zero):
 @gluon.jit
 def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr):
     """Compute a whole tile. P, and Q with `Queries.REST`, are multiplied twice: their 8-bit values, and what their rounding cut off."""
-    OUT: gl.constexpr = output_layout(options.width)
+    OUT: gl.constexpr = accumulator(options.rows, options.width)
     p8, rest, alpha, shrink, m = tile_weights(
         rows, ring, queries, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, True)  # fmt: skip
     ring.wait_v(place)
-    none, _ = no_sums()
+    none, _ = no_sums(options.rows)
     total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
     if ring.v.shape[1] < options.width:  # ptxas: d128-long. One half after the other, as `tiles_wide` in quarters
-        HALF: gl.constexpr = output_layout(options.width // 2)
-        zero = gl.zeros([ROWS, options.width // 2], gl.float32, HALF)
+        HALF: gl.constexpr = accumulator(options.rows, options.width // 2)
+        zero = gl.zeros([options.rows, options.width // 2], gl.float32, HALF)
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, HALF), assert_trivial=True)[:, None]
         p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
         rest = gl.convert_layout(rest, gl.DotOperandLayout(0, HALF, 4), assert_trivial=True)
-        a0, a1 = acc.reshape([ROWS, 2, options.width // 2]).permute([0, 2, 1]).split()
+        a0, a1 = acc.reshape([options.rows, 2, options.width // 2]).permute([0, 2, 1]).split()
         t = multiply_both(rest, p8, ring.v.index(2 * place.stage), zero)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
         a0 = pin(gl.convert_layout(a0, HALF, assert_trivial=True) * shrink + warpgroup_mma_wait(0, deps=[t]))
@@ -229,7 +229,7 @@ def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.const
         acc = whole(a0, a1, OUT)
     else:
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-        zero = gl.zeros([ROWS, options.width], gl.float32, OUT)
+        zero = gl.zeros([options.rows, options.width], gl.float32, OUT)
         t = multiply_both(rest, p8, ring.v.index(place.stage), zero)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
         acc = pin(acc * shrink + warpgroup_mma_wait(0, deps=[t]))
@@ -239,9 +239,9 @@ def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.const
 
 @gluon.jit
 def attend_twice(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: gl.constexpr):
-    acc = gl.zeros([ROWS, options.width], gl.float32, output_layout(options.width))
-    m = no_maximum()
-    _, sums = no_sums()
+    acc = gl.zeros([options.rows, options.width], gl.float32, accumulator(options.rows, options.width))
+    m = no_maximum(options.rows)
+    _, sums = no_sums(options.rows)
     if not options.exact:  # few tiles, which are all masked: less code
         n_hi += n_free + n_lo
     for _ in range(n_hi + 1):

@@ -1,11 +1,11 @@
 """The loop over tiles at head_dim 192 and 256, like those in `tiles`. The output is a tuple of three or four slices of channels,
-`[64, width / 4]` each."""
+`[rows, width / 4]` each."""
 
 from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import pin
-from .options import ROWS, output_layout
+from .options import accumulator
 from .softmax import no_maximum, no_sums, rescale_sums, row_sum_mma, sum_of_rows
 from .tiles import multiply_both, tile_weights
 
@@ -20,14 +20,14 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
     ptxas: d256. It would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic
     block), keep the life of one slice's partial apart from the next but one.
     """
-    OUT: gl.constexpr = output_layout(options.width // 4)
+    OUT: gl.constexpr = accumulator(options.rows, options.width // 4)
     a0, a1, a2 = acc[0], acc[1], acc[2]
     p8, rest, alpha, shrink, m = tile_weights(
         rows, ring, queries, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, TWICE)  # fmt: skip
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-    zero = gl.zeros([ROWS, options.width // 4], gl.float32, OUT)
+    zero = gl.zeros([options.rows, options.width // 4], gl.float32, OUT)
     ring.wait_v(place)
-    none, _ = no_sums()
+    none, _ = no_sums(options.rows)
     if TWICE:
         total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(0, deps=[total]))
@@ -65,12 +65,12 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
 
 @gluon.jit
 def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl.constexpr, TWICE: gl.constexpr):
-    OUT: gl.constexpr = output_layout(options.width // 4)
+    OUT: gl.constexpr = accumulator(options.rows, options.width // 4)
     acc = ()
     for _ in gl.static_range(options.head_dim // (options.width // 4)):
-        acc += (gl.zeros([ROWS, options.width // 4], gl.float32, OUT),)
-    m = no_maximum()
-    _, sums = no_sums()
+        acc += (gl.zeros([options.rows, options.width // 4], gl.float32, OUT),)
+    m = no_maximum(options.rows)
+    _, sums = no_sums(options.rows)
     tile = top
     ALL_MASKED: gl.constexpr = TWICE and not options.exact  # as in `tiles.attend_twice`
     if ALL_MASKED:
