@@ -45,13 +45,12 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
         OPTIONS.whole_pages, OPTIONS.head_pages,
     )  # fmt: skip
     source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
+    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
+    pipe.open()
     gdc_wait()
     count = batch.counts(0, OPTIONS.block)
-    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
-    pipe.open(0, 1)
     work = assign(batch, count, worker, workers, OPTIONS.block)
     requested = request_first(pipe, batch, work, source)
-    pipe.open(1, OPTIONS.stages)
     gl.warp_specialize([
         (_drain, (pipe, batch, work)),
         (produce, (pipe, batch, work, requested, source)),

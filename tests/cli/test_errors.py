@@ -191,7 +191,8 @@ def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys, command
 def interrupted(tiny_model, code):
     """Returns exit code, stdout and stderr of `fp8attn generate` after `code`, which causes a SIGINT."""
     command = f"sys.argv = ['fp8attn', 'generate', 'x', '--model', {str(tiny_model)!r}]; _fp8attn_command.main()"
-    code = f"import contextlib, signal, sys\nimport _fp8attn_command\n{code}\n{command}"
+    interruptible = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs of a shell ignore it
+    code = f"import contextlib, signal, sys\n{interruptible}\nimport _fp8attn_command\n{code}\n{command}"
     path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     return ended.returncode, ended.stdout, ended.stderr
