@@ -241,13 +241,14 @@ def test_static_scales(builder, monkeypatch, tmp_path):
         assert torch.equal(header[:, :, 0], scales.expand(5, HEADS)) and (header[:, :, 1] == 2.0**-4).all()
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)  # the order of sums depends on the number of rows
 
-    other = SimpleNamespace(kv_cache=cache, layer_name="model.layers.2.self_attn.attn", impl=SimpleNamespace(writes=True))
-    made._config.compilation_config.static_forward_context["other"] = other
-    layer.kv_cache, made._pool = cache, None
-    with pytest.raises(
-        UsageError, match=r"layers.3.self_attn.attn shares its blocks with model.layers.2.self_attn.attn, .* leave out static"
-    ):
-        made.forward(layer, q[:1], k[:1], v[:1], cache, builder.build(0, Step([1], [1], [[4]])), q[:1])
+    layer.kv_cache = cache
+    refused = "layers.3.self_attn.attn shares its blocks with model.layers.2.self_attn.attn, .* leave out static"
+    for impl, reason in ((made, refused), (SimpleNamespace(), "layers.2.self_attn.attn has another attention backend .* leave out static")):
+        other = SimpleNamespace(kv_cache=cache, layer_name="model.layers.2.self_attn.attn", impl=impl)
+        made._config.compilation_config.static_forward_context["other"] = other
+        made._pool = None
+        with pytest.raises(UsageError, match=reason):
+            made.forward(layer, q[:1], k[:1], v[:1], cache, builder.build(0, Step([1], [1], [[4]])), q[:1])
 
 
 def test_means_of_biases(monkeypatch, tmp_path):

@@ -154,11 +154,17 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             self._pool[:, :, -HEADER:].view(torch.float32)[:, :, :2] = self._page_scales  # nothing overwrites them
 
     def _check_own_blocks(self, layer: Any, kv_cache: torch.Tensor) -> None:
-        """Static scales stay in blocks that no other layer writes to."""
+        """Static scales stay in blocks that nothing else writes to."""
         for other in self._config.compilation_config.static_forward_context.values():
             blocks = getattr(other, "kv_cache", None)
-            shared = isinstance(blocks, torch.Tensor) and blocks.data_ptr() == kv_cache.data_ptr()
-            if shared and other is not layer and other.impl.writes:
+            if other is layer or not isinstance(blocks, torch.Tensor) or not blocks.numel():
+                continue
+            if not isinstance(other.impl, FP8AttentionImpl):  # vLLM would clear new blocks, which two precisions can share
+                raise UsageError(
+                    f"{other.layer_name} has another attention backend (as a draft model may have), and then vLLM clears blocks, with the "
+                    "static scales in them: leave out static_scales"
+                )
+            if blocks.data_ptr() == kv_cache.data_ptr() and other.impl.writes:
                 raise UsageError(
                     f"{layer.layer_name} shares its blocks with {other.layer_name}, as in models with and without windows: leave out "
                     "static_scales"
