@@ -122,18 +122,19 @@ def facts(built: Built) -> dict:
 
 
 def released_early(sass: Sass) -> str:
-    """The first arrival that releases memory while products read it. Only V's release, which alone has no barrier before it, may leave
-    products under way, and only those of Q K, whose left operand is in shared memory."""
-    running, joined = [], False  # groups of products, by whether they are of Q K; whether the warps met after the last wait for them
+    """The first arrival that releases memory while products read it. Only V's release, the first arrival after a wait that ended products
+    with V, may leave products under way, and only those of Q K, whose left operand is in shared memory."""
+    running, values_ended = [], False  # groups of products, by whether they are of Q K
     for text in sass.code:
         if "GMMA" in text and "gsb0" in text:
-            running, joined = [*running, re.search(r"GMMA\S* R\d+, gdesc", text) is not None], False
+            running.append(re.search(r"GMMA\S* R\d+, gdesc", text) is not None)
         elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", text):
-            running = running[max(len(running) - int(wait[1], 16), 0) :]
-        elif "BAR.SYNC" in text:
-            joined = True
-        elif "SYNCS.ARRIVE" in text and running and (joined or not all(running)):
-            return text
+            ended = max(len(running) - int(wait[1], 16), 0)
+            values_ended, running = not all(running[:ended]), running[ended:]
+        elif "SYNCS.ARRIVE" in text:
+            if running and not (values_ended and all(running)):
+                return text
+            values_ended = False
     return ""
 
 
