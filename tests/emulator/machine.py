@@ -39,7 +39,7 @@ class Machine:
             elif kind == "f32":
                 value = int(np.float32(value).view(np.uint32))
             params[name] = value
-        self.shared = Shared(self.program, memory, params, maps, shared, grid, lambda: self.random.random() < 0.5, bool(memory.withheld))
+        self.shared = Shared(self.program, memory, params, maps, shared, grid, lambda: self.random.random() < 0.5)
 
     def run(self, resident: int = 4, quantum: int = 400, late: tuple[int, ...] = ()) -> None:
         """Run all CTAs, `resident` of them at a time. Warps alternate, each for up to `quantum` instructions.

@@ -48,17 +48,14 @@ class Order:
     Args:
         warps: of the CTA.
         size: bytes of shared memory.
-        dry: warps may read anything before their first wait, and use none of it (the dry run of prefill).
     """
 
-    def __init__(self, warps: int, size: int, dry: bool) -> None:
+    def __init__(self, warps: int, size: int) -> None:
         groups = -(-warps // 4)
-        self.dry = dry
         self.products, self.sends, self.copies, self.barriers = warps, warps + groups, 2 * warps + groups, 3 * warps + groups
         self.agents = self.barriers + BARRIERS
         self.known = np.zeros((warps, self.agents), np.int32)
         np.fill_diagonal(self.known, 1)
-        self.waits = [False] * warps
         self.groups = [0] * warps  # of products, that a warp has committed
         self.committed: dict[tuple[int, int], np.ndarray] = {}  # what was known then, by warpgroup and group
         self.copied = [0] * warps  # arrivals with copies of cp.async
@@ -72,8 +69,6 @@ class Order:
     # Accesses
 
     def load(self, warp: int, at: Words, targets: list[str]) -> None:
-        if self.dry and not self.waits[warp]:
-            return
         self._after_write(warp, at)
         self.read[warp, at] = self.known[warp, warp]
         if (self.writer[at] >= self.barriers).any():
@@ -195,6 +190,5 @@ class Order:
     def wait(self, warp: int, barrier: int) -> None:
         """A wait that has ended."""
         phase = self.phases[barrier]
-        self.waits[warp] = True
         self._learn(warp, phase.published)
         phase.waited[warp] = int(self.known[warp, warp])

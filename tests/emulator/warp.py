@@ -40,10 +40,10 @@ class Shared:
 
     def __init__(
         self, program: Program, memory: Memory, params: Mapping[str, int], maps: list[TensorMap], size: int, grid: int,
-        chance: Callable[[], bool], dry: bool,
+        chance: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.program, self.memory, self.params, self.maps, self.size, self.grid = program, memory, params, maps, size, grid
-        self.chance, self.dry = chance, dry
+        self.chance = chance
 
 
 class Cta:
@@ -61,7 +61,7 @@ class Cta:
         self.waiting: dict[tuple, list[Warp]] = {}
         self.copies: list[Callable[[], None]] = []
         warps = launch.program.threads // 32
-        self.order = Order(warps, self.shared.size, launch.dry)
+        self.order = Order(warps, self.shared.size)
         self.warps = [Warp(self, w) for w in range(warps)]
 
 

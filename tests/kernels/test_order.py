@@ -13,7 +13,7 @@ CONSUMER, LATE, PRODUCER = 0, 1, 4  # warps; the first two are of one warpgroup
 @pytest.fixture
 def order() -> Order:
     """A stage that TMA has filled for the consumers."""
-    order = Order(8, 8192, dry=False)
+    order = Order(8, 8192)
     for barrier in FULL, EMPTY:
         order.init(PRODUCER, barrier)
     order.fence(PRODUCER)
