@@ -147,7 +147,7 @@ def engine_times(impl: str) -> Iterator[dict]:
     held = {}
     for length in PREFILLS:
         times = []
-        for _ in range(max(1, min(15, 100_000 // length))):  # short prompts differ by less than one call's noise
+        for _ in range(max(1, min(15, 100_000 // length))):  # a short prompt's time varies more than engines differ
             held[1, length] = [prompt(draw, length)]
             times.append(generate(llm, held[1, length], 1)[0])
         yield {"case": f"prefill-S{length}", "impl": impl, "ms": round(1e3 * statistics.median(times), 3)}
