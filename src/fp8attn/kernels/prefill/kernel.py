@@ -76,7 +76,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     fields = allocate_numbers(gl.int32, 2 * FIELDS, 1)
     last_v_scale = allocate_numbers(gl.float32, 2, 1)
     shift = allocate_numbers(gl.float32, PARTITIONS, ROWS)
-    factor = allocate_numbers(gl.float32, PARTITIONS, ROWS if PARTITIONS > 1 else 1)
+    factor = allocate_numbers(gl.float32, PARTITIONS, ROWS if PARTITIONS == 3 else 1)
     if out_desc is not None:
         out_memory = gl.allocate_shared_memory(out_desc.dtype, [PARTITIONS] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
     else:
