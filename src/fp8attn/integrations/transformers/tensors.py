@@ -72,7 +72,7 @@ class PagedTensor(torch.Tensor):
         self.which, self.backend, self.exact, self.pages = which, backend, exact, pages
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
-    _pool, _page_table, _cache_seqlens, _k_mean, _v_mean, _key_dtype, _rotate_keys = (
+    _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean, _key_dtype, _rotate_keys = (
         property(attrgetter(f"pages.{name}")) for name in FIELDS
     )
 
@@ -107,5 +107,5 @@ def pages_of(x: PagedTensor) -> KVPages:
     """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor subclass, and of its
     attributes traces only tensors."""
     if torch.compiler.is_compiling():
-        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._k_mean, x._v_mean, x._key_dtype, x._rotate_keys)
+        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._stored_k_mean, x._v_mean, x._key_dtype, x._rotate_keys)
     return x.pages
