@@ -29,7 +29,8 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
         `[num_seqs, num_kv_heads, length, head_dim]`: the values of `KVPages.read`, and zeros past `cache_seqlens`.
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
-    codes, scale, mean = getattr(pages, which), getattr(pages, f"{which}_scale"), getattr(pages, f"{which}_mean")
+    codes, scale = getattr(pages, which), getattr(pages, f"{which}_scale")
+    mean = pages.stored_k_mean if which == "k" else pages.v_mean
     # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
     x = codes.view(torch.uint8)[ids].view(codes.dtype).float()
     if which == "v":
