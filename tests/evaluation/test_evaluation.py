@@ -113,7 +113,7 @@ def test_a_plain_cast_rounds_once_and_saturates():
 def test_one_scale_a_tensor_is_as_in_transformers():
     if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this transformers has no FP8 cache")
-    config = transformers.LlamaConfig(num_hidden_layers=1)
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=9)
     theirs, ours = (
         cache_factory("transformers-fp8", transformers.LlamaForCausalLM(config))(),
         E4M3Cache(config, scale=None, first_exact=True),

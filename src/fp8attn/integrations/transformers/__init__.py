@@ -5,9 +5,9 @@
     model.generate(**inputs, past_key_values=fp8.FP8Cache(model))
 
 Importing this registers an attention function and a mask function under the new name `fp8_kv`, and under `fp8_observed` those with which
-calibration observes Q (`AttentionInterface.register`, `AttentionMaskInterface.register`). Nothing in transformers is replaced. `FP8Cache(model)` sets the
-model's attention implementation to `fp8_kv`. Under any other the cache returns dequantized tensors: the same answers in the same memory, but
-slower.
+calibration observes Q (`AttentionInterface.register`, `AttentionMaskInterface.register`). Nothing in transformers is replaced.
+`FP8Cache(model)` sets the model's attention implementation to `fp8_kv`. Under any other the cache returns dequantized tensors: the same
+answers in the same memory, but slower.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

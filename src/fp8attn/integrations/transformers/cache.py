@@ -31,8 +31,8 @@ def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
 class FP8Cache(Cache):
     """A transformers cache with FP8 pages in its full-attention layers: half the bytes of BF16.
 
-    The model's attention implementation is set to `fp8_kv`, which reads pages directly. It is read at every step: if it is set to another one
-    afterwards, the cache returns dequantized K and V, which is slower.
+    The model's attention implementation is set to `fp8_kv`, which reads pages directly. If it is set to another one afterwards, the cache
+    returns dequantized K and V, which is slower.
 
     Static means are read from the model's weights, where its biases are several deviations of K or V (`biases`). No data are needed. INT8
     keys are rotated in every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation would spread a
@@ -81,8 +81,9 @@ class FP8Cache(Cache):
             self._read_weights(model)
 
     def _build(
-        self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None, skip_layers: Iterable[int] | Callable[[int], bool],
-        key_dtype: KeyDtype, rotate_keys: bool, exact: bool, count_overflows: bool, backend: BackendName,
+        self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
+        skip_layers: Iterable[int] | Callable[[int], bool], key_dtype: KeyDtype, rotate_keys: bool, exact: bool, count_overflows: bool,
+        backend: BackendName,
     ) -> None:  # fmt: skip
         """Make the layers, without means from the model's weights, and set the model's attention implementation."""
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
@@ -168,7 +169,7 @@ class FP8Cache(Cache):
             path: the file. Only tensors and strings are read; nothing in it is executed.
             model: the same model. Its attention implementation is set to `fp8_kv`.
             max_cache_len, exact, backend: as `FP8Cache` takes them.
-            device: the device of the pages. None: the model's. A model whose weights are offloaded does not know the device that it runs on.
+            device: the device of the pages. None: the model's, which must not be offloaded.
         Raises:
             UsageError: the file does not exist, is damaged, or is of another model; the message says what differs.
         """
@@ -269,8 +270,8 @@ def transformers_model(model: Any) -> PreTrainedModel:
             "weights. Call FP8Cache(model, ...)"
         )
     raise TypeError(
-        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. Of a compiled or wrapped model, pass the "
-        "model inside"
+        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. Of a compiled or wrapped model, pass "
+        "the model inside"
     )
 
 

@@ -82,8 +82,8 @@ def unsupported_reason(config: PreTrainedConfig) -> str | None:
     v_head_dim = getattr(config, "v_head_dim", None)
     if v_head_dim is not None and v_head_dim not in found:
         return (
-            f"{config.model_type!r} has K of head_dim {', '.join(map(str, sorted(found)))} and V of {v_head_dim}; FP8 pages hold one head_dim "
-            f"for both. {_USE_DYNAMIC}"
+            f"{config.model_type!r} has K of head_dim {', '.join(map(str, sorted(found)))} and V of {v_head_dim}; FP8 pages hold one "
+            f"head_dim for both. {_USE_DYNAMIC}"
         )
     return None
 

@@ -62,8 +62,8 @@ def load(
     given = _model(cache.shared.config), list(cache.fp8_layers)
     if given != (saved, fp8_layers):
         raise UsageError(
-            f"{path} is of another model: {saved}, with FP8 layers {fp8_layers}; the model given is {given[0]}, with {given[1]}. Load it with "
-            "that model, or prefill the prompt with this one"
+            f"{path} is of another model: {saved}, with FP8 layers {fp8_layers}; the model given is {given[0]}, with {given[1]}. Load it "
+            "with that model, or prefill the prompt with this one"
         )
     if max_cache_len != saved_len and any(name.startswith("layers.") for name in tensors):
         raise UsageError(
