@@ -322,16 +322,20 @@ def test_tokens_that_the_host_does_not_know_of_are_not_left_out(llama):
     assert pages_of(keys).page_table.shape == (2, 8)
 
 
-def test_generate_compiles_the_static_form(llama):
+@pytest.mark.parametrize("padding", [0, 7])
+def test_generate_compiles_the_static_form(llama, padding):
+    """`generate` makes the mask of a compiled step outside of it."""
     ids = prompt(length=40)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
     compile_config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
     compile_config._compile_all_devices = True
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     cache = FP8Cache(llama, max_cache_len=64, skip_layers=[0])
-    compiled = generated(llama, cache, ids, compile_config=compile_config)
+    compiled = generated(llama, cache, ids, compile_config=compile_config, attention_mask=mask)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    eager = generated(llama, FP8Cache(llama, skip_layers=[0]), ids)
+    eager = generated(llama, FP8Cache(llama, skip_layers=[0]), ids, attention_mask=mask)
     assert torch.equal(compiled[0], eager[0])
     close(compiled[1], eager[1], 1e-5)
 
