@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages, key_type
 from ...overflow import OverflowReport
 from ...params import BackendName, check_backend
-from ...scales import KVScales
+from ...scales import KVScales, ranges
 from . import files
 from .biases import layer_biases, spread_layers
 from .config import FULL, decoder_config, layers_of, unsupported_reason
@@ -131,7 +132,7 @@ class FP8Cache(Cache):
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
     def _read_weights(self, model: PreTrainedModel) -> None:
-        """Set static means and the rotation of each layer by the model's weights."""
+        """Set static means and the rotation of each layer by the model's weights, and warn about biases that cannot be read."""
         e4m3 = self.shared.key_dtype == "e4m3"
         biases, spread = layer_biases(model, self.shared.max_cache_len), spread_layers(model) if e4m3 else ()
         for layer in self.shared.layers:
@@ -140,6 +141,13 @@ class FP8Cache(Cache):
                 layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
             if e4m3 and (layer.index in spread or (found is not None and found.stands_out)):
                 layer.rotate_keys = False
+        if unread := [index for index in self.fp8_layers if index in biases and biases[index].unread]:
+            warnings.warn(
+                f"biases of {type(model).__name__} that change K or V in layers {ranges(unread)} cannot be read, because the weights are "
+                "not loaded or the layers have a form that fp8attn does not know. These layers have no static means, and lose accuracy if "
+                "the biases are large. Calibrate: FP8Cache(model, scales=fp8attn.calibrate(model, batches))",
+                stacklevel=3,
+            )
 
     def save(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
         """Write sequences to a safetensors file. `load` reads them in another process, so a prompt is prefilled once.
@@ -260,7 +268,11 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
     Raises:
         TypeError: there is none.
+        UsageError: a PEFT method that has a cache of its own.
     """
+    method = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
+    if method in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise UsageError(f"PEFT's {method} puts a cache of its own in place of this one; use the model without past_key_values")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if isinstance(base, PreTrainedModel):
         return base
