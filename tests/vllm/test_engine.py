@@ -65,7 +65,8 @@ def test_chunks_speculation_and_two_processes(plain, way, least):
 
 
 def test_a_connector_moves_blocks_to_another_engine(tmp_path):
-    """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers are the first's."""
+    """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers are the first's. An
+    engine with another format ends; without the marks of pages its answers were empty."""
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
     options = {"kv_transfer_config": connector, "max_num_batched_tokens": 16384}  # the example takes whole prompts only
@@ -73,20 +74,8 @@ def test_a_connector_moves_blocks_to_another_engine(tmp_path):
     assert first["loaded"] == 0
     assert second["loaded"] > 8000
     assert count_equal(second["answers"], first["answers"]) >= 18  # as with prefix caching
-
-
-def test_an_engine_with_other_options_does_not_read_the_blocks(tmp_path):
-    """Before pages had marks, its log-probabilities were NaN and its answers empty."""
-    save_qwen2(tmp_path)
-    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path / "blocks")}
-    options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": "fp8", "kv_transfer_config": connector}
-    files = tmp_path / "model", tmp_path / "windows.json", tmp_path / "found.json"
-    engine(*files, {ON_CPU: "1"}, **options)
-    engine(*files, {ON_CPU: "1"}, additional_config={"fp8attn": {"exact": True}}, **options)
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        engine(*files, {ON_CPU: "1"}, additional_config={"fp8attn": {"key_dtype": "e4m3"}}, **options)
-    assert "a KV connector brought blocks of another format" in error.value.stderr
+    with pytest.raises(Exception, match=r"a KV connector brought blocks of another format"):
+        answers("plain", additional_config={"fp8attn": {"key_dtype": "e4m3"}}, **options)
 
 
 @pytest.mark.parametrize("window", ["every layer", "every other layer"])

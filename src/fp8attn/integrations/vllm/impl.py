@@ -76,7 +76,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                     self._prepare(layer)
                     if not BACKEND_IS_ASKED:
                         layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
-                self._fill(self._calibrated)
+                self._fill(layer)
 
     def _prepare(self, layer: Any) -> None:
         """Allocate what is static in the layer's pages, and its counts, on its device."""
@@ -84,22 +84,23 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         self._calibrated = self._static(self._target or layer.layer_name)
         k_mean, v_mean, self._page_scales = (None if x is None else torch.empty_like(x, device=device) for x in self._calibrated)
         self._state = k_mean, v_mean, key_type(self.options.key_dtype), True
-        counted = None
         if self.options.count_overflows and self.writes:
             self.overflows = OverflowCounts([layer_number(layer.layer_name) or 0], self.num_kv_heads, self.head_size, device)
-            (counted,) = self.overflows.tensors
         if exchanges_blocks(self._config):
             model = self._config.model_config
             self._mark = mark_of(self.options, model.model, model.revision, model.max_model_len)
-        for name, tensor in {"k_mean": k_mean, "v_mean": v_mean, "page_scales": self._page_scales, "overflows": counted}.items():
-            if tensor is not None:  # vLLM keeps buffers when its sleep mode discards the memory of weights
-                layer.register_buffer(f"fp8attn_{name}", tensor, persistent=False)
 
-    def _fill(self, calibrated: Calibrated) -> None:
+    def _fill(self, layer: Any) -> None:
         """Write what is static. New weights change neither tensors, which CUDA graphs read, nor values, which cached pages depend on."""
-        for tensor, value in zip((*self._state[:2], self._page_scales), calibrated, strict=True):
-            if tensor is not None:
+        names = "k_mean", "v_mean", "page_scales", "overflows"
+        values = *(self._calibrated or Calibrated()), None
+        counts = None if self.overflows is None else self.overflows.tensors[0]
+        for name, tensor, value in zip(names, (*self._state[:2], self._page_scales, counts), values, strict=True):
+            if tensor is None:
+                continue
+            if value is not None:
                 tensor.copy_(value)
+            layer.register_buffer(f"fp8attn_{name}", tensor, persistent=False)  # vLLM keeps buffers when its sleep mode discards weights
 
     def _static(self, layer_name: str) -> Calibrated:
         """From the file of the option `scales`, or means from the model's biases."""
@@ -150,6 +151,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             return output.zero_()
         if self._pool is None or self._pool.data_ptr() != kv_cache.data_ptr():
             self._bind(layer, kv_cache)
+        assert self._pool is not None
         if self._mark is not None and not attn_metadata.checked:
             attn_metadata.checked = True  # one layer is enough: all of a block is of one engine
             for part in attn_metadata.parts:
