@@ -2,8 +2,8 @@
 
     python run_engine.py FOLDER WINDOWS.json OUT.json [ENGINE_OPTIONS_AS_JSON]
 
-WINDOWS.json is a list of lists of token ids. With the option "reload", weights are reloaded, and all is done again ("again"). Neither fp8attn
-nor this repository is imported, so that any environment with vLLM can run it.
+WINDOWS.json is a list of lists of token ids. With the option "reload", weights are reloaded, and all is done again ("again"). Neither
+fp8attn nor this repository is imported, so that any environment with vLLM can run it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Static means from the biases of a checkpoint's projections, as `FP8Cache.for_model` reads them off a transformers model.
+"""Static means from the biases of a checkpoint's projections, as `FP8Cache` reads them off a transformers model.
 
 vLLM's layers have fused weights, divided over processes. So the few tensors that determine the means are read from the checkpoint, into a
 transformers model without memory for the others.

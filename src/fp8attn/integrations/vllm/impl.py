@@ -82,8 +82,8 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         """Allocate what is static in the layer's pages, and its counts, on its device."""
         device = layer._k_scale.device
         self._calibrated = self._static(self._target or layer.layer_name)
-        k_mean, v_mean, self._page_scales = (None if x is None else torch.empty_like(x, device=device) for x in self._calibrated)
-        self._state = k_mean, v_mean, key_type(self.options.key_dtype), True
+        stored_k_mean, v_mean, self._page_scales = (None if x is None else torch.empty_like(x, device=device) for x in self._calibrated)
+        self._state = stored_k_mean, v_mean, key_type(self.options.key_dtype), True
         if self.options.count_overflows and self.writes:
             self.overflows = OverflowCounts([layer_number(layer.layer_name) or 0], self.num_kv_heads, self.head_size, device)
         if exchanges_blocks(self._config):
