@@ -80,12 +80,95 @@ def test_calibrated_scales_are_used(llama):
         FP8Cache(llama, scales=other)
 
 
+class Interrupt(Exception):
+    """Stands for a KeyboardInterrupt."""
+
+
+def interrupted(model, index, *args, **options):
+    """Run a forward that stops in a layer, after its cache has been updated."""
+
+    def stop(*_):
+        raise Interrupt
+
+    hook = model.model.layers[index].self_attn.o_proj.register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad(), pytest.raises(Interrupt):
+            model(*args, **options)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("skip", [(), (0,), (2,)])
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("first", [0, 130])
+@torch.no_grad()
+def test_an_interrupted_forward_is_dropped(llama, static, skip, stopped, first):
+    """Also from the layers in 16 bits, before or after the FP8 layers. Not to the bit: dropped tokens may have made a page's scale grow."""
+    ids = prompt()
+
+    def make_cache():
+        cache = FP8Cache(llama, skip_layers=skip, max_cache_len=200 if static else None)
+        if first:
+            llama(ids[:, :first], past_key_values=cache)
+        return cache
+
+    cache, again, k = make_cache(), make_cache(), torch.zeros(2, 2, 1, 64)
+    expected = llama(ids[:, first:], past_key_values=copy.deepcopy(cache)).logits
+    interrupted(llama, stopped, ids[:, first:], past_key_values=cache)
+    with pytest.warns(UserWarning, match=rf"the last forward stopped in layer {stopped} of 2 .* dropped"):
+        assert int(cache.get_seq_length()) == first
+    close(llama(ids[:, first:], past_key_values=cache).logits, expected)
+    assert int(cache.get_seq_length()) == ids.shape[1]
+    interrupted(llama, stopped, ids[:, first:], past_key_values=again)  # and by the next forward alone, or by a crop of nothing
+    with pytest.warns(UserWarning, match="dropped"):
+        again.update(k, k, 0) if static and skip else again.crop(0)
+    if not (static and skip):
+        close(llama(ids[:, first:], past_key_values=again).logits, expected)
+
+
+def test_an_interrupted_forward_that_filled_a_window_asks_for_a_reset():
+    model, ids = make("qwen2-mixed"), prompt()
+    cache = FP8Cache(model)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=cache).logits
+    interrupted(model, 1, ids[:, :5], past_key_values=cache)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="dropped"), pytest.raises(RuntimeError, match=r"stopped in layer 1, .*call cache\.reset\(\)"):
+            model(ids[:, :5], past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+def test_a_prompt_of_which_the_cache_leaves_nothing_is_refused(llama):
+    """`generate` takes a prompt as the whole conversation, and cuts from it as many tokens as the cache has."""
+    cache, ids = FP8Cache(llama), prompt(1, 10).flip(1)
+    llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=6, do_sample=False)
+    with pytest.raises(ValueError, match=r"no new tokens.* holds 45 tokens.* call reset\(\)"):
+        llama.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6, do_sample=False)
+
+
+def test_a_shallow_copy_is_refused(llama):
+    with pytest.raises(TypeError, match=r"would share its pages .*copy\.deepcopy\(cache\)"):
+        copy.copy(FP8Cache(llama))
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("reset", ()), ("crop", (-1,)), ("reorder_cache", (torch.tensor([0]),)), ("batch_repeat_interleave", (2,)),
+     ("batch_select_indices", (torch.tensor([0]),)), ("offload", ()), ("prefetch", ())],
+)  # fmt: skip
+def test_a_layer_alone_cannot_be_moved(llama, method, arguments):
+    with pytest.raises(NotImplementedError, match=r"on the FP8Cache|does not offload"):
+        getattr(FP8Cache(llama).layers[0], method)(*arguments)
+
+
 def test_nbytes_is_half(llama):
     ids = prompt(length=1024)
     caches = [FP8Cache(llama), FP8Cache(llama, max_cache_len=1024), FP8Cache(llama, skip_layers=[0])]
     with torch.no_grad():
         for cache in caches:
-            assert cache.nbytes == 0
             llama(ids, past_key_values=cache, logits_to_keep=1)
     bf16_layer = 2 * ids.numel() * 2 * 64 * 2  # K and V, tokens, heads, head_dim, bytes
     assert 0.5 < caches[0].nbytes / (3 * bf16_layer) < 0.51

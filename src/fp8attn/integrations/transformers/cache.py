@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,6 +29,9 @@ def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
     return (*range(first), *range(-last, 0))
 
 
+COMPLETE = -1
+
+
 class FP8Cache(Cache):
     """A transformers cache with FP8 pages in its full-attention layers: half the bytes of BF16.
 
@@ -42,6 +45,10 @@ class FP8Cache(Cache):
 
     Sliding-window and chunked layers are transformers' own, in 16 bits, because a window does not grow. (Its masks grow with the prompt:
     for a long prompt, call `generate(..., prefill_chunk_size=8192)`.)
+
+    A cache is of one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
+    another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some
+    layers without its tokens. They are dropped before the next forward, with a warning.
 
     Args:
         model: the transformers model that the cache is for, or a PEFT model of it.
@@ -80,6 +87,8 @@ class FP8Cache(Cache):
         self._build(model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend)
         if scales is None:
             self._read_weights(model)
+        if max_cache_len is not None and model.device.type != "meta":
+            self.shared.make_early(layers_of(model.config), model.device)
 
     def _build(
         self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
@@ -128,6 +137,8 @@ class FP8Cache(Cache):
             )
         super().__init__(layers=layers)
         self.shared = shared
+        self._last = max(index for index, spec in enumerate(specs) if spec.kind != "dummy")  # the last layer that a forward updates
+        self._open = COMPLETE
         if config._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
@@ -158,6 +169,7 @@ class FP8Cache(Cache):
         Raises:
             ValueError: the cache has no tokens yet, or there is no such sequence.
         """
+        self._repair()
         files.save(self, path, self.shared.config, seqs)
 
     @classmethod
@@ -222,8 +234,74 @@ class FP8Cache(Cache):
         what = "empty" if self.paged is None else repr(self.paged)
         return f"FP8Cache({held} layers in FP8, {len(self.layers) - held} in 16 bits, {what})"
 
+    def __copy__(self) -> NoReturn:
+        """Raise TypeError: a shallow copy would append to the pages of this cache."""
+        raise TypeError("a shallow copy of a cache would share its pages and append to them: use copy.deepcopy(cache)")
+
+    # A forward
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K and V of new tokens to a layer, and return those of all tokens (`FP8Layer.update`)."""
+        if torch.compiler.is_compiling():  # compiled code runs all layers or none
+            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if layer_idx <= self._open:
+            self._repair()
+        self._open = layer_idx
+        held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if layer_idx == self._last:
+            self._open = COMPLETE
+        return held
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
+        if layer_idx == 0:  # before a forward, not in it
+            self._repair()
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
+        self._repair()
+        if not query_length:
+            raise ValueError(
+                f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts as many from the prompt, "
+                "which it takes as the whole conversation. For another prompt make a new cache, or call reset()"
+            )
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _repair(self) -> None:
+        """Drop the tokens of a forward that was interrupted: after it some layers have them and some do not."""
+        if torch.compiler.is_compiling() or self._open == COMPLETE:
+            return
+        warnings.warn(
+            f"the last forward stopped in layer {self._open} of {self._last} (the last one). Its tokens are dropped from the cache",
+            stacklevel=3,
+        )
+        plain = [layer for layer in self.layers[: self._last + 1] if not isinstance(layer, FP8Layer) and hasattr(layer, "update")]
+        lengths = [int(layer.get_seq_length()) for layer in plain]
+        kept = min([self.shared.complete_length(), *lengths])
+        for layer, length in zip(plain, lengths, strict=True):
+            if not kept:
+                layer.reset()
+            elif length > kept and layer.is_sliding:
+                raise RuntimeError(
+                    f"the last forward stopped in layer {self._open}, after a sliding window had dropped older tokens for its tokens. The "
+                    "cache cannot go on: call cache.reset() and prefill again"
+                )
+            elif length > kept and self.shared.max_cache_len is not None:
+                layer.cumulative_length.fill_(kept)
+            elif length > kept:
+                layer.crop(kept - length)
+        self.shared.keep(kept)
+        self._open = COMPLETE
+
+    # Moving sequences
+
     def _all_layers(self, method: str, *args: Any) -> None:
         """Call `method` on every 16-bit layer and once for all FP8 layers. If a 16-bit layer does not have the method, call nothing."""
+        if method != "reset":
+            self._repair()
         lacking = [index for index, layer in enumerate(self.layers) if not hasattr(layer, method)]
         if lacking:
             raise ValueError(
@@ -239,6 +317,7 @@ class FP8Cache(Cache):
     def reset(self) -> None:
         """Drop all tokens of all layers. The growing form also frees its pages."""
         self._all_layers("reset")
+        self._open = COMPLETE
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens of every layer.
