@@ -106,9 +106,10 @@ def _attentions(model: nn.Module) -> Iterator[tuple[int, Attention, nn.Module | 
 
 def _unknown(model: nn.Module) -> set[int]:
     """The layers with an attention module of another form that has biases."""
+    modules: list[Attention] = list(model.modules())
     return {
         module.layer_idx
-        for module in model.modules()
+        for module in modules
         if isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "is_causal", False) is True and _has_bias(module)
     }
 

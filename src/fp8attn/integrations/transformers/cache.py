@@ -139,6 +139,7 @@ class FP8Cache(Cache):
         self.shared = shared
         self._last = max(index for index, spec in enumerate(specs) if spec.kind != "dummy")  # the last layer that a forward updates
         self._open = COMPLETE
+        self.identity = files.identity(model)
         if config._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
@@ -160,17 +161,18 @@ class FP8Cache(Cache):
                 stacklevel=3,
             )
 
-    def save(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
+    def save(self, path: str | Path, seqs: Sequence[int] | None = None, *, tokens: torch.Tensor | None = None) -> None:
         """Write sequences to a safetensors file. `load` reads them in another process, so a prompt is prefilled once.
 
         Args:
             path: the file. The folders above it are made.
             seqs: numbers of the sequences in the batch, in the order that `load` gives them. None: all.
+            tokens: `[B, length]` ids of all tokens that the cache holds, for `load` to compare. None: the file does not know its prompt.
         Raises:
-            ValueError: the cache has no tokens yet, or there is no such sequence.
+            ValueError: the cache has no tokens yet, there is no such sequence, or `tokens` have another shape than the cache.
         """
         self._repair()
-        files.save(self, path, self.shared.config, seqs)
+        files.save(self, path, seqs, tokens)
 
     @classmethod
     def load(
@@ -178,6 +180,7 @@ class FP8Cache(Cache):
         path: str | Path,
         model: PreTrainedModel,
         *,
+        tokens: torch.Tensor | None = None,
         max_cache_len: int | None = None,
         device: torch.device | str | None = None,
         exact: bool = False,
@@ -187,13 +190,14 @@ class FP8Cache(Cache):
 
         Args:
             path: the file. Only tensors and strings are read; nothing in it is executed.
-            model: the same model. Its attention implementation is set to `fp8_kv`.
+            model: the same model, in the same dtype. Its attention implementation is set to `fp8_kv`.
+            tokens: `[B, S]` ids of the prompt. They must begin with the tokens that the file was saved with. None: they are not compared.
             max_cache_len, exact, backend: as `FP8Cache` takes them.
             device: the device of the pages. None: the model's, which must not be offloaded.
         Raises:
-            UsageError: the file does not exist, is damaged, or is of another model; the message says what differs.
+            UsageError: the file does not exist, is damaged, or is of another model or prompt; the message says what differs.
         """
-        return files.load(cls, path, transformers_model(model), max_cache_len, device, exact, backend)
+        return files.load(cls, path, transformers_model(model), tokens, max_cache_len, device, exact, backend)
 
     @property
     def paged(self) -> PagedKVCache | None:
@@ -265,8 +269,8 @@ class FP8Cache(Cache):
         self._repair()
         if not query_length:
             raise ValueError(
-                f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts as many from the prompt, "
-                "which it takes as the whole conversation. For another prompt make a new cache, or call reset()"
+                f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts as many from the "
+                "prompt, which it takes as the whole conversation. For another prompt make a new cache, or call reset()"
             )
         return super().get_mask_sizes(query_length, layer_idx)
 

@@ -91,15 +91,16 @@ class FP8Layers:
         return self.paged
 
     @torch.compiler.disable(reason=UNCOMPILED)
-    def other_shape(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def other_shape(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> PagedKVCache:
         """Handle a K of another shape or device than the pages. An unused static cache and an empty growing one take another batch. All
         else raises ValueError."""
         paged = self.paged
         assert paged is not None
         if self.unused:
             self.paged = None  # before its memory is allocated again
-            self.make(index, key_states, value_states)
-            return
+            return self.make(index, key_states, value_states)
+        if key_states.device != paged.device:
+            raise ValueError(f"layer {index} got K on {key_states.device}, and this cache is on {paged.device}; make a new FP8Cache there")
         batch, num_kv_heads, _, head_dim = key_states.shape
         if (num_kv_heads, head_dim) != (paged.num_kv_heads, paged.head_dim):
             raise ValueError(
@@ -113,6 +114,7 @@ class FP8Layers:
                 "another batch"
             )
         paged.select([0] * batch)
+        return paged
 
     def complete_length(self) -> int:
         """Number of tokens of every sequence that all FP8 layers have. It drops tokens that only some have."""
@@ -228,8 +230,7 @@ class FP8Layer(CacheLayerMixin):
         if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.head_dim) or (
             self.slot == 0 and key_states.device != paged.device
         ):
-            shared.other_shape(self.index, key_states, value_states)
-            paged = shared.paged
+            paged = shared.other_shape(self.index, key_states, value_states)
         paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
         pages = paged.appended(self.slot)
         if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
