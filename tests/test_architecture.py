@@ -31,7 +31,7 @@ ALLOWED = {
     "ops": {"_torch_ops", "backends", "derivatives", "layout", "params", "rope"},
     "dense": {"_torch_ops", "backends", "derivatives", "layout", "params", "rope"},
     "mode": {"dense", "errors", "layout", "params"},
-    "cache": {"dense", "errors", "layout", "ops", "overflow", "params", "rotation", "scales"},
+    "cache": {"dense", "errors", "layout", "ops", "overflow", "params", "precompile", "rotation", "scales"},
     "kernels": {"layout", "numerics", "params", "rotation"},
     "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
