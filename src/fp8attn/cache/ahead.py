@@ -86,7 +86,7 @@ def _formats(cache: PagedKVCache, name: BackendName, dtype: torch.dtype) -> set[
     return {
         Layer(
             cache.num_kv_heads, cache.num_kv_heads, cache.head_dim, dtype=dtypes[dtype], backend=name, key_dtype=cache.key_dtype,
-            rotate_keys=layer.rotate_keys, k_mean=layer.k_mean is not None, v_mean=layer.v_mean is not None,
+            rotate_keys=layer.rotate_keys, k_mean=layer.stored_k_mean is not None, v_mean=layer.v_mean is not None,
             static_scales=layer.scales is not None, overflows=cache.overflow_counts is not None,
         )
         for layer in cache.layers
