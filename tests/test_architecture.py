@@ -30,7 +30,7 @@ ALLOWED = {
     "derivatives": set(),
     "ops": {"_torch_ops", "backends", "derivatives", "layout", "params", "rope"},
     "dense": {"_torch_ops", "backends", "derivatives", "layout", "params", "rope"},
-    "mode": {"dense", "errors", "layout", "params"},
+    "mode": {"_torch_ops", "dense", "errors", "layout", "params"},
     "cache": {"dense", "errors", "layout", "ops", "overflow", "params", "precompile", "rotation", "scales"},
     "kernels": {"layout", "numerics", "params", "rotation"},
     "straight_through": {"layout", "params", "reference", "rope"},
