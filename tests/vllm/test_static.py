@@ -11,6 +11,7 @@ from fp8attn import UsageError
 from fp8attn.integrations.vllm import metrics as metrics_module
 from fp8attn.integrations.vllm.connectors import marks
 from fp8attn.integrations.vllm.impl import overflows
+from tests.integrations.test_vllm import qwen2
 from tests.vllm.layers import GROUP, HEADS, LAYER, D, Step, connected, layer_impl, prompt
 
 ADDED = ["fp8attn_k_mean", "fp8attn_v_mean", "fp8attn_page_scales", "fp8attn_overflows"]
@@ -79,6 +80,15 @@ def test_blocks_of_an_engine_with_other_options_are_an_error(builder, monkeypatc
                 other.forward(layer, q, x, x, cache, step, q * 0)
         else:
             assert other.forward(layer, q, x, x, cache, step, q * 0).isfinite().all() and step.checked
+
+
+def test_layers_of_a_draft_model_have_the_mark_of_the_model(monkeypatch, tmp_path):
+    """Groups of layers may share memory, and a page has one mark."""
+    qwen2(num_attention_heads=8, num_key_value_heads=4, hidden_size=8 * D).save_pretrained(tmp_path)
+    given = {"connector": connected("ExampleConnector"), "target": str(tmp_path)}
+    target, draft = (layer_impl(monkeypatch, checkpoint=x, ranks=2, **given)[0] for x in (tmp_path, "a draft without biases"))
+    assert target.has_means and not draft.has_means and target._mark == draft._mark
+    assert layer_impl(monkeypatch, connector=given["connector"])[0]._mark != target._mark
 
 
 def test_without_a_connector_pages_have_no_mark(builder, monkeypatch):
