@@ -1,9 +1,9 @@
 """Seconds from a cache to a prompt's first token in a new process, with an empty Triton cache.
 
-A model of Qwen2.5-0.5B's or Llama-3.1-8B's shape with random weights and few layers gets a prompt, and decodes one more token. Each run is a
-process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second process, which finds them on disk. `one after
-another` compiles each kernel at its launch. Time begins when the model is on the GPU and has run without a cache. All cases take some 90 seconds on
-16 cores.
+A model of Qwen2.5-0.5B's or Llama-3.1-8B's shape with random weights and few layers gets a prompt, and decodes one more token.
+Each run is a process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second process, which finds them on disk.
+`one after another` compiles each kernel at its launch. Time begins when the model is on the GPU and has run without a cache. All
+cases take some 90 seconds on 16 cores.
 
     python -m benchmarks.run first_token llama-e4m3
 """
