@@ -271,7 +271,7 @@ def check_append(
     `PagedKVCache`, which may have no pages yet."""
     device = cache.device
     check_tokens(k, "k", device)
-    check_is_tensor(v, "v", "like k")
+    check_is_tensor(v, "v", "[T, heads, head_dim]")
     if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
         raise ValueError(
             f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and of one dtype; "
