@@ -26,7 +26,7 @@ ALLOWED = {
     "layout": {"checks", "errors", "params", "rotation"},
     "scales": {"errors", "files", "layout", "numerics"},
     "overflow": {"layout", "scales"},
-    "calibration": {"errors", "layout", "numerics", "rotation", "scales"},
+    "calibration": {"errors", "files", "layout", "numerics", "rotation", "scales"},
     "reference": {"layout", "numerics", "params", "rope", "rotation"},
     "backends": {"errors", "kernels", "layout", "params", "reference"},
     "_torch_ops": {"backends", "contents", "layout", "params"},
@@ -39,8 +39,8 @@ ALLOWED = {
     "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
     "precompile": {"backends", "errors", "kernels", "layout", "params"},
-    "integrations": {"cache", "calibration", "dense", "errors", "extras", "layout", "mode", "numerics", "ops", "overflow", "params"}
-    | {"plan", "precompile", "rope", "rotation", "scales"},
+    "integrations": {"cache", "calibration", "checks", "dense", "errors", "extras", "layout", "mode"}
+    | {"numerics", "ops", "overflow", "params", "plan", "precompile", "rope", "rotation", "scales"},
     "diagnostics": {"backends", "dense", "extras", "integrations", "kernels", "layout", "numerics", "scales"},
 }
 
