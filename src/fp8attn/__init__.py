@@ -21,7 +21,7 @@ from .scales import KVScales, LayerScales
 from .straight_through import fake_quantize
 
 if TYPE_CHECKING:
-    from .integrations.transformers import FP8Cache
+    from .integrations.transformers import FP8Cache as FP8Cache
     from .integrations.transformers.calibrate import calibrate
 
 __version__ = "0.1.0"
@@ -32,7 +32,6 @@ __all__ = [
     "AttentionParams",
     "AttentionPolicy",
     "AttentionReport",
-    "FP8Cache",
     "KVPages",
     "KVScales",
     "LayerScales",
