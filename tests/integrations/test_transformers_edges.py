@@ -149,11 +149,6 @@ def test_a_prompt_of_which_the_cache_leaves_nothing_is_refused(llama):
         llama.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6, do_sample=False)
 
 
-def test_a_shallow_copy_is_refused(llama):
-    with pytest.raises(TypeError, match=r"would share its pages .*copy\.deepcopy\(cache\)"):
-        copy.copy(FP8Cache(llama))
-
-
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [("reset", ()), ("crop", (-1,)), ("reorder_cache", (torch.tensor([0]),)), ("batch_repeat_interleave", (2,)),
@@ -234,6 +229,22 @@ def test_a_deep_copy_goes_its_own_way(llama, static):
         oracle = Oracle(llama.config)
         llama(ids[:, :130], past_key_values=oracle)
         close(ours, llama(ids[:, 130:], past_key_values=oracle).logits)
+
+
+def test_a_shallow_copy_and_odd_numbers_are_refused(llama):
+    cache = FP8Cache(llama)
+    with torch.no_grad():
+        llama(prompt()[:, :20], past_key_values=cache)
+    with pytest.raises(TypeError, match=r"would share its pages and append to them: use copy\.deepcopy\(cache\)"):
+        copy.copy(cache)
+    for call, message in (
+        (lambda: cache.crop("x"), "crop takes minus the number of tokens to forget, as in transformers; got 'x'"),
+        (lambda: cache.crop(-1.5), "crop takes minus the number of tokens.*; got -1.5"),
+        (lambda: cache.batch_repeat_interleave(2.5), "repeats must be a whole number from 1 to .*; got float 2.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert cache.get_seq_length() == 20
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -10,10 +10,12 @@ from typing import Literal, overload
 import torch
 
 from .. import ops
+from ..checks import check_is_tensor
 from ..dense.ops import apply_rope, run_from_dense
 from ..layout import KVPages
 from ..params import BackendName
 from . import storage
+from .ahead import Attention
 from .sequences import DROP, Sequences
 from .step import Step
 
@@ -90,17 +92,19 @@ class PagedKVCache(Sequences):
         if torch.compiler.is_compiling():
             self._trace_append(layer, k, lengths)
             return ops.append(
-                self.pages(layer), k, v, q=q, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
+                self._layer_pages(layer), k, v, q=q, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
                 static_scales=static_scales, overflows=overflows, backend=self.backend,
             )  # fmt: skip
         name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
         step = self._join(layer, k.shape[0], lengths)
         try:
+            if not step.pages:
+                self.ahead.begin(self, name, k.dtype, step, rope_cos is not None)
             if step.begins:
                 rotated = self._begin(name, layer, k, v, q, step.longest, rope_cos, rope_sin, rope_interleaved)
-                pages = self.pages(layer)
+                pages = self._layer_pages(layer)
             else:
-                pages = self._pages[layer] or self.pages(layer)
+                pages = self._layer_pages(layer)
                 if step.columns is not None:
                     pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
                 rotated = ops.run_append(
@@ -117,13 +121,14 @@ class PagedKVCache(Sequences):
     def appended(self, layer: int) -> KVPages:
         """The pages of one layer after its last append, which its attention reads."""
         if torch.compiler.is_compiling():
-            return self.pages(layer)
+            return self._layer_pages(layer)
+        self._layer(layer)
         pages = None if self._step is None else self._step.pages.get(layer)
         if pages is None:
-            self._layer(layer)
             raise ValueError(
                 f"layer {layer} has appended no tokens since the cache was made, its sequences were moved, or another layer began a step: "
-                "call append(layer, k, v) first. To attend without an append, call fp8attn.attention(q, cache.pages(layer))"
+                "call append(layer, k, v) first. To attend without an append, call fp8attn.attention(q, cache.pages(layer), "
+                "cu_seqlens_q=..., max_seqlen_q=...) with the number of queries of each sequence"
             )
         return pages
 
@@ -186,12 +191,18 @@ class PagedKVCache(Sequences):
         if not torch.compiler.is_compiling():
             step = self._step
             assert step is not None  # `appended` has raised
+            check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
             if q.shape[0] != step.num_tokens:
                 raise ValueError(
                     f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths {step.lengths}); got "
                     f"{tuple(q.shape)}. For other queries call fp8attn.attention(q, cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...)"
                 )
             cu_seqlens, longest = step.cu_seqlens, None if step.cu_seqlens is None else step.longest
+            if layer not in self.ahead.attended:
+                how = Attention(
+                    q.shape[1], causal, window is not None, softcap is not None, sinks is not None, leftpad_k is not None, exact
+                )
+                self.ahead.attend(self, layer, q, step, how)
         return ops.attention(
             q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale, window=window,
             softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,

@@ -25,8 +25,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
+from ..checks import check_tensor
 from ..errors import UsageError
-from ..layout import PAGE_SIZE, check_tensor, page_bytes
+from ..files import write_whole
+from ..layout import PAGE_SIZE, page_bytes
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
 from .page_table import num_pages_of
@@ -141,10 +143,10 @@ def checksum(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a file and make the folders above it."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    """Write a file as a whole, and make the folders above it."""
     metadata = metadata | {"checksum": checksum(tensors)}
-    Path(path).write_bytes(to_bytes(tensors, metadata))  # safetensors' own save_file ignores the umask and makes the file private
+    contents = to_bytes(tensors, metadata)  # safetensors' own save_file ignores the umask and makes the file private
+    write_whole(path, lambda draft: draft.write_bytes(contents))
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from .._torch_ops import register, unobserved
 from ..backends import unsupported_reason
+from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, key_type
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
@@ -75,6 +76,18 @@ def fallback_reason(
         return f"the kernels take bfloat16 and float16, not {dtype}"
     # Dynamo cannot query the machine. The op does so when it runs, and raises an error if no backend can run.
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
+
+
+def _check_given(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, is_causal: bool, enable_gqa: bool, rotate_keys: bool
+) -> None:
+    """Raise ValueError for arguments that are no tensors, numbers or bools."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_is_tensor(x, name, "[B, H, S, D]")
+    if not type(is_causal) is type(enable_gqa) is type(rotate_keys) is bool:
+        check_flags(is_causal=is_causal, enable_gqa=enable_gqa, rotate_keys=rotate_keys)
+    if scale is not None and not torch.compiler.is_compiling():
+        check_number(scale, "scale", " (None for 1 / sqrt(head_dim))")
 
 
 def log_fallback(reason: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -147,6 +160,7 @@ def scaled_dot_product_attention(
     """
     key_type(key_dtype)  # raises ValueError
     check_backend(backend, DENSE_BACKENDS)
+    _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
     query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason is not None:
@@ -157,7 +171,7 @@ def scaled_dot_product_attention(
             )
         log_fallback(reason, query, key, value)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    q, k, v = _batched(query), _batched(key), _batched(value)
+    q, k, v = batched(query), batched(key), batched(value)
     out = _run(q, k, v, None, None, False, is_causal, scale, key_dtype, rotate_keys, backend)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
@@ -202,6 +216,7 @@ def rope_scaled_dot_product_attention(
         raise ValueError(f"give key_rope_cos and key_rope_sin together, or neither; {missing} is None")
     key_type(key_dtype)  # raises ValueError
     check_backend(backend, DENSE_BACKENDS)
+    _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
     query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
     if reason is None and query.dim() != 4:
@@ -215,7 +230,7 @@ def rope_scaled_dot_product_attention(
         key_rope_cos, key_rope_sin = rope_cos, rope_sin
     check_device(query, *both(rope_cos, rope_sin))
     check_device(query, key_rope_cos, key_rope_sin)
-    q, k, v = _batched(query), _batched(key), _batched(value)
+    q, k, v = batched(query), batched(key), batched(value)
     batch, _, q_len, head_dim = q.shape
     q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)
     k_rope = dense_tables(key_rope_cos, key_rope_sin, batch, k.shape[2], head_dim, rope_interleaved)
@@ -223,13 +238,13 @@ def rope_scaled_dot_product_attention(
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, *options: Any) -> torch.Tensor:
-    """`_attend`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would fix."""
+    """`attend_dense`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would fix."""
     if unobserved(q):
-        return _attend(q, k, v, q_rope, k_rope, *options)
+        return attend_dense(q, k, v, q_rope, k_rope, *options)
     return torch.ops.fp8attn.sdpa(q, k, v, *(q_rope or (None, None)), *(k_rope or (None, None)), *options)
 
 
-def _attend(
+def attend_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, rope_interleaved: bool, is_causal: bool,
     scale: float | None, key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
@@ -256,7 +271,7 @@ def _rows(tables: Tables, rows: slice) -> Tables:
     return tables and (tables[0][:, rows], tables[1][:, rows])
 
 
-def _batched(x: torch.Tensor) -> torch.Tensor:
+def batched(x: torch.Tensor) -> torch.Tensor:
     """As `[B, H, S, D]` with the last dimension contiguous: a view if the strides allow it, else a copy."""
     if x.dim() > 4:
         x = x.flatten(0, -4)
@@ -270,10 +285,10 @@ def _sdpa(
     k_sin: torch.Tensor | None, *options: Any,
 ) -> torch.Tensor:  # fmt: skip
     q_rope, k_rope = (None if cos is None or sin is None else (cos, sin) for cos, sin in ((q_cos, q_sin), (k_cos, k_sin)))
-    return _attend(q, k, v, q_rope, k_rope, *options)
+    return attend_dense(q, k, v, q_rope, k_rope, *options)
 
 
-def _sdpa_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
+def sdpa_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
     v_dim = v.shape[3]
     size = padded_size(q.shape[3], v_dim)
     out = torch.empty_like(padded(q, size).transpose(1, 2)).transpose(1, 2)
@@ -284,5 +299,5 @@ register(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? q_cos, Tensor? q_sin, Tensor? k_cos, Tensor? k_sin, bool rope_interleaved, bool is_causal, "
     "float? scale, str key_dtype, bool rotate_keys, str backend) -> Tensor",
     _sdpa,
-    _sdpa_fake,
+    sdpa_fake,
 )
