@@ -283,7 +283,7 @@ class FP8Cache(Cache):
         lengths = [int(layer.get_seq_length()) for layer in plain]
         kept = min([self.shared.complete_length(), *lengths])
         for layer, length in zip(plain, lengths, strict=True):
-            if not kept:
+            if length > kept and layer.is_sliding and not kept:
                 layer.reset()
             elif length > kept and layer.is_sliding:
                 raise RuntimeError(
