@@ -21,7 +21,7 @@ from .export import export
 from .generate import generate
 from .options import Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Text
 from .sensitivity import sensitivity
-from .shared import about, load, numbers, out, output, print_json, progress, read_text, sequences
+from .shared import about, check_served, load, numbers, out, output, print_json, progress, read_text, sequences
 
 
 class Commands(TyperGroup):
@@ -74,7 +74,9 @@ def calibrate(
     context: Context = None,
     count: Annotated[int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1)] = None,
     method: Annotated[Method, typer.Option(help="With percentile and mse (least squared error), larger values saturate.")] = "absmax",
-    percentile: Annotated[float, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100].")] = 99.99,
+    percentile: Annotated[
+        float | None, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100]. Default: 99.99.")
+    ] = None,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
     means: Annotated[bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")] = True,
@@ -91,6 +93,8 @@ def calibrate(
 
     The text's last tokens are used, in sequences of the model's context.
     """
+    if percentile is not None and method != "percentile":
+        raise UsageError(f"--percentile {percentile:g} needs --method percentile; got --method {method}")
     if plot:
         from . import plots
 
@@ -98,18 +102,20 @@ def calibrate(
         if held_out is None:
             raise UsageError("--plot shows the report on a held-out text; add --held-out FILE")
     write_scales, write_plot = output(save), output(plot)
+    output(checkpoint)  # it is written in the middle of the run
     passage, other = read_text(text, model), None if held_out is None else read_text(held_out, model)
     from .. import calibrate as run
     from ..diagnostics import offset_checks
     from ..integrations.transformers import check_scales
     from .tables import coverage_table, sensitivity_table
 
+    check_served(model)
     loaded, tokenizer = load(model, device)
     batches = sequences(tokenizer, passage, loaded, context, count, from_end=True)
     with progress("sequences") as tick:
         found = run(
-            loaded, batches, method=method, percentile=percentile, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means, chunk=chunk,
-            checkpoint=checkpoint, progress=tick,
+            loaded, batches, method=method, percentile=99.99 if percentile is None else percentile, key_dtype=key_dtype,
+            rotate_keys=rotate_keys, means=means, chunk=chunk, checkpoint=checkpoint, progress=tick,
         )  # fmt: skip
     write_scales(found.save)
     covered = None
@@ -252,17 +258,20 @@ def warmup(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Also check 8-bit keys for this model: a folder, smollm2, or a Hugging Face id.")
+        str | None, typer.Option(help="Whether fp8attn can serve this model, and how hard its K is to store: a folder, smollm2, or an id.")
     ] = None,
     measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the installed FP8 kernels and report how exactly they sum.")] = True,
     as_json: Json = False,
 ) -> None:
     """Report what this machine can run, why it cannot run the rest, and how exactly its FP8 kernels sum."""
-    from ..diagnostics import diagnose, examine
+    from ..diagnostics import diagnose, examine, served
+    from ..evaluation.models import load_config
 
     checks = diagnose(measure)
     if model is not None:
-        checks += examine(load(model, "cpu")[0])
+        checks.append(served(load_config(model)))
+        if checks[-1].status == "ok":
+            checks += examine(load(model, "cpu")[0])
     if as_json:
         print_json(checks)
         return

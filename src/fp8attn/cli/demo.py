@@ -26,7 +26,7 @@ PUBLIC = "smollm2"
 QUESTION = "What is a hash table? Answer in one sentence."
 PROMPT = "def read_header(self, name, default=None):\n"  # for a model without a chat template
 ANSWER = 48  # tokens, at most
-CONTEXT = 2048  # tokens, of the perplexity
+CONTEXT = 1024  # tokens, of the perplexity
 CACHES = ("bf16", "fp8", "scale-1")
 LENGTHS = (512, 1024, 2048)  # tokens of the needles' prompts
 
