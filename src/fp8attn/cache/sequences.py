@@ -295,6 +295,8 @@ class Sequences:
         move(self.table)
         self._step = None
         self._renew(held)
+        if self._static is None and self.table.tails:
+            self._pages = [None] * len(self.layers)  # `pages` drops them first, if no append does
         if self._static is not None:
             self._reserve([self._static.max_seqlen] * self.num_seqs)  # a step needs all pages again, and no shared page where it writes
             self._static.counted = not self._static.captured  # the host has written the lengths of every layer
@@ -335,6 +337,8 @@ class Sequences:
         held = self._layer(layer)
         pages = self._pages[layer]
         if pages is None:
+            if self.table.tails:
+                self._reserve(self.table.lengths)
             pages = self._pages[layer] = held.pages(self.table, self.table.cache_seqlens[layer])
         return pages
 
