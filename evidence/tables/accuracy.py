@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ..rows import every, latest, lengths
+from ..rows import every, latest, lengths, measured
 from .kernels import PREFILL_IMPLS, SINGLE_LEVEL
 from .writing import block, span, table
 
@@ -65,6 +65,11 @@ def sums() -> dict[str, dict[int, float]]:
     _, here = latest("accumulation")
     cases = lengths(here, r"S(\d+)")
     return {impl: {n: here[case, impl]["rel_err"] for n, case in cases.items()} for impl in dict.fromkeys(impl for _, impl in here)}
+
+
+@block
+def accumulation_measured() -> str:
+    return measured("accumulation")
 
 
 @block

@@ -6,7 +6,7 @@ import re
 
 from benchmarks.problem import KEYS
 
-from ..rows import devices, every, latest, lengths, over, over_bf16
+from ..rows import devices, every, latest, lengths, measured, over, over_bf16
 from .writing import Cell, beside, block, number, span, table, tokens, value
 
 PREFILL = {
@@ -175,4 +175,4 @@ def append() -> str:
 def portable() -> str:
     found = [row for row in every("portable") if row["impl"] == "fp8attn-triton"]
     gbps, tflops = ([row[unit] for row in found if unit in row] for unit in ("gbps", "tflops"))
-    return f"Decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS"
+    return f"decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS ({measured('portable')})"
