@@ -32,7 +32,7 @@ def commits(name: str) -> dict[str, str]:
 
 
 def measured(name: str) -> str:
-    """Where, when and at which commits the rows of the device that `latest` chooses were measured, and whether the cache was another one then."""
+    """Where and when the rows of the device that `latest` chooses were measured, and whether that was of another cache."""
     title, found = latest(name)
     provenances = json.loads((RESULTS / title.lower() / f"{name}.json").read_text())["provenance"]
     made = {(provenances[row["provenance"]]["commit"], provenances[row["provenance"]]["date"]) for row in found.values()}
