@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from ..backends import DENSE_BACKENDS, unsupported_reason
+from ..extras import hint
 from ..kernels import fa3
 from ..scales import ranges
 from . import accumulation
 
 PACKAGES = {  # by name, what needs it
     "triton": "the GPU kernels",
-    "transformers": "models (pip install 'fp8attn[hf]')",
+    "transformers": f"models ({hint('hf')})",
     "safetensors": "saved scales",
-    "diffusers": "image and video models (pip install 'fp8attn[diffusers]')",
-    "matplotlib": "plots (pip install 'fp8attn[plot]')",
+    "diffusers": f"image and video models ({hint('diffusers')})",
+    "matplotlib": f"plots ({hint('plot')})",
 }
 
 
