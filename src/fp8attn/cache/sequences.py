@@ -117,7 +117,7 @@ class Sequences:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors on the device, except counts: pages (also free ones), means, page table and lengths."""
-        held = [x for layer in self.layers for x in (layer.pool, layer.k_mean, layer.v_mean) if x is not None]
+        held = [x for layer in self.layers for x in (layer.pool, layer.stored_k_mean, layer.v_mean) if x is not None]
         return sum(x.nbytes for x in (*held, self.table.page_table, *self.table.cache_seqlens))
 
     def overflows(self) -> OverflowReport:

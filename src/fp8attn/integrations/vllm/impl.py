@@ -70,8 +70,8 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
     def _prepare(self, layer: Any) -> None:
         """Put what is static in the layer's pages, and its counts, on its device."""
         device = layer._k_scale.device
-        k_mean, v_mean, self._page_scales = (None if x is None else x.to(device) for x in self._static(layer.layer_name))
-        self._state = k_mean, v_mean, key_type(self.options.key_dtype), True
+        stored_k_mean, v_mean, self._page_scales = (None if x is None else x.to(device) for x in self._static(layer.layer_name))
+        self._state = stored_k_mean, v_mean, key_type(self.options.key_dtype), True
         if self.options.count_overflows and self.writes:
             self.overflows = OverflowCounts([layer_number(layer.layer_name) or 0], self.num_kv_heads, self.head_size, device)
 

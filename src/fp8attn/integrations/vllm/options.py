@@ -19,11 +19,11 @@ class Calibrated(NamedTuple):
     """What is static in a layer's pages, on the CPU.
 
     Attributes:
-        k_mean, v_mean: `[heads, head_dim]` float32, K's rotated; None: zero.
+        stored_k_mean, v_mean: `[heads, head_dim]` float32, as `KVPages` has them; None: zero.
         page_scales: `[heads, 2]` float32, the scales of K and V of every page; None: each page has its own.
     """
 
-    k_mean: torch.Tensor | None = None
+    stored_k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
     page_scales: torch.Tensor | None = None
 
@@ -82,10 +82,10 @@ class Options:
         if number is None or number not in scales:  # layers with a window have none
             return Calibrated()
         layer = scales.layer(number)
-        k_mean, v_mean = rotate(layer.k_mean[heads]), layer.v_mean[heads].contiguous()
+        stored_k_mean, v_mean = rotate(layer.k_mean[heads]), layer.v_mean[heads].contiguous()
         if self.static_scales:  # kernels of static scales have both means (`precompile.warmup`)
-            return Calibrated(k_mean, v_mean, torch.stack([scale[heads] for scale in layer.page_scales], -1))
-        return Calibrated(k_mean if k_mean.any() else None, v_mean if v_mean.any() else None)
+            return Calibrated(stored_k_mean, v_mean, torch.stack([scale[heads] for scale in layer.page_scales], -1))
+        return Calibrated(stored_k_mean if stored_k_mean.any() else None, v_mean if v_mean.any() else None)
 
 
 def layer_number(layer_name: str) -> int | None:
