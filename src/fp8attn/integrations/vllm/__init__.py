@@ -28,6 +28,8 @@ import logging
 import os
 import re
 
+from ...extras import needs
+
 OLDEST, NEWEST = (0, 26), (0, 33)  # releases of vLLM that were run; docs/vllm.md says how
 ON_CPU = "FP8ATTN_VLLM_CPU"  # an environment variable, see `register`
 
@@ -42,7 +44,8 @@ def register() -> None:
 
     A release of vLLM that was not run is refused by name when the backend is chosen.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    with needs("vllm"):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     path = f"{__name__}.backend.FP8AttentionBackend"
     if (reason := unsupported_release(vllm_version())) is not None:
