@@ -81,7 +81,7 @@ def test_cli(tmp_path):
         prompt = "class Point:\n    def __init__(self, x, y):\n"
         assert "self.x = x" in run(command, "generate", prompt, "--model", MODEL, "--max-new-tokens", "8", cwd=tmp_path)
         asked = ("evaluate", "perplexity", "--model", MODEL, "--context", "64", "--windows", "2")
-        assert "bf16" in run(command, *asked, cwd=tmp_path)
+        assert re.search(r"\nFP8 +\d", run(command, *asked, cwd=tmp_path))
         assert '".[public]"' in run(command, "generate", prompt, "--model", "smollm2", cwd=tmp_path, code=2)
         ruler = ("evaluate", "needle", "--model", MODEL, "--task", "niah_single_1", "--lengths", "1024", "--samples", "1")
         assert '".[ruler]"' in run(command, *ruler, cwd=tmp_path, code=2)
