@@ -133,7 +133,7 @@ def model(layer: Layer) -> None:
         built = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     for length in (None, 4096):
         for batch in (1, 3):
-            cache = fp8.FP8Cache(config, max_cache_len=length)
+            cache = fp8.FP8Cache(built, max_cache_len=length)
             for tokens in (5, 1, 1000, 100, 1, 2, 16, 17):
                 built(meta(batch, tokens, dtype=torch.int64), past_key_values=cache, position_ids=meta(batch, tokens, dtype=torch.int64))
 

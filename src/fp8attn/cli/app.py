@@ -242,7 +242,7 @@ def warmup(
     backend: Annotated[Literal["auto", "hopper", "triton"], typer.Option(help="The backend.")] = "auto",
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
-    means: Annotated[bool, typer.Option(help="Also kernels with static means (FP8Cache.for_model).")] = False,
+    means: Annotated[bool, typer.Option(help="Also kernels with static means, for models with biases.")] = False,
     static_scales: Annotated[bool, typer.Option(help="Kernels for calibrated scales instead of the pages' own.")] = False,
     window: Annotated[bool, typer.Option(help="Also kernels with windows.")] = False,
     softcap: Annotated[bool, typer.Option(help="Attention has a softcap (read from a model's config).")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -52,12 +53,23 @@ class Options:
         """The options in vLLM's `additional_config`.
 
         Raises:
-            UsageError: an option is unknown, has no such value, or needs another one.
+            UsageError: an option is unknown, has a value of another type, no such value, or needs another one.
         """
         given = additional_config.get("fp8attn", {}) if isinstance(additional_config, dict) else {}
+        if not isinstance(given, dict):
+            raise UsageError(f"additional_config['fp8attn'] must be a JSON object of options; got {given!r}")
+        if isinstance(additional_config, dict) and "fp8attn" not in additional_config:
+            for name in map(str, additional_config):
+                if difflib.get_close_matches("fp8attn", [name.lower()], cutoff=0.7):
+                    raise UsageError(f"additional_config has {name!r}: the options of fp8attn are under 'fp8attn'")
         names = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(names)):
             raise UsageError(f"additional_config['fp8attn'] has {', '.join(unknown)}; the options are {', '.join(names)}")
+        for name, value in given.items():
+            types = (str,) if name == "key_dtype" else (str, type(None)) if name == "scales" else (bool,)
+            if not isinstance(value, types):
+                wanted = "true or false, without quotes" if bool in types else "a string"
+                raise UsageError(f"additional_config['fp8attn'] has {name} {value!r}; it must be {wanted}")
         options = cls(**given)
         key_type(options.key_dtype)  # raises UsageError
         if options.static_scales and options.scales is None:
