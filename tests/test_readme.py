@@ -29,7 +29,7 @@ def blocks(page: str) -> list[tuple[int, str]]:
 
 
 def run(page: str, monkeypatch, folder=ROOT, alone: bool = False, **given) -> tuple[dict, str, list[torch.Tensor]]:
-    """The namespace after all blocks, what they print in `folder`, and the tensors named `out`, one a block. `alone`: each in a new namespace."""
+    """The namespace after all blocks, what they print in `folder`, and the tensors named `out`, one a block. `alone`: each in its own."""
     monkeypatch.chdir(folder)
     printed, outs, namespace = io.StringIO(), [], dict(given)
     with contextlib.redirect_stdout(printed):

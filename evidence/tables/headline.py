@@ -32,7 +32,12 @@ def headline() -> str:
     best = [over(step, case, "fp8attn", *STEP) for case in steps_of]
     single, double = ([over(prompt, case, "fp8attn", *impls) for case in prompts] for impls in (SINGLE_LEVEL, TWO_LEVEL))
     body = [
-        ["memory of K and V, our model", memory().replace("**", ""), "the smallest unit is a page of 128 tokens", at("demo", devices("demo", cpus=True)["CPU"].values())],
+        [
+            "memory of K and V, our model",
+            memory().replace("**", ""),
+            "the smallest unit is a page of 128 tokens",
+            at("demo", devices("demo", cpus=True)["CPU"].values()),
+        ],
         [
             "perplexity over BF16's: SmolLM2, 8k tokens of code",
             ours,

@@ -23,7 +23,7 @@ from .straight_through import fake_quantize
 if TYPE_CHECKING:
     from .integrations.transformers.calibrate import calibrate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "BACKENDS",
     "PAGE_SIZE",

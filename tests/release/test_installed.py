@@ -1,6 +1,7 @@
 """The wheel in an empty environment: what runs without any extra, each extra alone, and the instruction where one is missing.
 
-In `make test` the wheel is of this checkout; `make release` tests the files that it has built, with the extras of many packages too.
+In `make test` the wheel is of this checkout. `make release` tests the files that it has built, and the extras of many packages. (Of these,
+`make demo` installs `cli` and `public` in CI.)
 """
 
 import json
@@ -8,7 +9,7 @@ import re
 
 import pytest
 
-from ..test_readme import ROOT, blocks
+from ..test_readme import ROOT, blocks, shown
 from .environments import environment, run
 
 MODEL = ROOT / "models/stdlib-llama"
@@ -55,22 +56,21 @@ def test_without_an_extra(tmp_path):
             assert f"\n{module} {module} {HINT.format(extra)}\n" in printed
         commands = run(python.parent / "fp8attn", "doctor", cwd=tmp_path, code=2)
         assert re.fullmatch(rf"fp8attn: \w+ {re.escape(HINT.format('cli'))}\n", commands)
-        code = "from fp8attn.integrations.vllm import options, unsupported_release as u; print(u('0.33.0'), u('9.0')); print(options.Options())"
+        code = "from fp8attn.integrations.vllm import options, unsupported_release as u; print(u('0.33.0'), u('9.0'), options.Options())"
         printed = run(python, "-c", code, cwd=tmp_path)
-        assert printed.startswith("None fp8attn works in vLLM 0.26 to ") and "Options(" in printed
+        assert "None fp8attn works in vLLM 0.26 to " in printed and "Options(" in printed
 
 
 @pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.release)])
 def test_readmes_quickstart_prints_what_readme_shows(kind, tmp_path):
     """With the extra `hf` alone."""
-    text = (ROOT / "README.md").read_text()
     [code] = [code for _, code in blocks("README.md") if "FP8Cache" in code]
-    shown = text.split(code)[1].split("```text\n")[1].split("```")[0]
     with environment(kind, "hf", tmp_path) as python:
         (tmp_path / "models").symlink_to(ROOT / "models")
-        assert run(python, "-W", "ignore", "-c", code, cwd=tmp_path).endswith(shown)
+        assert shown("README.md", code) in run(python, "-c", code, cwd=tmp_path)
 
 
+@pytest.mark.release
 def test_cli(tmp_path):
     with environment("wheel", "cli", tmp_path) as python:
         command = python.parent / "fp8attn"
@@ -118,7 +118,8 @@ def test_public(tmp_path):
 from fp8attn.evaluation import models
 from fp8attn.integrations.transformers import FP8Cache
 model, tokenizer = models.load("smollm2", device="cpu")
-ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+chat = [{"role": "user", "content": "What is the capital of France?"}]
+ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 out = model.generate(**ids, past_key_values=FP8Cache(model), max_new_tokens=12, do_sample=False)
 print(tokenizer.decode(out[0, ids["input_ids"].shape[1]:]))
 """
