@@ -33,7 +33,7 @@ def connected(name, **own):
 
 def layer_impl(
     monkeypatch, additional_config=None, checkpoint="a model without a folder", rank=0, ranks=1, connector=None, sleep=False, name=LAYER,
-    **options,
+    target=None,     **options,
 ):  # fmt: skip
     model = SimpleNamespace(
         use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: ranks * HEADS, hf_text_config=SimpleNamespace(num_hidden_layers=4),
@@ -45,6 +45,7 @@ def layer_impl(
         model_config=model, parallel_config=parallel, cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), additional_config=additional_config or {},
         compilation_config=SimpleNamespace(static_forward_context={}), kv_transfer_config=connector,
+        speculative_config=target and SimpleNamespace(target_model_config=SimpleNamespace(model=target, revision=None, max_model_len=512)),
     )  # fmt: skip
     monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(impl_module, "get_tensor_model_parallel_rank", lambda: rank)

@@ -53,6 +53,9 @@ def test_on_a_cpu_a_warning_says_what_is_used(variable, said, monkeypatch):
     register()
     (warning,) = warnings  # once in a process
     assert said in warning and ON_CPU in warning
+    if variable == "1":  # where models with MLA are refused, too
+        paths = {AttentionBackendEnum[name].get_path() for name in ("CPU_ATTN", "CPU_MLA") if name in AttentionBackendEnum.__members__}
+        assert paths == {AttentionBackendEnum.CUSTOM.get_path()}
 
 
 @pytest.mark.parametrize("window", [None, 256])

@@ -7,10 +7,14 @@ pytest.importorskip("vllm")
 
 from types import SimpleNamespace
 
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+
 from fp8attn import UsageError
 from fp8attn.integrations.vllm import metrics as metrics_module
 from fp8attn.integrations.vllm.connectors import marks
 from fp8attn.integrations.vllm.impl import overflows
+from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
+from tests.integrations.test_vllm import qwen2
 from tests.vllm.layers import GROUP, HEADS, LAYER, D, Step, connected, layer_impl, prompt
 
 ADDED = ["fp8attn_k_mean", "fp8attn_v_mean", "fp8attn_page_scales", "fp8attn_overflows"]
@@ -81,6 +85,15 @@ def test_blocks_of_an_engine_with_other_options_are_an_error(builder, monkeypatc
             assert other.forward(layer, q, x, x, cache, step, q * 0).isfinite().all() and step.checked
 
 
+def test_layers_of_a_draft_model_have_the_mark_of_the_model(monkeypatch, tmp_path):
+    """Groups of layers may share memory, and a page has one mark."""
+    qwen2(num_attention_heads=8, num_key_value_heads=4, hidden_size=8 * D).save_pretrained(tmp_path)
+    given = {"connector": connected("ExampleConnector"), "target": str(tmp_path)}
+    target, draft = (layer_impl(monkeypatch, checkpoint=x, ranks=2, **given)[0] for x in (tmp_path, "a draft without biases"))
+    assert target.has_means and not draft.has_means and target._mark == draft._mark
+    assert layer_impl(monkeypatch, connector=given["connector"])[0]._mark != target._mark
+
+
 def test_without_a_connector_pages_have_no_mark(builder, monkeypatch):
     for connector in (None, connected("OffloadingConnector")):
         made, layer = layer_impl(monkeypatch, connector=connector)
@@ -122,3 +135,15 @@ def test_counts_are_metrics(builder, monkeypatch):
         clock.now = now
         builder.build(0, step)
     assert not builder.metrics._published.any()
+
+
+def test_one_builder_publishes_the_counts_of_all_layers(monkeypatch):
+    """vLLM may record drafts in CUDA graphs, and not ask the builder of the draft's layers any more."""
+    monkeypatch.setattr(AttentionMetadataBuilder, "__init__", lambda self, *given: None)
+    monkeypatch.setattr(AttentionMetadataBuilder, "_init_reorder_batch_threshold", lambda self, *given, **more: None)
+    names = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn", "draft_model.layers.0.self_attn.attn"]
+    made = [layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}}, name=name) for name in names]
+    layers = {"model.layers.0.mlp": SimpleNamespace()} | {name: layer for name, (_, layer) in zip(names, made, strict=True)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    target, draft = (FP8AttentionMetadataBuilder(None, own, config, torch.device("cpu")) for own in (names[:2], names[2:]))
+    assert target.metrics._counts == [impl.overflows for impl, _ in made] and draft.metrics is None

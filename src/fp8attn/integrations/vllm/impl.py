@@ -87,7 +87,8 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         if self.options.count_overflows and self.writes:
             self.overflows = OverflowCounts([layer_number(layer.layer_name) or 0], self.num_kv_heads, self.head_size, device)
         if exchanges_blocks(self._config):
-            model = self._config.model_config
+            drafts = self._config.speculative_config  # a draft model's layers have the mark of the model, whose blocks they may share
+            model = self._config.model_config if drafts is None else drafts.target_model_config
             self._mark = mark_of(self.options, model.model, model.revision, model.max_model_len)
 
     def _fill(self, layer: Any) -> None:
