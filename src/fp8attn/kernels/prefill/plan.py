@@ -93,7 +93,9 @@ def make_plan(
         exact=exact, split=splits > 1, rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step,
         rotate=rotate_keys,
     )  # fmt: skip
-    given = constants("prefill", device, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
+    # ptxas: d256-no-lse. Without the copies it spills more.
+    direct = width < 256
+    given = constants("prefill", device, direct_operands=direct, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
     early = cut.warpgroups == 2 and width == 128
