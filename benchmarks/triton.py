@@ -86,7 +86,8 @@ def serve(request: str, case: str = "") -> Any:
     if request == "ahead":
         return compile_ahead("triton", case.split(",")) or "done"
     if request == "turn":
-        return _prepared["turn"]()
+        with torch.inference_mode():
+            return _prepared["turn"]()
     if request == WARMUP:
         return warmup_seconds()
     _prepared.clear()

@@ -174,7 +174,22 @@ def main() -> None:
                 (keep / f"{case}.ptx").write_text(kernel.asm["ptx"])
                 (keep / f"{case}.cubin").write_bytes(kernel.asm["cubin"])
     if "--table" in sys.argv:
-        names = "case", "regs", "spilled bytes", "shared", "instructions", "loop", "spills", "barriers", "C75xx", "unset", "early", "overwritten", "operands", "end"
+        names = (
+            "case",
+            "regs",
+            "spilled bytes",
+            "shared",
+            "instructions",
+            "loop",
+            "spills",
+            "barriers",
+            "C75xx",
+            "unset",
+            "early",
+            "overwritten",
+            "operands",
+            "end",
+        )
         print(f"| {' | '.join(names)} |\n|" + "---|" * len(names))
         for row in rows:
             print("| " + " | ".join("none" if cell == "" else str(cell) for cell in row.values()) + " |")

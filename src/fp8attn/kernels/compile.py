@@ -90,7 +90,7 @@ def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any],
 def loaded(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any]) -> CompiledKernel:
     """`compiled` for the current device. Triton then has the kernel in memory, and the first launch finds it there."""
     compute_key(kernel)
-    with direct_operands(isinstance(given, Constants) and given.direct_operands):
+    with direct_operands(given.operands if isinstance(given, Constants) else "none"):
         return kernel.warmup(*map(_argument, args), grid=(1,), **given)
 
 

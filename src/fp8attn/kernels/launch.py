@@ -24,7 +24,7 @@ from triton.runtime import driver
 from .counters import counters
 from .keys import compute_key
 from .machine import machine
-from .operands import Hook, direct_operands, warn_of_copies
+from .operands import Hook, Which, direct_operands, warn_of_copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +79,13 @@ class Constants(dict):
     """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
 
     The compiled kernels are kept here, so `Constants` must be kept, too. `constants` makes them, or a kept object contains them.
-    `direct_operands`: the kernel is compiled without copies of the left operands of `wgmma` (`operands.py`).
+    `operands` says which products of the kernel read their left operands without copies (`operands.py`).
     """
 
-    def __init__(self, device: torch.device, direct_operands: bool = False, **constants: Any) -> None:
+    def __init__(self, device: torch.device, operands: Which = "none", **constants: Any) -> None:
         super().__init__({"enable_fp_fusion": True} | constants)  # since Triton 3.10 it is not the default
         self.device = device
-        self.direct_operands = direct_operands
+        self.operands = operands
         self.compiled: list[Compiled] = []  # for arguments of several types, up to `VARIANTS`
 
 
@@ -221,7 +221,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
             if isinstance(x, Counters):
                 values[i] = counters(device, stream, x.count)
         compute_key(kernel)
-        with direct_operands(given.direct_operands):
+        with direct_operands(given.operands):
             program = kernel[grid](*values, **given)
         warn_of_copies(program)
         if isinstance(kernel, triton.JITFunction) and len(given.compiled) < VARIANTS and _as_before(kernel):

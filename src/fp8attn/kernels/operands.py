@@ -2,9 +2,9 @@
 
 Triton 3.9 copies each register of a left operand by a `mov` before each product (triton-lang/triton#9530), because ptxas before 13.3 could
 overwrite a register that a running product still read (#9433 there). Since 13.3 ptxas waits for the product, and also keeps each copy until
-then. Prefill multiplies the same weights two or three times, so copies took up to 32 registers of a thread, and its loops spilled.
+then. Prefill multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops spilled.
 
-`direct_operands` removes the copies from the PTX while Triton compiles a kernel: through Triton's hook on the stages of a compilation, set
+`direct_operands` removes copies from the PTX while Triton compiles a kernel: through Triton's hook on the stages of a compilation, set
 for one call. The hook is part of the kernel's key in Triton's cache, in memory and on disk, so every process finds the same kernel, and
 kernels of others keep their keys.
 """
@@ -17,13 +17,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock, get_ident
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import triton
 from triton import knobs
 
-KEY = "fp8attn: left operands of wgmma without copies, 1"  # a change of `without_copies` needs another number
-NOTE = "fp8attn_operands"  # of a kernel's metadata: why Triton's copies stayed, or that there are none
+Which = Literal["none", "sums", "all"]  # the products that read their operands directly; `sums`: those with eight columns
+
+KEY = "fp8attn: left operands of wgmma without copies, 2: "  # a change of `without_copies` needs another number
+NOTE = "fp8attn_operands"  # of a kernel's metadata: why Triton's copies stayed, or `DIRECT`
 DIRECT = "direct"
 SAFE_PTXAS = (13, 3)  # the first that overwrites no operand of a running product
 
@@ -49,15 +51,14 @@ def ptxas_release(said: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def direct_operands(wanted: bool) -> Iterator[None]:
-    """While this lasts, the kernel that this thread compiles or finds has no copies of its operands, if that is wanted and this Triton
-    makes them."""
-    if not wanted or not copies_operands():
+def direct_operands(which: Which) -> Iterator[None]:
+    """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these products."""
+    if which == "none" or not copies_operands():
         yield
         return
     with _lock:  # Triton has one hook for all threads
         before = knobs.runtime.add_stages_inspection_hook
-        knobs.runtime.add_stages_inspection_hook = Hook(before, get_ident())
+        knobs.runtime.add_stages_inspection_hook = Hook(before, get_ident(), which)
         try:
             yield
         finally:
@@ -76,23 +77,25 @@ class Hook(NamedTuple):
 
     before: Any
     thread: int
+    which: Which
 
     def __call__(self, *args: Any) -> tuple[str, str] | None:
         """Without arguments: what to add to a kernel's key. With them: change the stages of a compilation."""
         ours = get_ident() == self.thread
         if not args:
             key, digest = ("", "") if self.before is None else self.before()
-            return (key + KEY, digest + KEY) if ours else (key, digest)
+            mine = KEY + self.which if ours else ""
+            return key + mine, digest + mine
         if self.before is not None:
             self.before(*args)
         backend, stages, *_ = args
         if ours:
             make = stages["ptx"]
-            stages["ptx"] = lambda source, metadata: _rewritten(make(source, metadata), backend, metadata)
+            stages["ptx"] = lambda source, metadata: _rewritten(make(source, metadata), self.which, backend, metadata)
         return None
 
 
-def _rewritten(ptx: str, backend: Any, metadata: dict[str, Any]) -> str:
+def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -> str:
     """The PTX to assemble. The metadata, which Triton keeps with the kernel, gets `NOTE`."""
     from triton.backends.nvidia.compiler import get_ptxas_version
 
@@ -101,7 +104,7 @@ def _rewritten(ptx: str, backend: Any, metadata: dict[str, Any]) -> str:
     try:
         if release < SAFE_PTXAS:
             raise Unsafe(f"ptxas {'.'.join(map(str, release))} may overwrite operands of running products, so they are copied")
-        return without_copies(ptx)
+        return without_copies(ptx, which)
     except Unsafe as reason:
         metadata[NOTE] = str(reason)
         return ptx
@@ -121,14 +124,14 @@ class _Copy(NamedTuple):
     source: str
 
 
-def without_copies(ptx: str) -> str:
-    """PTX whose products read the registers that Triton's copies are made from.
+def without_copies(ptx: str, which: Which = "all") -> str:
+    """PTX in which these products read the registers that Triton's copies are made from.
 
     Raises:
         Unsafe: a copy has another reader, or its source changes before the product that reads it has ended.
     """
     lines = ptx.split("\n")
-    products = {i: found for i, line in enumerate(lines) if (found := _PRODUCT.search(line))}
+    products = {i: found for i, line in enumerate(lines) if (found := _PRODUCT.search(line)) and (which == "all" or ".m64n8k" in found[1])}
     operands = {i: found[2].split(",") for i, found in products.items()}
     read = Counter(register for registers in operands.values() for register in registers)
     copies: dict[str, _Copy] = {}
