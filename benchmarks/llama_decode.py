@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, StaticCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from fp8attn.integrations.transformers import FP8Cache
@@ -103,23 +103,23 @@ class VLLMLayer(StaticLayer):
 @dataclass(frozen=True)
 class System:
     attention: str  # transformers' name of it
-    cache: Callable[[PreTrainedConfig, int], Cache]  # of a config, for so many tokens; systems with one function share one cache
+    cache: Callable[[PreTrainedModel, int], Cache]  # of a model, for so many tokens; systems with one function share one cache
     needs: str | None = None  # of the peers
 
 
-def static(config: PreTrainedConfig, tokens: int) -> Cache:
-    return StaticCache(config=config, max_cache_len=tokens)
+def static(model: PreTrainedModel, tokens: int) -> Cache:
+    return StaticCache(config=model.config, max_cache_len=tokens)
 
 
-def vllm(config: PreTrainedConfig, tokens: int) -> Cache:
-    return Cache(layers=[VLLMLayer(tokens) for _ in range(config.num_hidden_layers)])
+def vllm(model: PreTrainedModel, tokens: int) -> Cache:
+    return Cache(layers=[VLLMLayer(tokens) for _ in range(model.config.num_hidden_layers)])
 
 
 SYSTEMS = {
     "bf16-sdpa": System("sdpa", static),
     "bf16-fa3": System("fa3_kv", static, "fa3"),
     "vllm-fp8": System("vllm_kv", vllm, "vllm-fa3"),
-    "fp8attn": System("fp8_kv", lambda config, tokens: FP8Cache(config, max_cache_len=tokens)),
+    "fp8attn": System("fp8_kv", lambda model, tokens: FP8Cache(model, max_cache_len=tokens)),
 }
 
 
@@ -175,7 +175,7 @@ def agree(model, systems: dict[str, System]) -> Iterator[dict]:
     ids = torch.randint(0, model.config.vocab_size, (2, CHECKED), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     found = {}
     for name, system in systems.items():
-        cache = system.cache(model.config, CHECKED + SPARE)
+        cache = system.cache(model, CHECKED + SPARE)
         step_of(model, system, cache, ids)()
         replay, logits = graph_of(step_of(model, system, cache, ids[:, :1]))
         replay()
@@ -194,7 +194,7 @@ def steps(model, systems: dict[str, System], case: str) -> Iterator[dict]:
             left_out(f"{case} {name}", "it does not fit beside the others")
             continue
         if system.cache not in caches:
-            caches[system.cache] = system.cache(model.config, length + SPARE)
+            caches[system.cache] = system.cache(model, length + SPARE)
             fill(caches[system.cache], model.config, batch, length)
         try:
             replays[name], logits = graph_of(step_of(model, system, caches[system.cache], token))
@@ -217,7 +217,7 @@ def fits(model, systems: dict[str, System]) -> Iterator[dict]:
             continue
         fit = computed[kind]
         torch.cuda.reset_peak_memory_stats()
-        cache = systems[name].cache(model.config, FITTED)
+        cache = systems[name].cache(model, FITTED)
         fill(cache, model.config, fit.largest_batch, FITTED - 1)
         token = torch.zeros(fit.largest_batch, 1, dtype=torch.long, device=DEVICE)
         assert step_of(model, systems[name], cache, token)().isfinite().all(), f"{name}: logits are not finite"

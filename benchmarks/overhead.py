@@ -104,8 +104,8 @@ def model_steps() -> Iterator[dict]:
     for impl, attention, make in (
         ("bf16-dynamic", "sdpa", lambda: DynamicCache(config=model.config)),
         ("bf16-static", "sdpa", lambda: StaticCache(config=model.config, max_cache_len=2 * PROMPT)),
-        ("fp8attn-dynamic", "fp8_kv", lambda: FP8Cache(model.config)),
-        ("fp8attn-static", "fp8_kv", lambda: FP8Cache(model.config, max_cache_len=2 * PROMPT)),
+        ("fp8attn-dynamic", "fp8_kv", lambda: FP8Cache(model)),
+        ("fp8attn-static", "fp8_kv", lambda: FP8Cache(model, max_cache_len=2 * PROMPT)),
     ):
         model.set_attn_implementation(attention)
         cache = None

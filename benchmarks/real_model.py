@@ -73,7 +73,7 @@ AttentionMaskInterface.register(E4M3_QUERIES, fp8_kv_mask)
 
 def our_cache(name: str, model: Any, backend: str) -> MakeCache:
     """A function that makes the cache of the implementation of `OURS` with that name."""
-    return lambda: FP8Cache.for_model(model, backend=backend, **OURS[name])
+    return lambda: FP8Cache(model, backend=backend, **OURS[name])
 
 
 def run_of(impl: str, model: Any) -> tuple[Through, MakeCache]:

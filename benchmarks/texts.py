@@ -72,4 +72,4 @@ def static_scales() -> KVScales:
 def make_cache(impl: str, model: Any, scales: KVScales | None = None, **options: Any) -> MakeCache:
     """A function that makes the cache of an implementation, one of `CACHES`. `scales` are those of `fp8attn-static`."""
     scales = scales if impl == "fp8attn-static" else None
-    return cache_factory(CACHES[impl], model.config, model=model, scales=scales, **options)
+    return cache_factory(CACHES[impl], model, scales=scales, **options)

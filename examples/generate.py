@@ -25,7 +25,7 @@ tokenizer = AutoTokenizer.from_pretrained(args.model)
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
 inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
 
-cache = FP8Cache.for_model(model)  # also sets the model's attention implementation to "fp8_kv"
+cache = FP8Cache(model)  # also sets the model's attention implementation to "fp8_kv"
 out = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.tokens, do_sample=False)
 
 print(tokenizer.decode(out[0]))

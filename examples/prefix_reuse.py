@@ -32,10 +32,9 @@ model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if
 prefix = tokenizer(args.prefix.read_text(), return_tensors="pt").input_ids.to(device)
 start = time.perf_counter()
 if args.pages and args.pages.exists():
-    cache = FP8Cache.load(args.pages, model.config, device=device)
-    model.set_attn_implementation("fp8_kv")
+    cache = FP8Cache.load(args.pages, model)
 else:
-    cache = FP8Cache.for_model(model)  # also sets the attention implementation
+    cache = FP8Cache(model)
     with torch.inference_mode():
         model(prefix, past_key_values=cache, logits_to_keep=1)
     if args.pages:

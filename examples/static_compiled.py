@@ -29,7 +29,7 @@ tokenizer = AutoTokenizer.from_pretrained(args.model)
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if gpu else torch.float32).to(device)
 ids = tokenizer(args.prompt, return_tensors="pt").input_ids.to(device)
 
-cache = FP8Cache.for_model(model, max_cache_len=args.length)
+cache = FP8Cache(model, max_cache_len=args.length)
 # On a GPU: CUDA graphs. On a CPU there is nothing to gain, and "aot_eager" compiles without a C++ compiler.
 options = {"mode": "reduce-overhead"} if gpu else {"backend": "aot_eager"}
 step = torch.compile(model, fullgraph=True, **options)

@@ -9,11 +9,13 @@ With a tiny Wan of random weights (on a GPU or a CPU), and with a real one on a 
 import argparse
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.utils import export_to_video
 
 from fp8attn import AttentionPolicy
 from fp8attn.integrations.diffusers import fp8_transformer, on_step_end
+
+# after fp8attn, which says what to install where diffusers is missing
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel  # isort: skip
+from diffusers.utils import export_to_video  # isort: skip
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a Wan pipeline: a folder or a Hugging Face id; default: a tiny random one")

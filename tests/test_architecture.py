@@ -15,6 +15,7 @@ SOURCE = Path(fp8attn.__file__).parent
 # A module may import the modules in its row.
 ALLOWED = {
     "errors": set(),
+    "extras": {"errors"},
     "numerics": set(),
     "rope": set(),
     "rotation": set(),
@@ -35,9 +36,9 @@ ALLOWED = {
     "straight_through": {"layout", "params", "reference", "rope"},
     "plan": {"errors", "layout"},
     "precompile": {"backends", "errors", "kernels", "layout", "params"},
-    "integrations": {"cache", "calibration", "dense", "errors", "layout", "mode", "numerics", "ops", "overflow", "params"}
+    "integrations": {"cache", "calibration", "dense", "errors", "extras", "layout", "mode", "numerics", "ops", "overflow", "params"}
     | {"plan", "precompile", "rope", "rotation", "scales"},
-    "diagnostics": {"backends", "dense", "integrations", "kernels", "layout", "numerics", "scales"},
+    "diagnostics": {"backends", "dense", "extras", "integrations", "kernels", "layout", "numerics", "scales"},
 }
 
 # What a module may import inside a function, when the module itself is long imported: code above it.

@@ -85,7 +85,7 @@ def test_read_dequantizes_in_table_order(key_dtype):
 
 def test_read_rotates_keys_back_with_their_mean():
     mean = torch.randn(1, 64)
-    stored, as_they_are = filled(rotate_keys=True, k_mean=mean), filled(rotate_keys=False, k_mean=mean)
+    stored, as_they_are = filled(rotate_keys=True, k_mean=mean), filled(rotate_keys=False, k_mean=rotate(mean))
     as_they_are.pool.copy_(stored.pool)
     k, v = stored.read(0, 200, torch.float64)
     assert k.dtype == torch.float64
@@ -108,7 +108,7 @@ def test_pages_are_pickled_and_copied(again):
     pages = filled(FP8, k_mean=torch.randn(1, 64))
     twin = again(pages)
     assert (twin.key_dtype, twin.rotate_keys, twin.v_mean) == (FP8, False, None)
-    for name in ("pool", "page_table", "cache_seqlens", "k_mean"):
+    for name in ("pool", "page_table", "cache_seqlens", "stored_k_mean"):
         ours, theirs = getattr(pages, name), getattr(twin, name)
         assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
     twin.pool.zero_()
@@ -116,7 +116,7 @@ def test_pages_are_pickled_and_copied(again):
 
 
 def test_nbytes_counts_every_tensor():
-    means = {"k_mean": torch.zeros(2, 64), "v_mean": torch.zeros(2, 64)}
+    means = {"stored_k_mean": torch.zeros(2, 64), "v_mean": torch.zeros(2, 64)}
     pages = KVPages.empty(10, 2, 64, num_seqs=3, max_pages=7)
     pool, table, lengths = 10 * 2 * (256 * 64 + 128), 3 * 7 * 4, 3 * 4
     assert pages.nbytes == pool + table + lengths
@@ -133,8 +133,8 @@ def test_nbytes_counts_every_tensor():
         (lambda p: {"pool": torch.zeros(4, 2, 256 * 72 + 128, dtype=torch.uint8)}, r"head_dim one of \(64, 80"),
         (lambda p: {"pool": p.pool.flatten(0, 1)}, r"pool must be \[num_pages, num_kv_heads"),
         (lambda p: {"pool": None}, "pool must be a tensor; got NoneType"),
-        (lambda p: {"k_mean": torch.zeros(3, 2, 64)}, r"k_mean must be \(2, 64\) float32 on cpu; got \(3, 2, 64\)"),
-        (lambda p: {"k_mean": torch.zeros(2, 64).double()}, r"k_mean must be .* float32 on cpu; got .* float64"),
+        (lambda p: {"stored_k_mean": torch.zeros(3, 2, 64)}, r"stored_k_mean must be \(2, 64\) float32 on cpu; got \(3, 2, 64\)"),
+        (lambda p: {"stored_k_mean": torch.zeros(2, 64).double()}, r"stored_k_mean must be .* float32 on cpu; got .* float64"),
         (lambda p: {"v_mean": torch.zeros(2, 64, device="meta")}, "v_mean must be .* on cpu; got .* on meta"),
         (lambda p: {"v_mean": torch.zeros(64, 2).T}, "v_mean must be contiguous"),
         (lambda p: {"v_mean": 0.0}, "v_mean must be a tensor; got float"),

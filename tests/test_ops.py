@@ -1,7 +1,10 @@
 """The public ops: refusals, registration, compilation."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,7 +105,7 @@ def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
     for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
         with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
             KVPages.from_dense(x, x, **options)
-    none = dict.fromkeys(("rope_cos", "rope_sin", "k_mean", "v_mean"))
+    none = dict.fromkeys(("rope_cos", "rope_sin", "stored_k_mean", "v_mean"))
     pages = run_from_dense("reference", x, x, **none, rope_interleaved=False, key_dtype=x.dtype, rotate_keys=False)
     for seq in range(2):
         assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
@@ -123,6 +126,34 @@ def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
     fp8attn.append(empty, *flat, **{name: table.repeat(2, 1) for name, table in tables.items()})
     assert torch.equal(empty.pool, pages.pool)
+
+
+@pytest.mark.parametrize("rotate_keys", [True, False])
+def test_a_k_mean_is_of_k_itself_wherever_it_is_given(rotate_keys):
+    torch.manual_seed(0)
+    mean, v = torch.randn(2, 64) * 20, torch.randn(1, 2, 128, 64)
+    k = torch.randn(1, 2, 128, 64) + mean[:, None]
+    given = {"rotate_keys": rotate_keys, "k_mean": mean}
+    dense = KVPages.from_dense(k, v, **given)
+    empty, cache = KVPages.empty(1, 2, 64, 1, 1, **given), fp8attn.PagedKVCache(2, 64, **given)
+    for append in (partial(fp8attn.append, empty), partial(cache.append, 0)):
+        append(*(x[0].transpose(0, 1).contiguous() for x in (k, v)))
+    assert torch.equal(empty.pool, dense.pool) and torch.equal(cache.pages(0).pool, dense.pool)
+    fake, _ = fp8attn.fake_quantize(k, v, **given)
+    for read in (dense.read(0, 128)[0], empty.read(0, 128)[0], cache.read(0, 0)[0], fake[0].transpose(0, 1)):
+        assert ((read - k[0].transpose(0, 1)).norm() / (k - mean[:, None]).norm()) < 0.02  # of what is left without the mean
+
+
+def test_empty_pages_are_of_one_sequence_each():
+    pages = KVPages.empty(5, 2, 64, num_seqs=2, max_pages=2)
+    assert pages.page_table.tolist() == [[0, 1], [2, 3]]
+    assert not KVPages.empty(3, 2, 64, num_seqs=2, max_pages=2).page_table.any()  # too few pages: the caller divides them
+    torch.manual_seed(0)
+    k, v, q = torch.randn(2, 200, 2, 64), torch.randn(2, 200, 2, 64), torch.randn(2, 200, 4, 64)
+    fp8attn.append(pages, k.flatten(0, 1), v.flatten(0, 1))
+    out = attention(q.flatten(0, 1), pages).unflatten(0, (2, -1))
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True).transpose(1, 2)
+    assert (out - expected).norm() / expected.norm() < 0.05
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,9 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
 
 
 # The arguments that all ops on pages have: the fields of `KVPages.state`, in its order.
-_STATE = "Tensor pool, Tensor page_table, Tensor cache_seqlens, Tensor? k_mean, Tensor? v_mean, ScalarType key_dtype, bool rotate_keys"
+_STATE = (
+    "Tensor pool, Tensor page_table, Tensor cache_seqlens, Tensor? stored_k_mean, Tensor? v_mean, ScalarType key_dtype, bool rotate_keys"
+)
 _CHANGED_STATE = _STATE.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
 
 
@@ -82,11 +84,11 @@ register(  # after the pages, the fields of `AttentionParams`
 
 def _from_dense(
     k: torch.Tensor, v: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-    k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool, backend: BackendName,
+    stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool, backend: BackendName,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     pages = find(backend, k.device, k.dtype).from_dense(
-        k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype,
-        rotate_keys=rotate_keys,
+        k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, stored_k_mean=stored_k_mean, v_mean=v_mean,
+        key_dtype=key_dtype, rotate_keys=rotate_keys,
     )  # fmt: skip
     return pages.pool, pages.page_table, pages.cache_seqlens
 
@@ -99,7 +101,7 @@ def _from_dense_fake(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torc
 
 
 register(
-    "from_dense(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, Tensor? k_mean, Tensor? v_mean, "
+    "from_dense(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, Tensor? stored_k_mean, Tensor? v_mean, "
     "ScalarType key_dtype, bool rotate_keys, str backend) -> (Tensor, Tensor, Tensor)",
     _from_dense,
     _from_dense_fake,

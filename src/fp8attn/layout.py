@@ -18,7 +18,7 @@ import torch
 
 from .errors import UsageError
 from .params import BackendName
-from .rotation import rotate_back
+from .rotation import rotate, rotate_back
 
 PAGE_SIZE = 128
 V_GROUP = 16  # tokens of a group of V
@@ -91,6 +91,18 @@ def check_tensor(
         raise ValueError(f"{name} must be contiguous; got strides {x.stride()} for shape {tuple(x.shape)}: call .contiguous()")
 
 
+def stored_mean(k_mean: torch.Tensor | None, rotate_keys: bool) -> torch.Tensor | None:
+    """`KVPages.stored_k_mean` of K's own mean."""
+    return rotate(k_mean) if k_mean is not None and rotate_keys else k_mean
+
+
+def check_means(k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    """Raise ValueError unless the means that are given are `[num_kv_heads, head_dim]` float32."""
+    for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
+        if mean is not None:
+            check_tensor(mean, name, shape, torch.float32, device)
+
+
 @dataclass(frozen=True, eq=False)
 class KVPages:
     """The device state of one layer's cache: the tensors that kernels read and write.
@@ -99,7 +111,7 @@ class KVPages:
     bytes, which holds K's scale, V's scale (float32) and zeros. The bytes depend only on the page's tokens and on the static format and
     means. So a page is copied, shared, saved or moved by its bytes.
 
-        rotate(k) ~ k_8bit * k_scale[page, head] + k_mean[head]        v ~ v_fp8 * v_scale[page, head] + v_mean[head]
+        rotate(k) ~ k_8bit * k_scale[page, head] + stored_k_mean[head]        v ~ v_fp8 * v_scale[page, head] + v_mean[head]
 
     Kernels take the addresses of these tensors. So each must have the shape and dtype below, be contiguous (the rows of the page table may
     have a stride), and be on the same device. Bytes past a sequence's length are unspecified in K and finite in V (0 * NaN would be NaN).
@@ -108,7 +120,8 @@ class KVPages:
         pool: `[num_pages, num_kv_heads, 256 * head_dim + 128]` uint8, with an address that is a multiple of 16 bytes.
         page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order. Entries past its length name any valid page.
         cache_seqlens: `[num_seqs]` int32, number of tokens of each sequence.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, static, subtracted before quantization (from K after the rotation). None: zero.
+        stored_k_mean, v_mean: `[num_kv_heads, head_dim]` float32, static, subtracted before quantization. None: zero. With `rotate_keys`,
+            K's is rotated, because it is subtracted from what is stored. Every function that takes a `k_mean` takes K's own mean.
         key_dtype: the dtype of K's bytes, `torch.int8` or `torch.float8_e4m3fn`: functions call these formats `"int8"` and `"e4m3"`.
             Values are always E4M3.
         rotate_keys: whether K is stored rotated (`rotation.rotate`). Then `attention` rotates queries, too.
@@ -119,7 +132,7 @@ class KVPages:
     pool: torch.Tensor
     page_table: torch.Tensor
     cache_seqlens: torch.Tensor
-    k_mean: torch.Tensor | None = None
+    stored_k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
     key_dtype: torch.dtype = KEY_TYPES[DEFAULT_KEY_DTYPE]
     rotate_keys: bool = True
@@ -145,7 +158,8 @@ class KVPages:
         mean = self.num_kv_heads, self.head_dim
         for name, shape, dtype in (
             ("pool", self.pool.shape, torch.uint8), ("page_table", self.page_table.shape, torch.int32),
-            ("cache_seqlens", (self.num_seqs,), torch.int32), ("k_mean", mean, torch.float32), ("v_mean", mean, torch.float32),
+            ("cache_seqlens", (self.num_seqs,), torch.int32), ("stored_k_mean", mean, torch.float32),
+            ("v_mean", mean, torch.float32),
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 check_tensor(getattr(self, name), name, shape, dtype, self.device, contiguous=name != "page_table")
@@ -180,7 +194,8 @@ class KVPages:
     ) -> KVPages:
         """Pages without tokens: all bytes and lengths are zero.
 
-        Every entry of the page table is 0. So write the pages of each sequence into `page_table` before the first append.
+        Sequence b has the pages `b * max_pages` to `(b + 1) * max_pages - 1` in order. If the pool has fewer pages, every entry of the page
+        table is 0: write the pages of each sequence into `page_table` before the first append.
 
         Args:
             num_pages: pages in the pool.
@@ -188,18 +203,25 @@ class KVPages:
             num_seqs, max_pages: number of sequences, and of pages that each may have: the shape of the page table.
             device: the device of all tensors.
             key_dtype: the format of keys, `"int8"` or `"e4m3"`.
-            rotate_keys, k_mean, v_mean: as the attributes.
+            rotate_keys: whether K is stored rotated.
+            k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V. None: zero.
         Raises:
             ValueError: no kernel takes the head_dim or key_dtype, or a mean has another shape, dtype or device.
         """
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
+        pool = torch.zeros(num_pages, num_kv_heads, page_bytes(head_dim), dtype=torch.uint8, device=device)
+        entries = torch.arange(num_seqs * max_pages, dtype=torch.int32, device=device).view(num_seqs, max_pages)
+        check_means(k_mean, v_mean, (num_kv_heads, head_dim), pool.device)
         return cls(
-            torch.zeros(num_pages, num_kv_heads, page_bytes(head_dim), dtype=torch.uint8, device=device),
-            torch.zeros(num_seqs, max_pages, dtype=torch.int32, device=device),
+            pool,
+            entries if entries.numel() <= num_pages else entries.zero_(),
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
-            k_mean, v_mean, key_type(key_dtype), rotate_keys,
-        )  # fmt: skip
+            stored_mean(k_mean, rotate_keys),
+            v_mean,
+            key_type(key_dtype),
+            rotate_keys,
+        )
 
     @classmethod
     def from_dense(
@@ -226,7 +248,8 @@ class KVPages:
                 The last dimension is contiguous.
             rope_cos, rope_sin: `[S, R / 2]` and other forms (`rope.dense_tables`), tables of RoPE for K. None: no RoPE.
             rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
-            k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. None: zero.
+            k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V, subtracted before
+                quantization. None: zero.
             key_dtype: `"int8"` or `"e4m3"`.
             rotate_keys: rotate K before quantization (`rotation.rotate`).
             backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
@@ -297,7 +320,7 @@ class KVPages:
     @property
     def state(self) -> tuple[Any, ...]:
         """The fields in the order in which the torch ops take them."""
-        return (self.pool, self.page_table, self.cache_seqlens, self.k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
+        return (self.pool, self.page_table, self.cache_seqlens, self.stored_k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
 
     @property
     def nbytes(self) -> int:
@@ -324,7 +347,7 @@ class KVPages:
         taken = KVPages.trusted(self.pool[ids], *self.state[1:])
         k = unpack_k(taken.k.to(wide) * taken.k_scale.to(wide)[..., None, None])[:length]
         v = unpack_v(taken.v.to(wide) * taken.v_scale.to(wide)[..., None, None, None])[:length]
-        k = k if self.k_mean is None else k + self.k_mean.to(wide)
+        k = k if self.stored_k_mean is None else k + self.stored_k_mean.to(wide)
         v = v if self.v_mean is None else v + self.v_mean.to(wide)
         return (rotate_back(k) if self.rotate_keys else k).to(dtype), v.to(dtype)
 

@@ -45,7 +45,7 @@ def append(
         if q is not None and q_out is not None:
             q_out.copy_(rope.apply_rope(q, rope_cos, rope_sin, rope_interleaved))
     k = rotation.rotate(k) if pages.rotate_keys else k
-    k = k if pages.k_mean is None else k - pages.k_mean
+    k = k if pages.stored_k_mean is None else k - pages.stored_k_mean
     v = v.float() if pages.v_mean is None else v.float() - pages.v_mean
     bounds = _bounds(cu_seqlens, max_seqlen, pages)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
@@ -80,16 +80,15 @@ def append(
 
 def from_dense(
     k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-    k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+    stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
     """Pages of dense K and V (`KVPages.from_dense`), by an append to an empty cache. E4M3 inputs keep their bytes."""
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     pages = KVPages.empty(
-        batch * columns, heads, head_dim, batch, columns, k.device, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys,
-        k_mean=k_mean, v_mean=v_mean,
-    )  # fmt: skip
-    pages.page_table.copy_(torch.arange(batch * columns, device=k.device).view(batch, columns))
+        batch * columns, heads, head_dim, batch, columns, k.device, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys
+    )
+    pages = KVPages.trusted(*pages.state[:3], stored_k_mean, v_mean, key_dtype, rotate_keys)
     given_bytes = k.dtype == FP8
     if given_bytes:
         for scale in (pages.k_scale, pages.v_scale):

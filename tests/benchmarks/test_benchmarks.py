@@ -230,7 +230,7 @@ def test_llama_systems_agree(monkeypatch):
         rows = list(llama_decode.agree(model, llama_decode.available()))  # asserts that logits agree
         assert [row["impl"] for row in rows] == ["bf16-sdpa", "bf16-fa3", "vllm-fp8", "fp8attn"] and rows[0]["rel_err"] == 0
         for system in llama_decode.available().values():
-            cache = system.cache(model.config, 384)
+            cache = system.cache(model, 384)
             llama_decode.fill(cache, model.config, 3, 300)
             assert llama_decode.step_of(model, system, cache, torch.zeros(3, 1, dtype=torch.long))().isfinite().all()
             assert int(cache.get_seq_length()) == 301

@@ -156,7 +156,7 @@ def test_a_kernel_over_rows_is_the_model_but_for_rounding(tiny_model, name):
     batch, mask = tokens[600:1200].view(2, 300), torch.ones(2, 300, dtype=torch.int64)
     mask[0, :11] = 0
     model.set_attn_implementation("fp8_kv")
-    want = prefill(model, batch, cache_factory("bf16", model.config)(), mask=mask)
+    want = prefill(model, batch, cache_factory("bf16", model)(), mask=mask)
     cache = systems.enter(name)()
     prefill(model, batch[:, :299], cache, chunk=128, mask=mask[:, :299])
     got = forward(model, batch[:, 299:], cache, mask=mask)[:, -1]

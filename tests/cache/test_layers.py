@@ -248,11 +248,41 @@ def test_a_growing_cache_does_not_append_in_compiled_code():
         torch.compile(lambda k: cache.append(0, k, k), fullgraph=True, backend="eager")(k)
 
 
-def test_a_full_static_cache_stops():
-    cache = PagedKVCache(HEADS, DIM, num_seqs=2, max_seqlen=200)
-    cache.append(0, tokens(300), tokens(300), lengths=[190, 110])
-    with pytest.raises(RuntimeError, match="a larger max_seqlen"):
-        cache.append(0, tokens(22), tokens(22))
+def test_a_static_cache_counts_each_sequence():
+    """200 and 0 tokens, then 0 and 100: no sequence has more than 256."""
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2, max_seqlen=256)
+    cache.append(0, tokens(200), tokens(200), lengths=[200, 0])
+    cache.append(0, tokens(100, 1), tokens(100, 1), lengths=[0, 100])
+    assert cache.lengths == (200, 100) and cache.pages(0).cache_seqlens.tolist() == [200, 100]
+    with pytest.raises(RuntimeError, match="full: sequence 1 holds 100 tokens, 157 more were given, and max_seqlen is 256; make it with"):
+        cache.append(0, tokens(157), tokens(157), lengths=[0, 157])
+    assert cache.lengths == (200, 100)  # nothing was changed
+    cache.append(0, tokens(212), tokens(212), lengths=[56, 156])
+    assert cache.lengths == (256, 256)
+
+
+def test_after_compiled_steps_the_device_counts_each_sequence():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2, max_seqlen=256)
+    k = tokens(2)
+    torch.compile(lambda k: cache.append(0, k, k), fullgraph=True, backend="eager")(k)
+    cache.append(0, tokens(200), tokens(200), lengths=[200, 0])
+    cache.append(0, tokens(100), tokens(100), lengths=[0, 100])
+    with pytest.raises(RuntimeError, match="full: a sequence would have more than max_seqlen=256 tokens; make it with a larger"):
+        cache.append(0, tokens(57), tokens(57), lengths=[56, 1])
+    assert cache.lengths == (201, 101)
+    with pytest.raises(RuntimeError, match="sequence 0 holds 201 tokens"):  # the host knows the lengths again
+        cache.append(0, tokens(57), tokens(57), lengths=[56, 1])
+
+
+def test_pools_that_grew_apart_are_seen_in_every_layer():
+    """The first step was interrupted after layer 0, when layer 1 had an empty pool that was in use."""
+    cache = PagedKVCache(HEADS, DIM, num_layers=2)
+    cache.pages(1)
+    cache.append(0, tokens(2), tokens(2))
+    cache.truncate(0)
+    cache.pages(1)
+    steps(cache, [3])
+    assert [len(cache.read(layer, 0)[0]) for layer in range(2)] == [3, 3]
 
 
 def test_lengths_that_other_code_wrote_are_seen_after_sync():

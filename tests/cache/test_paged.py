@@ -105,15 +105,15 @@ def test_a_page_has_its_own_scale():
 def test_what_is_stored_is_said_by_the_pages():
     mean = torch.randn(HEADS, DIM)
     default, other = PagedKVCache(HEADS, DIM), PagedKVCache(HEADS, DIM, k_mean=mean, v_mean=mean, **PLAIN)
-    assert (default.pages(0).key_dtype, default.pages(0).rotate_keys, default.pages(0).k_mean, default.pages(0).v_mean) == (
+    assert (default.pages(0).key_dtype, default.pages(0).rotate_keys, default.pages(0).stored_k_mean, default.pages(0).v_mean) == (
         torch.int8,
         True,
         None,
         None,
     )
     assert (other.pages(0).key_dtype, other.pages(0).rotate_keys) == (torch.float8_e4m3fn, False)
-    assert torch.equal(other.pages(0).k_mean, mean) and torch.equal(other.pages(0).v_mean, mean)
-    assert torch.equal(PagedKVCache(HEADS, DIM, k_mean=mean).pages(0).k_mean, rotate(mean))  # it is subtracted from what is rotated
+    assert torch.equal(other.pages(0).stored_k_mean, mean) and torch.equal(other.pages(0).v_mean, mean)
+    assert torch.equal(PagedKVCache(HEADS, DIM, k_mean=mean).pages(0).stored_k_mean, rotate(mean))  # it is subtracted from what is rotated
 
 
 def test_append_rotates_queries_or_does_nothing_at_all():

@@ -96,7 +96,7 @@ def test_accuracy_table():
 
 def test_page(loaded, tokens):
     model, tokenizer = loaded
-    caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
+    caches = {name: cache_factory(name, model) for name in ("bf16", "fp8")}
     runs = [perplexity(model, models.windows(tokens, 601, 1), caches, decode_tokens=decode, tokenizer=tokenizer) for decode in (0, 3)]
     html = page.page(about(model), runs, outcomes())
 
@@ -151,7 +151,7 @@ def test_layer_bars(tmp_path):
 
 def test_perplexity_table(loaded, tokens):
     model, _ = loaded
-    rows = perplexity(model, models.windows(tokens, 33, 1), {"bf16": cache_factory("bf16", model.config)})
+    rows = perplexity(model, models.windows(tokens, 33, 1), {"bf16": cache_factory("bf16", model)})
     text = shown(tables.perplexity_table(rows))
     assert f"{rows[0].ppl:.4f}" in text
     assert "±" not in text  # the baseline has no difference

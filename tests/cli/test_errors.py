@@ -165,7 +165,7 @@ def test_foreign_scales(monkeypatch, capsys, tiny_model, scales_file):
 def test_missing_extra(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "fp8attn.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)
-    assert fail(monkeypatch, capsys, "doctor") == "fp8attn: typer is not installed; pip install 'fp8attn[cli]'"
+    assert fail(monkeypatch, capsys, "doctor") == 'fp8attn: typer is not installed; run pip install ".[cli]" in a clone of fp8attn'
 
 
 def test_missing_lm_eval_is_found_before_the_run(monkeypatch, capsys, tiny_model, tmp_path):
@@ -175,7 +175,7 @@ def test_missing_lm_eval_is_found_before_the_run(monkeypatch, capsys, tiny_model
     tasks = ("--model", tiny_model, "--task", "recall,niah_multikey_2", "--lengths", 600)
     for command in (("needle",), ("--report", tmp_path)):
         options = (*command, *tasks) if command == ("needle",) else (*command, *tasks, "--context", 300, "--windows", 1)
-        assert fail(monkeypatch, capsys, "evaluate", *options).endswith("pip install 'fp8attn[ruler]'")
+        assert fail(monkeypatch, capsys, "evaluate", *options).endswith('run pip install ".[ruler]" in a clone of fp8attn')
 
 
 @pytest.mark.parametrize("command", [("needle", "--plot", "needle.png"), ("--report", "folder")])
@@ -185,7 +185,8 @@ def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys, command
         monkeypatch.delattr(f"fp8attn.cli.{name}")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(models, "load", never)
-    assert fail(monkeypatch, capsys, "evaluate", *command) == "fp8attn: matplotlib is not installed; pip install 'fp8attn[cli]'"
+    hint = 'run pip install ".[cli]" in a clone of fp8attn'
+    assert fail(monkeypatch, capsys, "evaluate", *command) == f"fp8attn: matplotlib is not installed; {hint}"
 
 
 def interrupted(tiny_model, code):

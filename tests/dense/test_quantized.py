@@ -192,7 +192,13 @@ def test_fp8_goes_to_pages_by_the_kernel_as_by_the_reference(head_dim):
     (_, k, v), _ = operands(kv_len=130, head_dim=head_dim)
     k.view(torch.uint8)[0, 0, :3, :2] = torch.tensor([[0x01, 0x81], [0x7E, 0xFE], [0x00, 0x80]], dtype=torch.uint8)
     options = dict(
-        rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=None, v_mean=None, key_dtype=torch.float8_e4m3fn, rotate_keys=False
+        rope_cos=None,
+        rope_sin=None,
+        rope_interleaved=False,
+        stored_k_mean=None,
+        v_mean=None,
+        key_dtype=torch.float8_e4m3fn,
+        rotate_keys=False,
     )
     pages, expected = append.from_dense(k.transpose(1, 2).contiguous().transpose(1, 2), v, **options), reference.from_dense(k, v, **options)
     for name in ("v", "k_scale", "v_scale", "page_table", "cache_seqlens"):  # K's bytes past the end are anything

@@ -33,8 +33,8 @@ def test_an_exact_cache_does_not_drift(loaded, tokens):
 @pytest.mark.parametrize("room", [None, 224])
 def test_fp8_stays_near_through_all_operations(loaded, tokens, room):
     model = loaded[0]
-    make = cache_factory("fp8", model.config, max_cache_len=room)
-    rows = drift(model, tokens, make, cache_factory("bf16", model.config), prompt=60, segment=20)
+    make = cache_factory("fp8", model, max_cache_len=room)
+    rows = drift(model, tokens, make, cache_factory("bf16", model), prompt=60, segment=20)
     assert all(0 < row.kl < 0.05 for row in rows)
     early, late = (sum(row.kl for row in part) for part in (rows[:4], rows[4:8]))
     assert late < 2 * early
@@ -43,7 +43,7 @@ def test_fp8_stays_near_through_all_operations(loaded, tokens, room):
 
 def test_wrong_lengths(loaded, tokens):
     model = loaded[0]
-    make = cache_factory("bf16", model.config)
+    make = cache_factory("bf16", model)
     with pytest.raises(ValueError, match=r"less than the 224 tokens of a window, .*; got 300 and 512"):
         drift(model, tokens, make, make, prompt=300)
 
@@ -53,10 +53,10 @@ def test_every_copied_page_is_let_go(loaded, tokens):
     model, made = loaded[0], []
 
     def make():
-        made.append(cache_factory("fp8", model.config)())
+        made.append(cache_factory("fp8", model)())
         return made[-1]
 
-    drift(model, tokens, make, cache_factory("bf16", model.config), prompt=60, segment=20)
+    drift(model, tokens, make, cache_factory("bf16", model), prompt=60, segment=20)
     paged = made[0].paged
     for layer in range(paged.num_layers):
         pages = paged.pages(layer)

@@ -113,8 +113,11 @@ def test_a_plain_cast_rounds_once_and_saturates():
 def test_one_scale_a_tensor_is_as_in_transformers():
     if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this transformers has no FP8 cache")
-    config = transformers.LlamaConfig(num_hidden_layers=1)
-    theirs, ours = cache_factory("transformers-fp8", config)(), E4M3Cache(config, scale=None, first_exact=True)
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=9)
+    theirs, ours = (
+        cache_factory("transformers-fp8", transformers.LlamaForCausalLM(config))(),
+        E4M3Cache(config, scale=None, first_exact=True),
+    )
     torch.manual_seed(0)
     for length, size in ((5, 3.0), (1, 2.0), (4, 9.0)):  # the last is larger than the first scale holds
         k, v = (size * torch.randn(1, 2, length, 64).bfloat16() for _ in "kv")
@@ -134,24 +137,23 @@ def test_cache_names_and_factory(loaded):
     with pytest.raises(ValueError, match="no cache is called 'int4'; choose bf16, fp8, both"):
         cache_names("bf16,int4")
     with pytest.raises(ValueError, match="no cache is called 'int4'"):
-        cache_factory("int4", model.config)
+        cache_factory("int4", model)
     with pytest.raises(ValueError, match=r"'fp8-static' needs scales; pass scales=KVScales.load"):
-        cache_factory("fp8-static", model.config)
+        cache_factory("fp8-static", model)
     with pytest.raises(ValueError, match="'bf16' takes no scales"):
-        cache_factory("bf16", model.config, scales=scales)
+        cache_factory("bf16", model, scales=scales)
     names = [*CACHES][: None if hasattr(transformers.cache_utils, "Fp8QuantizedLayer") else -1]
     for name in names:
-        make = cache_factory(name, model.config, scales=scales if name == "fp8-static" else None)
+        make = cache_factory(name, model, scales=scales if name == "fp8-static" else None)
         assert make() is not make()
         prefill(model, torch.arange(20)[None], make())
     # What each stores keys in; the model's biases are less than several deviations.
     formats = {"fp8": ("int8", True), "fp8-int8-keys": ("int8", True), "fp8-e4m3-keys": ("e4m3", True), "fp8-e4m3-plain": ("e4m3", False)}
     for name, expected in formats.items():
-        for given in (None, model):
-            cache = cache_factory(name, model.config, model=given)()
-            assert (cache.shared.key_dtype, cache.layers[0].rotate_keys) == expected
+        cache = cache_factory(name, model)()
+        assert (cache.shared.key_dtype, cache.layers[0].rotate_keys) == expected
     plain = calibrate(model, [torch.arange(50)[None]], key_dtype="e4m3", rotate_keys=False)
-    cache = cache_factory("fp8-static", model.config, scales=plain)()
+    cache = cache_factory("fp8-static", model, scales=plain)()
     assert (cache.shared.key_dtype, cache.layers[0].rotate_keys, cache.layers[0].scales) == ("e4m3", False, plain.layer(0))
 
 
@@ -159,7 +161,7 @@ def test_greedy_is_generate(loaded, tokens):
     model = loaded[0]
     prompt = tokens[None, :70]
     for name in ("bf16", "fp8"):
-        make = cache_factory(name, model.config)
+        make = cache_factory(name, model)
         want = model.generate(prompt, past_key_values=make(), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)
         assert torch.equal(greedy(model, prompt, make(), 12), want[:, 70:])
 
@@ -206,9 +208,7 @@ def test_decoding_predicts_the_last_tokens(loaded, tokens):
 def test_fp8_beside_bf16(loaded, tokens):
     model, _ = loaded
     scales = calibrate(model, [tokens[None, -500:]])
-    caches = {
-        name: cache_factory(name, model.config, scales=scales if name == "fp8-static" else None) for name in ("bf16", "fp8", "fp8-static")
-    }
+    caches = {name: cache_factory(name, model, scales=scales if name == "fp8-static" else None) for name in ("bf16", "fp8", "fp8-static")}
     for decode in (0, 10):
         bf16, fp8, static = perplexity(model, models.windows(tokens, 257, 2), caches, decode_tokens=decode, chunk=100)
         assert bf16.kl == bf16.standard_error == 0
@@ -219,7 +219,7 @@ def test_fp8_beside_bf16(loaded, tokens):
             assert row.top1_agreement > 0.8
             assert sum(p.kl * p.tokens for p in row.positions) == pytest.approx(row.kl * row.tokens)
         assert bf16.bytes_per_token == 2 * 2 * 2 * 64 * 2
-        cache = FP8Cache(model.config)
+        cache = FP8Cache(model)
         prefill(model, tokens[None, :256], cache)
         assert fp8.bytes_per_token == cache.nbytes / 256
 
@@ -246,7 +246,7 @@ def test_runs_of_several_models(loaded, tokens):
 
 def test_json_of_results(loaded, tokens, tmp_path):
     model, _ = loaded
-    rows = perplexity(model, models.windows(tokens, 33, 1), {"bf16": cache_factory("bf16", model.config)})
+    rows = perplexity(model, models.windows(tokens, 33, 1), {"bf16": cache_factory("bf16", model)})
     record.write_json(tmp_path / "a" / "r.json", {"rows": rows, "meta": record.meta(model)})
     written = json.loads((tmp_path / "a" / "r.json").read_text())
     assert written["rows"][0]["ppl"] == pytest.approx(rows[0].ppl)
@@ -292,7 +292,7 @@ def test_imports_need_the_extra_eval_alone():
 def test_the_committed_model_says_the_same_through_fp8():
     model, tokenizer = models.load()
     text = models.read_text()
-    caches = {name: cache_factory(name, model.config) for name in ("bf16", "fp8")}
+    caches = {name: cache_factory(name, model) for name in ("bf16", "fp8")}
     bf16, fp8 = perplexity(model, models.windows(models.tokenize(tokenizer, text), 1025, 1), caches)
     assert fp8.ppl == pytest.approx(bf16.ppl, rel=0.006)  # four standard errors of so few tokens
     assert fp8.kl < 1.5e-3  # a plain cast's is 4.3e-3

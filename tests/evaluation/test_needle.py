@@ -164,7 +164,7 @@ def test_side_by_side_is_one_by_one(loaded, tiny_model, tokenizer):
     model, _ = loaded
     text = models.read_text(model=tiny_model)
     samples = [sample(text[9 * n : 300 + 50 * n], tokenizer, "\0never", count=4, index=n) for n in range(3)]
-    caches = {"bf16": cache_factory("bf16", model.config)}
+    caches = {"bf16": cache_factory("bf16", model)}
     together, alone = (needle.ask(model, tokenizer, samples, caches, chunk=128, batch_tokens=n) for n in (10**4, 1))
     assert [o.text for o in together] == [o.text for o in alone]
 
@@ -173,7 +173,7 @@ def test_side_by_side_is_one_by_one(loaded, tiny_model, tokenizer):
 def test_padding_is_not_seen(loaded, tiny_model, tokenizer, name, tolerance):
     model, _ = loaded
     tokens = models.tokenize(tokenizer, models.read_text(model=tiny_model))[None, :300]
-    make = cache_factory(name, model.config)
+    make = cache_factory(name, model)
     want = prefill(model, tokens, make(), chunk=128)
     padded = torch.cat([torch.full((1, 7), 65), tokens], 1)
     got = prefill(model, padded, make(), chunk=128, mask=(torch.arange(307) >= 7).long()[None])
@@ -188,7 +188,7 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(loaded, tiny_model, to
     text = models.read_text(model=tiny_model)
     samples = [sample(text[:700] + question, tokenizer, "\0never", count=4) for question in ("value_", "result = ", "function_x")]
     samples.append(sample(text[100:900], tokenizer, "\0never", count=4))
-    caches, read = {name: cache_factory(name, model.config)}, []
+    caches, read = {name: cache_factory(name, model)}, []
     prefill = needle.prefill
     monkeypatch.setattr(needle, "prefill", lambda model, tokens, *rest, **options: (
         read.append((tokens.shape[1], last := prefill(model, tokens, *rest, **options))), last)[1])  # fmt: skip

@@ -29,7 +29,7 @@ def plant(model, k_layer, v_layer, size=2.0**9):
       rotation spreads this pair over all channels, and INT8's error is relative to the largest.
     - In `v_layer` every two channels of V get a large common part, which the output projection subtracts. E4M3's error is relative to it.
 
-    No bias shows either, so `FP8Cache.for_model` has no means for them.
+    No bias shows either, so `FP8Cache` has no means for them.
     """
     attention = model.model.layers[k_layer].self_attn
     for projection, factor in ((attention.k_proj, size), (attention.q_proj, 1 / size)):
@@ -49,11 +49,11 @@ def plain_logits(model, windows):
 
 @torch.no_grad()
 def direct_kl(model, windows, **options):
-    """KL of the plain forward's predictions from those of `FP8Cache.for_model`, in float64 from the logits on.
+    """KL of the plain forward's predictions from those of `FP8Cache`, in float64 from the logits on.
 
     The chunks are the report's: a page's scale grows with its tokens, and queries that see the page before that see other codes.
     """
-    cache = FP8Cache.for_model(model, **options)
+    cache = FP8Cache(model, **options)
     cached = [model(input_ids=part, past_key_values=cache).logits for part in windows[:, :-1].split(CHUNK, 1)]
     exact, found = (x.double().log_softmax(-1) for x in (plain_logits(model, windows), torch.cat(cached, 1)))
     return (exact.exp() * (exact - found)).sum(-1).mean().item()
@@ -132,7 +132,7 @@ def test_sqnr_is_of_the_layers_own_error(planted, report, layer):
 
 def test_the_choice_fits_the_cache_the_policy_and_vllm(planted, report):
     chosen = choose(report, max_kl=report.cumulated_kl[0] / 20)
-    assert FP8Cache(planted.config, skip_layers=chosen).fp8_layers == (0, 2, 3, 5)
+    assert FP8Cache(planted, skip_layers=chosen).fp8_layers == (0, 2, 3, 5)
     planted.set_attn_implementation("sdpa")
     try:
         with fp8_attention(AttentionPolicy(min_length=1, skip=chosen), planted) as ran:
@@ -224,13 +224,13 @@ def test_attention_is_found_in_every_architecture(family):
 def test_another_cache_is_measured(planted):
     """A plain cast: the planted K is not rotated, so its other channels lose nothing. V is as fragile as in any E4M3 cache."""
     name = "scale-1"
-    found = sensitivity(planted, WINDOWS[:1], lambda skip: cache_factory(name, planted.config, skip_layers=skip)(), name=name)
+    found = sensitivity(planted, WINDOWS[:1], lambda skip: cache_factory(name, planted, skip_layers=skip)(), name=name)
     assert (found.cache, found.ranking[0]) == (name, FRAGILE[1])
     assert found.layers[FRAGILE[0]].kl < found.layers[FRAGILE[1]].kl / 10
     for other in ("bf16", "transformers-fp8"):
         if other == "bf16" or hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
             with pytest.raises(UsageError, match=f"the cache '{other}' holds all layers in one format; it takes no skip_layers"):
-                cache_factory(other, planted.config, skip_layers=(1,))
+                cache_factory(other, planted, skip_layers=(1,))
 
 
 def test_a_16_bit_model_has_a_floor():
@@ -247,10 +247,10 @@ def test_rounded_queries_are_reported(planted, monkeypatch):
             return rows > 128
 
     monkeypatch.setattr(study.backends, "find", lambda *arguments: Hopper())
-    cache = FP8Cache(planted.config)
+    cache = FP8Cache(planted)
     for chunk, rounds in ((64, False), (65, True)):  # two query heads for each KV head
         assert study._rounds_queries(planted, cache, chunk * 2) is rounds
-    assert not study._rounds_queries(planted, cache_factory("scale-1", planted.config)(), 1000)
+    assert not study._rounds_queries(planted, cache_factory("scale-1", planted)(), 1000)
 
 
 def test_hooks_are_removed(planted, report):

@@ -6,8 +6,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from fp8attn.evaluation import models, stress  # noqa: E402
-from fp8attn.evaluation.caches import cache_factory, prefill  # noqa: E402
+from fp8attn.evaluation.caches import prefill  # noqa: E402
 from fp8attn.evaluation.stress import STRENGTHS, Strength, plant  # noqa: E402
+from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
+from tests.support.transformers_models import bare  # noqa: E402
 
 
 def logits(model, dtype=torch.float32):
@@ -64,8 +66,7 @@ def test_means_hold_up(fresh, tiny_model):
     tokens = torch.arange(1, 401)[None] * 7 % 257
     plant(model, STRENGTHS[3])
     exact = prefill(model, tokens, transformers.DynamicCache(config=model.config))
-    caches = (cache_factory("fp8", model.config, model=given) for given in (model, None))
-    errors = [(prefill(model, tokens, make()) - exact).std().item() for make in caches]
+    errors = [(prefill(model, tokens, make(model)) - exact).std().item() for make in (FP8Cache, bare)]
     assert errors[0] < 0.7 * errors[1]  # what is left is the outlier channels' error
 
 

@@ -37,7 +37,7 @@ def held(lengths: list[int], head_dim: int = 128, keys: str = "int8", rotate: bo
     pages = empty_cache(lengths, heads, head_dim, CUDA, mean, key_dtype=KEY_TYPES[keys], rotate=rotate)
     k, v = torch.randn(2, sum(lengths), heads, head_dim, device=CUDA)
     if mean:
-        k, v = k + (rotate_back(pages.k_mean) if rotate else pages.k_mean), v + pages.v_mean
+        k, v = k + (rotate_back(pages.stored_k_mean) if rotate else pages.stored_k_mean), v + pages.v_mean
     fill(pages, k, v + 1, lengths)
     return pages
 

@@ -62,10 +62,10 @@ def forced(model, cache, ids, mask, steps=20):
 
 
 def test_the_kernels_agree_with_the_dequantized_cache_and_with_bf16(model, ids, mask):
-    ours = forced(model, FP8Cache(model.config), ids, mask)
+    ours = forced(model, FP8Cache(model), ids, mask)
     exact = forced(model, DynamicCache(config=model.config), ids, mask)
     model.set_attn_implementation("sdpa")
-    dequantized = forced(model, FP8Cache(model.config), ids, mask)
+    dequantized = forced(model, FP8Cache(model), ids, mask)
     model.set_attn_implementation("fp8_kv")
     assert ours.isfinite().all()
     assert relative_error(ours, dequantized) < CLOSE
@@ -73,20 +73,20 @@ def test_the_kernels_agree_with_the_dequantized_cache_and_with_bf16(model, ids, 
 
 
 def test_the_kernels_agree_with_the_reference(model, ids, mask):
-    ours, reference = (forced(model, FP8Cache(model.config, backend=backend), ids, mask, 4) for backend in ("auto", "reference"))
+    ours, reference = (forced(model, FP8Cache(model, backend=backend), ids, mask, 4) for backend in ("auto", "reference"))
     assert relative_error(ours, reference) < CLOSE
 
 
 def test_left_padded_rows_equal_rows_alone(model, ids, mask):
-    together = forced(model, FP8Cache(model.config), ids, mask)
+    together = forced(model, FP8Cache(model), ids, mask)
     for row, padding in enumerate((0, 200, 13)):
         alone = ids[row : row + 1, padding:]
-        assert relative_error(together[row : row + 1], forced(model, FP8Cache(model.config), alone, torch.ones_like(alone))) < QUANTIZED
+        assert relative_error(together[row : row + 1], forced(model, FP8Cache(model), alone, torch.ones_like(alone))) < QUANTIZED
 
 
 def test_static_equals_growing(model, ids, mask):
-    growing = generated(model, FP8Cache(model.config), ids, mask)
-    static = generated(model, FP8Cache(model.config, max_cache_len=PROMPT + NEW), ids, mask, disable_compile=True)
+    growing = generated(model, FP8Cache(model), ids, mask)
+    static = generated(model, FP8Cache(model, max_cache_len=PROMPT + NEW), ids, mask, disable_compile=True)
     assert torch.equal(growing[0], static[0])
     assert relative_error(static[1], growing[1]) < 1e-6
 
@@ -94,12 +94,12 @@ def test_static_equals_growing(model, ids, mask):
 @pytest.mark.parametrize("skip", [(), (0,)])
 def test_cuda_graphs_change_nothing(model, ids, mask, skip):
     """Graphs replay the same kernels, so the tokens are the same."""
-    eager = generated(model, FP8Cache(model.config, skip_layers=skip, max_cache_len=PROMPT + NEW), ids, mask, disable_compile=True)
+    eager = generated(model, FP8Cache(model, skip_layers=skip, max_cache_len=PROMPT + NEW), ids, mask, disable_compile=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     graphs = generated(
         model,
-        FP8Cache(model.config, skip_layers=skip, max_cache_len=PROMPT + NEW),
+        FP8Cache(model, skip_layers=skip, max_cache_len=PROMPT + NEW),
         ids,
         mask,
         compile_config=CompileConfig(backend="cudagraphs", mode=None, fullgraph=True),
@@ -112,7 +112,7 @@ def test_generate_compiles_with_inductor_and_cuda_graphs(model, ids, mask):
     """What `generate` does by itself with a static cache: mode="reduce-overhead"."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    caches = [FP8Cache(model.config, max_cache_len=PROMPT + NEW) for _ in range(2)]
+    caches = [FP8Cache(model, max_cache_len=PROMPT + NEW) for _ in range(2)]
     compiled = generated(model, caches[0], ids, mask, compile_config=CompileConfig(fullgraph=True))
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
@@ -126,12 +126,12 @@ def test_generate_compiles_with_inductor_and_cuda_graphs(model, ids, mask):
 def test_beam_search_and_prompt_lookup(model, ids, mask):
     beams = [
         generated(model, cache, ids, mask, num_beams=3, disable_compile=True)[0]
-        for cache in (FP8Cache(model.config), FP8Cache(model.config, max_cache_len=PROMPT + NEW))
+        for cache in (FP8Cache(model), FP8Cache(model, max_cache_len=PROMPT + NEW))
     ]
     assert torch.equal(*beams)
     repeated, ones = ids[:1, :100].repeat(1, 4), mask[:1, :400]
-    greedy = generated(model, FP8Cache(model.config), repeated, ones)
-    looked_up = generated(model, FP8Cache(model.config), repeated, ones, prompt_lookup_num_tokens=5)
+    greedy = generated(model, FP8Cache(model), repeated, ones)
+    looked_up = generated(model, FP8Cache(model), repeated, ones, prompt_lookup_num_tokens=5)
     same = (greedy[0] == looked_up[0]).long().cumprod(1).bool()
     assert same.float().mean() > 0.5
     assert relative_error(looked_up[1][same], greedy[1][same]) < CLOSE

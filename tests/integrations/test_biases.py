@@ -1,4 +1,4 @@
-"""Models whose K has large biases (Qwen2.5's failure): the errors with `FP8Cache.for_model`, with `calibrate` and with a plain cast."""
+"""Models whose K has large biases (Qwen2.5's failure): the errors with `FP8Cache`, with `calibrate` and with a plain cast."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fp8attn.evaluation.stress import STRENGTHS, plant  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
 from fp8attn.integrations.transformers.biases import layer_biases, spread_layers  # noqa: E402
 from fp8attn.numerics import relative_error  # noqa: E402
-from tests.support.transformers_models import VOCABULARY, make, one_thread  # noqa: E402, F401
+from tests.support.transformers_models import VOCABULARY, bare, make, one_thread  # noqa: E402, F401
 
 TOKENS = 1024
 PAIRS = {"high": (1, 5, 11, 14), "low": (53, 57, 60, 62), "any": (3, 22, 41, 60)}  # of 64 that RoPE turns, from fast to slow
@@ -60,10 +60,10 @@ def test_planted_biases(bias, band, family):
     model = planted(bias, band, family)
     scales = calibrate(model, batches())
     caches = {
-        "cast": cache_factory("scale-1", model.config)(),
-        "int8": FP8Cache.for_model(model),
-        "int8 calibrated": FP8Cache(model.config, scales=scales),
-        "e4m3": FP8Cache.for_model(model, key_dtype="e4m3"),
+        "cast": cache_factory("scale-1", model)(),
+        "int8": FP8Cache(model),
+        "int8 calibrated": FP8Cache(model, scales=scales),
+        "e4m3": FP8Cache(model, key_dtype="e4m3"),
     }
     found = dict(zip(caches, errors(model, *caches.values()), strict=True))
     # Half a percent: where E4M3 keys are not rotated their codes are those of the cast, but for the smallest numbers.
@@ -82,10 +82,10 @@ def test_planted_biases(bias, band, family):
 
 
 def test_e4m3_keys_are_rotated_where_no_offset_is_left():
-    assert FP8Cache.for_model(planted(50, "any"), key_dtype="e4m3").layers[0].rotate_keys is False
-    assert FP8Cache.for_model(planted(10, "low"), key_dtype="e4m3").layers[0].rotate_keys is True
-    assert FP8Cache.for_model(planted(50, "any")).layers[0].rotate_keys is True
-    assert FP8Cache.for_model(planted(10, "low"), rotate_keys=False).layers[0].rotate_keys is False
+    assert FP8Cache(planted(50, "any"), key_dtype="e4m3").layers[0].rotate_keys is False
+    assert FP8Cache(planted(10, "low"), key_dtype="e4m3").layers[0].rotate_keys is True
+    assert FP8Cache(planted(50, "any")).layers[0].rotate_keys is True
+    assert FP8Cache(planted(10, "low"), rotate_keys=False).layers[0].rotate_keys is False
 
 
 def test_k_mean_is_the_best_constant_where_rope_is_slow():
@@ -112,9 +112,9 @@ def test_v_mean_is_the_bias_where_it_is_several_deviations():
     found = layer_biases(model)[0]
     expected = torch.where(torch.linspace(-8, 8, 128).abs() >= 4, projection.bias, 0.0)
     assert torch.equal(found.v_mean[0], expected) and found.k_mean is None and not found.stands_out
-    cache = FP8Cache.for_model(model, max_cache_len=1100)
+    cache = FP8Cache(model, max_cache_len=1100)
     (exact,) = errors(model, cache)
-    (without,) = errors(model, FP8Cache(model.config))
+    (without,) = errors(model, bare(model))
     assert exact < 0.7 * without
     assert torch.equal(cache.pages(0).v_mean, found.v_mean)
 
@@ -169,16 +169,11 @@ def test_projections_of_another_form_are_skipped():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral"])
 def test_models_without_large_biases_get_no_means(family):
     model = make(family)
-    cache = FP8Cache.for_model(model, key_dtype="e4m3")
+    cache = FP8Cache(model, key_dtype="e4m3")
     for index in cache.fp8_layers:
         layer = cache.layers[index]
         assert layer.k_mean is None and layer.v_mean is None and layer.rotate_keys
     assert [check.status for check in examine(model)] == ["ok"]
-
-
-def test_a_config_is_refused():
-    with pytest.raises(TypeError, match=r"for_model takes a transformers model; got Qwen2Config. A config goes to FP8Cache\(config\)"):
-        FP8Cache.for_model(make("qwen2").config)
 
 
 def test_e4m3_keys_are_not_rotated_where_outliers_of_k_meet_small_channels_of_q():
@@ -187,8 +182,8 @@ def test_e4m3_keys_are_not_rotated_where_outliers_of_k_meet_small_channels_of_q(
         model = make("llama")
         if strength:
             plant(model, STRENGTHS[strength])
-        assert FP8Cache.for_model(model, key_dtype="e4m3").layers[0].rotate_keys is rotated
-        assert FP8Cache.for_model(model).layers[0].rotate_keys is True
+        assert FP8Cache(model, key_dtype="e4m3").layers[0].rotate_keys is rotated
+        assert FP8Cache(model).layers[0].rotate_keys is True
 
 
 def test_a_norm_behind_the_projections_says_how_large_channels_are():

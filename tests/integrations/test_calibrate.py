@@ -451,15 +451,15 @@ def test_errors(model, batches, options, message):
         calibrate(model, batches, **options)
 
 
-def test_for_model_takes_scales(model, ids):
+def test_a_cache_takes_scales(model, ids):
     from fp8attn.integrations.transformers import FP8Cache
 
     one, scales = copy.deepcopy(model), calibrate(model, ids.split(1))
-    cache = FP8Cache.for_model(one, scales=scales, max_cache_len=256)
+    cache = FP8Cache(one, scales=scales, max_cache_len=256)
     assert one.config._attn_implementation == "fp8_kv"
     with torch.no_grad():
         logits = one(input_ids=ids[:, :150], past_key_values=cache).logits
-        expected = one(input_ids=ids[:, :150], past_key_values=FP8Cache(one.config, scales=scales)).logits
+        expected = one(input_ids=ids[:, :150], past_key_values=FP8Cache(one, scales=scales)).logits
     torch.testing.assert_close(logits, expected)
     assert all(layer.scales is scales.layer(index) for index, layer in enumerate(cache.layers))
 
@@ -474,7 +474,7 @@ def test_a_model_that_outgrows_its_scales_is_noticed(model, ids, caplog):
     with torch.no_grad():
         changed.model.layers[0].self_attn.v_proj.weight.mul_(8)
     for one, skipped, layers in ((model, (), []), (changed, (), [0]), (changed, (0,), [])):
-        cache = FP8Cache(one.config, scales=scales, skip_layers=skipped, count_overflows=True)
+        cache = FP8Cache(one, scales=scales, skip_layers=skipped, count_overflows=True)
         with pytest.raises(ValueError, match="after the first forward"):
             cache.overflows()
         with torch.no_grad():

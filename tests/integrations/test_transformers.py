@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import CompileConfig, LlamaConfig, StaticCache
+from transformers import CompileConfig, StaticCache
 
 from fp8attn import ops
 from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention, fp8_kv_mask
@@ -14,8 +14,8 @@ from fp8attn.numerics import relative_error
 from tests.support.transformers_models import (  # noqa: F401
     FAMILIES,
     MIXED,
-    SHAPE,
     Oracle,
+    bare,
     close,
     generated,
     logits,
@@ -42,13 +42,13 @@ def llama():
 )  # fmt: skip
 def test_every_family_equals_a_plain_cache_of_the_rounded_values(family, keys):
     model, ids = make(family), prompt()
-    ours = logits(model, FP8Cache(model.config, **keys), ids)
+    ours, read_back = logits(model, bare(model, **keys), ids), bare(model, **keys)
     with using(model, "eager"):
         oracle, exact = logits(model, Oracle(model.config, **keys), ids), logits(model, plain(model.config), ids)
-        dequantized = logits(model, FP8Cache(model.config, **keys), ids)
+        dequantized = logits(model, read_back, ids)
     close(ours, oracle)
     close(dequantized, oracle)
-    close(logits(model, FP8Cache(model.config, max_cache_len=ids.shape[1], **keys), ids), oracle)
+    close(logits(model, bare(model, max_cache_len=ids.shape[1], **keys), ids), oracle)
     # E4M3 rounds by 2 to 3%. gpt-oss has a router, which magnifies; Qwen2 has offsets in K.
     assert 1e-3 < relative_error(ours, exact) < (0.15 if "gpt" in family else 0.06)
     close(logits(model, plain(model.config), ids), exact)  # without our cache, `fp8_kv` is sdpa with sinks and softcaps
@@ -62,7 +62,7 @@ def test_left_padding(family, static):
     mask[1, :37] = 0
     # Rows of padding see nothing: zeros here, an average in eager attention. So padding's K differs, which decides a page's first scale.
     # The codes of E4M3, a floating-point format, do not depend on it.
-    cache = FP8Cache(model.config, key_dtype="e4m3", max_cache_len=160 if static else None)
+    cache = bare(model, key_dtype="e4m3", max_cache_len=160 if static else None)
     ours = logits(model, cache, ids, mask)
     with using(model, "eager"):
         oracle = logits(model, Oracle(model.config, key_dtype="e4m3"), ids, mask)
@@ -76,15 +76,14 @@ def test_a_page_of_padding_changes_nothing(llama):
     both = torch.cat([padded, prompt(1, padded.shape[1])])
     mask = torch.ones_like(both)
     mask[0, :PAGE_SIZE] = 0
-    tokens, scores = generated(llama, FP8Cache(llama.config), both, attention_mask=mask)
-    alone, alone_scores = generated(llama, FP8Cache(llama.config), ids)
+    tokens, scores = generated(llama, FP8Cache(llama), both, attention_mask=mask)
+    alone, alone_scores = generated(llama, FP8Cache(llama), ids)
     assert torch.equal(tokens[:1], alone)
     close(scores[:1], alone_scores)
 
 
 def test_padding_queries_see_nothing():
-    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
-    cache.shared.config._attn_implementation = "fp8_kv"
+    cache = FP8Cache(make())
     k, v = cache.update(torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64), 0)
     mask = fp8_kv_mask(2, 9, 9, attention_mask=torch.arange(9) >= torch.tensor([[0], [4]]))
     out, weights = fp8_kv_attention(torch.nn.Module(), torch.randn(2, 4, 9, 64), k, v, mask)
@@ -113,7 +112,7 @@ def test_right_padded_scoring(llama):
     mask = torch.ones_like(ids)
     mask[1, -40:] = 0
     with torch.no_grad():
-        ours = llama(ids, attention_mask=mask, past_key_values=FP8Cache(llama.config)).logits
+        ours = llama(ids, attention_mask=mask, past_key_values=FP8Cache(llama)).logits
         with using(llama, "sdpa"):
             oracle = llama(ids, attention_mask=mask, past_key_values=Oracle(llama.config)).logits
     close(ours[mask.bool()], oracle[mask.bool()])
@@ -141,7 +140,7 @@ def test_generate(llama, options, static):
     mask = torch.ones_like(ids)
     mask[0, :20] = 0
     results = []
-    for cache in (FP8Cache(llama.config, max_cache_len=170 if static else None), Oracle(llama.config)):
+    for cache in (FP8Cache(llama, max_cache_len=170 if static else None), Oracle(llama.config)):
         torch.manual_seed(3)
         results.append(generated(llama, cache, ids, attention_mask=mask, **options))
     assert torch.equal(results[0][0], results[1][0])
@@ -151,7 +150,7 @@ def test_generate(llama, options, static):
 def test_beam_search_across_a_page_boundary(llama):
     ids = prompt(length=120)
     options = {"num_beams": 3, "max_new_tokens": 20}
-    ours, oracle = (generated(llama, make_cache(llama.config), ids, **options) for make_cache in (FP8Cache, Oracle))
+    ours, oracle = (generated(llama, cache, ids, **options) for cache in (FP8Cache(llama), Oracle(llama.config)))
     assert torch.equal(ours[0], oracle[0])
     close(ours[1], oracle[1])
 
@@ -159,8 +158,8 @@ def test_beam_search_across_a_page_boundary(llama):
 @pytest.mark.parametrize("static", [False, True])
 def test_prompt_lookup_equals_greedy(llama, static):
     ids = prompt(1, 40).repeat(1, 4)  # repeats, so that lookups find candidates, and miss
-    greedy, scores = generated(llama, FP8Cache(llama.config), ids, max_new_tokens=24)
-    cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
+    greedy, scores = generated(llama, FP8Cache(llama), ids, max_new_tokens=24)
+    cache = FP8Cache(llama, max_cache_len=200 if static else None)
     looked_up, looked_up_scores = generated(llama, cache, ids, max_new_tokens=24, prompt_lookup_num_tokens=5)
     assert torch.equal(looked_up, greedy)
     close(looked_up_scores, scores)
@@ -169,18 +168,18 @@ def test_prompt_lookup_equals_greedy(llama, static):
 def test_assisted_generation_equals_greedy(llama):
     ids = prompt(1)
     options = ({"assistant_model": make(num_hidden_layers=1)}, {})
-    assisted, greedy = (generated(llama, FP8Cache(llama.config), ids, **given)[0] for given in options)
+    assisted, greedy = (generated(llama, FP8Cache(llama), ids, **given)[0] for given in options)
     assert torch.equal(assisted, greedy)
 
 
 @pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
 @pytest.mark.parametrize("static", [False, True])
 def test_bytes_do_not_depend_on_how_tokens_came(key_dtype, static):
-    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 1}, head_dim=64)
+    model = make(num_hidden_layers=1)
     k, v = torch.randn(2, 2, 2, 300, 64) * torch.linspace(0.1, 3.0, 300)[:, None]  # scales grow
     pools = []
     for cuts in ([300], [1] * 300, [100, 28, 1, 130, 41]):
-        cache = FP8Cache(config, key_dtype=key_dtype, max_cache_len=384 if static else None)
+        cache = FP8Cache(model, key_dtype=key_dtype, max_cache_len=384 if static else None)
         for k_part, v_part in zip(k.split(cuts, 2), v.split(cuts, 2), strict=True):
             cache.update(k_part, v_part, 0)
         pages = cache.pages(0)
@@ -193,7 +192,7 @@ def test_bytes_do_not_depend_on_how_tokens_came(key_dtype, static):
 def test_a_conversation_goes_on_in_the_same_cache(llama):
     ids, more = prompt(), prompt(length=30)
     results = []
-    for cache in (FP8Cache(llama.config), FP8Cache(llama.config, max_cache_len=256), Oracle(llama.config)):
+    for cache in (FP8Cache(llama), FP8Cache(llama, max_cache_len=256), Oracle(llama.config)):
         first = llama.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=8)
         results.append(generated(llama, cache, torch.cat([first, more], 1)))
     for tokens, scores in results[:2]:
@@ -206,7 +205,7 @@ def test_a_conversation_goes_on_in_the_same_cache(llama):
 
 def test_static_equals_dynamic_to_the_bit(llama):
     ids = prompt()
-    dynamic, static = (logits(llama, FP8Cache(llama.config, max_cache_len=length), ids) for length in (None, 200))
+    dynamic, static = (logits(llama, FP8Cache(llama, max_cache_len=length), ids) for length in (None, 200))
     assert torch.equal(dynamic, static)
 
 
@@ -219,7 +218,7 @@ def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
     mask[1, : 9 * padded] = 0
     outs = []
     for compiled in (False, True):
-        cache = FP8Cache(model.config, max_cache_len=80)
+        cache = FP8Cache(model, max_cache_len=80)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         with torch.no_grad():
@@ -253,7 +252,7 @@ def early(cache):
 
 @pytest.mark.parametrize("emptied", ["made", "early", "reset", "cropped", "reordered", "copied"])
 def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama, widths, emptied):
-    make, ids = lambda: FP8Cache(llama.config, max_cache_len=1000), prompt()
+    make, ids = lambda: FP8Cache(llama, max_cache_len=1000), prompt()
     expected = logits(llama, make(), ids)
     cache = make() if emptied == "made" else early(make())
     if emptied in ("reset", "cropped"):
@@ -269,7 +268,7 @@ def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama, widt
 
 
 def test_a_narrow_table_changes_no_values():
-    cache = FP8Cache(make(num_hidden_layers=1).config, key_dtype="e4m3", max_cache_len=1000)  # INT8's scale might grow at the last token
+    cache = FP8Cache(make(num_hidden_layers=1), key_dtype="e4m3", max_cache_len=1000)  # INT8's scale might grow at the last token
     k = torch.randn(2, 2, 130, 64)
     prompt_k, _ = cache.update(k, k, 0)
     held = prompt_k.dequantize()
@@ -288,10 +287,10 @@ def test_what_follows_a_compiled_prompt_sees_all_of_it(llama, widths):
         widths.clear()
         return llama(ids[:, 50:], past_key_values=cache).logits
 
-    expected = last(llama, FP8Cache(llama.config, max_cache_len=1000))
+    expected = last(llama, FP8Cache(llama, max_cache_len=1000))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled, cache = torch.compile(llama, fullgraph=True, backend="aot_eager"), early(FP8Cache(llama.config, max_cache_len=1000))
+    compiled, cache = torch.compile(llama, fullgraph=True, backend="aot_eager"), early(FP8Cache(llama, max_cache_len=1000))
     for _ in range(2):
         close(last(compiled, cache), expected, 1e-5)
         assert widths == [8] * 3
@@ -301,8 +300,8 @@ def test_what_follows_a_compiled_prompt_sees_all_of_it(llama, widths):
 
 def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, widths, monkeypatch):
     """A replay of the graph appends tokens without the host."""
-    ids, cache = prompt(), early(FP8Cache(llama.config, max_cache_len=1000))
-    expected = logits(llama, FP8Cache(llama.config, max_cache_len=1000), ids)
+    ids, cache = prompt(), early(FP8Cache(llama, max_cache_len=1000))
+    expected = logits(llama, FP8Cache(llama, max_cache_len=1000), ids)
     widths.clear()
     with monkeypatch.context() as capturing, torch.no_grad():
         capturing.setattr("fp8attn.cache.step._is_capturing", lambda device: True)
@@ -315,7 +314,7 @@ def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, width
 
 
 def test_tokens_that_the_host_does_not_know_of_are_not_left_out(llama):
-    cache, k = early(FP8Cache(llama.config, max_cache_len=1000)), torch.zeros(2, 2, 10, 64)
+    cache, k = early(FP8Cache(llama, max_cache_len=1000)), torch.zeros(2, 2, 10, 64)
     for lengths in cache.paged.table.cache_seqlens:
         lengths.fill_(300)
     cache.paged.sync()
@@ -329,16 +328,16 @@ def test_generate_compiles_the_static_form(llama):
     compile_config._compile_all_devices = True
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    cache = FP8Cache(llama.config, max_cache_len=64, skip_layers=[0])
+    cache = FP8Cache(llama, max_cache_len=64, skip_layers=[0])
     compiled = generated(llama, cache, ids, compile_config=compile_config)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    eager = generated(llama, FP8Cache(llama.config, skip_layers=[0]), ids)
+    eager = generated(llama, FP8Cache(llama, skip_layers=[0]), ids)
     assert torch.equal(compiled[0], eager[0])
     close(compiled[1], eager[1], 1e-5)
 
 
 def test_a_full_static_cache_stops(llama):
-    cache = FP8Cache(llama.config, max_cache_len=16)
+    cache = FP8Cache(llama, max_cache_len=16)
     with torch.no_grad(), pytest.raises(RuntimeError, match="larger max_cache_len"):
         llama(prompt(length=17), past_key_values=cache)
 
@@ -346,7 +345,7 @@ def test_a_full_static_cache_stops(llama):
 def test_early_initialization(llama):
     ids = prompt()
     for length in (None, 200):
-        cache, late = FP8Cache(llama.config, max_cache_len=length), FP8Cache(llama.config, max_cache_len=length)
+        cache, late = FP8Cache(llama, max_cache_len=length), FP8Cache(llama, max_cache_len=length)
         early(cache)
         assert cache.is_initialized
         assert cache.get_seq_length() == 0

@@ -3,15 +3,17 @@
 import copy
 import pickle
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from torch.autograd import forward_ad
-from transformers import LlamaConfig, MistralConfig
+from transformers import AutoModel, LlamaConfig, MistralConfig
 
-from fp8attn import LayerScales
-from fp8attn.integrations.transformers import FP8Cache, edge_layers, fp8_kv_attention, fp8_kv_mask
+from fp8attn import LayerScales, UsageError
+from fp8attn.integrations.transformers import FP8Cache, edge_layers, fp8_kv_attention, fp8_kv_mask, unsupported_reason
+from fp8attn.integrations.transformers import cache as cache_module
 from fp8attn.integrations.transformers.tensors import PagedTensor, dequantize
 from fp8attn.numerics import relative_error
 from fp8attn.rotation import rotate_back
@@ -34,11 +36,11 @@ def llama():
 @pytest.mark.parametrize("static", [False, True])
 def test_skipped_layers_stay_in_16_bits(llama, skip, expected, static):
     ids = prompt()
-    cache = FP8Cache(llama.config, skip_layers=skip, max_cache_len=160 if static else None)
-    ours = logits(llama, cache, ids)
+    cache = FP8Cache(llama, skip_layers=skip, max_cache_len=160 if static else None)
+    ours, read_back = logits(llama, cache, ids), FP8Cache(llama, skip_layers=skip)
     assert cache.fp8_layers == expected
     with using(llama, "sdpa"):
-        close(ours, logits(llama, FP8Cache(llama.config, skip_layers=skip), ids))
+        close(ours, logits(llama, read_back, ids))
     exact = plain(llama.config)
     logits(llama, exact, ids)
     if 0 not in expected:
@@ -51,9 +53,10 @@ def test_skipped_layers_with_left_padding_and_long_prompts(llama, monkeypatch):
     mask = torch.ones_like(ids)
     mask[1, :37] = 0
     for length in (None, 160):
-        ours = logits(llama, FP8Cache(llama.config, skip_layers=[0], max_cache_len=length), ids, mask)
+        ours = logits(llama, FP8Cache(llama, skip_layers=[0], max_cache_len=length), ids, mask)
+        read_back = FP8Cache(llama, skip_layers=[0])
         with using(llama, "sdpa"):
-            close(ours[mask.bool()], logits(llama, FP8Cache(llama.config, skip_layers=[0]), ids, mask)[mask.bool()])
+            close(ours[mask.bool()], logits(llama, read_back, ids, mask)[mask.bool()])
 
 
 def test_calibrated_scales_are_used(llama):
@@ -62,23 +65,23 @@ def test_calibrated_scales_are_used(llama):
     }
     scales = KVScales(layers=layers, num_layers=3, num_kv_heads=2, head_dim=64)
     ids = prompt()
-    caches = [FP8Cache(llama.config, scales=scales, max_cache_len=length) for length in (None, 160)]
+    caches = [FP8Cache(llama, scales=scales, max_cache_len=length) for length in (None, 160)]
     outs = [logits(llama, cache, ids) for cache in caches]
     assert torch.equal(*outs)
     pages = caches[0].pages(1)
     torch.testing.assert_close(pages.k_scale, torch.full_like(pages.k_scale, 0.02), rtol=1e-6, atol=0)  # INT8: any number
     assert (pages.v_scale == 2.0**-4).all()  # E4M3: the power of two above
-    torch.testing.assert_close(rotate_back(pages.k_mean), torch.full((2, 64), 0.1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(rotate_back(pages.stored_k_mean), torch.full((2, 64), 0.1), rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match="are for key_dtype='int8', rotate_keys=True, and the cache has key_dtype='e4m3'"):
-        FP8Cache(llama.config, scales=scales, key_dtype="e4m3")
+        FP8Cache(llama, scales=scales, key_dtype="e4m3")
     other = KVScales(layers=layers, num_layers=4, num_kv_heads=2, head_dim=64)
     with pytest.raises(ValueError, match="another model"):
-        FP8Cache(llama.config, scales=other)
+        FP8Cache(llama, scales=other)
 
 
 def test_nbytes_is_half(llama):
     ids = prompt(length=1024)
-    caches = [FP8Cache(llama.config), FP8Cache(llama.config, max_cache_len=1024), FP8Cache(llama.config, skip_layers=[0])]
+    caches = [FP8Cache(llama), FP8Cache(llama, max_cache_len=1024), FP8Cache(llama, skip_layers=[0])]
     with torch.no_grad():
         for cache in caches:
             assert cache.nbytes == 0
@@ -96,7 +99,7 @@ def test_crop_reset_and_moving_sequences(llama, static):
     length = 200 if static else None
 
     def filled(n=150, rows=slice(None)):
-        cache = FP8Cache(llama.config, max_cache_len=length)
+        cache = FP8Cache(llama, max_cache_len=length)
         with torch.no_grad():
             llama(ids[rows, :n], past_key_values=cache)
         return cache
@@ -137,7 +140,7 @@ def test_crop_reset_and_moving_sequences(llama, static):
 @pytest.mark.parametrize("static", [False, True])
 def test_a_deep_copy_goes_its_own_way(llama, static):
     ids = prompt()
-    cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
+    cache = FP8Cache(llama, max_cache_len=200 if static else None)
     with torch.no_grad():
         llama(ids[:, :130], past_key_values=cache)
         other = copy.deepcopy(cache)
@@ -153,7 +156,7 @@ def test_a_deep_copy_goes_its_own_way(llama, static):
 def test_a_pickled_cache_goes_on(llama, static):
     """The pages are pickled as bytes, because torch cannot load a pickled FP8 tensor."""
     ids = prompt()
-    cache = FP8Cache(llama.config, max_cache_len=200 if static else None)
+    cache = FP8Cache(llama, max_cache_len=200 if static else None)
     with torch.no_grad():
         llama(ids[:, :130], past_key_values=cache)
         other = pickle.loads(pickle.dumps(cache))
@@ -166,9 +169,9 @@ def test_under_autocast_it_computes_in_its_dtype(llama):
     """Queries and keys are float32 (after RoPE), and values are bfloat16 (from a projection)."""
     ids = prompt()
     with torch.autocast("cpu", torch.bfloat16):
-        ours = logits(llama, FP8Cache(llama.config), ids)
+        ours, read_back = logits(llama, FP8Cache(llama), ids), FP8Cache(llama)
         with using(llama, "sdpa"):
-            dequantized, exact = (logits(llama, one, ids) for one in (FP8Cache(llama.config), plain(llama.config)))
+            dequantized, exact = (logits(llama, one, ids) for one in (read_back, plain(llama.config)))
     assert ours.dtype == dequantized.dtype == exact.dtype == torch.bfloat16
     close(ours, dequantized, 0.02)
     assert relative_error(ours, exact) < 0.1
@@ -178,8 +181,7 @@ def test_under_autocast_it_computes_in_its_dtype(llama):
 
 
 def test_paged_kv_is_its_dequantized_values():
-    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
-    cache.shared.config._attn_implementation = "fp8_kv"
+    cache = FP8Cache(make())
     k0, v0 = torch.randn(2, 2, 2, 150, 64) + 3
     k, v = cache.update(k0, v0, 0)
     assert isinstance(k, PagedTensor)
@@ -194,7 +196,7 @@ def test_paged_kv_is_its_dequantized_values():
 
 
 def test_dequantize_is_zero_past_the_length():
-    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64), max_cache_len=256)
+    cache = FP8Cache(make(), max_cache_len=256)
     cache.update(torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64), 0)
     pages = cache.pages(0)
     pages.k.view(torch.uint8)[:, :, 5:] = 0x7F  # NaN
@@ -249,22 +251,30 @@ def test_an_unknown_mask_function_is_compared_with_the_causal_one():
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.Qwen3NextConfig(), "'linear_attention'"),
         (transformers.MllamaConfig(), r"'mllama_text_model' has cross-attention layers \(3, 8, 13"),
+        (LlamaConfig(**SHAPE, head_dim=48), r"'llama' has head_dim 48; FP8 pages take \(64, 80, 96"),
+        (transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2), "'bloom' computes its attention itself"),
     ],
-    ids=["all-sliding", "mla", "encoder-decoder", "linear", "cross-attention"],
+    ids=["all-sliding", "mla", "encoder-decoder", "linear", "cross-attention", "head_dim", "own-attention"],
 )
 def test_models_that_are_refused(config, message):
-    with pytest.raises(ValueError, match=message) as error:
-        FP8Cache(config)
-    assert "transformers' own cache" in str(error.value)
+    """At the door, before the model is changed. Its weights are on no device here."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    before = model.config._attn_implementation
+    with pytest.raises(UsageError, match=message) as error:
+        FP8Cache(model)
+    assert "transformers' own cache" in str(error.value) and str(error.value) == unsupported_reason(config)
+    assert model.config._attn_implementation == before
 
 
-def test_a_model_with_attention_of_its_own_is_refused_on_fp8_kv_and_served_on_eager():
-    config = transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2)
-    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="fp8_kv").eval()
-    with pytest.raises(ValueError, match="attn_implementation='eager'"):
-        FP8Cache(model.config)
-    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="eager").eval()
-    close(logits(model, FP8Cache(model.config), prompt()), logits(model, Oracle(model.config), prompt()))
+def test_layers_of_another_head_dim_are_named_with_the_option_that_keeps_them_in_16_bits(monkeypatch):
+    model, specs = make(), cache_module.layers_of
+    monkeypatch.setattr(
+        cache_module, "layers_of", lambda config: [replace(s, head_dim=48 if i < 2 else 64) for i, s in enumerate(specs(config))]
+    )
+    with pytest.raises(UsageError, match=r"layer 0 has head_dim 48; .*in 16 bits: skip_layers=\[0, 1\]"):
+        FP8Cache(model)
+    assert FP8Cache(model, skip_layers=[0, 1]).fp8_layers == (2,)
 
 
 @pytest.mark.parametrize(
@@ -282,22 +292,26 @@ def test_a_model_with_attention_of_its_own_is_refused_on_fp8_kv_and_served_on_ea
 )
 def test_options_that_are_refused(llama, options, message):
     with pytest.raises(ValueError, match=message):
-        FP8Cache(llama.config, **options)
+        FP8Cache(llama, **options)
 
 
 def test_a_file_in_place_of_its_scales_is_refused(llama):
     with pytest.raises(TypeError, match=r"scales must be KVScales, as of KVScales\.load\(path\); got str"):
-        FP8Cache(llama.config, scales="scales.safetensors")
+        FP8Cache(llama, scales="scales.safetensors")
 
 
-def test_a_model_in_place_of_its_config_is_refused(llama):
-    with pytest.raises(TypeError, match=r"FP8Cache\(model.config\); got LlamaForCausalLM"):
-        FP8Cache(llama)
+def test_a_config_in_place_of_its_model_is_refused(llama):
+    """A config knows no biases: without means, Qwen2.5 would lose several times as much, in silence."""
+    for make_cache in (FP8Cache, lambda config: FP8Cache.load("prompt", config)):
+        with pytest.raises(TypeError, match=r"takes the model, and got its config \(LlamaConfig\).* Call FP8Cache\(model, \.\.\.\)"):
+            make_cache(llama.config)
+    with pytest.raises(TypeError, match=r"got OptimizedModule\. Of a compiled or wrapped model, pass the model inside"):
+        FP8Cache(torch.compile(llama))
 
 
 def test_a_window_that_cannot_be_cropped_leaves_all_layers_as_they_are():
     model = make("qwen2-mixed")
-    cache = FP8Cache(model.config)
+    cache = FP8Cache(model)
     logits(model, cache, prompt())
     lengths = [int(layer.get_seq_length()) for layer in cache.layers]
     with pytest.raises(RuntimeError, match=r"[Ss]liding"):
@@ -307,21 +321,18 @@ def test_a_window_that_cannot_be_cropped_leaves_all_layers_as_they_are():
 
 def test_gradients_are_refused(llama):
     with pytest.raises(RuntimeError, match="inference"):
-        llama(prompt(), past_key_values=FP8Cache(llama.config))
+        llama(prompt(), past_key_values=FP8Cache(llama))
     k = torch.randn(1, 2, 9, 64)
     with torch.no_grad(), forward_ad.dual_level():
         dual = forward_ad.make_dual(k, k)
         for k_states, v_states in ((dual, k), (k, dual)):
             with pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
-                FP8Cache(llama.config).update(k_states, v_states, 0)
+                FP8Cache(llama).update(k_states, v_states, 0)
 
 
 def test_another_head_dim_batch_and_offloading_are_refused(llama):
-    model = make(head_dim=32)
     with torch.no_grad():
-        with pytest.raises(ValueError, match="head_dim 32"):
-            model(prompt(), past_key_values=FP8Cache(model.config))
-        cache = FP8Cache(llama.config)
+        cache = FP8Cache(llama)
         llama(prompt(), past_key_values=cache)
         with pytest.raises(ValueError, match="another batch"):
             llama(prompt(3), past_key_values=cache)
@@ -332,14 +343,14 @@ def test_another_head_dim_batch_and_offloading_are_refused(llama):
     with pytest.raises(ValueError, match="minus the number"):
         cache.crop(3)
     with pytest.raises(ValueError, match="without max_cache_len"):
-        FP8Cache(llama.config, max_cache_len=64, skip_layers=[0]).crop(-1)
+        FP8Cache(llama, max_cache_len=64, skip_layers=[0]).crop(-1)
 
 
 @pytest.mark.parametrize("kind", ["holes", "right-then-more", "short", "4-d"])
 def test_masks_that_are_refused(llama, kind):
     ids = prompt()
     mask = torch.ones_like(ids)
-    cache = FP8Cache(llama.config)
+    cache = FP8Cache(llama)
     with torch.no_grad():
         if kind == "holes":
             mask[0, 5:9] = 0
@@ -359,8 +370,9 @@ def test_a_refused_mask_works_dequantized(llama):
     ids = prompt()
     mask = torch.ones_like(ids)
     mask[0, 5:9] = 0
+    cache = FP8Cache(llama)
     with using(llama, "sdpa"):
-        close(logits(llama, FP8Cache(llama.config), ids, mask), logits(llama, Oracle(llama.config), ids, mask))
+        close(logits(llama, cache, ids, mask), logits(llama, Oracle(llama.config), ids, mask))
     with torch.no_grad():  # and under fp8_kv without an FP8 layer that would see it
         ours = llama(ids, attention_mask=mask).logits
         with using(llama, "sdpa"):
@@ -370,8 +382,7 @@ def test_a_refused_mask_works_dequantized(llama):
 @pytest.fixture
 def attend():
     """Calls `fp8_kv_attention` on random Q, K and V, with these keywords."""
-    cache = FP8Cache(LlamaConfig(**SHAPE, head_dim=64))
-    cache.shared.config._attn_implementation = "fp8_kv"
+    cache = FP8Cache(make())
     k, v = cache.update(torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64), 0)
     q = torch.randn(1, 4, 9, 64)
     return lambda **keywords: fp8_kv_attention(torch.nn.Module(), q, k, v, None, **keywords)[0]
@@ -416,4 +427,4 @@ def test_packed_prefixes_and_bidirectional_models_are_refused_or_served(llama):
             close(ours, llama(ids, position_ids=positions, use_cache=False).logits)
     model = make("gemma3", use_bidirectional_attention=True)
     with torch.no_grad(), pytest.raises(ValueError, match="another mask"):
-        model(ids, past_key_values=FP8Cache(model.config))
+        model(ids, past_key_values=FP8Cache(model))

@@ -14,7 +14,7 @@ from tests.support.transformers_models import close, generated, make, one_thread
 
 @torch.no_grad()
 def prefilled(model, ids, **options):
-    cache = FP8Cache(model.config, **options)
+    cache = FP8Cache(model, **options)
     model(ids, past_key_values=cache)
     return cache
 
@@ -34,37 +34,37 @@ def test_generation_goes_on_from_a_loaded_cache_with_the_same_tokens(tmp_path, f
     model, ids = make(family), prompt(length=140)
     cache = prefilled(model, ids, **options)
     cache.save(tmp_path / "prompt")
-    loaded = FP8Cache.load(tmp_path / "prompt", model.config, max_cache_len=options.get("max_cache_len"))
+    loaded = FP8Cache.load(tmp_path / "prompt", model, max_cache_len=options.get("max_cache_len"))
     assert int(loaded.get_seq_length()) == 140 and loaded.fp8_layers == cache.fp8_layers
     more = torch.cat([ids, prompt(length=5)], 1)
     mine, theirs = (generated(model, each, more) for each in (cache, loaded))
     assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
 
 
-def test_what_for_model_decided_is_in_the_file(tmp_path):
+def test_what_the_weights_decided_is_in_the_file(tmp_path):
     """The file has the means of the model's biases, and that the keys of these layers are not rotated."""
     model, ids = make("qwen2"), prompt(length=140)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.bias.fill_(20.0)
-    cache = FP8Cache.for_model(model, key_dtype="e4m3")
+    cache = FP8Cache(model, key_dtype="e4m3")
     with torch.no_grad():
         model(ids, past_key_values=cache)
     cache.save(tmp_path / "prompt")
-    loaded = FP8Cache.load(tmp_path / "prompt", model.config)
+    loaded = FP8Cache.load(tmp_path / "prompt", model)
     assert [layer.rotate_keys for layer in loaded.layers] == [layer.rotate_keys for layer in cache.layers]
     assert loaded.pages(1).v_mean is not None and torch.equal(loaded.pages(1).v_mean, cache.pages(1).v_mean)
     more = torch.cat([ids, prompt(length=5)], 1)
     assert torch.equal(generated(model, cache, more)[1], generated(model, loaded, more)[1])
     loaded.reset()
     with torch.no_grad():
-        ours, again = (model(ids, past_key_values=each).logits for each in (FP8Cache.for_model(model, key_dtype="e4m3"), loaded))
+        ours, again = (model(ids, past_key_values=each).logits for each in (FP8Cache(model, key_dtype="e4m3"), loaded))
     assert torch.equal(ours, again)
 
 
 def test_a_sequence_of_a_batch_serves_another_batch(tmp_path):
     model, ids = make("gemma3"), prompt(3, 140)
     prefilled(model, ids).save(tmp_path / "second", seqs=[1])
-    loaded = FP8Cache.load(tmp_path / "second", model.config)
+    loaded = FP8Cache.load(tmp_path / "second", model)
     loaded.batch_repeat_interleave(2)
     token = torch.tensor([[5], [7]])
     with torch.no_grad():
@@ -75,31 +75,31 @@ def test_a_sequence_of_a_batch_serves_another_batch(tmp_path):
 def test_files_that_are_refused(tmp_path):
     model, path = make(), tmp_path / "prompt"
     with pytest.raises(ValueError, match="run the prompt through the model first"):
-        FP8Cache(model.config).save(path)
+        FP8Cache(model).save(path)
     prefilled(model, prompt()).save(path)
-    for other in (make("mistral").config, make(num_hidden_layers=2).config):
-        with pytest.raises(ValueError, match=r"is of another model: .*'llama'.*Load it with that model's config"):
+    for other in (make("mistral"), make(num_hidden_layers=2)):
+        with pytest.raises(ValueError, match=r"is of another model: .*'llama'.*Load it with that model"):
             FP8Cache.load(path, other)
     with pytest.raises(ValueError, match="do not fit into max_seqlen=100"):
-        FP8Cache.load(path, model.config, max_cache_len=100)
+        FP8Cache.load(path, model, max_cache_len=100)
     paged = PagedKVCache.load(path)  # the pages alone
     assert paged.lengths == (150, 150)
     paged.save(path)
     with pytest.raises(ValueError, match=r"holds pages without a model: fp8attn.PagedKVCache.load reads it"):
-        FP8Cache.load(path, model.config)
+        FP8Cache.load(path, model)
     gemma = make("gemma3")
     prefilled(gemma, prompt()).save(path)
     with pytest.raises(ValueError, match="has 16-bit layers of a cache with max_cache_len=None"):
-        FP8Cache.load(path, gemma.config, max_cache_len=256)
+        FP8Cache.load(path, gemma, max_cache_len=256)
     tensors = load_file(path)
     save_file(tensors, path, {"format": FORMAT, "model": json.dumps({})})
     with pytest.raises(ValueError, match="incomplete or not as written"):
-        FP8Cache.load(path, gemma.config)
+        FP8Cache.load(path, gemma)
 
 
 def test_repr_says_what_it_is():
     model = make("gemma3")
-    cache = FP8Cache(model.config)
+    cache = FP8Cache(model)
     assert repr(cache) == "FP8Cache(2 layers in FP8, 1 in 16 bits, empty)"
     with torch.no_grad():
         model(prompt(), past_key_values=cache)

@@ -4,14 +4,13 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig
 
 import fp8attn
 from fp8attn import reference
 from fp8attn.backends.reference import Reference
 from fp8attn.cache.page_table import PageTable
 from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention
-from tests.support.transformers_models import SHAPE
+from tests.support.transformers_models import make
 
 LAYERS = 8
 OURS = Path(fp8attn.__file__).parent
@@ -62,9 +61,7 @@ def test_the_way_of_k_to_the_kernel_and_back(monkeypatch):
 
         monkeypatch.setattr(reference, name, noted)
     monkeypatch.setattr(Reference, "append", staticmethod(reference.append))
-    config = LlamaConfig(**SHAPE | {"num_hidden_layers": LAYERS}, head_dim=64)
-    config._attn_implementation = "fp8_kv"
-    cache, x, q = FP8Cache(config), torch.randn(2, 2, 1, 64), torch.randn(2, 4, 1, 64)
+    cache, x, q = FP8Cache(make(num_hidden_layers=LAYERS)), torch.randn(2, 2, 1, 64), torch.randn(2, 4, 1, 64)
     step(cache, torch.nn.Module().eval(), x, q)
     ways.clear()
     step(cache, torch.nn.Module().eval(), x, q)
@@ -76,13 +73,11 @@ def test_the_way_of_k_to_the_kernel_and_back(monkeypatch):
 
 @torch.no_grad()
 def test_a_step_keeps_its_accounts_once_for_all_layers(monkeypatch):
-    config = LlamaConfig(**SHAPE | {"num_hidden_layers": LAYERS}, head_dim=64)
-    config._attn_implementation = "fp8_kv"
     module, calls = torch.nn.Module().eval(), []
     for name in ("reserve", "advance", "to_device"):
         method = getattr(PageTable, name)
         monkeypatch.setattr(PageTable, name, lambda *args, method=method, name=name: (calls.append(name), method(*args))[1])
-    cache = FP8Cache(config)
+    cache = FP8Cache(make(num_hidden_layers=LAYERS))
     x, q = torch.randn(2, 2, 127, 64), torch.randn(2, 4, 127, 64)
     step(cache, module, x, q)
     assert calls == []  # the first append makes the pages

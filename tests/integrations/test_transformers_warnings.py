@@ -15,32 +15,25 @@ from tests.support.transformers_models import make, prompt  # noqa: E402
 
 def test_a_cache_that_is_dequantized_at_every_step_warns_once_and_names_the_cure():
     model = make()
+    cache = FP8Cache(model)
     model.set_attn_implementation("sdpa")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        model.generate(prompt(), past_key_values=FP8Cache(model.config), max_new_tokens=4, do_sample=False)
+        model.generate(prompt(), past_key_values=cache, max_new_tokens=4, do_sample=False)
     (warning,) = (str(warning.message) for warning in caught if "dequantizes" in str(warning.message))
-    for part in ("'sdpa'", "model.set_attn_implementation('fp8_kv')", "FP8Cache.for_model(model)"):
+    for part in ("'sdpa'", "model.set_attn_implementation('fp8_kv')"):
         assert part in warning
 
 
-def test_for_model_sets_the_attention_implementation():
+def test_a_cache_sets_its_models_attention_implementation():
     model = make()
     model.set_attn_implementation("sdpa")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        cache = FP8Cache.for_model(model)
+        cache = FP8Cache(model)
         model(prompt(), past_key_values=cache)
     assert model.config._attn_implementation == "fp8_kv"
     assert cache.get_seq_length() == prompt().shape[1]
-
-
-def test_for_model_refuses_a_model_whose_attention_cannot_be_set():
-    config = transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2)
-    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"computes its attention itself.*FP8Cache\(model.config\) gives K and V dequantized"):
-        FP8Cache.for_model(model)
-    assert model.config._attn_implementation == "eager"
 
 
 def test_a_fallback_of_sdpa_is_logged_with_its_reason(caplog):

@@ -1,11 +1,11 @@
 """The parts of the vLLM plugin that need no vLLM. `tests/vllm` has the others; `make test-vllm` runs them."""
 
-import re
 import threading
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from fp8attn import KVScales, LayerScales, UsageError
 from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm import NEWEST, OLDEST, refused, register, unsupported_release, warm
-from fp8attn.integrations.vllm.biases import means_of
+from fp8attn.integrations.vllm.biases import identity, means_of
+from fp8attn.integrations.vllm.connectors import check_marks, exchanges_blocks, mark_of, marks, unsupported_connector
 from fp8attn.integrations.vllm.options import Calibrated, Options
+from fp8attn.layout import page_bytes
 from fp8attn.rotation import rotate
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,24 @@ def test_options():
         Options.of({"fp8attn": {"key_dtype": "fp16"}})
     with pytest.raises(UsageError, match=r"static_scales, which needs scales"):
         Options.of({"fp8attn": {"static_scales": True}})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fp8attn": {"exact": "false"}}, "has exact 'false'; it must be true or false, without quotes"),
+        ({"fp8attn": {"static_scales": 1}}, "has static_scales 1; it must be true or false"),
+        ({"fp8attn": {"scales": True}}, "has scales True; it must be a string"),
+        ({"fp8attn": {"key_dtype": None}}, "has key_dtype None; it must be a string"),
+        ({"fp8attn": True}, "must be a JSON object of options; got True"),
+        ({"fp8_attn": {"exact": True}}, "additional_config has 'fp8_attn': the options of fp8attn are under 'fp8attn'"),
+        ({"FP8-Attention": {}}, "additional_config has 'FP8-Attention'"),
+    ],
+)
+def test_options_of_another_type_are_refused(config, message):
+    with pytest.raises(UsageError) as error:
+        Options.of(config)
+    assert message in str(error.value)
 
 
 def test_a_calibration_of_the_heads_of_a_rank(tmp_path):
@@ -104,15 +124,92 @@ def test_means_are_those_of_the_transformers_model(tmp_path):
 def test_models_without_biases_that_can_be_read_have_no_means(tmp_path, caplog):
     LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64)).save_pretrained(tmp_path / "llama")
     assert means_of(str(tmp_path / "llama"), None, 512) == {}
-    qwen2().save_pretrained(tmp_path / "quantized")
-    weights = load_file(tmp_path / "quantized/model.safetensors")
-    packed = {name: x.view(-1, 1).byte() if re.search(r"[kv]_proj\.weight", name) else x for name, x in weights.items()}
-    save_file(packed, tmp_path / "quantized/model.safetensors", {"format": "pt"})
-    assert means_of(str(tmp_path / "quantized"), None, 512) == {}
     assert not caplog.records
-    with caplog.at_level("INFO", "vllm"):
-        assert means_of("an/unknown-model", None, 512) == {}
-    assert "the biases of an/unknown-model are not read" in caplog.text
+    assert means_of("an/unknown-model", None, 512) == {} and identity("an/unknown-model", None, 512) == b""
+    (record,) = caplog.records  # at WARNING, which vLLM's log shows
+    assert "the biases of an/unknown-model cannot be read" in record.message and "fp8attn calibrate" in record.message
+
+
+def quantized(model, folder, how):
+    """The model's checkpoint with the names and types that quantized weights have. Biases stay."""
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    names = {"AWQ": "qweight", "FP8": "weight", "compressed-tensors": "weight_packed"}
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        x = weights.pop(name)
+        weights[name.removesuffix("weight") + names[how]] = x.to(torch.float8_e4m3fn) if how == "FP8" else x[:, ::8].int()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("how", ["AWQ", "FP8", "compressed-tensors"])
+def test_quantized_checkpoints_have_means(tmp_path, how):
+    """Their biases are subtracted whole: with the weights, those that are small beside K are not."""
+    model = qwen2()
+    expected = layer_biases(model, 1024)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.bias.data.fill_(0.25)
+    quantized(model, tmp_path, how)
+    found = means_of(str(tmp_path), None, 1024)
+    assert found.keys() == set(range(4))
+    for index, layer in expected.items():
+        used = layer.k_mean != 0
+        assert used.any() and not used.all() and (found[index].k_mean != 0).sum() > used.sum()
+        assert torch.equal(found[index].k_mean[used], layer.k_mean[used])
+        assert torch.equal(found[index].v_mean, torch.full((2, 64), 0.25))
+
+
+def configured(name=None, **own):
+    given = SimpleNamespace(kv_connector=name, kv_connector_extra_config=own)
+    return SimpleNamespace(kv_transfer_config=None if name is None else given)
+
+
+def test_kv_connectors():
+    """LMCache's connector of one process would cut pages. What stays in the own CPU's memory needs no mark."""
+    multi = {"connectors": [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "LMCacheConnectorV1"}]}
+    for config in (configured("LMCacheConnectorV1"), configured("MultiConnector", **multi)):
+        assert "LMCacheConnectorV1 moves tokens" in unsupported_connector(config) and "LMCacheMPConnector" in unsupported_connector(config)
+    for config, exchanged in (
+        (configured(), False), (configured("NixlConnector"), True), (configured("LMCacheMPConnector"), True),
+        (configured("OffloadingConnector", cpu_bytes_to_use=1), False),
+        (configured("OffloadingConnector", spec_name="TieringOffloadingSpec"), True),
+        (configured("SimpleCPUOffloadConnector"), False), (configured("MultiConnector", connectors=multi["connectors"][:1]), False),
+    ):  # fmt: skip
+        assert unsupported_connector(config) is None and exchanges_blocks(config) == exchanged
+
+
+def test_marks_differ_where_bytes_do(tmp_path):
+    """The same tokens have other bytes with another type of keys, other means or other scales. Other options change no byte."""
+    model = qwen2()
+    model.save_pretrained(tmp_path / "plain")
+    quantized(model, tmp_path / "quantized", "AWQ")
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64)).save_pretrained(tmp_path / "llama")
+    scales = KVScales({0: LayerScales(*2 * [torch.ones(2)], *2 * [torch.zeros(2, 64)])}, num_layers=4, num_kv_heads=2, head_dim=64)
+    scales.save(tmp_path / "scales.safetensors")
+    file = str(tmp_path / "scales.safetensors")
+    different = [
+        (Options(), "plain", 1024), (Options(key_dtype="e4m3"), "plain", 1024), (Options(), "plain", 512), (Options(), "quantized", 1024),
+        (Options(), "llama", 512), (Options(file), "plain", 1024), (Options(file, static_scales=True), "plain", 1024),
+    ]  # fmt: skip
+    found = [mark_of(options, str(tmp_path / model), None, context) for options, model, context in different]
+    assert len(set(found)) == len(different) and all(0 < mark < 2**63 for mark in found)
+    assert mark_of(Options(exact=True, count_overflows=True), str(tmp_path / "plain"), None, 1024) == found[0]
+    assert mark_of(Options(), str(tmp_path / "llama"), None, 1024) == found[4]  # without means the length does not matter
+    model.model.layers[2].self_attn.k_proj.bias.data[0] += 1
+    model.save_pretrained(tmp_path / "other")
+    assert mark_of(Options(), str(tmp_path / "other"), None, 1024) not in found
+
+
+def test_a_page_with_another_mark_is_an_error():
+    pool = torch.full((9, 2, page_bytes(64)), 0x7F, dtype=torch.uint8)
+    marks(pool).fill_(77)
+    table = torch.tensor([[3, 5, -1], [0, 8, 1]], dtype=torch.int32)
+    check_marks(pool, table, 77)
+    marks(pool)[4] = 78  # not in the table
+    check_marks(pool, table, 77)
+    assert (pool[:, :, : page_bytes(64) - 120] == 0x7F).all() and (pool[:, :, page_bytes(64) - 112 :] == 0x7F).all()
+    marks(pool)[8] = 78
+    with pytest.raises(RuntimeError, match=r"brought blocks of another format\. Engines .* must have the same options"):
+        check_marks(pool, table, 77)
 
 
 def test_the_first_process_compiles_and_the_others_wait(tmp_path):

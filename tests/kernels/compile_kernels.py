@@ -77,7 +77,15 @@ def from_dense(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     mean = torch.zeros(8, head_dim) if key_dtype == FP8 else None
     append.from_dense(
-        x, x, rope_cos=angle, rope_sin=angle, rope_interleaved=False, k_mean=mean, v_mean=mean, key_dtype=key_dtype, rotate_keys=rotate
+        x,
+        x,
+        rope_cos=angle,
+        rope_sin=angle,
+        rope_interleaved=False,
+        stored_k_mean=mean,
+        v_mean=mean,
+        key_dtype=key_dtype,
+        rotate_keys=rotate,
     )
     if rotary:
         append.apply_rope(x, angle, angle, False)

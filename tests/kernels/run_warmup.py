@@ -102,7 +102,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     if not layer.static_scales and layer.advance and not layer.overflows and before == 0:
         cache = PagedKVCache(
             layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
-            k_mean=pages.k_mean, v_mean=pages.v_mean,
+            stored_k_mean=pages.stored_k_mean, v_mean=pages.v_mean,
         )  # fmt: skip
         cache.append(0, k, k)
         ops.attention(q, cache.pages(0), **options)
@@ -133,7 +133,7 @@ def model(layer: Layer) -> None:
         built = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     for length in (None, 4096):
         for batch in (1, 3):
-            cache = fp8.FP8Cache(config, max_cache_len=length)
+            cache = fp8.FP8Cache(built, max_cache_len=length)
             for tokens in (5, 1, 1000, 100, 1, 2, 16, 17):
                 built(meta(batch, tokens, dtype=torch.int64), past_key_values=cache, position_ids=meta(batch, tokens, dtype=torch.int64))
 

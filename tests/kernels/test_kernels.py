@@ -148,7 +148,7 @@ def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
         rope_cos=held[0],
         rope_sin=held[1],
         rope_interleaved=interleaved,
-        k_mean=None,
+        stored_k_mean=None,
         v_mean=None,
         key_dtype=torch.int8,
         rotate_keys=True,
@@ -361,7 +361,7 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     bounds = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     none = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "static_scales": False}
     with recording(dry=True) as launches:
-        form = {"k_mean": None, "v_mean": None, "key_dtype": torch.int8, "rotate_keys": True}
+        form = {"stored_k_mean": None, "v_mean": None, "key_dtype": torch.int8, "rotate_keys": True}
         pages = from_dense(x, x, **tables, **form)
         as_it_is = {"rope_cos": None, "rope_sin": None, "key_dtype": FP8, "rotate_keys": False}
         from_dense(x.to(FP8), x.to(FP8), **{**tables, **form, **as_it_is})

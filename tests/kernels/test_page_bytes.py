@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8attn import PagedKVCache
-from fp8attn.layout import FP8, PAGE_SIZE, unpack_k, unpack_v
+from fp8attn import KVPages, PagedKVCache, ops
+from fp8attn.layout import FP8, HEADER, PAGE_SIZE, unpack_k, unpack_v
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -68,6 +68,20 @@ each_format = pytest.mark.parametrize(
     ("backend", "head_dim", "key_dtype", "rotate_keys"),
     [*(("reference", *format) for format in FORMATS), *(("triton", *format) for format in INTERPRETED)],
 )
+
+
+@each_format
+def test_appends_leave_the_rest_of_a_header(head_dim, key_dtype, rotate_keys, backend):
+    """The vLLM plugin keeps marks of pages there."""
+    torch.manual_seed(0)
+    k, v = tokens(head_dim)
+    pages = KVPages.empty(3, HEADS, head_dim, 1, 3, key_dtype=key_dtype, rotate_keys=rotate_keys)
+    pages.page_table.copy_(torch.tensor([[2, 0, 1]]))
+    rest = pages.pool[:, :, 8 - HEADER :]
+    rest.fill_(0x7F)
+    for cut in (130, 1, 149):
+        ops.append(pages, k[:cut], v[:cut], max_seqlen=cut, backend=backend)
+    assert pages.cache_seqlens.tolist() == [280] and pages.k_scale.all() and (rest == 0x7F).all()
 
 
 @each_format

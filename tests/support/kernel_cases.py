@@ -296,7 +296,7 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
         "rope_cos": angle.cos() if rotary else None,
         "rope_sin": angle.sin() if rotary else None,
         "rope_interleaved": case["interleaved"],
-        "k_mean": k_mean,
+        "stored_k_mean": k_mean,
         "v_mean": v_mean,
         "key_dtype": FP8 if given_bytes else case["key_dtype"],
         "rotate_keys": case["rotate"] and not given_bytes,
@@ -339,7 +339,7 @@ ATTENTION_FACTORS = {
 
 
 class _MeanApart(NamedTuple):
-    """Pages for the reference that have `[k, k_mean]` for keys, so that queries `[a, b]` have the scores `a . k + b . k_mean`."""
+    """Pages for the reference that have `[k, mean]` for keys, so that queries `[a, b]` have the scores `a . k + b . mean`."""
 
     pages: KVPages
     num_seqs: int
@@ -347,12 +347,12 @@ class _MeanApart(NamedTuple):
     cache_seqlens: torch.Tensor
 
     def read(self, seq: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        (k, _), (with_mean, v) = (pages.read(seq, length, dtype) for pages in (replace(self.pages, k_mean=None), self.pages))
+        (k, _), (with_mean, v) = (pages.read(seq, length, dtype) for pages in (replace(self.pages, stored_k_mean=None), self.pages))
         return torch.cat([k, with_mean - k], -1), torch.cat([v, torch.zeros_like(v)], -1)
 
 
 def exact_attention(q: torch.Tensor, pages: KVPages, arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE in float64 of what kernels multiply: K by the rotated Q in FP16, each row's exponent apart; k_mean by all of Q."""
+    """Output and LSE in float64 of what kernels multiply: K by the rotated Q in FP16, each row's exponent apart; K's mean by all of Q."""
     a = b = q.double()
     if pages.rotate_keys:
         rotated = rotation.rotate(q.float())

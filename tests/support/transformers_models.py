@@ -32,6 +32,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from fp8attn import fake_quantize
+from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.numerics import relative_error
 
 VOCABULARY = 89
@@ -124,6 +125,14 @@ class Oracle(DynamicCache):
     def __init__(self, config, key_dtype="int8", rotate_keys=True):
         super().__init__(config=config)
         self.layers = [OracleLayer(key_dtype, rotate_keys) if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+
+def bare(model, rotate_keys=True, **options):
+    """An `FP8Cache` without what it reads from the weights: no means, and keys rotated as given. `Oracle` has neither."""
+    cache = FP8Cache(model, rotate_keys=rotate_keys, **options)
+    for layer in cache.shared.layers:
+        layer.k_mean, layer.v_mean, layer.rotate_keys = None, None, rotate_keys
+    return cache
 
 
 def plain(config, **_):

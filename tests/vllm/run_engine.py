@@ -2,7 +2,8 @@
 
     python run_engine.py FOLDER WINDOWS.json OUT.json [ENGINE_OPTIONS_AS_JSON]
 
-WINDOWS.json is a list of lists of token ids. Neither fp8attn nor this repository is imported, so that any environment with vLLM can run it.
+WINDOWS.json is a list of lists of token ids. With the option "reload", weights are reloaded, and all is done again ("again"). Neither
+fp8attn nor this repository is imported, so that any environment with vLLM can run it.
 """
 
 import json
@@ -26,21 +27,41 @@ def scales_of(model):
     }
 
 
+def buffers_of(model):
+    """The addresses of the buffers that are not in a checkpoint, by name."""
+    saved = model.state_dict()
+    return {name: buffer.data_ptr() for name, buffer in model.named_buffers() if name not in saved}
+
+
+def logprobs_of(llm, prompts):
+    """The log-probability of each token of each prompt but the first."""
+    from vllm import SamplingParams
+
+    found = []
+    for answer in llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0)) if prompts else ():
+        steps = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True)
+        found.append([step[token].logprob for token, step in steps])
+    return found
+
+
 def main():
     """Run the engine and write what it found."""
     folder, windows, out, options = (*sys.argv[1:], "{}")[:4]
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     os.environ.pop("TRITON_INTERPRET", None)
-    from vllm import LLM, SamplingParams, __version__
+    from vllm import LLM, __version__
 
+    options = json.loads(options)
+    reload = options.pop("reload", False)
     with open(windows) as file:
         prompts = [{"prompt_token_ids": ids} for ids in json.load(file)]
     longest = max((len(prompt["prompt_token_ids"]) for prompt in prompts), default=128) + 8
-    llm = LLM(folder, enforce_eager=True, max_model_len=longest, enable_prefix_caching=False, **json.loads(options))
-    found = {"vllm": __version__, "scales": llm.apply_model(scales_of)[0], "logprobs": []}
-    for answer in llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0)) if prompts else ():
-        steps = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True)
-        found["logprobs"].append([step[token].logprob for token, step in steps])
+    llm = LLM(folder, enforce_eager=True, max_model_len=longest, enable_prefix_caching=False, **options)
+    found = {"vllm": __version__, "scales": llm.apply_model(scales_of)[0], "logprobs": logprobs_of(llm, prompts)}
+    if reload:
+        found["buffers"] = llm.apply_model(buffers_of)[0]
+        llm.collective_rpc("reload_weights")
+        found["again"] = {"buffers": llm.apply_model(buffers_of)[0], "logprobs": logprobs_of(llm, prompts)}
     with open(out, "w") as file:
         json.dump(found, file)
 

@@ -15,9 +15,11 @@ import transformers
 
 pytest.importorskip("vllm")
 
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
 from benchmarks import vllm_engine as engines
 from benchmarks.at_once import Engine, Place, run
-from fp8attn.integrations.vllm import ON_CPU
+from fp8attn.integrations.vllm import NAME, ON_CPU
 from tests.integrations.test_vllm import qwen2
 from tests.vllm.engines import engine
 
@@ -63,7 +65,8 @@ def test_chunks_speculation_and_two_processes(plain, way, least):
 
 
 def test_a_connector_moves_blocks_to_another_engine(tmp_path):
-    """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers are the first's."""
+    """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers are the first's. An
+    engine with another format ends; without the marks of pages its answers were empty."""
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
     options = {"kv_transfer_config": connector, "max_num_batched_tokens": 16384}  # the example takes whole prompts only
@@ -71,6 +74,8 @@ def test_a_connector_moves_blocks_to_another_engine(tmp_path):
     assert first["loaded"] == 0
     assert second["loaded"] > 8000
     assert count_equal(second["answers"], first["answers"]) >= 18  # as with prefix caching
+    with pytest.raises(Exception, match=r"a KV connector brought blocks of another format"):
+        answers("plain", additional_config={"fp8attn": {"key_dtype": "e4m3"}}, **options)
 
 
 @pytest.mark.parametrize("window", ["every layer", "every other layer"])
@@ -102,26 +107,35 @@ def test_windows(tmp_path, window):
     assert 0 < differences.abs().mean() < 0.25, differences.abs().mean()
 
 
+def save_qwen2(folder):
+    """A random Qwen2 with large biases of K, and two prompts."""
+    qwen2().bfloat16().save_pretrained(folder / "model")
+    (folder / "windows.json").write_text(json.dumps([torch.randint(2, 500, (n,)).tolist() for n in (700, 30)]))
+
+
 def test_offsets_of_biases(tmp_path):
-    """A random Qwen2 with large biases of K: the means are read from the checkpoint."""
-    qwen2().bfloat16().save_pretrained(tmp_path / "model")
-    (tmp_path / "windows.json").write_text(json.dumps([torch.randint(2, 500, (n,)).tolist() for n in (700, 30)]))
+    """The means are read from the checkpoint, and stay when an engine reloads its weights."""
+    save_qwen2(tmp_path)
     options = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
     files = tmp_path / "model", tmp_path / "windows.json", tmp_path / "found.json"
     exact = engine(*files, {ON_CPU: "0"}, **options)["logprobs"]
-    found = engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", **options)["logprobs"]
-    differences = torch.tensor(list(chain(*exact))) - torch.tensor(list(chain(*found)))
+    found = engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", reload=True, **options)
+    differences = torch.tensor(list(chain(*exact))) - torch.tensor(list(chain(*found["logprobs"])))
     assert 0 < differences.abs().mean() < 0.2, differences.abs().mean()  # measured: 0.08; 0.45 without means, and 0.84 by vLLM's FP8
+    assert found["again"]["logprobs"] == found["logprobs"]  # after the weights have been reloaded
+    own = {name: address for name, address in found["buffers"].items() if name.endswith("fp8attn_k_mean")}
+    assert len(own) == 4 and own.items() <= found["again"]["buffers"].items()  # where CUDA graphs read them
 
 
 def test_the_server_answers(tmp_path):
-    """And its metrics have the counts of overflows, from another process."""
+    """Processes are spawned, which get the backend by its name. The metrics have the counts of overflows, from another process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     variables = {ON_CPU: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     options = ["--kv-cache-dtype", "fp8", "--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", "--host", "127.0.0.1"]
     options += ["--port", url.rpartition(":")[2], "--additional-config", json.dumps({"fp8attn": {"count_overflows": True}})]
+    options += ["--attention-backend", NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", engines.STDLIB, *options]
     server = subprocess.Popen(command, env=os.environ | engines.ENVIRONMENT | variables)
     try:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..layout import HEADER, KeyDtype, KVPages, key_type, page_bytes
-from ..rotation import rotate
+from ..layout import HEADER, KeyDtype, KVPages, key_type, page_bytes, stored_mean
 from ..scales import LayerScales
 from .page_table import Change, PageTable
 
@@ -24,7 +23,7 @@ class LayerPages:
         device: the device of the pool.
     Attributes:
         pool: `[num_pages, num_kv_heads, page_bytes]` uint8. None before the first pages.
-        k_mean, v_mean: the means in the form of `KVPages`, K's rotated.
+        stored_k_mean, v_mean: the means in the form of `KVPages`.
     Raises:
         TypeError: `scales` are no `LayerScales`.
         ValueError: scales or means do not fit the layer.
@@ -61,10 +60,10 @@ class LayerPages:
         for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
             if mean is not None and mean.shape != (num_kv_heads, head_dim):
                 raise ValueError(f"{name} must be [{num_kv_heads}, {head_dim}]; got {list(mean.shape)}")
-        if k_mean is not None:
-            k_mean = (rotate(k_mean.float()) if rotate_keys else k_mean.float()).to(device, non_blocking=True)
-        self.k_mean = k_mean
-        self.v_mean = None if v_mean is None else v_mean.float().to(device, non_blocking=True)
+        k_mean, v_mean = (None if mean is None else mean.float() for mean in (k_mean, v_mean))
+        self.stored_k_mean, self.v_mean = (
+            None if mean is None else mean.to(device, non_blocking=True) for mean in (stored_mean(k_mean, rotate_keys), v_mean)
+        )
         self.key_dtype, self.rotate_keys = key_type(key_dtype), rotate_keys
         self.shape = num_kv_heads, page_bytes(head_dim)
         self.scales, self.device = scales, device
@@ -73,16 +72,16 @@ class LayerPages:
     @property
     def format(self) -> dict[str, Any]:
         """The static options that `dense.ops.run_from_dense` takes."""
-        return {"k_mean": self.k_mean, "v_mean": self.v_mean, "key_dtype": self.key_dtype, "rotate_keys": self.rotate_keys}
+        return {"stored_k_mean": self.stored_k_mean, "v_mean": self.v_mean, "key_dtype": self.key_dtype, "rotate_keys": self.rotate_keys}
 
-    def use_means(self, k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:
-        """Set the means to those of another cache's pages. K's mean is rotated already."""
-        self.k_mean, self.v_mean = (None if mean is None else mean.to(self.device) for mean in (k_mean, v_mean))
+    def use_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:
+        """Set the means to those of another cache's pages."""
+        self.stored_k_mean, self.v_mean = (None if mean is None else mean.to(self.device) for mean in (stored_k_mean, v_mean))
 
     def pages(self, table: PageTable, cache_seqlens: torch.Tensor) -> KVPages:
         """The layer as `KVPages`, for kernels. Makes the pool if there is none."""
         pool = self.fit(table.num_pages) if self.pool is None else self.pool
-        return KVPages.trusted(pool, table.page_table, cache_seqlens, self.k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
+        return KVPages.trusted(pool, table.page_table, cache_seqlens, self.stored_k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
 
     def fit(self, num_pages: int) -> torch.Tensor:
         """Allocate the pool, or enlarge it. New pages are zero, except for static scales."""

@@ -82,7 +82,8 @@ class PagedKVCache(Sequences):
         Raises:
             ValueError: shapes or lengths do not fit, or the layer has appended these tokens already.
             OutOfPagesError: the pool is of fixed size and too small.
-            RuntimeError: a static cache is full. On a GPU the error is raised later, when the host waits for it.
+            RuntimeError: a static cache is full. Nothing was changed. Only where the host does not know the lengths, after steps of
+                compiled code or of a CUDA graph, a GPU finds it, and the error is raised later, when the host waits for the GPU.
         """
         static_scales = self._layer(layer).scales is not None
         overflows = None if self.overflow_counts is None else self.overflow_counts.tensors[layer]
@@ -256,10 +257,11 @@ class PagedKVCache(Sequences):
         """Begin a step: reserve pages for all layers, and update the lengths on the host."""
         table, new = self.table, self._divide(num_tokens, lengths)
         cu_seqlens = None if lengths is None else table.to_device([0, *accumulate(new)], torch.int32)
-        longest, columns, begins, before = max(new), None, False, table.lengths
+        longest, columns, begins = max(new), None, False
+        before, counted = table.lengths, True
         if self._static is not None:
-            self._static.assert_fits(table.cache_seqlens[0], longest)
-            columns = self._static.columns(longest, self.device)
+            counted = self._static.begin(table, new, cu_seqlens)
+            columns = self._static.columns(before, longest) if counted else None
         elif longest <= table.headroom:
             table.advance(new, longest)
         elif not table.num_pages and lengths is None and self._begins_dense:
@@ -269,13 +271,13 @@ class PagedKVCache(Sequences):
         else:
             self._reserve([old + n for old, n in zip(before, new, strict=True)])
             table.advance(new, longest)
-        return Step(new, cu_seqlens, before, begins, columns)
+        return Step(new, cu_seqlens, before if counted else None, begins, columns)
 
     def _abandon(self, step: Step) -> None:
         """End a step whose first layer has failed."""
-        if self._static is None:
+        if step.before is not None:
             self.truncate(step.before)
-        self._step = None  # the static form has its lengths on the device only
+        self._step = None
 
     @property
     def _begins_dense(self) -> bool:
@@ -321,4 +323,4 @@ class PagedKVCache(Sequences):
             )
         if layer == 0:  # all layers have the same lengths
             self._static.assert_fits(self.table.cache_seqlens[0], k.shape[0] // self.num_seqs)
-        self._static.known_empty, self._step = False, None
+        self._static.counted, self._step = False, None

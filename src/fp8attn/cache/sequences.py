@@ -99,9 +99,9 @@ class Sequences:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each sequence. The static form reads them back from the device, which waits for the GPU."""
-        if self.max_seqlen is not None:
-            self.table.sync()
+        """Number of tokens of each sequence. After steps of compiled code or of a CUDA graph, the static form reads them back from the
+        device, which waits for the GPU."""
+        self._read_lengths()
         return tuple(self.table.lengths)
 
     @property
@@ -117,7 +117,7 @@ class Sequences:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors on the device, except counts: pages (also free ones), means, page table and lengths."""
-        held = [x for layer in self.layers for x in (layer.pool, layer.k_mean, layer.v_mean) if x is not None]
+        held = [x for layer in self.layers for x in (layer.pool, layer.stored_k_mean, layer.v_mean) if x is not None]
         return sum(x.nbytes for x in (*held, self.table.page_table, *self.table.cache_seqlens))
 
     def overflows(self) -> OverflowReport:
@@ -151,7 +151,7 @@ class Sequences:
         pages, step = self.pages(layer), self._step
         (seq,) = self.table.sequences([seq])
         length = self.lengths[seq]
-        if step is not None and self._static is None and layer not in step.pages:  # its append of this step is still to come
+        if step is not None and step.before is not None and layer not in step.pages:  # its append of this step is still to come
             length = step.before[seq]
         return pages.read(seq, length, dtype)
 
@@ -173,14 +173,13 @@ class Sequences:
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Keep the first `lengths` tokens of each sequence, or all if it has fewer, and release the pages after them.
 
-        Tokens that only some layers have appended are dropped. So `truncate` also ends a step that failed. The static form reads its
-        lengths back from the device first, which waits for the GPU.
+        Tokens that only some layers have appended are dropped. So `truncate` also ends a step that failed.
 
         Raises:
             ValueError: `lengths` is not one number of tokens for each sequence.
         """
         counts, step = self.table.counts(lengths), self._step
-        if step is not None and self._static is None and step.missing(len(self.layers)):
+        if step is not None and step.before is not None and step.missing(len(self.layers)):
             self.table.lengths = list(step.before)
         self._move(lambda table: table.truncate(counts))
 
@@ -217,8 +216,6 @@ class Sequences:
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """Make sequence `target` a copy of the first `length` tokens of `source` (None: of all its tokens). The two share pages.
 
-        The static form reads its lengths back from the device first, which waits for the GPU.
-
         Raises:
             ValueError: a sequence does not exist, `target` is `source`, or `source` has fewer tokens. Nothing was changed.
         """
@@ -234,10 +231,11 @@ class Sequences:
 
     def sync(self) -> None:
         """Read the lengths back from the device. Call it after other code appended to `pages` or changed its lengths."""
-        self.table.sync()
         self._step = None
-        if self._static is not None:
-            self._static.moved(self.table.lengths)
+        if self._static is None:
+            self.table.sync()
+        else:
+            self._static.read(self.table, complete=True)
 
     def fill(self, lengths: list[int], tables: list[list[int]], pools: list[torch.Tensor]) -> None:
         """Replace all tokens with those of other pools, one pool for each layer.
@@ -282,20 +280,24 @@ class Sequences:
             layer.apply(change, self.table)
 
     def _move(self, move: Callable[[PageTable], None]) -> None:
-        """Move sequences. The host does this, so the static form reads its lengths back from the device first."""
+        """Move sequences. The host does this, so the static form must know its lengths."""
         held = self._tensors()
-        if self._static is not None:
-            self.table.sync()
+        self._read_lengths()
         move(self.table)
         self._step = None
         self._renew(held)
         if self._static is not None:
             self._reserve([self._static.max_seqlen] * self.num_seqs)  # a step needs all pages again, and no shared page where it writes
-            self._static.moved(self.table.lengths)
+            self._static.counted = not self._static.captured  # the host has written the lengths of every layer
+
+    def _read_lengths(self) -> None:
+        """Read the lengths back from the device if the host does not know them, which waits for the GPU."""
+        if self._static is not None and not self._static.counted:
+            self._static.read(self.table, complete=self._step is None or not self._step.missing(len(self.layers)))
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Tensors that are replaced when they are too small. All layers replace them at the same time."""
-        return self.table.page_table, self.table.cache_seqlens[0], self.layers[0].pool
+        """Tensors that are replaced when they are too small. Layers can replace their pools apart, if a step was interrupted."""
+        return self.table.page_table, self.table.cache_seqlens[0], *(layer.pool for layer in self.layers)
 
     def _renew(self, held: tuple[torch.Tensor | None, ...]) -> None:
         """Make new `KVPages` if a tensor was replaced. Otherwise keep them, because compiled code and CUDA graphs refer to them."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
+from operator import add
+
 import torch
 
 from ..layout import KVPages
-from .page_table import num_pages_of
+from .page_table import PageTable, num_pages_of
+
+LARGER = "make it with a larger max_seqlen (FP8Cache: a larger max_cache_len)"
 
 
 class Step:
@@ -15,13 +20,15 @@ class Step:
         lengths: number of new tokens of each sequence.
         num_tokens, longest: the sum and the maximum of `lengths`.
         cu_seqlens: `[num_seqs + 1]` int32 on the device, cumulative `lengths` from 0. None: every sequence has `longest` tokens.
-        before: number of tokens of each sequence before the step.
+        before: number of tokens of each sequence before the step. None: the host does not know it.
         begins: whether these are the first tokens of a growing pool. Then `dense.ops.run_from_dense` makes the pages with their contents.
         columns: number of columns of the page table that have tokens after the step. None: the host does not know it; use all columns.
         pages: by layer that has appended, the pages that its attention reads.
     """
 
-    def __init__(self, lengths: list[int], cu_seqlens: torch.Tensor | None, before: list[int], begins: bool, columns: int | None) -> None:
+    def __init__(
+        self, lengths: list[int], cu_seqlens: torch.Tensor | None, before: list[int] | None, begins: bool, columns: int | None
+    ) -> None:
         self.lengths, self.cu_seqlens, self.before, self.begins, self.columns = lengths, cu_seqlens, before, begins, columns
         self.num_tokens, self.longest = sum(lengths), max(lengths)
         self.pages: dict[int, KVPages] = {}
@@ -32,39 +39,61 @@ class Step:
 
 
 class StaticForm:
-    """What the host knows about a static cache, whose steps can be compiled, or replayed in a CUDA graph, without the host.
+    """The static form of a cache, whose steps can be compiled, or replayed in a CUDA graph, without the host.
+
+    Appends that run on the host are counted there, for each sequence, and one that does not fit raises an error before anything is
+    written. The host does not see the steps of compiled code and of CUDA graphs. From then on the device compares its own lengths of
+    each sequence, until `sync` reads them back. Both count what each sequence gets.
 
     Attributes:
-        known_empty: True while the host knows that the cache has no tokens. False: it may have some.
-        captured: whether a CUDA graph contains an append. It can be replayed at any time.
+        max_seqlen: tokens that each sequence has pages for.
+        counted: whether the lengths of the page table on the host are right.
+        captured: whether a CUDA graph contains an append. It can be replayed at any time, so the host never counts again.
     """
 
     def __init__(self, max_seqlen: int) -> None:
         self.max_seqlen = max_seqlen
-        self.known_empty, self.captured = True, False
-
-    def columns(self, longest: int, device: torch.device) -> int | None:
-        """Number of columns of the page table that an append of `longest` tokens and its attention need; None: all.
-
-        Kernels are launched for the capacity of the table. If the host knows that the cache is empty, `longest` tokens are enough. A CUDA
-        graph needs all columns, because it can be replayed when the cache has more tokens.
-        """
-        self.captured = self.captured or _is_capturing(device)
-        narrow = self.known_empty and not self.captured
-        self.known_empty = False
-        return num_pages_of(longest) if narrow else None
-
-    def assert_fits(self, cache_seqlens: torch.Tensor, longest: int) -> None:
-        """Raise RuntimeError, on a GPU later, if tokens would exceed the sequence's pages. They would overwrite other tokens."""
-        torch._assert_async(
-            cache_seqlens.max() <= self.max_seqlen - longest,
-            "the cache is full: make it with a larger max_seqlen (FP8Cache: a larger max_cache_len). If other code than `append` wrote its "
-            "lengths, call sync() on the PagedKVCache",
+        self.counted, self.captured = True, False
+        self._full = (  # made once, because compiled code has it as a constant
+            f"the cache is full: a sequence would have more than max_seqlen={max_seqlen} tokens; {LARGER}. If other code than `append` "
+            "wrote its lengths, call sync() on the PagedKVCache"
         )
 
-    def moved(self, lengths: list[int]) -> None:
-        """Update what is known after sequences were moved."""
-        self.known_empty = not (self.captured or any(lengths))
+    def begin(self, table: PageTable, new: list[int], cu_seqlens: torch.Tensor | None) -> bool:
+        """Begin a step of `new` tokens of each sequence, and raise RuntimeError if they do not fit. Returns `counted`.
+
+        Args:
+            cu_seqlens: `[num_seqs + 1]` int32, cumulative `new` on the device. None: all sequences have the same number.
+        """
+        self.captured = self.captured or _is_capturing(table.device)
+        self.counted = self.counted and not self.captured
+        if not self.counted:
+            self.assert_fits(table.cache_seqlens[0], new[0] if cu_seqlens is None else cu_seqlens.diff())
+            return False
+        if max(map(add, table.lengths, new)) > self.max_seqlen:
+            seq, old, n = next(x for x in zip(count(), table.lengths, new) if x[1] + x[2] > self.max_seqlen)
+            raise RuntimeError(
+                f"the cache is full: sequence {seq} holds {old} tokens, {n} more were given, and max_seqlen is {self.max_seqlen}; {LARGER}"
+            )
+        table.advance(new, max(new))
+        return True
+
+    def columns(self, before: list[int], longest: int) -> int | None:
+        """Number of columns of the page table that an append of `longest` tokens and its attention need; None: all.
+
+        Kernels are launched for the capacity of the table. If the cache is empty, `longest` tokens are enough.
+        """
+        return None if any(before) else num_pages_of(longest)
+
+    def assert_fits(self, cache_seqlens: torch.Tensor, new: int | torch.Tensor) -> None:
+        """Raise RuntimeError, on a GPU later, if `new` tokens of each sequence exceed its pages. They would overwrite other tokens."""
+        held, most = (cache_seqlens + new, self.max_seqlen) if isinstance(new, torch.Tensor) else (cache_seqlens, self.max_seqlen - new)
+        torch._assert_async(held.max() <= most, self._full)
+
+    def read(self, table: PageTable, complete: bool) -> None:
+        """Read the lengths back from the device. They stay right if no layer's append of a step is still to come (`complete`)."""
+        table.sync()
+        self.counted = complete and not self.captured
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -13,8 +13,9 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..calibration import Method
 from ..errors import UsageError
+from ..extras import needs
 from ..layout import DEFAULT_KEY_DTYPE, PAGE_SIZE
-from . import fail, is_optional
+from . import fail
 from .evaluate import evaluate
 from .export import export
 from .options import CacheChoice, Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Scales, Text
@@ -28,9 +29,10 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
-            return super().invoke(ctx)
-        except (UsageError, ModuleNotFoundError) as error:
-            if ctx.params.get("debug") or (isinstance(error, ModuleNotFoundError) and not is_optional(error)):
+            with needs("cli"):
+                return super().invoke(ctx)
+        except UsageError as error:
+            if ctx.params.get("debug"):
                 raise
             fail(error)
             raise typer.Exit(2) from error
@@ -240,7 +242,7 @@ def warmup(
     backend: Annotated[Literal["auto", "hopper", "triton"], typer.Option(help="The backend.")] = "auto",
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
-    means: Annotated[bool, typer.Option(help="Also kernels with static means (FP8Cache.for_model).")] = False,
+    means: Annotated[bool, typer.Option(help="Also kernels with static means, for models with biases.")] = False,
     static_scales: Annotated[bool, typer.Option(help="Kernels for calibrated scales instead of the pages' own.")] = False,
     window: Annotated[bool, typer.Option(help="Also kernels with windows.")] = False,
     softcap: Annotated[bool, typer.Option(help="Attention has a softcap (read from a model's config).")] = False,

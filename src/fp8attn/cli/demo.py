@@ -59,7 +59,7 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
 
     out.rule(f"2. {name}: perplexity of Python code through each cache", align="left")
     names = ("bf16", "fp8", "scale-1", *(["transformers-fp8"] if hasattr(cache_utils, "Fp8QuantizedLayer") else []))
-    public = _perplexity(*first, text, CONTEXT, WINDOWS, {each: cache_factory(each, first[0].config) for each in names})
+    public = _perplexity(*first, text, CONTEXT, WINDOWS, {each: cache_factory(each, first[0]) for each in names})
     if first is not committed:
         out.print(f"8,192 tokens take minutes without a GPU: fp8attn evaluate perplexity --model {PUBLIC} --context 8192 --windows 1")
 
@@ -71,8 +71,8 @@ def run(folder: Path, device: str | None) -> dict[str, Any]:
         scales = calibrate(model, windows.split(1), progress=tick)
     write_scales(scales.save)
     out.print(sensitivity_table(scales))
-    caches = {each: cache_factory(each, model.config) for each in ("bf16", "fp8")}
-    static = {"fp8-static": cache_factory("fp8-static", model.config, scales=scales)}
+    caches = {each: cache_factory(each, model) for each in ("bf16", "fp8")}
+    static = {"fp8-static": cache_factory("fp8-static", model, scales=scales)}
     chunks = _perplexity(model, tokenizer, text, COMMITTED_CONTEXT, COMMITTED_WINDOWS, caches | static)
 
     out.rule("4. The same model finds needles in a haystack of Python code", align="left")
@@ -117,7 +117,7 @@ def _answer(model: Any, tokenizer: Any) -> dict[str, list[tuple[str, list[int]]]
         for name in ("bf16", "fp8"):
             found[name] = []
             for prompt in prompts:
-                cache, ids = cache_factory(name, model.config)(), encode(tokenizer, prompt, chat)["input_ids"].to(model.device)
+                cache, ids = cache_factory(name, model)(), encode(tokenizer, prompt, chat)["input_ids"].to(model.device)
                 last = prefill(model, ids, cache)
                 new, _ = decode_greedily(model, last, cache, ANSWER, done=lambda ids: bool(ids[0, -1] == end))
                 found[name].append((prompt, list(takewhile(lambda token: token != end, new[0].tolist()))))

@@ -32,8 +32,6 @@ Chunk = Annotated[int, typer.Option(help="Tokens of a forward during prefill.", 
 Stress = Annotated[
     int, typer.Option(help="Make K and V harder to quantize, by offsets and outlier channels that cancel: 0 (off) to 3.", min=0, max=3)
 ]
-Tasks = Annotated[
-    str, typer.Option("--task", help=f"Any of {', '.join(TASKS)}, joined by commas. All but the first need fp8attn\\[ruler].")
-]
+Tasks = Annotated[str, typer.Option("--task", help=f"Any of {', '.join(TASKS)}, joined by commas. All but the first need the extra ruler.")]
 KeyDtype = Annotated[layout.KeyDtype, typer.Option(help="The format of keys in the cache.")]
 RotateKeys = Annotated[bool, typer.Option(help="Whether the cache rotates keys before it quantizes them.")]

@@ -67,8 +67,8 @@ def sensitivity(
     backend: BackendName = "reference" if dtype == "float32" else "auto"
 
     def make(skip_layers: Sequence[int]) -> Any:
-        given: dict[str, Any] = {"model": loaded, "scales": loaded_scales, "skip_layers": skip_layers, "backend": backend}
-        return cache_factory(name, loaded.config, **given)()
+        given: dict[str, Any] = {"scales": loaded_scales, "skip_layers": skip_layers, "backend": backend}
+        return cache_factory(name, loaded, **given)()
 
     with progress("forwards") as tick:
         report = study.sensitivity(loaded, tokens[:count], make, name=name, chunk=chunk, progress=tick)

@@ -104,8 +104,7 @@ def makers(chosen: Mapping[str, KVScales | None], model: Any, max_cache_len: int
     """By name, a function that makes an empty cache for the model."""
     from ..evaluation.caches import cache_factory
 
-    options = {"model": model, "max_cache_len": max_cache_len}
-    return {name: cache_factory(name, model.config, scales=scales, **options) for name, scales in chosen.items()}
+    return {name: cache_factory(name, model, scales=scales, max_cache_len=max_cache_len) for name, scales in chosen.items()}
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:

@@ -10,7 +10,7 @@ import torch
 from .._torch_ops import resolve, unobserved
 from ..backends import find, load
 from ..derivatives import check_derivatives
-from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, check_tensor, key_type
+from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, check_means, key_type, stored_mean
 from ..params import BackendName
 from ..rope import both, check_device, dense_tables
 
@@ -35,9 +35,7 @@ def from_dense(
             f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty, head_dim one of {HEAD_DIMS}; "
             f"got {tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}"
         )
-    for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
-        if mean is not None:
-            check_tensor(mean, name, (k.shape[1], k.shape[3]), torch.float32, k.device)
+    check_means(k_mean, v_mean, (k.shape[1], k.shape[3]), k.device)
     if k.dtype == FP8:
         raise ValueError(
             f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
@@ -45,25 +43,25 @@ def from_dense(
         )
     cos, sin = _tables_if_any(k, rope_cos, rope_sin, rope_interleaved)
     return run_from_dense(
-        resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
-        key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
+        resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved,
+        stored_k_mean=stored_mean(k_mean, rotate_keys), v_mean=v_mean, key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
     )  # fmt: skip
 
 
 def run_from_dense(
     name: BackendName, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
-    rope_interleaved: bool, k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+    rope_interleaved: bool, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
     """`from_dense` with checked arguments, the resolved backend `name` and tables that `rope.dense_tables` made."""
     if unobserved(k):
         return load(name).from_dense(
-            k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean,
-            key_dtype=key_dtype, rotate_keys=rotate_keys,
+            k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, stored_k_mean=stored_k_mean,
+            v_mean=v_mean, key_dtype=key_dtype, rotate_keys=rotate_keys,
         )  # fmt: skip
     pool, table, lengths = torch.ops.fp8attn.from_dense(
-        k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, name
+        k, v, rope_cos, rope_sin, rope_interleaved, stored_k_mean, v_mean, key_dtype, rotate_keys, name
     )
-    return KVPages(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)
+    return KVPages(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
 
 
 def apply_rope(

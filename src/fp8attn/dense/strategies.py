@@ -29,7 +29,7 @@ def strategy(
         return _quantized_rows(k, v, k_rope, rope_interleaved, softmax_scale, rotate_keys)
     paged, (cos, sin) = find(backend, k.device, k.dtype), k_rope or (None, None)
     pages = paged.from_dense(
-        k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, k_mean=None, v_mean=None, key_dtype=key_type(key_dtype),
+        k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, stored_k_mean=None, v_mean=None, key_dtype=key_type(key_dtype),
         rotate_keys=rotate_keys,
     )  # fmt: skip
     return _over_pages(paged, pages, softmax_scale, rope_interleaved, k.shape[2])
@@ -46,7 +46,7 @@ def fp8_strategy(
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any FP32 numbers:
     # kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
     pages = paged.from_dense(
-        k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
+        k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, stored_k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
     )
     batch, heads = k.shape[:2]
     for scales, factor in ((pages.k_scale, q_scale), (pages.k_scale, k_scale), (pages.v_scale, v_scale)):

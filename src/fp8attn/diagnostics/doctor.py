@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from ..backends import DENSE_BACKENDS, unsupported_reason
+from ..extras import hint
 from ..kernels import fa3
 from ..scales import ranges
 from . import accumulation
 
 PACKAGES = {  # by name, what needs it
     "triton": "the GPU kernels",
-    "transformers": "models (pip install 'fp8attn[hf]')",
+    "transformers": f"models ({hint('hf')})",
     "safetensors": "saved scales",
-    "diffusers": "image and video models (pip install 'fp8attn[diffusers]')",
-    "matplotlib": "plots (pip install 'fp8attn[plot]')",
+    "diffusers": f"image and video models ({hint('diffusers')})",
+    "matplotlib": f"plots ({hint('plot')})",
 }
 
 
@@ -71,13 +72,13 @@ def diagnose(measure: bool = True) -> list[Check]:
 def examine(model: Any) -> list[Check]:
     """Check what the biases of a transformers model do to its K and V in 8 bits.
 
-    Names the layers that `FP8Cache.for_model` gives static means, and the layers whose K has an offset that no constant removes.
+    Names the layers that `FP8Cache` gives static means, and the layers whose K has an offset that no constant removes.
     """
     from ..integrations.transformers.biases import layer_biases
 
     biases = layer_biases(model)
     checks = [
-        Check(f"static means of {which.upper()}", "ok", f"layers {ranges(layers)}: from the model's biases (FP8Cache.for_model)")
+        Check(f"static means of {which.upper()}", "ok", f"layers {ranges(layers)}: from the model's biases")
         for which in "kv"
         if (layers := [index for index, found in biases.items() if getattr(found, f"{which}_mean") is not None])
     ]

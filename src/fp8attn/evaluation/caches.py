@@ -132,23 +132,21 @@ class E4M3Cache(DynamicCache):
 
 def cache_factory(
     name: str,
-    config: Any,
+    model: Any,
     *,
-    model: Any = None,
     scales: KVScales | None = None,
     max_cache_len: int | None = None,
     skip_layers: Collection[int] = (),
     backend: BackendName = "auto",
 ) -> MakeCache:
-    """A function that makes an empty cache of this name, for a model with this config.
+    """A function that makes an empty cache of this name for a model.
 
     Args:
         name: `bf16`: the baseline. `fp8`: fp8attn's default. `fp8-int8-keys`, `fp8-e4m3-keys`: fp8attn with keys in that format, whatever
             the default is. `fp8-e4m3-plain`: with E4M3 keys that are not rotated. `fp8-static`: with calibrated `scales`, and keys in the
             format of these scales. `scale-1`: a plain cast of K and V to E4M3. `transformers-fp8`: transformers' own FP8 cache (its first
             prefill attends in 16 bits, and it has one scale per tensor, from the first tokens).
-        config: the model's config.
-        model: the model; its biases give fp8attn's caches static means (`FP8Cache.for_model`). None: no means except those of `scales`.
+        model: a transformers model. The weights give fp8attn's caches static means (`FP8Cache`).
         scales: for `fp8-static`.
         max_cache_len: tokens that fp8attn's caches allocate from the start. None: they grow.
         skip_layers: numbers of the layers to keep in 16 bits, for fp8attn's caches and `scale-1`.
@@ -164,19 +162,17 @@ def cache_factory(
     if skip_layers and name in UNIFORM:
         raise UsageError(f"the cache {name!r} holds all layers in one format; it takes no skip_layers")
     if name == "bf16":
-        return lambda: BF16Cache(config)
+        return lambda: BF16Cache(model.config)
     if name == "scale-1":
-        return lambda: E4M3Cache(config, skip_layers=skip_layers)
+        return lambda: E4M3Cache(model.config, skip_layers=skip_layers)
     if name == "transformers-fp8":
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
             raise UsageError(f"the cache 'transformers-fp8' needs transformers 5.23 or newer; {transformers.__version__} is installed")
-        return lambda: QuantizedCache("fp8", config)
+        return lambda: QuantizedCache("fp8", model.config)
     options: dict[str, Any] = {"max_cache_len": max_cache_len, "skip_layers": skip_layers, "backend": backend}
     if scales is not None:
-        return lambda: FP8Cache(config, scales=scales, key_dtype=scales.key_dtype, rotate_keys=scales.rotate_keys, **options)
-    if model is not None:
-        return lambda: FP8Cache.for_model(model, **FORMATS[name], **options)
-    return lambda: FP8Cache(config, **FORMATS[name], **options)
+        return lambda: FP8Cache(model, scales=scales, key_dtype=scales.key_dtype, rotate_keys=scales.rotate_keys, **options)
+    return lambda: FP8Cache(model, **FORMATS[name], **options)
 
 
 def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..errors import UsageError
 from ..integrations.transformers import ATTN_IMPLEMENTATION
-from ..integrations.transformers.config import FULL, check_attention_interface, decoder_config, layers_of
+from ..integrations.transformers.config import FULL, layers_of, unsupported_reason
 from .caches import forward
 from .perplexity import by_token
 
@@ -57,7 +57,8 @@ class LayerRuns:
         if model.training:
             raise UsageError("the model is in training mode, in which dropout changes its predictions; call model.eval()")
         self.full = full_layers(model)
-        check_attention_interface(decoder_config(model.config))
+        if (reason := unsupported_reason(model.config)) is not None:
+            raise UsageError(reason)
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
         self.model, self.windows, self.make_cache, self.chunk = model, windows, make_cache, chunk
         runs = sum(count + -(-count // GROUP) for count in counts)  # with those of the 16-bit model

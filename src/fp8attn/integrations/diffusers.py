@@ -16,11 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel, WanTransformer3DModel
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from ..errors import UsageError
+from ..extras import needs
 from ..mode import AttentionPolicy, AttentionReport, fp8_attention
+
+with needs("diffusers"):
+    from diffusers import FluxTransformer2DModel, WanTransformer3DModel
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 BLOCKS = {  # where the blocks are, in the order in which they run
     WanTransformer3DModel: ("blocks",),

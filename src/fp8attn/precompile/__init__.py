@@ -90,7 +90,7 @@ def warmup(
         dtype: the model's dtype, bfloat16 or float16.
         backend: `"auto"`, `"hopper"` or `"triton"`, as in the calls.
         key_dtype, rotate_keys: the options of the cache (`PagedKVCache`).
-        means: also compile for static means of K, of V and of both (`FP8Cache.for_model`), four times as many kernels.
+        means: also compile for static means of K, of V and of both (models with biases), four times as many kernels.
         static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
         advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and neither those
             of `FP8Cache` nor dense calls. Attention over pages has the same kernels, with and without `out`.

@@ -188,8 +188,8 @@ def _quantize(layer: Layer, tokens: int) -> None:
     x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
     k_mean, v_mean = _means(layer)
     load(layer.backend).from_dense(
-        x, x, rope_cos=None, rope_sin=None, rope_interleaved=False, k_mean=k_mean, v_mean=v_mean, key_dtype=key_type(layer.key_dtype),
-        rotate_keys=layer.rotate_keys,
+        x, x, rope_cos=None, rope_sin=None, rope_interleaved=False, stored_k_mean=k_mean, v_mean=v_mean,
+        key_dtype=key_type(layer.key_dtype), rotate_keys=layer.rotate_keys,
     )  # fmt: skip
 
 

@@ -2,11 +2,12 @@
 
     import fp8attn.integrations.transformers as fp8
     model = AutoModelForCausalLM.from_pretrained(path)
-    model.generate(**inputs, past_key_values=fp8.FP8Cache.for_model(model))
+    model.generate(**inputs, past_key_values=fp8.FP8Cache(model))
 
 Importing this registers an attention function and a mask function under the new name `fp8_kv`, and under `fp8_observed` those with which
-calibration observes Q (`AttentionInterface.register`, `AttentionMaskInterface.register`). Nothing in transformers is replaced. Under any
-other attention implementation `FP8Cache` returns dequantized tensors: the same answers in the same memory, but slower.
+calibration observes Q (`AttentionInterface.register`, `AttentionMaskInterface.register`). Nothing in transformers is replaced.
+`FP8Cache(model)` sets the model's attention implementation to `fp8_kv`. Under any other the cache returns dequantized tensors: the same
+answers in the same memory, but slower.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -14,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .attention import fp8_kv_attention, fp8_kv_mask
 from .cache import FP8Cache, edge_layers
 from .calibrate import check_scales
-from .config import count_weights, shape_of
+from .config import count_weights, shape_of, unsupported_reason
 from .observe import OBSERVED, observed_attention, observed_mask
 from .pack import context_of, pack_tokens
 from .tensors import ATTN_IMPLEMENTATION
@@ -35,4 +36,5 @@ __all__ = [
     "fp8_kv_mask",
     "pack_tokens",
     "shape_of",
+    "unsupported_reason",
 ]

@@ -210,7 +210,7 @@ def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> Non
     if refused:
         raise ValueError(
             f"{_in_fp8(module)} and is called with {', '.join(refused)}, which fp8_kv does not support. Keep such layers in 16 bits "
-            "(FP8Cache(config, skip_layers=[...])), or read the same cache dequantized: model.set_attn_implementation('sdpa' or 'eager')"
+            "(FP8Cache(model, skip_layers=[...])), or read the same cache dequantized: model.set_attn_implementation('sdpa' or 'eager')"
         )
     if not torch.compiler.is_compiling() and (new := sorted(set(given) - _warned)):
         _warned.update(new)

@@ -12,13 +12,13 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 
 from ...cache import PagedKVCache
 from ...errors import UsageError
-from ...layout import DEFAULT_KEY_DTYPE, KeyDtype, KVPages, key_type
+from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages, key_type
 from ...overflow import OverflowReport
 from ...params import BackendName, check_backend
 from ...scales import KVScales
 from . import files
 from .biases import layer_biases, spread_layers
-from .config import FULL, UNQUANTIZED_LAYER_TYPES, check_attention_interface, decoder_config, layers_of
+from .config import FULL, decoder_config, layers_of, unsupported_reason
 from .layers import FP8Layer, FP8Layers
 from .tensors import ATTN_IMPLEMENTATION
 
@@ -31,15 +31,24 @@ def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
 class FP8Cache(Cache):
     """A transformers cache with FP8 pages in its full-attention layers: half the bytes of BF16.
 
+    The model's attention implementation is set to `fp8_kv`, which reads pages directly. If it is set to another one afterwards, the cache
+    returns dequantized K and V, which is slower.
+
+    Static means are read from the model's weights, where its biases are several deviations of K or V (`biases`). No data are needed. INT8
+    keys are rotated in every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation would spread a
+    large error over all channels: layers whose K has an offset that no static mean removes, because RoPE rotates it; and layers where large
+    channels of K meet small channels of Q.
+
     Sliding-window and chunked layers are transformers' own, in 16 bits, because a window does not grow. (Its masks grow with the prompt:
     for a long prompt, call `generate(..., prefill_chunk_size=8192)`.)
 
     Args:
-        config: the model's config (`model.config`). Its attention implementation is read at every step: `fp8_kv` gets the pages.
+        model: the transformers model that the cache is for, or a PEFT model of it.
         max_cache_len: number of tokens of the static form, which allocates all memory at once and needs no host work in a step. So decoding
-            compiles once (`generate` does so on a GPU) and runs in CUDA graphs. None: the cache grows with its tokens.
-        scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. None: each page has its own scales, and
-            no calibration is needed.
+            compiles once (`generate` does so on a GPU) and runs in CUDA graphs. None: the cache grows with its tokens. K's bias is averaged
+            over these positions (None: over the config's max_position_embeddings).
+        scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. They have means and a rotation of their
+            own, so the weights are not read. None: each page has its own scales, and no calibration is needed.
         key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
         skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `fp8attn
@@ -48,14 +57,14 @@ class FP8Cache(Cache):
         count_overflows: count values that saturate and scales of pages that grow, for `overflows`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`, for append and attention.
     Raises:
-        TypeError: `config` is not the config of a model, or `scales` are not `KVScales`.
-        UsageError: the model cannot be served (the message says what to use), `max_cache_len` is not a number of tokens, or the scales are
-            of another model, key_dtype or rotate_keys.
+        TypeError: `model` is not a transformers model, or `scales` are not `KVScales`.
+        UsageError: the model cannot be served (`unsupported_reason`; the message says what to use), `max_cache_len` is not a number of
+            tokens, or the scales are of another model, key_dtype or rotate_keys.
     """
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        model: PreTrainedModel,
         *,
         max_cache_len: int | None = None,
         scales: KVScales | None = None,
@@ -66,15 +75,26 @@ class FP8Cache(Cache):
         count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> None:
+        model = transformers_model(model)
+        self._build(model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend)
+        if scales is None:
+            self._read_weights(model)
+
+    def _build(
+        self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
+        skip_layers: Iterable[int] | Callable[[int], bool], key_dtype: KeyDtype, rotate_keys: bool, exact: bool, count_overflows: bool,
+        backend: BackendName,
+    ) -> None:  # fmt: skip
+        """Make the layers, without means from the model's weights, and set the model's attention implementation."""
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
             raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
         if scales is not None and not isinstance(scales, KVScales):
             raise TypeError(f"scales must be KVScales, as of KVScales.load(path); got {type(scales).__name__}")
         key_type(key_dtype)  # raises UsageError
         check_backend(backend)
-        specs, config = layers_of(config), decoder_config(config)
-        if config._attn_implementation == ATTN_IMPLEMENTATION:
-            check_attention_interface(config)
+        if (reason := unsupported_reason(model.config)) is not None:
+            raise UsageError(reason)
+        specs, config = layers_of(model.config), decoder_config(model.config)
         skipped = _skipped(skip_layers, config.num_hidden_layers)
         if scales is not None:
             full = next(spec for spec in specs if spec.kind == FULL)
@@ -90,74 +110,36 @@ class FP8Cache(Cache):
         length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
         layers, shared = [], FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend)
         for index, spec in enumerate(specs):
-            if spec.kind not in (FULL, *UNQUANTIZED_LAYER_TYPES):
-                raise UsageError(
-                    f"layer {index} of {config.model_type!r} is of type {spec.kind!r}; FP8Cache holds full, sliding and chunked attention. "
-                    "Use transformers' own cache for this model (DynamicCache(config=model.config))"
-                )
             if spec.kind == FULL and not skipped(index):
+                if spec.head_dim not in HEAD_DIMS:
+                    raise UsageError(
+                        f"layer {index} has head_dim {spec.head_dim}; FP8 pages take {HEAD_DIMS}. Keep such layers in 16 bits: "
+                        f"skip_layers={[i for i, each in enumerate(specs) if each.kind == FULL and each.head_dim not in HEAD_DIMS]}"
+                    )
                 own = None if scales is None else scales.layer(index)
                 layers.append(FP8Layer(index, shared, scales=own, rotate_keys=rotate_keys))
             else:
                 layers.append(plain[spec.kind](**{**spec.options, **length}))
-        if not any(isinstance(layer, FP8Layer) for layer in layers):
+        if not shared.layers:
             raise UsageError(
                 "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits. Use transformers' own cache "
                 "(DynamicCache(config=model.config))"
             )
         super().__init__(layers=layers)
         self.shared = shared
+        if config._attn_implementation != ATTN_IMPLEMENTATION:
+            model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
-    @classmethod
-    def for_model(
-        cls,
-        model: PreTrainedModel,
-        *,
-        max_cache_len: int | None = None,
-        scales: KVScales | None = None,
-        skip_layers: Iterable[int] | Callable[[int], bool] = (),
-        key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
-        rotate_keys: bool = True,
-        exact: bool = False,
-        count_overflows: bool = False,
-        backend: BackendName = "auto",
-    ) -> FP8Cache:
-        """The cache of `model.config`, with static means where the model's biases are several deviations of K or V (`biases`).
-
-        The model's attention implementation is set to `fp8_kv`, which reads pages directly. No data are needed. INT8 keys are rotated in
-        every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation would spread a large error
-        over all channels: layers whose K has an offset that no static mean removes, because RoPE rotates it; and layers where large
-        channels of K meet small channels of Q.
-
-        Args:
-            model: a transformers model.
-            max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend: as `FP8Cache` takes them. K's bias
-                is averaged over max_cache_len positions, or over the config's max_position_embeddings if max_cache_len is None. Calibrated
-                scales have means and a rotation of their own, so with `scales` the weights are not read.
-        Returns:
-            The `FP8Cache`.
-        Raises:
-            TypeError: `model` is not a transformers model.
-            UsageError: as `FP8Cache`.
-        """
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"FP8Cache.for_model takes a transformers model; got {type(model).__name__}. A config goes to FP8Cache(config)")
-        cache = cls(
-            model.config, max_cache_len=max_cache_len, scales=scales, skip_layers=skip_layers, key_dtype=key_dtype,
-            rotate_keys=rotate_keys, exact=exact, count_overflows=count_overflows, backend=backend,
-        )  # fmt: skip
-        check_attention_interface(decoder_config(model.config))
-        model.set_attn_implementation(ATTN_IMPLEMENTATION)
-        if scales is not None:
-            return cache
-        biases, spread = layer_biases(model, max_cache_len), spread_layers(model) if key_dtype == "e4m3" else ()
-        for index in cache.fp8_layers:
-            layer, found = cache.layers[index], biases.get(index)
+    def _read_weights(self, model: PreTrainedModel) -> None:
+        """Set static means and the rotation of each layer by the model's weights."""
+        e4m3 = self.shared.key_dtype == "e4m3"
+        biases, spread = layer_biases(model, self.shared.max_cache_len), spread_layers(model) if e4m3 else ()
+        for layer in self.shared.layers:
+            found = biases.get(layer.index)
             if found is not None:
                 layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
-            if key_dtype == "e4m3" and (index in spread or (found is not None and found.stands_out)):
+            if e4m3 and (layer.index in spread or (found is not None and found.stands_out)):
                 layer.rotate_keys = False
-        return cache
 
     def save(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
         """Write sequences to a safetensors file. `load` reads them in another process, so a prompt is prefilled once.
@@ -174,7 +156,7 @@ class FP8Cache(Cache):
     def load(
         cls,
         path: str | Path,
-        config: PreTrainedConfig,
+        model: PreTrainedModel,
         *,
         max_cache_len: int | None = None,
         device: torch.device | str | None = None,
@@ -185,13 +167,13 @@ class FP8Cache(Cache):
 
         Args:
             path: the file. Only tensors and strings are read; nothing in it is executed.
-            config: the config of the same model (`model.config`).
+            model: the same model. Its attention implementation is set to `fp8_kv`.
             max_cache_len, exact, backend: as `FP8Cache` takes them.
-            device: the model's device.
+            device: the device of the pages. None: the model's, which must not be offloaded.
         Raises:
             UsageError: the file does not exist, is damaged, or is of another model; the message says what differs.
         """
-        return files.load(cls, path, config, max_cache_len, device, exact, backend)
+        return files.load(cls, path, transformers_model(model), max_cache_len, device, exact, backend)
 
     @property
     def paged(self) -> PagedKVCache | None:
@@ -238,7 +220,7 @@ class FP8Cache(Cache):
         if lacking:
             raise ValueError(
                 f"{method} needs a cache that grows: transformers' static 16-bit layers ({', '.join(map(str, lacking))}) have none. "
-                "Use FP8Cache(config) without max_cache_len"
+                "Make the FP8Cache without max_cache_len"
             )
         layers = [self.shared, *(layer for layer in self.layers if not isinstance(layer, FP8Layer))]
         if method == "crop":  # a window that is full refuses: before any other layer is cropped
@@ -271,6 +253,26 @@ class FP8Cache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences with these indices."""
         self._all_layers("batch_select_indices", indices)
+
+
+def transformers_model(model: Any) -> PreTrainedModel:
+    """The transformers model in `model`, which may be a PEFT model.
+
+    Raises:
+        TypeError: there is none.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if isinstance(base, PreTrainedModel):
+        return base
+    if isinstance(model, PreTrainedConfig):
+        raise TypeError(
+            f"FP8Cache takes the model, and got its config ({type(model).__name__}): biases, which decide its static means, are in the "
+            "weights. Call FP8Cache(model, ...)"
+        )
+    raise TypeError(
+        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. Of a compiled or wrapped model, pass "
+        "the model inside"
+    )
 
 
 def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:

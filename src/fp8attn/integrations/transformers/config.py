@@ -11,8 +11,8 @@ from transformers import MODEL_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ...errors import UsageError
+from ...layout import HEAD_DIMS
 from ...plan import CacheShape
-from .tensors import ATTN_IMPLEMENTATION
 
 FULL = "full_attention"
 WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")
@@ -46,9 +46,46 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     Raises:
         TypeError: `config` is not the config of a model.
     """
+    return _checked(config).get_text_config(decoder=True)
+
+
+def _checked(config: PreTrainedConfig) -> PreTrainedConfig:
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"expected a transformers config (model.config); got {type(config).__name__}")
-    return config.get_text_config(decoder=True)
+    return config
+
+
+def unsupported_reason(config: PreTrainedConfig) -> str | None:
+    """Why `FP8Cache` cannot serve a model with this config, in one line; None if it can. Only the config is read, no weights.
+
+    Raises:
+        TypeError: `config` is not the config of a model.
+    """
+    try:
+        layers = layers_of(config)
+    except UsageError as error:
+        return str(error)
+    config = decoder_config(config)
+    for index, layer in enumerate(layers):
+        if layer.kind not in (FULL, *UNQUANTIZED_LAYER_TYPES):
+            return (
+                f"layer {index} of {config.model_type!r} is of type {layer.kind!r}; FP8Cache holds full, sliding and chunked attention. "
+                f"{_USE_DYNAMIC}"
+            )
+    if not calls_attention_interface(config):
+        return (
+            f"{config.model_type!r} computes its attention itself: it never calls the attention function that reads 8-bit pages. "
+            f"{_USE_DYNAMIC}"
+        )
+    if not (found := {layer.head_dim for layer in layers if layer.kind == FULL}) & {*HEAD_DIMS}:
+        return f"{config.model_type!r} has head_dim {', '.join(map(str, sorted(found)))}; FP8 pages take {HEAD_DIMS}. {_USE_DYNAMIC}"
+    v_head_dim = getattr(config, "v_head_dim", None)
+    if v_head_dim is not None and v_head_dim not in found:
+        return (
+            f"{config.model_type!r} has K of head_dim {', '.join(map(str, sorted(found)))} and V of {v_head_dim}; FP8 pages hold one "
+            f"head_dim for both. {_USE_DYNAMIC}"
+        )
+    return None
 
 
 def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
@@ -58,9 +95,7 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
         TypeError: `config` is not the config of a model.
         UsageError: the model is an encoder-decoder, has multi-head latent attention or cross-attention, or has no full-attention layer.
     """
-    if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"expected a transformers config, as in FP8Cache(model.config); got {type(config).__name__}")
-    if config.is_encoder_decoder:
+    if _checked(config).is_encoder_decoder:
         raise UsageError(
             f"{config.model_type!r} is an encoder-decoder, and fp8attn has no cache for cross-attention; "
             "use transformers' own cache (EncoderDecoderCache)"
@@ -132,21 +167,6 @@ def has_sinks(config: PreTrainedConfig) -> bool:
 def calls_attention_interface(config: PreTrainedConfig) -> bool:
     """Whether the model with this decoder's config calls transformers' attention interface, or computes its attention itself."""
     return getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)()
-
-
-def check_attention_interface(config: PreTrainedConfig) -> None:
-    """Refuse a model that computes its attention itself, and so never calls the attention function `fp8_kv`.
-
-    Args:
-        config: the decoder's.
-    Raises:
-        UsageError: the model does not call transformers' attention interface.
-    """
-    if not calls_attention_interface(config):
-        raise UsageError(
-            f"{config.model_type!r} computes its attention itself and never calls {ATTN_IMPLEMENTATION!r}, whose masks it would misread; "
-            "load it with attn_implementation='eager', under which FP8Cache(model.config) gives K and V dequantized"
-        )
 
 
 def count_weights(model: str, config: PreTrainedConfig) -> tuple[int, str]:

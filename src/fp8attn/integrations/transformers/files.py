@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import storage
@@ -41,27 +41,29 @@ def save(cache: FP8Cache, path: str | Path, config: PreTrainedConfig, seqs: Sequ
 
 
 def load(
-    make: type[FP8Cache], path: str | Path, config: PreTrainedConfig, max_cache_len: int | None, device: torch.device | str | None,
+    make: type[FP8Cache], path: str | Path, model: PreTrainedModel, max_cache_len: int | None, device: torch.device | str | None,
     exact: bool, backend: BackendName,
 ) -> FP8Cache:  # fmt: skip
     """The cache of a file of `save` (`FP8Cache.load`). `make` is FP8Cache."""
+    device = model.device if device is None else torch.device(device)
+    if device.type == "meta":
+        raise UsageError("the model's weights are offloaded, so the device that it runs on is not known; give it: load(..., device='cuda')")
     tensors, metadata = storage.read(path)
     if "model" not in metadata:
         raise UsageError(f"{path} holds pages without a model: fp8attn.PagedKVCache.load reads it, FP8Cache.load what FP8Cache.save wrote")
     try:
-        model, fp8_layers, key_dtype, saved_len = (
+        saved, fp8_layers, key_dtype, saved_len = (
             json.loads(metadata[name]) for name in ("model", "fp8_layers", "key_dtype", "max_cache_len")
         )
     except (KeyError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
-    cache = make(
-        config, max_cache_len=max_cache_len, skip_layers=lambda i: i not in fp8_layers, key_dtype=key_dtype, exact=exact, backend=backend,
-    )  # fmt: skip
+    cache = make.__new__(make)
+    cache._build(model, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, False, backend)  # means are in the file
     given = _model(cache.shared.config), list(cache.fp8_layers)
-    if given != (model, fp8_layers):
+    if given != (saved, fp8_layers):
         raise UsageError(
-            f"{path} is of another model: {model}, with FP8 layers {fp8_layers}; the config given is of {given[0]}, with {given[1]}. Load "
-            "it with that model's config, or prefill the prompt with this model"
+            f"{path} is of another model: {saved}, with FP8 layers {fp8_layers}; the model given is {given[0]}, with {given[1]}. Load it "
+            "with that model, or prefill the prompt with this one"
         )
     if max_cache_len != saved_len and any(name.startswith("layers.") for name in tensors):
         raise UsageError(

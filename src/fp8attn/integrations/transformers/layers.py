@@ -53,8 +53,7 @@ class FP8Layers:
         if head_dims[0] != head_dims[1] or head_dims[0] not in HEAD_DIMS:
             raise ValueError(
                 f"layer {index} has a K of head_dim {head_dims[0]} and a V of {head_dims[1]}; FP8 pages hold one head_dim for both, "
-                f"of {HEAD_DIMS}. Keep such layers in 16 bits (FP8Cache(config, skip_layers=[{index}, ...])), or use transformers' "
-                "own cache"
+                f"of {HEAD_DIMS}. Keep such layers in 16 bits (FP8Cache(model, skip_layers=[{index}, ...])), or use transformers' own cache"
             )
         batch, num_kv_heads, _, head_dim = key_states.shape
         scales = [layer.scales for layer in self.layers if layer.scales is not None]
@@ -86,7 +85,7 @@ class FP8Layers:
             raise ValueError(
                 f"layer {index} has {num_kv_heads} KV heads of {head_dim}, and this cache's FP8 layers have {paged.num_kv_heads} of "
                 f"{paged.head_dim}: they share one page table and one shape. Use a new FP8Cache for another model; keep layers of another "
-                f"shape in 16 bits (FP8Cache(config, skip_layers=[{index}, ...]))"
+                f"shape in 16 bits (FP8Cache(model, skip_layers=[{index}, ...]))"
             )
         if self.max_cache_len is not None or paged.num_pages:
             raise ValueError(
@@ -205,8 +204,7 @@ class FP8Layer(CacheLayerMixin):
             # Python shows a warning of one text from one line once.
             warnings.warn(
                 f"FP8Cache under attn_implementation={shared.implementation!r} dequantizes all of its K and V in every layer at every "
-                f"step, which is slower than a 16-bit cache. Call model.set_attn_implementation({ATTN_IMPLEMENTATION!r}), or make the "
-                "cache by FP8Cache.for_model(model), which does",
+                f"step, which is slower than a 16-bit cache. Call model.set_attn_implementation({ATTN_IMPLEMENTATION!r})",
                 stacklevel=2,
             )
         dtype = key_states.dtype

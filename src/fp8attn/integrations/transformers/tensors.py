@@ -29,7 +29,8 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
         `[num_seqs, num_kv_heads, length, head_dim]`: the values of `KVPages.read`, and zeros past `cache_seqlens`.
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
-    codes, scale, mean = getattr(pages, which), getattr(pages, f"{which}_scale"), getattr(pages, f"{which}_mean")
+    codes, scale = getattr(pages, which), getattr(pages, f"{which}_scale")
+    mean = pages.stored_k_mean if which == "k" else pages.v_mean
     # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
     x = codes.view(torch.uint8)[ids].view(codes.dtype).float()
     if which == "v":
@@ -72,7 +73,7 @@ class PagedTensor(torch.Tensor):
         self.which, self.backend, self.exact, self.pages = which, backend, exact, pages
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
-    _pool, _page_table, _cache_seqlens, _k_mean, _v_mean, _key_dtype, _rotate_keys = (
+    _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean, _key_dtype, _rotate_keys = (
         property(attrgetter(f"pages.{name}")) for name in FIELDS
     )
 
@@ -107,5 +108,5 @@ def pages_of(x: PagedTensor) -> KVPages:
     """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor subclass, and of its
     attributes traces only tensors."""
     if torch.compiler.is_compiling():
-        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._k_mean, x._v_mean, x._key_dtype, x._rotate_keys)
+        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._stored_k_mean, x._v_mean, x._key_dtype, x._rotate_keys)
     return x.pages

@@ -10,6 +10,7 @@ page of fp8attn: one run of bytes that depends on its 128 tokens alone. So prefi
 | `__init__.py` | `register` |
 | `backend.py` | what vLLM asks before the start |
 | `supported.py`, `refused.py` | which models and options are not supported, and why; other releases of vLLM |
+| `connectors.py` | blocks of other engines: which KV connectors, and the mark that tells formats apart |
 | `specs.py` | the bytes of a block, which vLLM's releases are told in different ways |
 | `metadata.py` | the sequences of a step, decodes first |
 | `impl.py` | the step of a layer: append, then attention |
@@ -23,25 +24,31 @@ Importing this module, `options.py` or `refused.py` does not import vLLM.
 
 from __future__ import annotations
 
+import copyreg
 import importlib.metadata
 import logging
 import os
 import re
+from functools import cache
+from typing import Any
 
 OLDEST, NEWEST = (0, 26), (0, 33)  # releases of vLLM that were run; docs/vllm.md says how
 ON_CPU = "FP8ATTN_VLLM_CPU"  # an environment variable, see `register`
 
-logger = logging.getLogger(__name__)
+NAME = "FP8ATTN"  # in releases of vLLM that take new names, from 0.32 on; the others have CUSTOM
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
 
 
 def register() -> None:
-    """Register the attention backend with vLLM: as `CUSTOM`, and as `FP8ATTN` in releases that take new names.
+    """Register the attention backend with vLLM: as `CUSTOM`, and as `FP8ATTN` in releases that take new names. It may be called again.
 
-    vLLM's platform for CPUs has one attention backend and takes no other by name. If the environment variable `FP8ATTN_VLLM_CPU` is 1, this
-    backend replaces it, with the slow backend `reference`; for tests.
+    vLLM's platform for CPUs takes no attention backend by name. If the environment variable `FP8ATTN_VLLM_CPU` is 1, this backend replaces
+    its own, with the slow backend `reference`; for tests. Otherwise a warning says that fp8attn is not used there.
 
     A release of vLLM that was not run is refused by name when the backend is chosen.
     """
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     path = f"{__name__}.backend.FP8AttentionBackend"
@@ -50,11 +57,43 @@ def register() -> None:
         path = f"{__name__}.refused.RefusedBackend"
     register_backend(AttentionBackendEnum.CUSTOM, path)
     if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32
-        register_backend("FP8ATTN", path)
-    if os.environ.get(ON_CPU) == "1":
+        register_backend(AttentionBackendEnum.__members__.get(NAME, NAME), path)  # a name can be made once, and replaced any time
+        copyreg.pickle(AttentionBackendEnum, _pickled)
+    if not current_platform.is_cpu():
+        return
+    on_cpu = os.environ.get(ON_CPU) == "1"
+    if on_cpu:
         if reason is not None:
             raise RuntimeError(reason)
-        register_backend(AttentionBackendEnum.CPU_ATTN, path)
+        for name in ("CPU_ATTN", "CPU_MLA", "AMX_MLA"):  # the last two to be refused with a reason
+            if name in AttentionBackendEnum.__members__:
+                register_backend(AttentionBackendEnum[name], path)
+    _say_what_cpus_use(on_cpu)
+
+
+def _pickled(member: Any) -> Any:
+    """How `AttentionBackendEnum` is pickled for a new process. The process reads vLLM's config before it calls `register`."""
+    return (_registered, ()) if member.name == NAME else member.__reduce_ex__(2)
+
+
+def _registered() -> Any:
+    """`AttentionBackendEnum.FP8ATTN`."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if NAME not in AttentionBackendEnum.__members__:
+        register()
+    return AttentionBackendEnum[NAME]
+
+
+@cache  # once in a process
+def _say_what_cpus_use(on_cpu: bool) -> None:
+    if on_cpu:
+        logger.warning("fp8attn: %s=1, so attention runs in fp8attn's backend reference, which is slow and made for tests", ON_CPU)
+    else:
+        logger.warning(
+            "fp8attn is installed and not used: vLLM ignores --attention-backend on a CPU, and its own FP8 cache has a scale of 1.0, which "
+            "loses accuracy. For a test of fp8attn set %s=1; otherwise leave out --kv-cache-dtype fp8", ON_CPU,
+        )  # fmt: skip
 
 
 def vllm_version() -> str:

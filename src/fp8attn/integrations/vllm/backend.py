@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ...layout import HEAD_DIMS, PAGE_SIZE
+from . import NAME
 from .impl import FP8AttentionImpl
 from .metadata import FP8AttentionMetadataBuilder
 from .specs import token_bytes, with_header
-from .supported import KV_CACHE_DTYPES, unsupported_layer
+from .supported import DTYPES, KV_CACHE_DTYPES, WHAT_TO_DO, unsupported_layer
 
 
 class FP8AttentionBackend(AttentionBackend):
     """vLLM's `AttentionBackend` describes the methods."""
 
     forward_includes_kv_cache_update = True  # `append` needs sequences and lengths, which vLLM's separate update does not get
-    supported_dtypes = (torch.bfloat16, torch.float16)
+    supported_dtypes = DTYPES
     supported_kv_cache_dtypes = KV_CACHE_DTYPES
 
     @staticmethod
     def get_name() -> str:
-        return "FP8ATTN" if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
+        return NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[FP8AttentionImpl]:
@@ -65,7 +65,7 @@ class FP8AttentionBackend(AttentionBackend):
     @classmethod
     def validate_configuration(cls, **options: Any) -> list[str]:
         """The reasons why these options are not supported. vLLM prints them and does not start."""
-        reasons = super().validate_configuration(**options)
+        reasons = [WHAT_TO_DO.get(reason, reason) for reason in super().validate_configuration(**options)]
         if options["use_mla"]:
             return reasons
         own = unsupported_layer(options["head_size"], options["kv_cache_dtype"], options["attn_type"], None, {})

@@ -1,4 +1,4 @@
-"""Static means from the biases of a checkpoint's projections, as `FP8Cache.for_model` reads them off a transformers model.
+"""Static means from the biases of a checkpoint's projections, as `FP8Cache` reads them off a transformers model.
 
 vLLM's layers have fused weights, divided over processes. So the few tensors that determine the means are read from the checkpoint, into a
 transformers model without memory for the others.
@@ -6,6 +6,7 @@ transformers model without memory for the others.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from functools import lru_cache
@@ -24,12 +25,18 @@ from ..transformers.config import decoder_config
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
 _PROJECTION = r"self_attn\.(k_proj|v_proj|qkv_proj)"
 _READ = re.compile(rf".*\blayers\.\d+\.({_PROJECTION}|input_layernorm)\.(weight|bias)")
+_IF_BIASES = (
+    "If its keys or values have large biases, as those of Qwen2 have, 8 bits lose accuracy: serve a folder of safetensors files or a model "
+    "in the cache of the Hugging Face Hub, or pass the option scales with a file of `fp8attn calibrate`"
+)
 _BIAS = re.compile(rf".*{_PROJECTION}\.bias")
 
 
 @lru_cache(maxsize=2)  # a model, and its draft model
 def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerBiases]:
-    """The means of a model's layers, by index. Empty if its projections have no biases, or cannot be read; the log has the reason.
+    """The means of a model's layers, by index. Empty if its projections have no biases, or cannot be read; then a warning has the reason.
+
+    Where the weights are quantized, biases are not: such a layer subtracts them whole, since how large they are beside K or V is unknown.
 
     Args:
         model: a folder, or the id of a model in the cache of the Hugging Face Hub.
@@ -37,17 +44,41 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
         context: positions over which K's bias is averaged.
     """
     try:
-        folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model, revision=revision, local_files_only=True))
-        checkpoint = Checkpoint.read(folder)
+        checkpoint = _checkpoint(model, revision)
         if not any(map(_BIAS.fullmatch, checkpoint.tensors)):
             return {}
         found = layer_biases(_attention_of(checkpoint), context)
     except (UsageError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: tensors of other shapes than the config says
-        logger.info("fp8attn: the biases of %s are not read, so there are no static means: %s", model, error)
+        logger.warning("fp8attn: the biases of %s cannot be read, so there are no static means. %s: %s", model, _IF_BIASES, error)
         return {}
+    if not found:
+        logger.warning("fp8attn: the biases of %s have a form that is not known, so there are no static means. %s", model, _IF_BIASES)
     used = sum(layer.k_mean is not None or layer.v_mean is not None for layer in found.values())
     logger.info("fp8attn: static means from the biases of %d layers", used)
     return found
+
+
+def identity(model: str, revision: str | None, context: int) -> bytes:
+    """Equal for engines whose means are equal. It is of the biases, because sums in another order give means that differ in the last bit.
+
+    Args:
+        model, revision, context: as of `means_of`.
+    """
+    means = [(index, kind, mean) for index, layer in sorted(means_of(model, revision, context).items())
+             for kind, mean in (("k", layer.k_mean), ("v", layer.v_mean)) if mean is not None]  # fmt: skip
+    if not means:
+        return b""
+    checkpoint = _checkpoint(model, revision)
+    found = hashlib.sha256(str(context).encode())
+    for name in sorted(filter(_BIAS.fullmatch, checkpoint.tensors)):
+        found.update(name.encode() + checkpoint.get(name).contiguous().view(torch.uint8).numpy().tobytes())
+    for index, kind, mean in means:
+        found.update(f"{index}{kind}".encode() + (mean != 0).numpy().tobytes())  # which channels have one depends on the weights, too
+    return found.digest()
+
+
+def _checkpoint(model: str, revision: str | None) -> Checkpoint:
+    return Checkpoint.read(model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True))
 
 
 def _attention_of(checkpoint: Checkpoint) -> nn.Module:
@@ -61,6 +92,9 @@ def _attention_of(checkpoint: Checkpoint) -> nn.Module:
         parent, _, own = name.rpartition(".")
         if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
             setattr(model.get_submodule(parent), own, type(module)(config=decoder_config(config)))
-        elif own in ("k_proj", "v_proj", "qkv_proj") and any(x.is_meta for x in module.parameters()):  # quantized
-            setattr(model.get_submodule(parent), own, nn.Identity())
+        elif own in ("k_proj", "v_proj", "qkv_proj") and isinstance(module, nn.Linear) and module.weight.is_meta:  # quantized
+            if module.bias is None or module.bias.is_meta:
+                setattr(model.get_submodule(parent), own, nn.Identity())
+            else:  # without a deviation every bias is large enough
+                module.weight = nn.Parameter(torch.zeros(()).expand(module.weight.shape), requires_grad=False)
     return model

@@ -15,6 +15,7 @@ from ...layout import HEADER, KVPages, key_type, page_bytes
 from ...overflow import OverflowCounts, OverflowReport
 from ...rotation import rotate
 from .biases import means_of
+from .connectors import check_marks, exchanges_blocks, mark_of, marks
 from .metadata import FP8AttentionMetadata
 from .options import Calibrated, Options, layer_number
 from .specs import BACKEND_IS_ASKED, of_layer
@@ -44,36 +45,63 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         **others: Any,
     ) -> None:
         config = get_current_vllm_config()
-        reason = unsupported_layer(head_size, kv_cache_dtype, attn_type, alibi_slopes, others) or unsupported_config(config)
+        self.options = Options.of(config.additional_config)
+        reason = unsupported_config(config, self.options)
+        reason = reason or unsupported_layer(head_size, kv_cache_dtype, attn_type, alibi_slopes, others)
         if reason is not None:
             raise UsageError(f"fp8attn cannot serve this model: {reason}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.window, self.softcap, self.sinks = sliding_window, logits_soft_cap or None, sinks
-        self.writes = kv_sharing_target_layer_name is None  # otherwise the pages are of another layer, which has written them
-        self.options = Options.of(config.additional_config)
+        self._target = kv_sharing_target_layer_name  # the layer whose pages this one reads, if it writes none
         self._config = config
         self._pool: torch.Tensor | None = None  # the pages in vLLM's allocation
         self._state: tuple[Any, ...] = ()  # the last fields of `KVPages`
         self._page_scales: torch.Tensor | None = None  # `Calibrated.page_scales`, on the device
+        self._calibrated: Calibrated | None = None  # what was put on the device
+        self._mark: int | None = None  # of pages, if other engines may bring some
         self.overflows: OverflowCounts | None = None
 
+    @property
+    def writes(self) -> bool:
+        """Whether the layer writes its pages. Otherwise another layer does."""
+        return self._target is None
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls this before it asks layers for the bytes of their blocks, and before it records CUDA graphs."""
+        """vLLM calls this before it asks layers for the bytes of their blocks and records CUDA graphs, and whenever it reloads weights."""
         for layer in self._config.compilation_config.static_forward_context.values():
             if getattr(layer, "impl", None) is self:
-                self._prepare(layer)
-                if not BACKEND_IS_ASKED:
-                    layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
+                if self._calibrated is None:
+                    self._prepare(layer)
+                    if not BACKEND_IS_ASKED:
+                        layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
+                self._fill(layer)
 
     def _prepare(self, layer: Any) -> None:
-        """Put what is static in the layer's pages, and its counts, on its device."""
+        """Allocate what is static in the layer's pages, and its counts, on its device."""
         device = layer._k_scale.device
-        k_mean, v_mean, self._page_scales = (None if x is None else x.to(device) for x in self._static(layer.layer_name))
-        self._state = k_mean, v_mean, key_type(self.options.key_dtype), True
+        self._calibrated = self._static(self._target or layer.layer_name)
+        stored_k_mean, v_mean, self._page_scales = (None if x is None else torch.empty_like(x, device=device) for x in self._calibrated)
+        self._state = stored_k_mean, v_mean, key_type(self.options.key_dtype), True
         if self.options.count_overflows and self.writes:
             self.overflows = OverflowCounts([layer_number(layer.layer_name) or 0], self.num_kv_heads, self.head_size, device)
+        if exchanges_blocks(self._config):
+            drafts = self._config.speculative_config  # a draft model's layers have the mark of the model, whose blocks they may share
+            model = self._config.model_config if drafts is None else drafts.target_model_config
+            self._mark = mark_of(self.options, model.model, model.revision, model.max_model_len)
+
+    def _fill(self, layer: Any) -> None:
+        """Write what is static. New weights change neither tensors, which CUDA graphs read, nor values, which cached pages depend on."""
+        names = "k_mean", "v_mean", "page_scales", "overflows"
+        values = *(self._calibrated or Calibrated()), None
+        counts = None if self.overflows is None else self.overflows.tensors[0]
+        for name, tensor, value in zip(names, (*self._state[:2], self._page_scales, counts), values, strict=True):
+            if tensor is None:
+                continue
+            if value is not None:
+                tensor.copy_(value)
+            layer.register_buffer(f"fp8attn_{name}", tensor, persistent=False)  # vLLM keeps buffers when its sleep mode discards weights
 
     def _static(self, layer_name: str) -> Calibrated:
         """From the file of the option `scales`, or means from the model's biases."""
@@ -124,6 +152,11 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             return output.zero_()
         if self._pool is None or self._pool.data_ptr() != kv_cache.data_ptr():
             self._bind(layer, kv_cache)
+        assert self._pool is not None
+        if self._mark is not None and not attn_metadata.checked:
+            attn_metadata.checked = True  # one layer is enough: all of a block is of one engine
+            for part in attn_metadata.parts:
+                check_marks(self._pool, part.page_table, self._mark)
         for part in attn_metadata.parts:
             pages = KVPages.trusted(self._pool, part.page_table, part.cache_seqlens, *self._state)
             tokens = part.tokens
@@ -149,25 +182,30 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                 f"and fp8attn needs {heads * size} bytes each without gaps; please report the model and the options"
             )
         self._pool = kv_cache.view(torch.uint8).view(blocks, heads, size)
-        if self._page_scales is not None:
+        # Appends leave what is written here: static scales, and marks.
+        if self._page_scales is not None or self._mark is not None:
             self._check_own_blocks(layer, kv_cache)
-            self._pool[:, :, -HEADER:].view(torch.float32)[:, :, :2] = self._page_scales  # nothing overwrites them
+        if self._page_scales is not None:
+            self._pool[:, :, -HEADER:].view(torch.float32)[:, :, :2] = self._page_scales
+        if self._mark is not None:
+            found = marks(self._pool)
+            found.copy_(torch.where(found == 0, self._mark, found))  # a connector may have brought pages before
 
     def _check_own_blocks(self, layer: Any, kv_cache: torch.Tensor) -> None:
-        """Static scales stay in blocks that nothing else writes to."""
+        """What is written once stays in blocks that nothing else writes to."""
+        remedy = "leave out static_scales" if self._page_scales is not None else "leave out --kv-transfer-config"
         for other in self._config.compilation_config.static_forward_context.values():
             blocks = getattr(other, "kv_cache", None)
             if other is layer or not isinstance(blocks, torch.Tensor) or not blocks.numel():
                 continue
             if not isinstance(other.impl, FP8AttentionImpl):  # vLLM would clear new blocks, which two precisions can share
                 raise UsageError(
-                    f"{other.layer_name} has another attention backend (as a draft model may have), and then vLLM clears blocks, with the "
-                    "static scales in them: leave out static_scales"
+                    f"{other.layer_name} has another attention backend (as a draft model may have), and then vLLM clears blocks, with what "
+                    f"fp8attn has written into them once: {remedy}"
                 )
-            if blocks.data_ptr() == kv_cache.data_ptr() and other.impl.writes:
+            if self._page_scales is not None and blocks.data_ptr() == kv_cache.data_ptr() and other.impl.writes:
                 raise UsageError(
-                    f"{layer.layer_name} shares its blocks with {other.layer_name}, as in models with and without windows: leave out "
-                    "static_scales"
+                    f"{layer.layer_name} shares its blocks with {other.layer_name}, as in models with and without windows: {remedy}"
                 )
 
 

@@ -52,7 +52,8 @@ class OverflowMetrics:
     def _publish(self, found: torch.Tensor) -> None:
         pages, rescaled, saturated = _counters()
         for counts, new in zip(self._counts, (found - self._published).tolist(), strict=True):
-            for kind, (tokens, cut, grown) in zip("kv", new, strict=True):
+            for kind, added in zip("kv", new, strict=True):
+                tokens, cut, grown = (max(one, 0) for one in added)  # counts begin anew if vLLM's sleep mode discards them
                 labels = {"layer": str(counts.layers[0]), "kind": kind}
                 pages.labels(**labels).inc(tokens * counts.num_kv_heads / PAGE_SIZE)
                 rescaled.labels(**labels).inc(grown)

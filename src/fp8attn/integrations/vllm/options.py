@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -19,11 +20,11 @@ class Calibrated(NamedTuple):
     """What is static in a layer's pages, on the CPU.
 
     Attributes:
-        k_mean, v_mean: `[heads, head_dim]` float32, K's rotated; None: zero.
+        stored_k_mean, v_mean: `[heads, head_dim]` float32, as `KVPages` has them; None: zero.
         page_scales: `[heads, 2]` float32, the scales of K and V of every page; None: each page has its own.
     """
 
-    k_mean: torch.Tensor | None = None
+    stored_k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
     page_scales: torch.Tensor | None = None
 
@@ -52,12 +53,23 @@ class Options:
         """The options in vLLM's `additional_config`.
 
         Raises:
-            UsageError: an option is unknown, has no such value, or needs another one.
+            UsageError: an option is unknown, has a value of another type, no such value, or needs another one.
         """
         given = additional_config.get("fp8attn", {}) if isinstance(additional_config, dict) else {}
+        if not isinstance(given, dict):
+            raise UsageError(f"additional_config['fp8attn'] must be a JSON object of options; got {given!r}")
+        if isinstance(additional_config, dict) and "fp8attn" not in additional_config:
+            for name in map(str, additional_config):
+                if difflib.get_close_matches("fp8attn", [name.lower()], cutoff=0.7):
+                    raise UsageError(f"additional_config has {name!r}: the options of fp8attn are under 'fp8attn'")
         names = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(names)):
             raise UsageError(f"additional_config['fp8attn'] has {', '.join(unknown)}; the options are {', '.join(names)}")
+        for name, value in given.items():
+            types = (str,) if name == "key_dtype" else (str, type(None)) if name == "scales" else (bool,)
+            if not isinstance(value, types):
+                wanted = "true or false, without quotes" if bool in types else "a string"
+                raise UsageError(f"additional_config['fp8attn'] has {name} {value!r}; it must be {wanted}")
         options = cls(**given)
         key_type(options.key_dtype)  # raises UsageError
         if options.static_scales and options.scales is None:
@@ -82,10 +94,10 @@ class Options:
         if number is None or number not in scales:  # layers with a window have none
             return Calibrated()
         layer = scales.layer(number)
-        k_mean, v_mean = rotate(layer.k_mean[heads]), layer.v_mean[heads].contiguous()
+        stored_k_mean, v_mean = rotate(layer.k_mean[heads]), layer.v_mean[heads].contiguous()
         if self.static_scales:  # kernels of static scales have both means (`precompile.warmup`)
-            return Calibrated(k_mean, v_mean, torch.stack([scale[heads] for scale in layer.page_scales], -1))
-        return Calibrated(k_mean if k_mean.any() else None, v_mean if v_mean.any() else None)
+            return Calibrated(stored_k_mean, v_mean, torch.stack([scale[heads] for scale in layer.page_scales], -1))
+        return Calibrated(stored_k_mean if stored_k_mean.any() else None, v_mean if v_mean.any() else None)
 
 
 def layer_number(layer_name: str) -> int | None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.attention.backend import AttentionType
 
-from ...layout import HEAD_DIMS
+from ...layout import HEAD_DIMS, PAGE_SIZE
+from .connectors import exchanges_blocks, unsupported_connector
+from .options import Options
 
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+DTYPES = (torch.bfloat16, torch.float16)
+_DTYPE = "the model's dtype must be bfloat16 or float16: pass --dtype bfloat16"
+WHAT_TO_DO = {  # instead of vLLM's own words
+    "dtype not supported": _DTYPE,
+    "block_size not supported": f"a block must have {PAGE_SIZE} tokens: leave out --block-size, or pass {PAGE_SIZE}",
+}
 
 
 def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_slopes: Any, others: dict[str, Any]) -> str | None:
@@ -29,11 +38,13 @@ def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_
     return None
 
 
-def unsupported_config(config: Any) -> str | None:
-    """Why this configuration of vLLM cannot be served, or None."""
+def unsupported_config(config: Any, options: Options) -> str | None:
+    """Why this configuration of vLLM cannot be served with these options of fp8attn, or None."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if model.use_mla:
         return "it has multi-head latent attention, which caches latents instead of K and V; leave out --attention-backend"
+    if model.dtype not in DTYPES:
+        return _DTYPE
     if model.is_hybrid:
         return "it has Mamba or linear attention layers, whose blocks have other sizes than pages; leave out --attention-backend"
     if cache.kv_cache_dtype_skip_layers:
@@ -45,4 +56,7 @@ def unsupported_config(config: Any) -> str | None:
         return "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
     if config.scheduler_config.disable_hybrid_kv_cache_manager and model.get_sliding_window():
         return "--disable-hybrid-kv-cache-manager makes other blocks for layers with a window; leave it out"
-    return None
+    if model.enable_sleep_mode and (options.static_scales or exchanges_blocks(config)):
+        what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
+        return f"--enable-sleep-mode discards blocks, with what is written into each of them once at the start: leave out it or {what}"
+    return unsupported_connector(config)

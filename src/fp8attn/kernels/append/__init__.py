@@ -62,7 +62,7 @@ def append(
     heads, head_dim = pages.num_kv_heads, pages.head_dim
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
     stored = row, is_native(device), pages.key_dtype == torch.int8, pages.rotate_keys, static_scales, advance
-    held = pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, overflows
+    held = pages.pool, pages.stored_k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, overflows
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
         queries, query_strides, query_shape = (None, None), (0, 0, 0, 0), (0, 0)
@@ -94,7 +94,7 @@ def append(
 
 def from_dense(
     k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-    k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+    stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
     """`reference.from_dense` with the same bits, except for the sign of NaN."""
     device = k.device
@@ -115,13 +115,14 @@ def from_dense(
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
     else:
         args = (
-            k, v, pool, k_mean, v_mean, table, lengths, None, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch, length,
+            k, v, pool, stored_k_mean, v_mean, table, lengths, None, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch,
+            length,
             heads, _columns_ahead(device, heads, row.width),
         )  # fmt: skip
         stored = row, is_native(device), key_dtype == torch.int8, rotate_keys, False, True
         given = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
         _launch_sequences(page_kernel, (2 * heads, columns), batch, args, given)
-    return KVPages.trusted(pool, table, lengths, k_mean, v_mean, key_dtype, rotate_keys)
+    return KVPages.trusted(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
 
 
 def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:

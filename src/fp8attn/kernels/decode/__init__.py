@@ -63,7 +63,7 @@ def attention(
     args = (
         q, stride_t, stride_h,
         *tiles(pages, width, width),
-        pages.pool, pages.k_mean, pages.v_mean, table, table.stride(0), lengths,
+        pages.pool, pages.stored_k_mean, pages.v_mean, table, table.stride(0), lengths,
         # The lengths are passed instead of arguments that are not given; the kernel does not read them.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
         out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,

@@ -105,9 +105,9 @@ def attention(
     else:
         target, target_lse = out, lse
     args = (
-        q, pages.pool, pages.k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q, None if splits > 1 else sinks,
-        leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0), max_seqlen_q, pages.num_kv_heads,
-        pages.num_seqs, blocks, splits, num_rows, float(softmax_scale), float(softcap), window,
+        q, pages.pool, pages.stored_k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q,
+        None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0),
+        max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = Options(
         int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, width=padded, group=group, rows=rows, tile=tile,

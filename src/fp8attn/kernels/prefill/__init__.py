@@ -104,8 +104,8 @@ def attention(
     args = (
         Tiles(q, queries), *page_tiles(pages, width, part),
         *((None, target) if outputs is None else (Tiles(out, outputs), None)),
-        target_lse, pages.pool, pages.k_mean, pages.v_mean, *((None, None) if new_keys else (table, pages.cache_seqlens)), cu_seqlens_q,
-        None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
+        target_lse, pages.pool, pages.stored_k_mean, pages.v_mean, *((None, None) if new_keys else (table, pages.cache_seqlens)),
+        cu_seqlens_q, None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
         *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides, new_keys,
     )  # fmt: skip
     launch(prefill_kernel, grid, args, given)

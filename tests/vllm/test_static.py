@@ -1,0 +1,134 @@
+"""What a layer writes once and keeps: means, static scales, marks, counts. It outlives new weights and sleep."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from types import SimpleNamespace
+
+from fp8attn import UsageError
+from fp8attn.integrations.vllm import metrics as metrics_module
+from fp8attn.integrations.vllm.connectors import marks
+from fp8attn.integrations.vllm.impl import overflows
+from tests.integrations.test_vllm import qwen2
+from tests.vllm.layers import GROUP, HEADS, LAYER, D, Step, connected, layer_impl, prompt
+
+ADDED = ["fp8attn_k_mean", "fp8attn_v_mean", "fp8attn_page_scales", "fp8attn_overflows"]
+
+
+def test_new_weights_leave_what_is_static_at_its_address(builder, monkeypatch, file_of_scales):
+    """vLLM prepares layers again after it has reloaded weights. CUDA graphs go on with the tensors, and metrics with the counts."""
+    given = {"fp8attn": {"scales": file_of_scales, "static_scales": True, "count_overflows": True}}
+    made, layer = layer_impl(monkeypatch, given)
+    cache = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
+    expected = prompt(builder, made, layer, cache)
+    before, counts = dict(layer.named_buffers()), made.overflows
+    assert list(before) == ADDED and not layer.state_dict()
+    for name in ADDED[:3]:
+        before[name].zero_()  # as if the memory had been discarded
+    made.process_weights_after_loading(torch.bfloat16)
+    assert made.overflows is counts and counts.tensors[0] is before[ADDED[3]] and counts.tensors[0][0, 0] == 200
+    assert {name: x.data_ptr() for name, x in layer.named_buffers()} == {name: x.data_ptr() for name, x in before.items()}
+    assert made._state[0] is before[ADDED[0]] and made._state[1] is before[ADDED[1]]
+    assert torch.equal(prompt(builder, made, layer, cache), expected)
+
+
+def test_what_is_static_outlives_sleep(builder, monkeypatch, file_of_scales):
+    """At level 2 vLLM discards weights, and saves and restores `named_buffers`."""
+    made, layer = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales, "count_overflows": True}}, sleep=True)
+    cache = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
+    expected = prompt(builder, made, layer, cache)
+    saved = {name: x.clone() for name, x in layer.named_buffers()}
+    assert list(saved) == [ADDED[0], ADDED[1], ADDED[3]]
+    for x in (*made._state[:2], made.overflows.tensors[0], cache):
+        x.fill_(0x7F)
+    for name, x in layer.named_buffers():
+        x.data.copy_(saved[name])
+    assert torch.equal(prompt(builder, made, layer, cache), expected)
+    assert overflows(layer).rows[0].tokens == 400
+
+
+def test_a_layer_that_shares_pages_has_the_means_of_its_target(monkeypatch, file_of_scales):
+    target, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}})
+    name = "model.layers.1.self_attn.attn"
+    made, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name, kv_sharing_target_layer_name=LAYER)
+    assert target.writes and not made.writes
+    for mean, expected in zip(made._state[:2], target._state[:2], strict=True):
+        assert expected.any() and torch.equal(mean, expected)
+    assert not layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name)[0].has_means  # its own number has none
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_blocks_of_an_engine_with_other_options_are_an_error(builder, monkeypatch, file_of_scales, fresh):
+    """Blocks that one engine wrote, in the cache of another, also if they arrive before the other's first step."""
+    connector = connected("ExampleConnector")
+    made, layer = layer_impl(monkeypatch, connector=connector)
+    written = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
+    prompt(builder, made, layer, written)
+    assert (marks(made._pool) == made._mark).all()  # and appends leave it
+    for options, ends in (({}, False), ({"key_dtype": "e4m3"}, True), ({"scales": file_of_scales}, True), ({"exact": True}, False)):
+        other, layer = layer_impl(monkeypatch, {"fp8attn": options}, connector=connector)
+        cache = torch.zeros_like(written)
+        if not fresh:
+            prompt(builder, other, layer, cache, length=20, table=[3])
+        cache[1:3] = written[1:3]
+        q, x = torch.randn(1, GROUP * HEADS, D), torch.randn(1, HEADS, D)
+        step = builder.build(0, Step([1], [201], [[1, 2]]))
+        if ends:
+            with pytest.raises(RuntimeError, match=r"a KV connector brought blocks of another format"):
+                other.forward(layer, q, x, x, cache, step, q * 0)
+        else:
+            assert other.forward(layer, q, x, x, cache, step, q * 0).isfinite().all() and step.checked
+
+
+def test_layers_of_a_draft_model_have_the_mark_of_the_model(monkeypatch, tmp_path):
+    """Groups of layers may share memory, and a page has one mark."""
+    qwen2(num_attention_heads=8, num_key_value_heads=4, hidden_size=8 * D).save_pretrained(tmp_path)
+    given = {"connector": connected("ExampleConnector"), "target": str(tmp_path)}
+    target, draft = (layer_impl(monkeypatch, checkpoint=x, ranks=2, **given)[0] for x in (tmp_path, "a draft without biases"))
+    assert target.has_means and not draft.has_means and target._mark == draft._mark
+    assert layer_impl(monkeypatch, connector=given["connector"])[0]._mark != target._mark
+
+
+def test_without_a_connector_pages_have_no_mark(builder, monkeypatch):
+    for connector in (None, connected("OffloadingConnector")):
+        made, layer = layer_impl(monkeypatch, connector=connector)
+        prompt(builder, made, layer, torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8))
+        assert made._mark is None and not marks(made._pool).any()
+
+
+def test_counts_need_the_option(monkeypatch):
+    with pytest.raises(UsageError, match=r"nothing was counted: pass .*count_overflows"):
+        overflows(layer_impl(monkeypatch)[1])
+
+
+def test_counts_are_metrics(builder, monkeypatch):
+    """A step publishes what is new since the last time, every 10 seconds."""
+    made, layer = layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}})
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: clock.now)
+    builder.metrics = metrics_module.OverflowMetrics([made.overflows])
+    cache = torch.zeros(3, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
+    for length, now in ((60, 103.0), (64, 111.0), (70, 112.0), (90, 122.0), (91, 123.0)):
+        clock.now = now
+        step = Step([length], [length], [[1, 2]])
+        x = torch.linspace(1, 9, length)[:, None, None].repeat(1, HEADS, D)  # every page's scale grows
+        made.forward(layer, x.repeat(1, GROUP, 1), x, x, cache, builder.build(0, step), torch.empty(length, GROUP * HEADS, D))
+    found = {
+        (sample.name, sample.labels["kind"]): sample.value
+        for counter in metrics_module._counters()
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
+    report = overflows(layer)
+    tokens = 60 + 64 + 70  # at the copy before the step of 90, which the last step has published
+    assert found["fp8attn:pages_total", "k"] == found["fp8attn:pages_total", "v"] == tokens * HEADS / 128
+    assert 0 < found["fp8attn:rescaled_pages_total", "k"] < report.rows[0].rescaled
+
+    made.overflows.reset()  # as if vLLM's sleep mode had discarded them; Prometheus takes no negative numbers
+    for now in (200.0, 201.0):
+        clock.now = now
+        builder.build(0, step)
+    assert not builder.metrics._published.any()
