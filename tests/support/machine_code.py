@@ -157,9 +157,11 @@ class Sass:
     def unset_register(self) -> str:
         """The first MMA or uniform instruction that reads a uniform register which not every path to it has written.
 
-        ptxas 12.8 shares what it computes of a wgmma descriptor between two branches, and may compute it in one of them only.
+        ptxas 12.8 shares what it computes of a wgmma descriptor between two branches, and may compute it in one of them only. A move of
+        such a register is no fault, but its result is unset, too: ptxas 13.4 moves all parts of a register pair and then writes one again.
         """
         reads, writes, follow = [], [], self.follow()
+        moves = [parts(text)[0] == "UMOV" for text in self.code]
         for text in self.code:
             name, operands = parts(text)
             operands = [x for x in operands if not re.fullmatch(r"!?U?P[T\d]", x)]
@@ -177,12 +179,12 @@ class Sass:
         todo = [0]
         while todo:
             i = todo.pop()
-            after = known[i] | writes[i]
+            after = known[i] - writes[i] if moves[i] and not reads[i] <= known[i] else known[i] | writes[i]
             for j in follow[i]:
                 if j < len(self.code) and (j not in known or not known[j] <= after):
                     known[j] = known[j] & after if j in known else after
                     todo.append(j)
-        return next((self.code[i] for i in sorted(known) if not reads[i] <= known[i]), "")
+        return next((self.code[i] for i in sorted(known) if not moves[i] and not reads[i] <= known[i]), "")
 
 
 def parts(text: str) -> tuple[str, list[str]]:

@@ -165,13 +165,15 @@ def _check(lines: list[str], reads: dict[int, list[_Copy]]) -> None:
     sources = {copy.line: copy.source for copies in reads.values() for copy in copies}
     unread = Counter(copy.line for copies in reads.values() for copy in copies)  # reads of each copy that have not ended
     held: Counter[str] = Counter()  # how many copies there are of a register whose reads have not ended
+    made: set[int] = set()
     groups: list[list[int]] = [[]]  # copies that running products read; the last group is not committed
     for i, line in enumerate(lines):
         if i in sources:
+            made.add(i)
             held[sources[i]] += 1
         elif i in reads:
             for copy in reads[i]:
-                if not held[copy.source]:
+                if copy.line not in made:
                     raise Unsafe(f"a product reads a copy of {copy.source} that is not made before it")
                 groups[-1].append(copy.line)
         elif "wgmma.commit_group" in line:
