@@ -123,6 +123,18 @@ def facts(built: Built) -> dict:
     }  # fmt: skip
 
 
+def overwritten_if_planted(case: str) -> tuple[str, str]:
+    """What `Sass.overwritten_operand` finds after an instruction that overwrites an operand of a running product was put behind it; and
+    that instruction."""
+    sass = build(launch(**CASES[case])).sass()
+    at = next(i for i, text in enumerate(sass.code) if "gsb0" in text and re.search(r"GMMA\S* R\d+, R\d+, gdesc", text))
+    register = re.search(r", (R\d+), gdesc", sass.code[at])[1]
+    planted = f"MOV {register}, RZ "
+    sass.code.insert(at + 1, planted)
+    sass.labels = {name: i + (i > at) for name, i in sass.labels.items()}
+    return sass.overwritten_operand(), planted
+
+
 def released_early(sass: Sass) -> str:
     """The first arrival that releases memory while products read it. Only V's release, the first arrival after a wait that ended products
     with V, may leave products under way, and only those of Q K, whose left operand is in shared memory."""
