@@ -7,10 +7,13 @@ pytest.importorskip("vllm")
 
 from types import SimpleNamespace
 
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+
 from fp8attn import UsageError
 from fp8attn.integrations.vllm import metrics as metrics_module
 from fp8attn.integrations.vllm.connectors import marks
 from fp8attn.integrations.vllm.impl import overflows
+from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from tests.integrations.test_vllm import qwen2
 from tests.vllm.layers import GROUP, HEADS, LAYER, D, Step, connected, layer_impl, prompt
 
@@ -132,3 +135,15 @@ def test_counts_are_metrics(builder, monkeypatch):
         clock.now = now
         builder.build(0, step)
     assert not builder.metrics._published.any()
+
+
+def test_one_builder_publishes_the_counts_of_all_layers(monkeypatch):
+    """vLLM may record drafts in CUDA graphs, and not ask the builder of the draft's layers any more."""
+    monkeypatch.setattr(AttentionMetadataBuilder, "__init__", lambda self, *given: None)
+    monkeypatch.setattr(AttentionMetadataBuilder, "_init_reorder_batch_threshold", lambda self, *given, **more: None)
+    names = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn", "draft_model.layers.0.self_attn.attn"]
+    made = [layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}}, name=name) for name in names]
+    layers = {"model.layers.0.mlp": SimpleNamespace()} | {name: layer for name, (_, layer) in zip(names, made, strict=True)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    target, draft = (FP8AttentionMetadataBuilder(None, own, config, torch.device("cpu")) for own in (names[:2], names[2:]))
+    assert target.metrics._counts == [impl.overflows for impl, _ in made] and draft.metrics is None

@@ -63,8 +63,9 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         layers = vllm_config.compilation_config.static_forward_context
-        counts = [counts for name in layer_names if (counts := layers[name].impl.overflows) is not None]
-        self.metrics = OverflowMetrics(counts) if counts else None
+        counts = {name: found for name, layer in layers.items() if (found := getattr(getattr(layer, "impl", None), "overflows", None))}
+        if next(iter(counts), None) in layer_names:  # of all layers: the builder of drafts does not build steps that CUDA graphs replay
+            self.metrics = OverflowMetrics(list(counts.values()))
         if device.type != "cpu":
             warm_up(vllm_config, layer_names, device)
 
@@ -76,7 +77,8 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
         return max_decode_query_len(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FP8AttentionMetadata:
-        self._publish()
+        if self.metrics is not None:
+            self.metrics.update()
         step = common_attn_metadata
         num_decodes, num_prompts, num_tokens, _ = split_decodes_and_prefills(step, decode_threshold=self.reorder_batch_threshold)
         lengths, table, bounds = step.seq_lens[: step.num_reqs], step.block_table_tensor[: step.num_reqs], step.query_start_loc
@@ -99,7 +101,6 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
         self, metadata: FP8AttentionMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> FP8AttentionMetadata:
         """The metadata of layers whose blocks are others (another group of vLLM's)."""
-        self._publish()
         done, parts = 0, []
         for part in metadata.parts:
             num_seqs, columns = part.page_table.shape
@@ -123,10 +124,6 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
 
     def update_draft_decode_metadata(self, metadata: FP8AttentionMetadata) -> None:
         """Nothing to do: a part of decodes has views of vLLM's buffers only."""
-
-    def _publish(self) -> None:
-        if self.metrics is not None:
-            self.metrics.update()
 
 
 def _of_prompts(table: torch.Tensor, num_decodes: int, columns: int) -> torch.Tensor:
