@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-MEASURED = {(3, 6): (12, 8), (3, 9): (13, 4)}  # by Triton, the ptxas with which it was measured
+MEASURED: dict[tuple[int, ...], tuple[int, ...]] = {(3, 6): (12, 8), (3, 9): (13, 4)}  # by Triton, the ptxas with which it was measured
 COPIES = (3, 9)  # the first Triton that may copy operands of wgmma
 
 

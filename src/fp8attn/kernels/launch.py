@@ -241,7 +241,8 @@ def _hooks() -> tuple[Any, Any]:
 def _as_before(kernel: triton.JITFunction) -> bool:
     """Whether a launch may use a kernel that was compiled before: there is no hook on launches, and no setting that changes the code."""
     runtime, stages = knobs.runtime, getattr(knobs.runtime, "add_stages_inspection_hook", None)
-    stages = stages.before if isinstance(stages, Hook) else stages  # ours changes only the kernel that its thread compiles
+    if stages is not None and isinstance(stages, Hook):
+        stages = stages.before  # ours changes only the kernel that its thread compiles
     return not (kernel.pre_run_hooks or runtime.debug or knobs.compilation.instrumentation_mode or stages)
 
 
