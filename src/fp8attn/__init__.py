@@ -21,6 +21,7 @@ from .scales import KVScales, LayerScales
 from .straight_through import fake_quantize
 
 if TYPE_CHECKING:
+    from .integrations.transformers import FP8Cache as FP8Cache
     from .integrations.transformers.calibrate import calibrate
 
 __version__ = "0.1.0"
@@ -55,7 +56,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `calibrate` when it is first used, because it needs transformers."""
+    """Import `FP8Cache` and `calibrate` when they are first used, because they need transformers."""
+    if name == "FP8Cache":
+        from .integrations.transformers import FP8Cache
+
+        return FP8Cache
     if name == "calibrate":
         from .integrations.transformers.calibrate import calibrate
 

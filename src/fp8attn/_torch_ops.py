@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import find
+from .contents import at_hand, check_appended, check_attended
 from .layout import FIELDS, PAGE_SIZE, KVPages, page_bytes
 from .params import AttentionParams, BackendName
 
@@ -47,7 +48,10 @@ _CHANGED_STATE = _STATE.replace("Tensor pool", "Tensor(a!) pool").replace("Tenso
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
     pages = KVPages.trusted(*args[: len(FIELDS)])
     q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, advance, overflows, backend = args[len(FIELDS) :]
-    find(backend, k.device, k.dtype).append(
+    found = find(backend, k.device, k.dtype)
+    if at_hand(k, found.name):
+        check_appended(pages, k.shape[0], cu_seqlens, max_seqlen, advance)
+    found.append(
         pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
         rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
     )  # fmt: skip
@@ -64,7 +68,10 @@ register(
 def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *options, backend = args[len(FIELDS) :]
     params = AttentionParams(*options)
-    out, lse = find(backend, q.device, q.dtype).attention(q, KVPages.trusted(*args[: len(FIELDS)]), params)
+    found, pages = find(backend, q.device, q.dtype), KVPages.trusted(*args[: len(FIELDS)])
+    if at_hand(q, found.name):
+        check_attended(pages, q.shape[0], params)
+    out, lse = found.attention(q, pages, params)
     return out, q.new_empty(0, dtype=torch.float32) if lse is None or not params.return_lse else lse
 
 

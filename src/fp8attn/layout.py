@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from .checks import check_flags, check_mean, check_size, check_tensor
 from .errors import UsageError
 from .params import BackendName
 from .rotation import rotate, rotate_back
@@ -77,30 +78,9 @@ def key_name(dtype: torch.dtype) -> KeyDtype:
     return "int8" if dtype == torch.int8 else "e4m3"
 
 
-def check_tensor(
-    x: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device, *, contiguous: bool = True
-) -> None:
-    """Raise ValueError, and say how to fix it, if a kernel cannot take the tensor's address. `dtype` None: any floating-point dtype."""
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor {tuple(shape)} on {device}; got {type(x).__name__}")
-    right_dtype = x.is_floating_point() if dtype is None else x.dtype == dtype
-    if x.shape != shape or not right_dtype or x.device != device:
-        wanted, given = ("floating point" if x is None else str(x).removeprefix("torch.") for x in (dtype, x.dtype))
-        raise ValueError(f"{name} must be {tuple(shape)} {wanted} on {device}; got {tuple(x.shape)} {given} on {x.device}")
-    if contiguous and not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous; got strides {x.stride()} for shape {tuple(x.shape)}: call .contiguous()")
-
-
 def stored_mean(k_mean: torch.Tensor | None, rotate_keys: bool) -> torch.Tensor | None:
     """`KVPages.stored_k_mean` of K's own mean."""
     return rotate(k_mean) if k_mean is not None and rotate_keys else k_mean
-
-
-def check_means(k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
-    """Raise ValueError unless the means that are given are `[num_kv_heads, head_dim]` float32."""
-    for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
-        if mean is not None:
-            check_tensor(mean, name, shape, torch.float32, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +116,9 @@ class KVPages:
     v_mean: torch.Tensor | None = None
     key_dtype: torch.dtype = KEY_TYPES[DEFAULT_KEY_DTYPE]
     rotate_keys: bool = True
+
+    # The lengths of the last append, if they differ and a `PagedKVCache` gave these pages: then no call may divide its tokens evenly.
+    ragged: ClassVar[tuple[int, ...] | None] = None
 
     def __post_init__(self) -> None:
         # Dynamo traces this with checked tensors, or with proxies to write its graph.
@@ -177,6 +160,12 @@ class KVPages:
         vars(pages).update(zip(FIELDS, fields, strict=True))
         return pages
 
+    def after(self, lengths: list[int]) -> KVPages:
+        """These pages after an append of `lengths` tokens, which differ."""
+        pages = KVPages.trusted(*self.state)
+        vars(pages)["ragged"] = tuple(lengths)
+        return pages
+
     @classmethod
     def empty(
         cls,
@@ -210,9 +199,13 @@ class KVPages:
         """
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
+        for size, name in ((num_pages, "num_pages"), (num_kv_heads, "num_kv_heads"), (num_seqs, "num_seqs"), (max_pages, "max_pages")):
+            check_size(size, name, 0)
+        check_flags(rotate_keys=rotate_keys)
         pool = torch.zeros(num_pages, num_kv_heads, page_bytes(head_dim), dtype=torch.uint8, device=device)
         entries = torch.arange(num_seqs * max_pages, dtype=torch.int32, device=device).view(num_seqs, max_pages)
-        check_means(k_mean, v_mean, (num_kv_heads, head_dim), pool.device)
+        for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
+            check_mean(mean, name, (num_kv_heads, head_dim), pool.device)
         return cls(
             pool,
             entries if entries.numel() <= num_pages else entries.zero_(),

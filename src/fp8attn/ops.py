@@ -14,8 +14,10 @@ import torch
 
 from ._torch_ops import resolve, unobserved
 from .backends import find, load
+from .checks import LARGEST, check_flags, check_is_tensor, check_number, check_tensor, check_tokens, is_whole
+from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
-from .layout import KVPages, check_tensor
+from .layout import KVPages
 from .params import AttentionParams, BackendName
 from .rope import both, check_rope
 
@@ -51,7 +53,7 @@ def append(
         q: `[T, num_q_heads, head_dim]`, the queries of the same tokens, to apply RoPE to in the same launch. Needs `rope_cos` and
             `rope_sin`.
         cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has T / num_seqs.
-        max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, tokens are lost.
+        max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, a GPU loses tokens.
             Without `cu_seqlens` leave it out.
         rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for K and Q (`rope.apply_rope`). None: no RoPE. V has no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
@@ -67,15 +69,20 @@ def append(
         The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.
     Raises:
         TypeError: `pages` is not a `KVPages`.
-        ValueError: a shape, dtype or backend does not fit; the message says what would.
+        ValueError: a shape, dtype or backend does not fit; the message says what would. On a CPU, and of the backend `reference`, also if
+            cu_seqlens, max_seqlen, the page table or the lengths contradict each other (`contents`): a GPU does not check them.
         RuntimeError: an input requires a gradient.
     """
     if not isinstance(pages, KVPages):
         raise _no_pages(pages, "append(pages, k, v)")
     name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
+    if not type(rope_interleaved) is type(static_scales) is type(advance) is bool:
+        check_flags(rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance)
     if overflows is not None:
         check_tensor(overflows, "overflows", (2, 3), torch.int64, k.device)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
+    if unobserved(k) and at_hand(k, name):
+        check_appended(pages, k.shape[0], cu_seqlens, max_seqlen, advance)
     return run_append(
         name, pages, k, v, q=q, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
         rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
@@ -152,34 +159,50 @@ def attention(
     `AttentionParams` has the shapes, dtypes and meanings of the options, and those of the arguments that are not listed here.
 
     Returns:
-        `out`, of q's shape and dtype, contiguous. Rows that see no key are zero, and so are rows after those of the last sequence. With
+        `out`, of q's shape and dtype, contiguous. Rows that see no key are zero, and so are, on a GPU, rows after those of the last
+        sequence (the padding of a CUDA graph). With
         `return_lse` also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and unspecified in rows
         after those of the last sequence.
     Raises:
         TypeError: `pages` is not a `KVPages`.
-        ValueError: a shape, dtype, option or backend does not fit; the message says what would.
+        ValueError: a shape, dtype, option or backend does not fit; the message says what would. On a CPU, and of the backend `reference`,
+            also if cu_seqlens_q, max_seqlen_q, the page table or the lengths contradict each other (`contents`): a GPU does not check them.
         RuntimeError: an input requires a gradient.
     """
     if not isinstance(pages, KVPages):
         raise _no_pages(pages, "attention(q, pages)")
+    check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
     if q.dim() == 4:
         raise ValueError(
             f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, 2).flatten(0, 1) if q is "
             "[B, num_q_heads, S, head_dim], q.flatten(0, 1) if it is [B, S, num_q_heads, head_dim]"
         )
+    check_tokens(q, "q", pages.device)
+    if cu_seqlens_q is None and pages.ragged is not None and sum(pages.ragged) == q.shape[0]:
+        raise ValueError(
+            f"q has a row for each of the {q.shape[0]} tokens of the last append, whose lengths {list(pages.ragged)} differ: give "
+            "cu_seqlens_q and max_seqlen_q, or call PagedKVCache.attention, which knows them"
+        )
     max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    _check_tokens(q, "q", pages.device)
     _, num_q_heads, q_dim = q.shape
     num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
     if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
         raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
-    if window is not None and (not causal or not isinstance(window, int) or window < 1):
+    if not type(causal) is type(rope_interleaved) is type(return_lse) is type(exact) is bool:
+        check_flags(causal=causal, rope_interleaved=rope_interleaved, return_lse=return_lse, exact=exact)
+    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= LARGEST):
         raise ValueError(
             f"window is an int, the number of keys that a causal query sees, so it needs causal=True and window >= 1; got {causal=}, "
-            f"{window=}"
+            f"{window=} (the most: {LARGEST:,})"
         )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
+    direct = unobserved(q)
+    if softcap is not None:
+        if direct:
+            check_number(softcap, "softcap", " > 0 (None for no cap)")
+        if softcap <= 0:
+            raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
+    if direct and softmax_scale is not None:
+        check_number(softmax_scale, "softmax_scale", " (None for 1 / sqrt(head_dim))")
     if sinks is not None:
         check_tensor(sinks, "sinks, one logit per query head,", (num_q_heads,), None, q.device)
     if leftpad_k is not None:
@@ -193,9 +216,12 @@ def attention(
         cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved,
         return_lse, exact,
     )  # fmt: skip
-    if unobserved(q):
+    if direct:
         taken = out if out is None or not out.data_ptr() & 15 else None  # kernels write 16 bytes at a time
-        result, lse = find(backend, q.device, q.dtype).attention(q, pages, params, taken)
+        found = find(backend, q.device, q.dtype)
+        if at_hand(q, found.name):
+            check_attended(pages, q.shape[0], params)
+        result, lse = found.attention(q, pages, params, taken)
     else:
         result, lse = torch.ops.fp8attn.attention(q, *pages.state, *params, resolve(backend, q))
     if out is not None and result is not out:
@@ -244,17 +270,18 @@ def check_append(
     """Make all checks of `append` that need no lengths, and return the resolved name of the backend. `cache` is a `KVPages`, or a
     `PagedKVCache`, which may have no pages yet."""
     device = cache.device
-    _check_tokens(k, "k", device)
+    check_tokens(k, "k", device)
+    check_is_tensor(v, "v", "[T, heads, head_dim]")
     if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
         raise ValueError(
             f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and of one dtype; "
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
-    _check_tokens(v, "v", device)
+    check_tokens(v, "v", device)
     if rope_cos is not None or rope_sin is not None:
         check_rope(k, *both(rope_cos, rope_sin))
     if q is not None:
-        _check_tokens(q, "q", device)
+        check_tokens(q, "q", device)
         if rope_cos is None or q.shape[::2] != k.shape[::2]:
             raise ValueError(
                 f"append applies RoPE to q, so q must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and needs rope_cos and rope_sin; "
@@ -268,16 +295,6 @@ def _no_pages(given: object, call: str) -> TypeError:
         f"{call} takes KVPages, and got {type(given).__name__}: of a PagedKVCache pass cache.pages(layer), or call its own append and "
         "attention"
     )
-
-
-def _check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
-    if x.dim() != 3 or x.stride(-1) != 1:
-        raise ValueError(
-            f"{name} must be [T, heads, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"
-        )
-    if x.device != device:
-        raise ValueError(f"the cache is on {device} and {name} is on {x.device}; move one of them")
-    check_derivatives(x)
 
 
 def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
@@ -303,7 +320,7 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens: torch.Tensor | None, m
     if cu_seqlens is not None:
         if max_seqlen is None:
             raise ValueError(f"{cu_name} needs {max_name}, the largest number of tokens of a sequence, as a Python int; got none")
-        if isinstance(max_seqlen, torch.Tensor) or max_seqlen < 0:
+        if not is_whole(max_seqlen) or not 0 <= max_seqlen <= LARGEST:
             raise ValueError(f"{max_name} must be a Python int >= 0, because the host sizes launches by it; got {max_seqlen!r}")
         check_tensor(cu_seqlens, cu_name, (pages.num_seqs + 1,), torch.int32, x.device)
         return max_seqlen

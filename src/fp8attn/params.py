@@ -30,7 +30,7 @@ class AttentionParams(NamedTuple):
 
     Attributes:
         cu_seqlens_q: `[num_seqs + 1]` int32, the index in T of each sequence's first query, then T. None: every sequence has T / num_seqs.
-        max_seqlen_q: the largest number of queries of a sequence. With a smaller number, rows of the output are unspecified.
+        max_seqlen_q: the largest number of queries of a sequence. With a smaller number, a GPU leaves rows of the output unspecified.
         causal: query i of n sees the keys up to its own position, `cache_seqlens - n + i`. False: it sees all keys of its sequence.
         softmax_scale: the factor of the scores.
         window: number of positions that a query sees: its own and the `window - 1` before it. 0: no window.

@@ -56,11 +56,6 @@ def append(
             continue
         first, offset = divmod(length, PAGE_SIZE)
         last = (length + end - start - 1) // PAGE_SIZE
-        if last >= pages.page_table.shape[1]:
-            raise ValueError(
-                f"sequence {seq} would have {length + end - start} tokens, and page_table has pages for "
-                f"{PAGE_SIZE * pages.page_table.shape[1]}: it must name a page for every token, as PagedKVCache.append makes sure"
-            )
         ids = pages.page_table[seq, first : last + 1].long()
         taken = KVPages.trusted(pages.pool[ids], *pages.state[1:])
         for kind, (x, codes, scale, pack, unpack) in enumerate(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .checks import check_is_tensor
+
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """Rotate the first `R` of `D` channels: `(a, b) -> (a cos - b sin, b cos + a sin)`.
@@ -50,6 +52,8 @@ def both(rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None) -> tuple[
     """The tables, where at least one is given."""
     if rope_cos is None or rope_sin is None:
         raise ValueError(f"give rope_cos and rope_sin together, or neither; rope_{'cos' if rope_cos is None else 'sin'} is None")
+    check_is_tensor(rope_cos, "rope_cos", "[T, R / 2]")
+    check_is_tensor(rope_sin, "rope_sin", "[T, R / 2]")
     return rope_cos, rope_sin
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from .errors import UsageError
+from .files import write_whole
 from .layout import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
 from .numerics import largest_code, needed_scale
 
@@ -186,7 +187,7 @@ class KVScales:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file and make the folders above it.
+        """Write a safetensors file as a whole, and make the folders above it.
 
         Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`, and `q_scale` if there is one. Its metadata has the other
         attributes, as strings.
@@ -200,8 +201,8 @@ class KVScales:
         metadata |= {"format": FORMAT, "rotate_keys": json.dumps(self.rotate_keys)}
         metadata["sqnr_db"] = json.dumps({str(index): list(db) for index, db in self.sqnr_db.items()})
         metadata["k_offsets"] = json.dumps({str(index): offset for index, offset in self.k_offsets.items()})
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(save(tensors, metadata))  # safetensors' own save_file ignores the umask and makes the file private
+        contents = save(tensors, metadata)  # safetensors' own save_file ignores the umask and makes the file private
+        write_whole(path, lambda draft: draft.write_bytes(contents))
 
     @classmethod
     def load(cls, path: str | Path) -> KVScales:

@@ -152,6 +152,22 @@ def test_a_deep_copy_goes_its_own_way(llama, static):
         close(ours, llama(ids[:, 130:], past_key_values=oracle).logits)
 
 
+def test_a_shallow_copy_and_odd_numbers_are_refused(llama):
+    cache = FP8Cache(llama)
+    with torch.no_grad():
+        llama(prompt()[:, :20], past_key_values=cache)
+    with pytest.raises(TypeError, match=r"would share its pages and append to them: use copy\.deepcopy\(cache\)"):
+        copy.copy(cache)
+    for call, message in (
+        (lambda: cache.crop("x"), "crop takes minus the number of tokens to forget, as in transformers; got 'x'"),
+        (lambda: cache.crop(-1.5), "crop takes minus the number of tokens.*; got -1.5"),
+        (lambda: cache.batch_repeat_interleave(2.5), "repeats must be a whole number from 1 to .*; got float 2.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert cache.get_seq_length() == 20
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_pickled_cache_goes_on(llama, static):
     """The pages are pickled as bytes, because torch cannot load a pickled FP8 tensor."""

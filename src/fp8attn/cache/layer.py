@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..checks import check_finite, check_is_tensor
 from ..layout import HEADER, KeyDtype, KVPages, key_type, page_bytes, stored_mean
 from ..scales import LayerScales
 from .page_table import Change, PageTable
@@ -58,8 +59,11 @@ class LayerPages:
                 raise ValueError("calibrated scales include means; leave out k_mean and v_mean")
             k_mean, v_mean = scales.k_mean, scales.v_mean
         for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
-            if mean is not None and mean.shape != (num_kv_heads, head_dim):
-                raise ValueError(f"{name} must be [{num_kv_heads}, {head_dim}]; got {list(mean.shape)}")
+            if mean is not None:
+                check_is_tensor(mean, name, f"[{num_kv_heads}, {head_dim}]")
+                if mean.shape != (num_kv_heads, head_dim):
+                    raise ValueError(f"{name} must be [{num_kv_heads}, {head_dim}]; got {list(mean.shape)}")
+                check_finite(mean, name)
         k_mean, v_mean = (None if mean is None else mean.float() for mean in (k_mean, v_mean))
         self.stored_k_mean, self.v_mean = (
             None if mean is None else mean.to(device, non_blocking=True) for mean in (stored_mean(k_mean, rotate_keys), v_mean)

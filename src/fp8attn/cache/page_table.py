@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checks import LARGEST
 from ..layout import PAGE_SIZE
 
 
@@ -213,7 +214,10 @@ class PageTable:
 
     def indices(self, given: Iterable[int] | torch.Tensor) -> list[int]:
         """The numbers of the sequences that `given` selects. It has numbers, or is a mask with a bool for each sequence."""
+        if isinstance(given, str) or not (hasattr(given, "tolist") or isinstance(given, Iterable)):
+            raise ValueError(f"indices must be numbers of sequences, or a mask with a bool for each; got {given!r}")
         chosen = given.tolist() if hasattr(given, "tolist") else list(given)
+        chosen = chosen if isinstance(chosen, list) else [chosen]
         if chosen and all(isinstance(i, bool) for i in chosen):
             if len(chosen) != self.num_seqs:
                 raise ValueError(f"a mask of sequences must have {self.num_seqs} entries, one for each; got {len(chosen)}")
@@ -229,8 +233,11 @@ class PageTable:
             counts = [operator.index(count) for count in given] if isinstance(given, Iterable) else [operator.index(given)] * self.num_seqs
         except TypeError:  # no integer
             counts = [-1]
-        if len(counts) != self.num_seqs or min(counts) < 0:
-            raise ValueError(f"lengths must be one count of tokens >= 0, or {self.num_seqs} of them, one for each sequence; got {given!r}")
+        if len(counts) != self.num_seqs or min(counts) < 0 or max(counts) > LARGEST:
+            raise ValueError(
+                f"lengths must be one count of tokens >= 0, or {self.num_seqs} of them, one for each sequence; got {given!r} "
+                f"(the most: {LARGEST:,})"
+            )
         return counts
 
     def to_device(self, values: list | torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

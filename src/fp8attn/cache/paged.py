@@ -10,6 +10,7 @@ from typing import Literal, overload
 import torch
 
 from .. import ops
+from ..checks import check_is_tensor
 from ..dense.ops import apply_rope, run_from_dense
 from ..layout import KVPages
 from ..params import BackendName
@@ -90,7 +91,7 @@ class PagedKVCache(Sequences):
         if torch.compiler.is_compiling():
             self._trace_append(layer, k, lengths)
             return ops.append(
-                self.pages(layer), k, v, q=q, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
+                self._layer_pages(layer), k, v, q=q, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
                 static_scales=static_scales, overflows=overflows, backend=self.backend,
             )  # fmt: skip
         name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
@@ -98,9 +99,9 @@ class PagedKVCache(Sequences):
         try:
             if step.begins:
                 rotated = self._begin(name, layer, k, v, q, step.longest, rope_cos, rope_sin, rope_interleaved)
-                pages = self.pages(layer)
+                pages = self._layer_pages(layer)
             else:
-                pages = self._pages[layer] or self.pages(layer)
+                pages = self._layer_pages(layer)
                 if step.columns is not None:
                     pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
                 rotated = ops.run_append(
@@ -117,13 +118,14 @@ class PagedKVCache(Sequences):
     def appended(self, layer: int) -> KVPages:
         """The pages of one layer after its last append, which its attention reads."""
         if torch.compiler.is_compiling():
-            return self.pages(layer)
+            return self._layer_pages(layer)
+        self._layer(layer)
         pages = None if self._step is None else self._step.pages.get(layer)
         if pages is None:
-            self._layer(layer)
             raise ValueError(
                 f"layer {layer} has appended no tokens since the cache was made, its sequences were moved, or another layer began a step: "
-                "call append(layer, k, v) first. To attend without an append, call fp8attn.attention(q, cache.pages(layer))"
+                "call append(layer, k, v) first. To attend without an append, call fp8attn.attention(q, cache.pages(layer), "
+                "cu_seqlens_q=..., max_seqlen_q=...) with the number of queries of each sequence"
             )
         return pages
 
@@ -186,6 +188,7 @@ class PagedKVCache(Sequences):
         if not torch.compiler.is_compiling():
             step = self._step
             assert step is not None  # `appended` has raised
+            check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
             if q.shape[0] != step.num_tokens:
                 raise ValueError(
                     f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths {step.lengths}); got "

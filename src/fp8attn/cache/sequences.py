@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..checks import LARGEST, check_flags, is_whole
 from ..errors import UsageError
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages
 from ..overflow import OverflowCounts, OverflowReport
@@ -16,6 +17,7 @@ from .layer import LayerPages
 from .page_table import Change, PageTable, num_pages_of
 from .step import StaticForm, Step
 
+MOST_SEQUENCES = 2**20  # each has lists on the host
 DROP = "drop the tokens of this step: cache.truncate(cache.lengths); of an FP8Cache, whose forward was interrupted: cache.reset()"
 
 
@@ -45,14 +47,18 @@ class Sequences:
         sizes = {
             "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen
         }  # fmt: skip
-        if any(size is not None and (not isinstance(size, int) or size < 1) for size in sizes.values()):
+        if any(size is not None and (not is_whole(size) or not 1 <= size <= LARGEST) for size in sizes.values()):
             given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
-            raise UsageError(f"{', '.join(sizes)} must be positive whole numbers; got {given}")
+            raise UsageError(f"{', '.join(sizes)} must be positive whole numbers; got {given} (the most: {LARGEST:,})")
+        if num_seqs > MOST_SEQUENCES:
+            raise UsageError(f"num_seqs must be at most {MOST_SEQUENCES:,}; got {num_seqs:,}")
         check_backend(backend)
         if max_seqlen is not None:
             if num_pages is not None:
                 raise UsageError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
             num_pages = num_seqs * num_pages_of(max_seqlen)
+            if num_pages > LARGEST:
+                raise UsageError(f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be {LARGEST:,}")
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.device = torch.empty(0, device=device).device  # with its index
@@ -61,18 +67,21 @@ class Sequences:
             _each(name, value, num_layers)
             for name, value in (("rotate_keys", rotate_keys), ("k_mean", k_mean), ("v_mean", v_mean), ("scales", scales))
         ]
+        check_flags(count_overflows=count_overflows)
+        for rotated in options[0]:
+            check_flags(rotate_keys=rotated)
         self.layers = [
             LayerPages(num_kv_heads, head_dim, key_dtype, rotated, k, v, own, self.device)
             for rotated, k, v, own in zip(*options, strict=True)
         ]
+        if num_pages is not None:  # before the page table, whose lists on the host are as long
+            for layer in self.layers:
+                layer.fit(num_pages)
         self.overflow_counts = OverflowCounts(num_layers, num_kv_heads, head_dim, self.device) if count_overflows else None
         self.table = PageTable(num_layers, num_seqs, num_pages, self.device)
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append
         self._pages: list[KVPages | None] = [None] * num_layers  # of each layer; valid until one of its tensors is replaced
-        if num_pages is not None:
-            for layer in self.layers:
-                layer.fit(num_pages)
         if max_seqlen is not None:
             self._reserve([max_seqlen] * num_seqs)
             self._mark_static()
@@ -84,10 +93,8 @@ class Sequences:
 
         It is valid until the next append or move of sequences, which may replace its tensors. The static form never replaces them.
         """
-        pages = self._pages[layer] if 0 <= layer < len(self.layers) else None
-        if pages is None:
-            pages = self._pages[layer] = self._layer(layer).pages(self.table, self.table.cache_seqlens[layer])
-        return pages
+        pages, step = self._layer_pages(layer), None if torch.compiler.is_compiling() else self._step
+        return pages if step is None or not step.ragged else pages.after(step.lengths)
 
     @property
     def num_layers(self) -> int:
@@ -223,7 +230,7 @@ class Sequences:
         self.check_complete("copy")
         held = self.lengths[source]
         length = held if length is None else length
-        if not 0 <= length <= held:
+        if not is_whole(length) or not 0 <= length <= held:
             raise ValueError(f"sequence {source} has {held} tokens, so length must be 0 to {held}; got {length}")
         if source == target:
             raise ValueError(f"sequence {source} cannot be copied onto itself; use truncate to shorten it")
@@ -309,7 +316,7 @@ class Sequences:
 
     def _mark_static(self) -> None:
         for layer in range(len(self.layers)):
-            for x in self.pages(layer).state:
+            for x in self._layer_pages(layer).state:
                 if isinstance(x, torch.Tensor):
                     torch._dynamo.mark_static_address(x)  # CUDA graphs write into it in place
         for x in () if self.overflow_counts is None else self.overflow_counts.tensors:
@@ -322,9 +329,16 @@ class Sequences:
                 f"{what} between the appends of a step: layers {missing} have not appended its tokens yet. Append them first, or {DROP}"
             )
 
+    def _layer_pages(self, layer: int) -> KVPages:
+        held = self._layer(layer)
+        pages = self._pages[layer]
+        if pages is None:
+            pages = self._pages[layer] = held.pages(self.table, self.table.cache_seqlens[layer])
+        return pages
+
     def _layer(self, layer: int) -> LayerPages:
-        if not 0 <= layer < len(self.layers):
-            raise ValueError(f"the cache has the layers 0 to {len(self.layers) - 1}; got {layer}")
+        if not is_whole(layer) or not 0 <= layer < len(self.layers):
+            raise ValueError(f"the cache has the layers 0 to {len(self.layers) - 1}; got {layer!r}")
         return self.layers[layer]
 
 

@@ -19,6 +19,7 @@ class Step:
     Attributes:
         lengths: number of new tokens of each sequence.
         num_tokens, longest: the sum and the maximum of `lengths`.
+        ragged: whether they differ.
         cu_seqlens: `[num_seqs + 1]` int32 on the device, cumulative `lengths` from 0. None: every sequence has `longest` tokens.
         before: number of tokens of each sequence before the step. None: the host does not know it.
         begins: whether these are the first tokens of a growing pool. Then `dense.ops.run_from_dense` makes the pages with their contents.
@@ -31,6 +32,7 @@ class Step:
     ) -> None:
         self.lengths, self.cu_seqlens, self.before, self.begins, self.columns = lengths, cu_seqlens, before, begins, columns
         self.num_tokens, self.longest = sum(lengths), max(lengths)
+        self.ragged = cu_seqlens is not None and min(lengths) < self.longest
         self.pages: dict[int, KVPages] = {}
 
     def missing(self, num_layers: int) -> str:

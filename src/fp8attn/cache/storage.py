@@ -24,8 +24,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
+from ..checks import check_tensor
 from ..errors import UsageError
-from ..layout import PAGE_SIZE, check_tensor, page_bytes
+from ..files import write_whole
+from ..layout import PAGE_SIZE, page_bytes
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
 from .page_table import num_pages_of
@@ -132,9 +134,9 @@ def _pools(
 
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a file and make the folders above it."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(to_bytes(tensors, metadata))  # safetensors' own save_file ignores the umask and makes the file private
+    """Write a file as a whole, and make the folders above it."""
+    contents = to_bytes(tensors, metadata)  # safetensors' own save_file ignores the umask and makes the file private
+    write_whole(path, lambda draft: draft.write_bytes(contents))
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

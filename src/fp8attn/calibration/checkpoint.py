@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ..errors import UsageError
+from ..files import write_whole
 
 FORMAT = "fp8attn.calibration.1"
 
@@ -52,10 +52,8 @@ class Checkpoint:
         """Write the state after means were computed from the batches `looked`, and the batches `counted` have been counted."""
         texts = [[text.count, text.digest] for text in (looked, counted)]
         metadata = {"format": FORMAT, "identity": json.dumps(self._identity), "texts": json.dumps(texts)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_name(f".{self.path.name}-{os.getpid()}")
-        draft.write_bytes(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata))
-        draft.replace(self.path)
+        contents = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+        write_whole(self.path, lambda draft: draft.write_bytes(contents))
 
     def load(self) -> tuple[dict[str, torch.Tensor], Text, Text] | None:
         """What `save` wrote last; None: there is no file.

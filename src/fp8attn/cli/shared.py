@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import UsageError
+from ..files import draft_of, is_special, write_whole
 
 if TYPE_CHECKING:
     from ..evaluation.outcomes import Outcome, Sample
@@ -44,25 +43,18 @@ def output(path: Path | None) -> Callable[[Callable[[Path], object]], object]:
     if path is None:
         return lambda save: None
     target = path.resolve()
-    draft = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
     with _writing(path):
-        if target.exists():
-            if not (target.is_file() or target.is_dir()):  # /dev/null or a pipe must not be replaced by a file
-                return lambda save: save(path)
-            target.open("ab").close()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft.open("wb").close()
-        draft.unlink()
+        if not is_special(target):
+            if target.exists():
+                target.open("ab").close()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            draft = draft_of(target)
+            draft.open("wb").close()
+            draft.unlink()
 
     def write(save: Callable[[Path], object]) -> None:
-        try:
-            with _writing(path):
-                save(draft)
-                if target.exists():
-                    shutil.copymode(target, draft)
-                draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+        with _writing(path):
+            write_whole(target, save)
 
     return write
 

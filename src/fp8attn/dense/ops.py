@@ -9,8 +9,8 @@ import torch
 
 from .._torch_ops import resolve, unobserved
 from ..backends import find, load
-from ..derivatives import check_derivatives
-from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, check_means, key_type, stored_mean
+from ..checks import check_dense, check_flags, check_mean
+from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, key_type, stored_mean
 from ..params import BackendName
 from ..rope import both, check_device, dense_tables
 
@@ -28,14 +28,16 @@ def from_dense(
     backend: BackendName,
 ) -> KVPages:
     """`KVPages.from_dense`, which describes the arguments."""
-    _check_dense(k, "k")
-    _check_dense(v, "v")
+    check_dense(k, "k")
+    check_dense(v, "v")
     if k.shape != v.shape or k.dtype != v.dtype or k.device != v.device or k.shape[3] not in HEAD_DIMS or not k.numel():
         raise ValueError(
             f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty, head_dim one of {HEAD_DIMS}; "
             f"got {tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}"
         )
-    check_means(k_mean, v_mean, (k.shape[1], k.shape[3]), k.device)
+    for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
+        check_mean(mean, name, (k.shape[1], k.shape[3]), k.device)
+    check_flags(rotate_keys=rotate_keys, rope_interleaved=rope_interleaved)
     if k.dtype == FP8:
         raise ValueError(
             f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
@@ -79,19 +81,11 @@ def apply_rope(
         ValueError: a shape, dtype or backend does not fit; the message says what would.
         RuntimeError: an input requires a gradient.
     """
-    _check_dense(x, "x")
+    check_dense(x, "x")
     cos, sin = _tables(x, *both(rope_cos, rope_sin), rope_interleaved)
     if unobserved(x):
         return find(backend, x.device, x.dtype).apply_rope(x, cos, sin, rope_interleaved)
     return torch.ops.fp8attn.apply_rope(x, cos, sin, rope_interleaved, resolve(backend, x))
-
-
-def _check_dense(x: torch.Tensor, name: str) -> None:
-    if x.dim() != 4 or x.stride(3) != 1:
-        raise ValueError(
-            f"{name} must be [B, heads, S, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"
-        )
-    check_derivatives(x)
 
 
 def _tables_if_any(

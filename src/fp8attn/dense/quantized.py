@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._torch_ops import register, unobserved
+from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import check_derivatives, derivative_reason
 from ..layout import FP8, HEAD_DIMS
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
@@ -56,6 +57,9 @@ def scaled_dot_product_attention_quantized(
         RuntimeError: a transform of torch.func is active (vmap, grad, jvp). An input that requires a gradient causes a warning.
     """
     _check_operands(query, key, value)
+    check_flags(is_causal=is_causal)
+    if scale is not None and not torch.compiler.is_compiling():
+        check_number(scale, "scale", " (None for 1 / sqrt(E))")
     check_backend(backend, DENSE_BACKENDS)
     for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
         _check_descale(descale, kind, name, query, key)
@@ -76,6 +80,7 @@ def _check_descale(descale: torch.Tensor | None, kind: int, name: str, query: to
         raise ValueError(f"{name}_descale_type must be DescaleType.PER_HEAD ({PER_HEAD}), got {kind}")
     if descale is None:
         return
+    check_is_tensor(descale, f"{name}_descale", "[B, H]")
     if descale.dtype != torch.float32:
         raise ValueError(f"{name}_descale must have dtype float32, got {descale.dtype}")
     if descale.device != query.device:
@@ -90,6 +95,8 @@ def _check_descale(descale: torch.Tensor | None, kind: int, name: str, query: to
 
 def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     tensors = query, key, value
+    for name, x in zip(("query", "key", "value"), tensors, strict=True):
+        check_is_tensor(x, name, "[B, H, S, D]")
     if any(x.dtype != FP8 for x in tensors):
         raise ValueError(
             f"query, key and value must be {FP8}, got {', '.join(str(x.dtype) for x in tensors)}; "

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from .._torch_ops import register, unobserved
 from ..backends import unsupported_reason
+from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, key_type
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
@@ -75,6 +76,18 @@ def fallback_reason(
         return f"the kernels take bfloat16 and float16, not {dtype}"
     # Dynamo cannot query the machine. The op does so when it runs, and raises an error if no backend can run.
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
+
+
+def _check_given(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, is_causal: bool, enable_gqa: bool, rotate_keys: bool
+) -> None:
+    """Raise ValueError for arguments that are no tensors, numbers or bools."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_is_tensor(x, name, "[B, H, S, D]")
+    if not type(is_causal) is type(enable_gqa) is type(rotate_keys) is bool:
+        check_flags(is_causal=is_causal, enable_gqa=enable_gqa, rotate_keys=rotate_keys)
+    if scale is not None and not torch.compiler.is_compiling():
+        check_number(scale, "scale", " (None for 1 / sqrt(head_dim))")
 
 
 def log_fallback(reason: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -147,6 +160,7 @@ def scaled_dot_product_attention(
     """
     key_type(key_dtype)  # raises ValueError
     check_backend(backend, DENSE_BACKENDS)
+    _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
     query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason is not None:
@@ -202,6 +216,7 @@ def rope_scaled_dot_product_attention(
         raise ValueError(f"give key_rope_cos and key_rope_sin together, or neither; {missing} is None")
     key_type(key_dtype)  # raises ValueError
     check_backend(backend, DENSE_BACKENDS)
+    _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
     query, key, value = autocast(query, key, value)
     reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
     if reason is None and query.dim() != 4:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, Cache
 
 from ...cache import PagedKVCache
+from ...checks import check_size, is_whole
 from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages, key_type
 from ...overflow import OverflowReport
@@ -228,6 +229,10 @@ class FP8Cache(Cache):
         for layer in layers:
             getattr(layer, method)(*args)
 
+    def __copy__(self) -> FP8Cache:
+        """Raise TypeError, as `PagedKVCache` does: a shallow copy would append to the pages of this cache."""
+        raise TypeError("a shallow copy of a cache would share its pages and append to them: use copy.deepcopy(cache)")
+
     def reset(self) -> None:
         """Drop all tokens of all layers. The growing form also frees its pages."""
         self._all_layers("reset")
@@ -238,8 +243,8 @@ class FP8Cache(Cache):
         Raises:
             ValueError: the number is positive.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove}")
+        if not is_whole(tokens_to_remove) or tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove!r}")
         self._all_layers("crop", tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -248,6 +253,7 @@ class FP8Cache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times. Copies of a sequence are neighbors."""
+        check_size(repeats, "repeats")
         self._all_layers("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

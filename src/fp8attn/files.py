@@ -1,0 +1,47 @@
+"""Files that are replaced as a whole: after a full disk or a kill, the older file is still there, complete."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def draft_of(target: Path) -> Path:
+    """A name beside `target`, with its suffix, that no other writer has."""
+    return target.with_name(f".{target.stem}-{secrets.token_hex(4)}{target.suffix}")
+
+
+def is_special(path: Path) -> bool:
+    """Whether `path` is a device or a pipe, which must be written to and not replaced."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def write_whole(path: str | Path, save: Callable[[Path], object]) -> None:
+    """Call `save` with the name of a draft beside `path`, and then move the complete file to `path`. Folders above it are made.
+
+    A file that exists keeps its permissions. A link stays, and the file it names is replaced.
+
+    Raises:
+        OSError: the file cannot be written. No file was changed.
+    """
+    target = Path(path).resolve()
+    if is_special(target):
+        save(target)
+        return
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = draft_of(target)
+    try:
+        save(draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, draft)
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""A file that exists is replaced as a whole, or stays as it is."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8attn import KVScales, LayerScales, PagedKVCache
+from fp8attn.files import write_whole
+
+
+def test_a_failure_leaves_the_older_file(tmp_path):
+    path = tmp_path / "deep" / "file.bin"
+    write_whole(path, lambda draft: draft.write_bytes(b"older"))
+
+    def fail(draft):
+        draft.write_bytes(b"part")
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        write_whole(path, fail)
+    assert path.read_bytes() == b"older" and list(path.parent.iterdir()) == [path]
+
+
+def test_permissions_and_links_stay(tmp_path):
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_bytes(b"older")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    write_whole(link, lambda draft: draft.write_bytes(b"newer"))
+    assert path.read_bytes() == b"newer" and path.stat().st_mode & 0o777 == 0o640 and link.is_symlink()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path, lambda draft: draft.write_bytes(b"newer"))
+
+
+@pytest.mark.parametrize("kind", ["cache", "scales"])
+def test_a_full_disk_leaves_what_was_saved_before(tmp_path, kind):
+    """The limit of a file's size stands for a full disk."""
+    path, size = tmp_path / "saved.safetensors", 20_000
+    saved(kind, 1).save(path)
+    held = path.read_bytes()
+    code = (
+        f"import resource, signal; from tests.test_files import saved; what = saved({kind!r}, 2)\n"
+        f"signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
+        f"what.save({str(path)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode and "File too large" in done.stderr
+    assert path.read_bytes() == held and list(tmp_path.iterdir()) == [path]
+
+
+def saved(kind: str, seed: int) -> PagedKVCache | KVScales:
+    """Something whose file has more than 20,000 bytes."""
+    torch.manual_seed(seed)
+    if kind == "cache":
+        cache = PagedKVCache(2, 64)
+        cache.append(0, torch.randn(300, 2, 64), torch.randn(300, 2, 64))
+        return cache
+    heads, dim = 64, 64
+    layer = LayerScales(torch.rand(heads) + 1, torch.rand(heads) + 1, torch.randn(heads, dim), torch.randn(heads, dim))
+    return KVScales({0: layer}, num_layers=1, num_kv_heads=heads, head_dim=dim)
