@@ -47,6 +47,9 @@ def append(
     bytes do not depend on how tokens are divided over calls. The page table must name a page for every token: `PagedKVCache.append`
     allocates these pages and then calls this function.
 
+    Inf saturates, and becomes finite. A NaN stays NaN. INT8 has none: a NaN in an INT8 K makes all tokens of its page NaN, or becomes zero
+    with `static_scales` (docs/numerics.md, "What is not finite").
+
     Args:
         pages: the cache. Its bytes and lengths change in place.
         k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence. The last dimension is contiguous.
@@ -62,8 +65,8 @@ def append(
             tokens already, as serving engines keep them, and do not change. Then nothing is written for a sequence that is shorter than its
             new tokens: it is padding of the batch.
         overflows: `[2, 3]` int64, counts of K and of V that this call adds to: tokens; values that a static scale cannot represent, which
-            saturate; how often a page's own scale grew after the page's first token. `OverflowCounts` makes and reads them. None: nothing
-            is counted.
+            saturate (or, of a NaN in INT8, become zero); how often a page's own scale grew after the page's first token. `OverflowCounts`
+            makes and reads them. None: nothing is counted.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
         The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from fp8attn import AttentionParams, KVPages, rope_scaled_dot_product_attention
 from fp8attn.dense import ops as dense_ops
-from fp8attn.dense.sdpa import _attend
+from fp8attn.dense.sdpa import attend_dense
 from fp8attn.kernels import prefill
 from fp8attn.kernels.append import apply_rope
 from fp8attn.layout import FP8
@@ -96,7 +96,7 @@ def test_whole_calls(lengths, head_dim, half, interleaved, causal):
             enable_gqa=True, **options,
         )  # fmt: skip
         turned = dense_ops.apply_rope(query, **q_rope, **options)
-        expected = _attend(turned, key, value, None, tuple(k_rope.values()), interleaved, causal, None, "int8", True, "auto")
+        expected = attend_dense(turned, key, value, None, tuple(k_rope.values()), interleaved, causal, None, "int8", True, "auto")
         assert torch.equal(out, expected)
 
 

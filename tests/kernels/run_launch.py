@@ -38,7 +38,7 @@ from fp8attn.kernels import append, combine, compile, decode, machine, prefill  
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
 from fp8attn.layout import FP8  # noqa: E402
-from fp8attn.precompile.calls import Layer, _attend, _quantize  # noqa: E402
+from fp8attn.precompile.calls import Layer, attend, quantize  # noqa: E402
 from fp8attn.precompile.target import TARGETS  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -227,9 +227,9 @@ def warmed() -> dict:
     compiled_as, answers = [], []
     layer = Layer(12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, sinks=True)  # as no other call here
     calls = [
-        lambda: _attend(layer, 2, 3, 1), lambda: _attend(layer, 33, 3, 1, leftpad=True, ragged=50),
-        lambda: _attend(layer, 1, 256, 0), lambda: _attend(layer, 1, 128, 64),
-        lambda: _quantize(layer, 300), lambda: _quantize(replace(layer, k_mean=False), 300),
+        lambda: attend(layer, 2, 3, 1), lambda: attend(layer, 33, 3, 1, leftpad=True, ragged=50),
+        lambda: attend(layer, 1, 256, 0), lambda: attend(layer, 1, 128, 64),
+        lambda: quantize(layer, 300), lambda: quantize(replace(layer, k_mean=False), 300),
     ]  # fmt: skip
     with recording(dry=True) as launches:
         for call in calls:

@@ -17,11 +17,12 @@ def test_a_whole_model_compiled_before(net, x, graphs, backend):
     plain = net(x)
     assert torch.equal(compiled(x), plain)
     for given in (policy, other, AttentionPolicy(min_length=1000), policy, other):
-        with fp8_attention(given, net) as report:
+        with fp8_attention(given, net) as eager:
             expected = net(x)
         with fp8_attention(given, compiled) as report:
             assert torch.equal(compiled(x), expected)
-    assert report.calls == 0  # the graphs were there
+        assert report.fp8_calls == report.calls == eager.fp8_calls
+    assert sum(row.compiled for row in report.rows) == 0  # the graphs were there
     assert graphs() == 4
     assert torch.equal(compiled(x), plain) and graphs() == 4
 
@@ -41,10 +42,53 @@ def test_a_model_compiled_by_its_blocks(graphs, x):
                 eager.step()
                 report.step()
         if again == 0:
-            assert {row.reason: row.compiled for row in report.rows} == {
-                "left out by steps": 1, "left out by skip_first": 1, None: 1, "left out by skip_last": 1,
-            }  # fmt: skip
+            assert [(row.name, row.reason) for row in report.rows if row.compiled] == [
+                ("blocks.0", "left out by steps"), ("blocks.0", "left out by skip_first"), ("blocks.1", None),
+                ("blocks.8", "left out by skip_last"),
+            ]  # fmt: skip
+            assert all(row.compiled <= 1 for row in report.rows)
+            assert {row.name: (row.layer, row.calls) for row in report.rows if row.calls} == {f"blocks.{i}": (i, 2) for i in range(1, 8)}
+        assert report.fp8_calls == report.calls == eager.fp8_calls
     assert graphs() == 4
+
+
+def test_the_report_counts_what_compiled_code_ran_in_fp8(net, x, graphs):
+    """Not only what was compiled; and it says that runs of torch's own function in compiled code are not counted."""
+    compiled = torch.compile(net, fullgraph=True, backend="eager")
+    with fp8_attention(AttentionPolicy(min_length=1, skip_last=2), compiled) as report:
+        for _ in range(3):
+            compiled(x)
+    [fp8] = [row for row in report.rows if row.reason is None]
+    assert (fp8.calls, fp8.compiled, fp8.queries, fp8.keys, fp8.heads) == (9, 3, (40, 40), (40, 40), (2, 2))
+    first, _, *rows = str(report).splitlines()
+    assert first == "9 of 9 calls in FP8; 2 compiled with torch's own SDPA, whose runs are not counted"
+    assert [row.split()[2:4] for row in rows] == [["9", "3"], ["0", "2"]]
+
+
+def test_the_report_names_modules_that_are_compiled(net, x, graphs):
+    for block in net.blocks:
+        block.attention.compile(fullgraph=True, backend="eager")
+    with fp8_attention(ANY, net) as report:
+        net(x)
+        net(x)
+    ran = {row.name: (row.layer, row.calls) for row in report.rows if row.calls}
+    assert ran == {f"blocks.{i}.attention": (i, 2) for i in range(5)}
+    assert report.fp8_calls == report.calls == 10
+
+
+def test_runs_of_a_graph_count_in_the_context_that_runs_it(net, x, graphs):
+    """One graph in two contexts, nested contexts, and outside, in another thread."""
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with fp8_attention(ANY, net) as first:
+        compiled(x)
+    with fp8_attention(ANY, net) as second:
+        compiled(x)
+        thread = threading.Thread(target=lambda: torch.inference_mode()(compiled)(x))
+        thread.start()
+        thread.join()
+    with fp8_attention(ANY) as outer, fp8_attention(ANY, net) as inner:
+        compiled(x)
+    assert [report.fp8_calls for report in (first, second, outer, inner)] == [5, 5, 0, 5]
 
 
 def test_a_context_inside_of_what_is_compiled(net, x, graphs):

@@ -15,6 +15,7 @@ from ..dense.ops import apply_rope, run_from_dense
 from ..layout import KVPages
 from ..params import BackendName
 from . import storage
+from .ahead import Attention
 from .sequences import DROP, Sequences
 from .step import Step
 
@@ -97,6 +98,8 @@ class PagedKVCache(Sequences):
         name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
         step = self._join(layer, k.shape[0], lengths)
         try:
+            if not step.pages:
+                self.ahead.begin(self, name, k.dtype, step, rope_cos is not None)
             if step.begins:
                 rotated = self._begin(name, layer, k, v, q, step.longest, rope_cos, rope_sin, rope_interleaved)
                 pages = self._layer_pages(layer)
@@ -196,6 +199,11 @@ class PagedKVCache(Sequences):
                     f"{tuple(q.shape)}. For other queries call fp8attn.attention(q, cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...)"
                 )
             cu_seqlens, longest = step.cu_seqlens, None if step.cu_seqlens is None else step.longest
+            if layer not in self.ahead.attended:
+                how = Attention(
+                    q.shape[1], causal, window is not None, softcap is not None, sinks is not None, leftpad_k is not None, exact
+                )
+                self.ahead.attend(self, layer, q, step, how)
         return ops.attention(
             q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale, window=window,
             softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,

@@ -13,6 +13,7 @@ from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages
 from ..overflow import OverflowCounts, OverflowReport
 from ..params import BackendName, check_backend
 from ..scales import LayerScales
+from .ahead import Ahead
 from .layer import LayerPages
 from .page_table import Change, PageTable, num_pages_of
 from .step import StaticForm, Step
@@ -81,6 +82,7 @@ class Sequences:
         self.table = PageTable(num_layers, num_seqs, num_pages, self.device)
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append
+        self.ahead = Ahead()
         self._pages: list[KVPages | None] = [None] * num_layers  # of each layer; valid until one of its tensors is replaced
         if max_seqlen is not None:
             self._reserve([max_seqlen] * num_seqs)
@@ -293,6 +295,8 @@ class Sequences:
         move(self.table)
         self._step = None
         self._renew(held)
+        if self._static is None and self.table.tails:
+            self._pages = [None] * len(self.layers)  # `pages` drops them first, if no append does
         if self._static is not None:
             self._reserve([self._static.max_seqlen] * self.num_seqs)  # a step needs all pages again, and no shared page where it writes
             self._static.counted = not self._static.captured  # the host has written the lengths of every layer
@@ -333,6 +337,8 @@ class Sequences:
         held = self._layer(layer)
         pages = self._pages[layer]
         if pages is None:
+            if self.table.tails:
+                self._reserve(self.table.lengths)
             pages = self._pages[layer] = held.pages(self.table, self.table.cache_seqlens[layer])
         return pages
 

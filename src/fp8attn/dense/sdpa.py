@@ -171,7 +171,7 @@ def scaled_dot_product_attention(
             )
         log_fallback(reason, query, key, value)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    q, k, v = _batched(query), _batched(key), _batched(value)
+    q, k, v = batched(query), batched(key), batched(value)
     out = _run(q, k, v, None, None, False, is_causal, scale, key_dtype, rotate_keys, backend)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
@@ -230,7 +230,7 @@ def rope_scaled_dot_product_attention(
         key_rope_cos, key_rope_sin = rope_cos, rope_sin
     check_device(query, *both(rope_cos, rope_sin))
     check_device(query, key_rope_cos, key_rope_sin)
-    q, k, v = _batched(query), _batched(key), _batched(value)
+    q, k, v = batched(query), batched(key), batched(value)
     batch, _, q_len, head_dim = q.shape
     q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)
     k_rope = dense_tables(key_rope_cos, key_rope_sin, batch, k.shape[2], head_dim, rope_interleaved)
@@ -238,13 +238,13 @@ def rope_scaled_dot_product_attention(
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, *options: Any) -> torch.Tensor:
-    """`_attend`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would fix."""
+    """`attend_dense`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would fix."""
     if unobserved(q):
-        return _attend(q, k, v, q_rope, k_rope, *options)
+        return attend_dense(q, k, v, q_rope, k_rope, *options)
     return torch.ops.fp8attn.sdpa(q, k, v, *(q_rope or (None, None)), *(k_rope or (None, None)), *options)
 
 
-def _attend(
+def attend_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, rope_interleaved: bool, is_causal: bool,
     scale: float | None, key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
@@ -271,7 +271,7 @@ def _rows(tables: Tables, rows: slice) -> Tables:
     return tables and (tables[0][:, rows], tables[1][:, rows])
 
 
-def _batched(x: torch.Tensor) -> torch.Tensor:
+def batched(x: torch.Tensor) -> torch.Tensor:
     """As `[B, H, S, D]` with the last dimension contiguous: a view if the strides allow it, else a copy."""
     if x.dim() > 4:
         x = x.flatten(0, -4)
@@ -285,10 +285,10 @@ def _sdpa(
     k_sin: torch.Tensor | None, *options: Any,
 ) -> torch.Tensor:  # fmt: skip
     q_rope, k_rope = (None if cos is None or sin is None else (cos, sin) for cos, sin in ((q_cos, q_sin), (k_cos, k_sin)))
-    return _attend(q, k, v, q_rope, k_rope, *options)
+    return attend_dense(q, k, v, q_rope, k_rope, *options)
 
 
-def _sdpa_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
+def sdpa_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
     v_dim = v.shape[3]
     size = padded_size(q.shape[3], v_dim)
     out = torch.empty_like(padded(q, size).transpose(1, 2)).transpose(1, 2)
@@ -299,5 +299,5 @@ register(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? q_cos, Tensor? q_sin, Tensor? k_cos, Tensor? k_sin, bool rope_interleaved, bool is_causal, "
     "float? scale, str key_dtype, bool rotate_keys, str backend) -> Tensor",
     _sdpa,
-    _sdpa_fake,
+    sdpa_fake,
 )

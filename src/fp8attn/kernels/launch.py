@@ -169,12 +169,13 @@ _recording = _Recording()
 
 @contextmanager
 def recording(dry: bool = False) -> Iterator[list[Launch]]:
-    """Record the launches of this thread. `dry`: record them without running them."""
-    _recording.launches, _recording.dry = [], dry
+    """Record the launches of this thread. `dry`: record them without running them. A recording around this one does not get them."""
+    around = _recording.launches, _recording.dry
+    _recording.launches, _recording.dry = made = [], dry
     try:
-        yield _recording.launches
+        yield made[0]
     finally:
-        _recording.launches, _recording.dry = None, False
+        _recording.launches, _recording.dry = around
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants) -> None:

@@ -36,6 +36,13 @@ def plan_for(planned: Machine) -> None:
     _planned = planned
 
 
+def plans_are_for(device: torch.device) -> bool:
+    """Whether plans for the device "meta" are plans for this GPU. If there is no machine yet, this GPU becomes it."""
+    if _planned is None:
+        plan_for(machine(device))
+    return _planned == machine(device)
+
+
 @lru_cache
 def machine(device: torch.device) -> Machine:
     """The machine of `device`; for "meta", the one given to `plan_for`."""

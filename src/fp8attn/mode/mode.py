@@ -33,8 +33,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from ..dense.sdpa import fallback_reason, log_fallback, scaled_dot_product_attention
 from ..errors import UsageError
+from .graph import attend_in_graph, count_runs
 from .policy import AttentionCall, AttentionPolicy
-from .report import AttentionReport
+from .report import AttentionReport, ModuleCalls
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # the same object as torch._C._nn's
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
@@ -173,16 +174,20 @@ class _Mode(TorchFunctionMode):
                 return torch.ops.aten.scaled_dot_product_attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
-        else:
-            name, layer = ("", None) if self.site is None else (self.site.name, self.site.layer)
-            self.report.row(name, layer, reason).count(query, key)
-            if reason is not None:
-                log_fallback(reason, query, key, value)
-                return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return attend_in_graph(query, key, value, is_causal, scale, self.policy, self.level)
+        self.row(reason).count(query, key)
+        if reason is not None:
+            log_fallback(reason, query, key, value)
+            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, key_dtype=self.policy.key_dtype,
             rotate_keys=self.policy.rotate_keys, backend=self.policy.backend,
         )  # fmt: skip
+
+    def row(self, reason: str | None) -> ModuleCalls:
+        """The report's row of a call that is made now. In a graph, the module is the innermost that is not in it."""
+        name, layer = ("", None) if self.site is None else (self.site.name, self.site.layer)
+        return self.report.row(name, layer, reason)
 
     def _reason(self, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str | None:
         """Why the policy skips this call; None: it does not."""
@@ -229,19 +234,33 @@ _multi_head = FunctionType(
 )
 
 
-def _compiled(level: int, reason: str | None) -> None:
-    """Count a call in the report of this thread's context of that level. A context that is itself being traced has no report yet.
-
-    Dynamo calls this while it traces. No module name is recorded, because a name in the trace would give each block its own graph.
-    """
+def _of_level(level: int) -> _Mode | None:
+    """This thread's context of that level. A context that is itself being traced is not there yet."""
     mode = getattr(_thread, "mode", None)
     while mode is not None and mode.level != level:
         mode = mode.outer
+    return mode
+
+
+def _compiled(level: int, reason: str | None) -> None:
+    """Count a call that is compiled into a graph.
+
+    Dynamo calls this while it traces. It passes no module's name, because a name in the trace would give each block its own graph.
+    """
+    mode = _of_level(level)
     if mode is not None:
-        mode.report.row("", None, reason).compiled += 1
+        mode.row(reason).compiled += 1
 
 
 vars(_compiled)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result does, without importing all of Dynamo
+
+
+@count_runs
+def _ran(level: int, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Count a call in FP8 that a graph makes now. Outside contexts, as in an exported program, nothing is counted."""
+    mode = _of_level(level)
+    if mode is not None:
+        mode.row(None).count(query, key)
 
 
 class _Site:

@@ -14,12 +14,14 @@ class ModuleCalls:
     """The calls of one module that ran in FP8, or that did not for one reason.
 
     Attributes:
-        name: dotted name of the module; "" without a `model`, and in compiled code.
+        name: dotted name of the module; "" without a `model`. Of a call in a graph: of the module that was compiled, or the innermost
+            around it; "" if the whole model was.
         layer: the index of its layer, or None.
         reason: why torch's own SDPA ran; None: FP8 ran.
-        calls: the number of calls outside compiled code.
-        compiled: how often a call was compiled into a graph.
-        queries, keys: the fewest and the most of a call; None if all calls were in graphs or had nested tensors.
+        calls: the number of calls. In compiled code, calls in FP8 are counted when their graph runs, except in replays of CUDA graphs;
+            torch's own are not.
+        compiled: how often a call was compiled into a graph, for the module that ran then. Later modules may run the same graph.
+        queries, keys: the fewest and the most of a call; None if no call was counted, or all had nested tensors.
         heads: the heads of query and key in the last call.
     """
 
@@ -46,8 +48,8 @@ class ModuleCalls:
 class AttentionReport:
     """Which calls ran in FP8 in one `fp8_attention` context, and why the others did not. Its size does not grow with the number of calls.
 
-    A graph of `torch.compile` is counted when it is compiled, not when it runs. A graph that was compiled before the context is not
-    counted.
+    Calls in graphs of `torch.compile` are counted when the graph runs if they are in FP8. Those that go to torch are counted only when they
+    are compiled, and not in a graph that was compiled before the context.
 
     Attributes:
         policy: the context's policy.
@@ -75,12 +77,12 @@ class AttentionReport:
 
     @property
     def fp8_calls(self) -> int:
-        """The number of calls that ran in FP8, outside compiled code."""
+        """The number of calls that ran in FP8."""
         return sum(row.calls for row in self.rows if row.reason is None)
 
     @property
     def calls(self) -> int:
-        """The number of all calls, outside compiled code."""
+        """The number of all calls, except those in compiled code that went to torch."""
         return sum(row.calls for row in self.rows)
 
     def row(self, name: str, layer: int | None, reason: str | None) -> ModuleCalls:
@@ -99,7 +101,9 @@ class AttentionReport:
             ))  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
-        return "\n".join([f"{self.fp8_calls} of {self.calls} calls in FP8", *lines])
+        in_graphs = sum(row.compiled for row in self.rows if row.reason is not None)
+        uncounted = f"; {in_graphs} compiled with torch's own SDPA, whose runs are not counted" if in_graphs else ""
+        return "\n".join([f"{self.fp8_calls} of {self.calls} calls in FP8{uncounted}", *lines])
 
 
 def _heads(x: torch.Tensor) -> int:

@@ -8,6 +8,8 @@ process then loads its kernel from there and compiles nothing.
 | file | what |
 |---|---|
 | `calls.py` | `Layer`, the calls that it makes, and the kernels that these launch |
+| `first.py` | the kernels of a cache's next calls, compiled in threads before the first of them |
+| `cores.py` | how many are compiled at a time |
 | `target.py` | the GPU that kernels are compiled for |
 | `compiler.py` | the process that compiles |
 """
@@ -15,7 +17,6 @@ process then loads its kernel from there and compiles nothing.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -28,6 +29,7 @@ from ..layout import DEFAULT_KEY_DTYPE, KeyDtype
 from ..params import BackendName
 from .calls import DTYPES, Layer, launches
 from .compiler import compiling
+from .cores import cores
 from .target import aim, indexed
 
 AttentionOption = Literal["window", "softcap", "sinks", "exact"]
@@ -141,7 +143,7 @@ def warmup(
             for windowed in ((False, True) if "window" in attention else (False,))
         ]
         assert process.stdin is not None and process.stdout is not None
-        request = {"layers": layers, "target": triton_target, "machine": numbers, "processes": processes or _cores()}
+        request = {"layers": layers, "target": triton_target, "machine": numbers, "processes": processes or cores()}
         json.dump(request | {"ptxas": _ptxas_version(triton_target)}, process.stdin)
         process.stdin.close()
         kernels: list[Kernel] = []
@@ -182,8 +184,3 @@ def _read(config: Any) -> tuple[tuple[int, int, int], bool, bool]:
     shape = shape_of(config)
     num_q_heads = next(layer.num_q_heads for layer in layers_of(config) if layer.kind == FULL)
     return (num_q_heads, shape.num_kv_heads, shape.head_dim), has_softcap(config), has_sinks(config)
-
-
-def _cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -110,20 +110,20 @@ def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
             if batch * tokens > MOST:
                 break
             for held in HELD[:1] if few else HELD:
-                yield partial(_attend, layer, batch, tokens, held)
-                yield partial(_attend, layer, batch, tokens, held, leftpad=True)
+                yield partial(attend, layer, batch, tokens, held)
+                yield partial(attend, layer, batch, tokens, held, leftpad=True)
                 for ragged in {batch * tokens, tokens + batch - 1}:
-                    yield partial(_attend, layer, batch, tokens, held, ragged=ragged)
+                    yield partial(attend, layer, batch, tokens, held, ragged=ragged)
             if not few or tokens == 1:
-                yield partial(_attend, layer, batch, tokens, 0, causal=False)
+                yield partial(attend, layer, batch, tokens, 0, causal=False)
             for causal in (True, False) if layer.has_dense_calls else ():
-                yield partial(_attend_new, dense, batch, tokens, causal)
+                yield partial(attend_new, dense, batch, tokens, causal)
         for ragged in (False, True):
-            yield partial(_append, layer, tokens, ragged)
+            yield partial(append, layer, tokens, ragged)
         if layer.begins_dense:
-            yield partial(_quantize, layer, tokens)
+            yield partial(quantize, layer, tokens)
         if layer.has_dense_calls:
-            yield partial(_quantize, dense, tokens)
+            yield partial(quantize, dense, tokens)
     # Few points of the grid combine parts of the keys, and the number of parts varies. Each of these kernels compiles in 0.5 s.
     for splits in (1 << bits for bits in range(1, 8)):
         for tokens in (1, 1024):
@@ -146,7 +146,7 @@ def _means(layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return mean if layer.k_mean else None, mean if layer.v_mean else None
 
 
-def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True) -> None:
+def attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True) -> None:
     """Attention of `tokens` new tokens of each sequence (of `ragged` tokens in all, if it is not 0) to a cache with older pages."""
     dtype = DTYPES[layer.dtype]
     q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
@@ -165,14 +165,14 @@ def _attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool =
         load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
 
 
-def _attend_new(layer: Layer, batch: int, tokens: int, causal: bool) -> None:
+def attend_new(layer: Layer, batch: int, tokens: int, causal: bool) -> None:
     """Attention of a dense call, over pages that it has just written."""
     q = _empty(batch, tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
     pages = _pages(layer, batch, -(-tokens // PAGE_SIZE))
     load(layer.backend).attention(q, pages, AttentionParams(None, tokens, causal, 1.0), new_keys=tokens)
 
 
-def _append(layer: Layer, tokens: int, ragged: bool) -> None:
+def append(layer: Layer, tokens: int, ragged: bool) -> None:
     """Append to a cache of two sequences that has tokens."""
     x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
     load(layer.backend).append(
@@ -183,7 +183,7 @@ def _append(layer: Layer, tokens: int, ragged: bool) -> None:
     )  # fmt: skip
 
 
-def _quantize(layer: Layer, tokens: int) -> None:
+def quantize(layer: Layer, tokens: int) -> None:
     """Quantize the first tokens of a growing cache, or the keys of a dense call."""
     x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
     k_mean, v_mean = _means(layer)

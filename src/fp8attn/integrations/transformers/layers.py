@@ -11,10 +11,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import PagedKVCache
+from ...cache.ahead import Attention
 from ...dense.sdpa import autocast
 from ...layout import HEAD_DIMS, KeyDtype
 from ...params import BackendName
 from ...scales import LayerScales
+from .config import FULL, has_sinks, has_softcap, layers_of
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 
@@ -74,7 +76,19 @@ class FP8Layers:
         )
         if self.paged.overflow_counts is not None:
             self.paged.overflow_counts.layers = [layer.index for layer in self.layers]
+        if self.config._attn_implementation == ATTN_IMPLEMENTATION:
+            self.paged.ahead.attention |= self._attention(batch)
         return self.paged
+
+    def _attention(self, batch: int) -> set[Attention]:
+        """How the model's layers attend, for `Ahead`. Sequences of a batch may have padding, which the cache does not see."""
+        softcap, sinks = has_softcap(self.config), has_sinks(self.config)
+        heads = {layer.num_q_heads for layer in layers_of(self.config) if layer.kind == FULL}
+        return {
+            Attention(num_q_heads, softcap=softcap, sinks=sinks, leftpad=leftpad, exact=self.exact)
+            for num_q_heads in heads
+            for leftpad in ((False, True) if batch > 1 else (False,))
+        }
 
     def other_shape(self, index: int, key_states: torch.Tensor) -> None:
         """Handle a K of another shape than the pages. An empty, growing cache takes another batch. All else raises ValueError."""

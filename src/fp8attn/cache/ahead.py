@@ -1,0 +1,118 @@
+"""Which kernels a cache needs for its next tokens, so that `precompile.first` compiles them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..params import BackendName
+from ..precompile import calls, first
+from ..precompile.calls import Layer
+from .page_table import num_pages_of
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
+    from .step import Step
+
+REFERENCE: BackendName = "reference"  # a backend without kernels
+FEW = 16  # new tokens of a sequence; the kernels of such a step do not depend on how many pages there are
+
+
+class Attention(NamedTuple):
+    """What determines the kernels of a layer's attention, besides its pages.
+
+    Attributes:
+        num_q_heads: heads of the queries.
+        causal, window, softcap, sinks, leftpad, exact: whether attention has them (`AttentionParams`).
+    """
+
+    num_q_heads: int
+    causal: bool = True
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    leftpad: bool = False
+    exact: bool = False
+
+
+class Ahead:
+    """What one cache has prepared.
+
+    Attributes:
+        attention: how layers attend. A cache whose caller knows it from the start prepares appends and attention together. Others learn it
+            from the first attention of each layer.
+        attended: layers whose first attention was seen.
+    """
+
+    def __init__(self) -> None:
+        self.attention: set[Attention] = set()
+        self.attended: set[int] = set()
+        self._steps: set[tuple] = set()
+        self._name: BackendName = REFERENCE  # the resolved backend
+
+    def begin(self, cache: PagedKVCache, name: BackendName, dtype: torch.dtype, step: Step, rope: bool) -> None:
+        """Before the first append of a step: prepare this step of all layers, and a decode step after it."""
+        held = 0 if step.longest <= FEW else _columns(cache, step).bit_length()
+        key = dtype, cache.num_seqs, step.longest, held, step.cu_seqlens is None, step.begins, rope
+        if key in self._steps or name == REFERENCE or not step.longest:
+            return
+        self._steps.add(key)
+        self._name = name
+        found: list[Callable[[], None]] = []
+        for layer in _formats(cache, name, dtype):
+            for attention in self.attention:
+                found += _attend(layer, cache, step, attention)
+            if not rope:
+                found += _append(layer, step)
+        first.prepare(cache.device, found)
+
+    def attend(self, cache: PagedKVCache, index: int, q: torch.Tensor, step: Step, attention: Attention) -> None:
+        """Before the first attention of layer `index`: prepare attention of this kind for all layers, in this step and in a decode step."""
+        self.attended.add(index)
+        if attention in self.attention or not step.longest or self._name == REFERENCE:
+            return
+        self.attention.add(attention)
+        layers = _formats(cache, self._name, q.dtype)
+        first.prepare(cache.device, [call for layer in layers for call in _attend(layer, cache, step, attention)])
+
+
+def _formats(cache: PagedKVCache, name: BackendName, dtype: torch.dtype) -> set[Layer]:
+    """The different formats of the cache's layers; the number of query heads is not known here."""
+    dtypes = {value: key for key, value in calls.DTYPES.items()}
+    return {
+        Layer(
+            cache.num_kv_heads, cache.num_kv_heads, cache.head_dim, dtype=dtypes[dtype], backend=name, key_dtype=cache.key_dtype,
+            rotate_keys=layer.rotate_keys, k_mean=layer.stored_k_mean is not None, v_mean=layer.v_mean is not None,
+            static_scales=layer.scales is not None, overflows=cache.overflow_counts is not None,
+        )
+        for layer in cache.layers
+    }  # fmt: skip
+
+
+def _columns(cache: PagedKVCache, step: Step) -> int:
+    """Number of columns of the page table that this step's attention gets."""
+    return step.columns or cache.table.page_table.shape[1]
+
+
+def _append(layer: Layer, step: Step) -> Iterator[Callable[[], None]]:
+    """The append of this step, and of a decode step."""
+    if step.begins:
+        yield partial(calls.quantize, layer, step.longest)
+    else:
+        yield partial(calls.append, layer, step.longest, step.cu_seqlens is not None)
+    yield partial(calls.append, layer, 1, False)
+
+
+def _attend(layer: Layer, cache: PagedKVCache, step: Step, attention: Attention) -> Iterator[Callable[[], None]]:
+    """Attention in this step, and in a decode step."""
+    num_q_heads, causal, window, softcap, sinks, leftpad, exact = attention
+    layer = replace(layer, num_q_heads=num_q_heads, window=window, softcap=softcap, sinks=sinks, exact=exact)
+    held = max(_columns(cache, step) - num_pages_of(step.longest), 0)
+    ragged = 0 if step.cu_seqlens is None else step.num_tokens
+    yield partial(calls.attend, layer, cache.num_seqs, step.longest, held, leftpad=leftpad, ragged=ragged, causal=causal)
+    held = max(cache.table.page_table.shape[1] - 1, 0)  # a static cache then no longer knows how few columns have tokens
+    yield partial(calls.attend, layer, cache.num_seqs, 1, held, leftpad=leftpad)

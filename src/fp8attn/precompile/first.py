@@ -1,0 +1,114 @@
+"""Compiles the kernels of a cache's next calls side by side, in threads, before the first of these calls.
+
+Triton compiles a kernel when it is first launched, so a new process would compile the kernels of its first prompt one after another.
+`prepare` records the launches of calls that will be made, and compiles each new kernel in a thread of its own. LLVM and ptxas, which take
+most of the time, do not hold Python's lock. A kernel that is in Triton's cache on disk takes milliseconds; one that this process has
+prepared costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .cores import cores
+
+if TYPE_CHECKING:
+    from ..kernels.launch import Launch
+
+logger = logging.getLogger(__name__)
+QUIET = 1.0  # seconds before progress is shown: kernels on disk load in less
+
+_ready: set[tuple] = set()  # the GPU's index and the specialization of each kernel that was prepared
+_one_at_a_time = Lock()  # two threads that make the same first calls compile once
+
+
+def prepare(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
+    """Compile the kernels of calls on `device`, if it is a GPU, that this process does not have.
+
+    It does nothing in compiled code, while a CUDA graph is captured, and on a GPU that differs from the process's first. A kernel that does
+    not compile is left to its launch, which compiles it again, and a warning is logged.
+
+    Args:
+        device: the GPU, with its index.
+        calls: functions on tensors of the device "meta" (`calls.py`).
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return
+    from ..kernels.machine import plans_are_for
+
+    with _one_at_a_time:
+        if plans_are_for(device):
+            compile_side_by_side(record(calls, device.index), device.index)
+
+
+def record(calls: Iterable[Callable[[], None]], index: int | None) -> dict[tuple, Launch]:
+    """One launch of each kernel that the calls use and that was not prepared on the GPU with this index, by `_ready`'s key."""
+    from ..kernels.compile import specialization
+    from ..kernels.launch import recording
+
+    with recording(dry=True) as made:
+        for call in calls:
+            call()
+    found = {(index, specialization(launch)): launch for launch in reversed(made)}
+    return {key: launch for key, launch in found.items() if key not in _ready}
+
+
+def compile_side_by_side(launches: dict[tuple, Launch], index: int | None) -> None:
+    """Compile these kernels for the GPU with this index in threads, and show progress if it takes longer than a moment."""
+    from ..kernels.compile import build_launcher, loaded
+    from ..kernels.keys import compute_key
+
+    if not launches:
+        return
+    for made in launches.values():
+        compute_key(made.kernel)  # in one thread: its keys depend on what it has computed
+
+    def compile(made: Launch) -> None:
+        with torch.accelerator.device_index(index):  # each thread has a current device of its own
+            build_launcher(loaded(made.kernel, made.args, made.given))
+
+    pool = ThreadPoolExecutor(min(len(launches), cores()), "fp8attn-compile")
+    try:
+        jobs = {pool.submit(compile, made): key for key, made in launches.items()}
+        _wait(set(jobs))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupted call does not wait for kernels that compile
+        raise
+    pool.shutdown()  # no thread is left when the caller may fork
+    for job, key in jobs.items():
+        if (error := job.exception()) is None:
+            _ready.add(key)
+        else:
+            logger.warning(
+                "%s did not compile before it was needed (%s: %s). Its launch compiles it again.",
+                launches[key].kernel.fn.__name__, type(error).__name__, (str(error).strip() or "no message").splitlines()[0],
+            )  # fmt: skip
+
+
+def _wait(jobs: set[Future[Any]]) -> None:
+    """Wait for all jobs. From `QUIET` seconds on, a terminal or a notebook shows how many of the others are done, in one line."""
+    begun = time.perf_counter()
+    _, running = wait(jobs, QUIET)
+    if not running:
+        return
+    count, shown = len(running), sys.stderr is not None and sys.stderr.isatty()
+    logger.info("compiling %d kernels for this model and GPU, once; Triton's cache keeps them", count)
+    while running:
+        if shown:
+            done = f"{count - len(running)} of {count} done, {time.perf_counter() - begun:.0f} s"
+            sys.stderr.write(f"\rfp8attn: compiling {count} kernels for this model and GPU, once: {done} ")
+            sys.stderr.flush()
+        _, running = wait(running, 1.0)
+    seconds = time.perf_counter() - begun
+    logger.info("compiled %d kernels in %.1f s", count, seconds)
+    if shown:
+        sys.stderr.write(f"\rfp8attn: compiled {count} kernels for this model and GPU in {seconds:.1f} s; Triton's cache keeps them \n")
+        sys.stderr.flush()

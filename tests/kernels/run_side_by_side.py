@@ -1,0 +1,68 @@
+"""Compiles kernels of a decode step in threads, one of which fails, as for a GPU, and prints as JSON what there is then.
+
+A process of its own (`test_first.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+
+from fp8attn.kernels import compile
+from fp8attn.kernels.machine import plan_for
+from fp8attn.precompile import calls, first
+from fp8attn.precompile.target import TARGETS
+
+LAYER = calls.Layer(8, 2, 128, backend="triton")
+CALLS: list[Callable[[], None]] = [
+    partial(calls.append, LAYER, 1, False),
+    partial(calls._combine, LAYER, 2, 1),
+    partial(calls.attend, LAYER, 1, 1, 0),
+]
+FAILS = "_combine_kernel"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def main() -> None:
+    plan_for(TARGETS["sm_80"])
+    logged = io.StringIO()
+    logging.basicConfig(stream=logged, format="%(levelname)s %(message)s", level=logging.INFO)
+    compiled: list[str] = []
+    threads: set[str] = set()
+    knobs.compilation.listener = lambda *, src, **_: (compiled.append(src.name), threads.add(threading.current_thread().name))
+    loaded = compile.loaded
+
+    def load(kernel: Any, *args: Any) -> Any:
+        if kernel.fn.__name__ == FAILS:
+            raise OSError("no space left")
+        return loaded(kernel, *args)
+
+    launches = first.record(CALLS, None)
+    with compile._active(compile._Driver(GPUTarget("cuda", 80, 32))), patch.object(sys, "stderr", Terminal()) as terminal:
+        with patch.object(compile, "loaded", load), patch.object(first, "QUIET", 0.0):
+            first.compile_side_by_side(launches, None)
+        shown = terminal.getvalue()
+        left = [made.kernel.fn.__name__ for made in first.record(CALLS, None).values()]
+        first.compile_side_by_side(first.record(CALLS, None), None)
+    print(json.dumps({
+        "names": [made.kernel.fn.__name__ for made in launches.values()], "compiled": compiled, "threads": sorted(threads), "left": left,
+        "shown": shown, "logged": logged.getvalue(), "at last": list(first.record(CALLS, None)), "alive": threading.active_count(),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
