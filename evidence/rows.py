@@ -31,6 +31,16 @@ def commits(name: str) -> dict[str, str]:
     return {number: each["commit"] for provenances in found for number, each in provenances.items()}
 
 
+def measured(name: str) -> str:
+    """Where and when the rows of the device that `latest` chooses were measured, and whether that was of another cache."""
+    title, found = latest(name)
+    provenances = json.loads((RESULTS / title.lower() / f"{name}.json").read_text())["provenance"]
+    made = {(provenances[row["provenance"]]["commit"], provenances[row["provenance"]]["date"]) for row in found.values()}
+    at = ", ".join(f"commit {commit} of {date}" for commit, date in sorted(made, key=lambda x: x[::-1]))
+    old = ", an earlier cache, whose keys were E4M3 and not rotated" if any("fingerprint" not in row for row in found.values()) else ""
+    return f"{title}, {at}{old}"
+
+
 def latest(name: str) -> tuple[str, Rows]:
     """The title of one device, and its rows: of several, the last by name."""
     return list(devices(name).items())[-1]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_every_hint_names_an_extra_of_the_project():
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert found.keys() >= extras.PACKAGES.keys() and found.keys() - extras.PACKAGES.keys() == {"dev", "docs"}
+    assert found.keys() >= extras.PACKAGES.keys() and found.keys() - extras.PACKAGES.keys() == {"dev", "docs", "release"}
     assert extras.hint("ruler") == 'run pip install ".[ruler]" in a clone of fp8attn'
     with pytest.raises(ValueError, match="fp8attn has no extra 'rulers'; its extras are hf, diffusers, "):
         extras.hint("rulers")
@@ -49,6 +49,9 @@ def test_other_missing_modules_are_bugs():
 @pytest.mark.parametrize(
     ("extra", "package", "code"),
     [
+        ("hf", "transformers", "import fp8attn.integrations.transformers"),
+        ("hf", "transformers", "import fp8attn; fp8attn.calibrate"),
+        ("vllm", "vllm", "import fp8attn.integrations.vllm as plugin; plugin.register()"),
         ("diffusers", "diffusers", "import fp8attn.integrations.diffusers"),
         ("diffusers", "diffusers", "import runpy; runpy.run_path('examples/wan.py')"),
     ],

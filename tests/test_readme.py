@@ -1,7 +1,7 @@
-"""What README.md and docs/ show works: every Python block runs, a page's blocks in their order, in one namespace; every command exists.
+"""What README.md and docs/ show works: every Python block runs, README's each alone, a page's in their order in one namespace; every
+command exists.
 
-This machine has no GPU and no network, so `HERE` replaces the GPU and the model. `pipe` is a small pipeline; the page
-says that it is the reader's.
+This machine has no network, so `HERE` replaces the model.
 """
 
 import contextlib
@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import fp8attn
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
-HERE = {'"meta-llama/Llama-3.1-8B-Instruct"': '"models/stdlib-llama"', '"cuda"': '"cpu"'}
+HERE = {'"meta-llama/Llama-3.1-8B-Instruct"': '"models/stdlib-llama"'}
 
 
 def blocks(page: str) -> list[tuple[int, str]]:
@@ -26,35 +28,24 @@ def blocks(page: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start("code")) + 1, match["code"]) for match in BLOCK.finditer(text)]
 
 
-def run(page: str, monkeypatch, folder=ROOT, **namespace) -> tuple[dict, str, list[torch.Tensor]]:
-    """The namespace after all blocks, what they print in `folder`, and the tensors named `out`, one a block."""
+def run(page: str, monkeypatch, folder=ROOT, alone: bool = False, **given) -> tuple[dict, str, list[torch.Tensor]]:
+    """The namespace after all blocks, what they print in `folder`, and the tensors named `out`, one a block. `alone`: each in its own."""
     monkeypatch.chdir(folder)
-    printed, outs = io.StringIO(), []
+    printed, outs, namespace = io.StringIO(), [], dict(given)
     with contextlib.redirect_stdout(printed):
         for line, code in blocks(page):
             for theirs, ours in HERE.items():
                 code = code.replace(theirs, ours)
+            namespace = dict(given) if alone else namespace
             exec(compile("\n" * (line - 1) + code, ROOT / page, "exec"), namespace)  # an error names the page's line
             if "out" in namespace:
                 outs.append(namespace.pop("out"))
     return namespace, printed.getvalue(), outs
 
 
-def pipeline():
-    """A Wan pipeline with random weights that takes a prompt, and makes 50 steps of a tiny video."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-
-    class Pipeline(WanPipeline):
-        def __call__(self, prompt, **options):
-            given = {"prompt_embeds": torch.randn(1, 16, 32), "guidance_scale": 1.0, "output_type": "latent"}
-            return super().__call__(**given, height=16, width=16, num_frames=1, num_inference_steps=50, **options)
-
-    transformer = WanTransformer3DModel(
-        num_attention_heads=1, attention_head_dim=64, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=5, rope_max_seq_len=64
-    )  # fmt: skip
-    pipe = Pipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), transformer=transformer)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+def shown(page: str, code: str) -> str:
+    """The output that a page shows below a block."""
+    return (ROOT / page).read_text().split(code)[1].removeprefix("```\n\n```text\n").split("```")[0]
 
 
 @pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("docs/quickstart.md", 8), ("docs/export.md", 1), ("docs/evaluation.md", 1)])
@@ -72,23 +63,51 @@ def test_no_line_begins_with_a_generated_number(page):
     assert not re.findall(r"^ *<!-- results: [\w-]+ -->\S.*", (ROOT / page).read_text(), re.MULTILINE)
 
 
-def test_readme_runs(monkeypatch):
+def test_every_block_of_readme_runs_alone_and_prints_what_is_shown(monkeypatch):
     pytest.importorskip("transformers")
-    _, printed, outs = run("README.md", monkeypatch)
-    assert printed.startswith("The KV cache of a language model")
+    _, printed, outs = run("README.md", monkeypatch, alone=True)
+    assert printed.startswith(shown("README.md", blocks("README.md")[0][1]))
     assert "2 of 4 calls in FP8" in printed  # of the encoder: the first and last layer stay as they are
     assert [tuple(out.shape) for out in outs] == [(1, outs[0].shape[1]), (600, 32, 128), (1, 512, 512)]
     assert all(out.isfinite().all() for out in outs)
 
 
+def test_readme_begins_with_commands_that_exist():
+    """After one paragraph: the clone, `make` in it, an installation with and without a GPU, and one line of the command."""
+    text = (ROOT / "README.md").read_text()
+    title, paragraph, rest = text.split("\n\n", 2)
+    block = rest.split("```")[1]
+    assert title == "# fp8attn" and "```" not in paragraph and rest.startswith("```sh\n")
+    [targets] = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"^make (\w+)", block, re.MULTILINE)) == {"demo", "test"} <= set(targets.split())
+    assert "git clone URL fp8attn && cd fp8attn" in block
+    assert len([line for line in block.splitlines() if line.startswith("pip install ") and '".[cli]"' in line]) == 2
+    assert "fp8attn generate $'" in block
+
+
+def test_a_key_that_stands_out_costs_its_page_what_readme_says():
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 128, 8, 128)
+    k[50] *= 30
+    others = torch.arange(128) != 50
+    for key_dtype, error in (("int8", "23% in INT8"), ("e4m3", "3% in E4M3")):
+        cache = fp8attn.PagedKVCache(num_kv_heads=8, head_dim=128, num_layers=1, num_seqs=1, key_dtype=key_dtype)
+        cache.append(0, k, v)
+        stored = cache.read(0, 0)[0]
+        assert f"{float((stored - k)[others].norm() / k[others].norm()):.0%}" == error.split()[0]
+        assert f"of {error}" in (ROOT / "README.md").read_text()
+
+
 def test_quickstart_runs(monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("diffusers")
-    namespace, printed, outs = run("docs/quickstart.md", monkeypatch, pipe=pipeline())
+    assert (ROOT / "docs/quickstart.md").read_text().count('"cuda"') == 1  # where `device` is chosen
+    namespace, printed, outs = run("docs/quickstart.md", monkeypatch)
     assert all(out.isfinite().all() for out in outs)
     assert "a mask is given" in printed  # the reason why a call goes to PyTorch
-    reasons = {row.reason for row in namespace["report"].rows if row.name == "blocks.2.attn1"}
-    assert reasons == {"left out by steps", "shorter than 8192 tokens"}  # the calls of the small pipeline are short
+    # 3 steps, 4 blocks, self and cross attention: not the first step, the outer blocks and the prompt.
+    assert "4 of 24 calls in FP8" in printed
+    assert {row.reason for row in namespace["report"].rows if row.name == "blocks.2.attn1"} == {None, "left out by steps"}
 
 
 def test_export_runs(monkeypatch, tmp_path):
@@ -122,7 +141,7 @@ def test_evaluation_runs(monkeypatch):
 def commands(page: str) -> list[list[str]]:
     """The words after `fp8attn` of every command that a page shows, in a block or in a line."""
     text = (ROOT / page).read_text()
-    fenced = "".join(re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    fenced = "".join(re.findall(r"^```(?:sh)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     shown = re.findall(r"^fp8attn (.*)$", fenced, re.MULTILINE) + re.findall(r"`fp8attn ([a-z][^`\n]*)`", text)
     return [shlex.split(line, comments=True) for line in shown]
 

@@ -218,6 +218,42 @@ def test_a_nan_in_a_key_marks_the_token_in_e4m3_and_the_page_in_int8():
         assert torch.equal(got[:, 0], clean.read(0, 0)[0][:, 0]) and torch.equal(got[128:], clean.read(0, 0)[0][128:])
 
 
+def test_the_largest_numbers_of_fp16_round_to_65536_which_is_inf_in_fp16():
+    """E4M3 has 61440 and 65536 as neighbors. docs/numerics.md names the limit, 63488."""
+    v = torch.tensor([61440.0, 63456.0, 63488.0, 65504.0, -65504.0]).half().view(5, 1, 1).repeat(1, 1, 64)
+    cache = PagedKVCache(1, 64)
+    cache.append(0, v, v)
+    assert cache.read(0, 0)[1][:, 0, 0].tolist() == [61440.0, 61440.0, 65536.0, 65536.0, -65536.0]
+    assert cache.read(0, 0, torch.float16)[1][:, 0, 0].tolist() == [61440.0, 61440.0, torch.inf, torch.inf, -torch.inf]
+
+
+def test_inf_saturates_but_two_in_a_rotated_k_are_nan():
+    """The rotation adds and subtracts channels: one Inf makes all of its block +-Inf, two of them may cancel."""
+    k, v = torch.randn(2, 30, 1, 64, generator=torch.Generator().manual_seed(0))
+    k[3, 0, 5] = v[4, 0, 6] = torch.inf
+    for rotate_keys in (False, True):
+        for count in (1, 2):
+            k[3, 0, 9] = torch.inf if count == 2 else 0.5
+            cache = PagedKVCache(1, 64, key_dtype="e4m3", rotate_keys=rotate_keys)
+            cache.append(0, k, v)
+            got, got_v = cache.read(0, 0)
+            assert got_v.isfinite().all()
+            assert got[3].isnan().any() == (rotate_keys and count == 2) and got[torch.arange(30) != 3].isfinite().all()
+
+
+def test_one_large_key_makes_the_others_of_its_int8_page_coarser():
+    """By what docs/numerics.md says, and not those of E4M3."""
+    k = torch.randn(128, 1, 128, generator=torch.Generator().manual_seed(0))
+    for key_dtype, factor, low, high in (("int8", 30.0, 0.15, 0.25), ("int8", 100.0, 0.5, 0.75), ("e4m3", 30.0, 0.02, 0.03)):
+        x = k.clone()
+        x[60] *= factor
+        cache = PagedKVCache(1, 128, key_dtype=key_dtype, count_overflows=True)
+        cache.append(0, x, x)
+        others = torch.arange(128) != 60
+        assert low < relative_error(cache.read(0, 0)[0][others], x[others]) < high, (key_dtype, factor)
+        assert (cache.overflows().rows[0].rescaled > 0) == (key_dtype == "int8")
+
+
 def test_a_static_mean_takes_an_offset_off():
     """K and V have an offset of 100, and a mean of 100 is given: the storage error is that of the varying part."""
     torch.manual_seed(0)

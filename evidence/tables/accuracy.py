@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ..rows import every, latest, lengths
+from benchmarks.problem import KEYS
+
+from ..rows import every, latest, lengths, measured
 from .kernels import PREFILL_IMPLS, SINGLE_LEVEL
 from .writing import block, span, table
 
@@ -20,6 +22,14 @@ def prefill_rounding() -> str:
     q8, plain = (span((100 * error for error in errors["mean0", impl]), ".1f") for impl in ("fp8attn-q8", "fp8attn"))
     most = max(error for (data, impl), found in errors.items() for error in found if data == "mean1" and impl in PREFILL_IMPLS)
     return f"normal V without a mean is {q8}% off ({plain}% with Q in 16 bits, whose rounding then counts), V of mean 1 at most {most:.2%}"
+
+
+@block
+def decode_by_keys() -> str:
+    """The largest errors of decode, by the dtype of keys."""
+    title, found = latest("decode")
+    most = {name: max(row["rel_err"] for (_, impl), row in found.items() if impl == name) for name in KEYS}
+    return f"{most.pop('fp8attn'):.1e} over INT8 keys and {max(most.values()):.1e} over E4M3 keys ({title})"
 
 
 def errors(rows: Iterable[dict], key: str) -> list[tuple[str, str, float]]:
@@ -65,6 +75,11 @@ def sums() -> dict[str, dict[int, float]]:
     _, here = latest("accumulation")
     cases = lengths(here, r"S(\d+)")
     return {impl: {n: here[case, impl]["rel_err"] for n, case in cases.items()} for impl in dict.fromkeys(impl for _, impl in here)}
+
+
+@block
+def accumulation_measured() -> str:
+    return measured("accumulation")
 
 
 @block

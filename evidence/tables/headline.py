@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..rows import latest, over
+from collections.abc import Iterable
+
+from ..rows import commits, devices, latest, over
 from .accuracy import errors, ours_off, single_level_off
 from .kernels import SINGLE_LEVEL, STEP, TWO_LEVEL, engine_over, two_level
 from .texts import memory
@@ -21,47 +23,71 @@ def headline() -> str:
     stressed = "niah_multikey_2-stress3-S131072"
     step, prompt = latest("decode")[1], latest("prefill")[1]
     off = errors(prompt.values(), "rel_err_mean1")
-    share = lambda case, impl: f"{100 * needle[case, impl]['accuracy']:.4g}%"  # noqa: E731
+    needles = [needle[case, impl] for case, impl in (("niah_multikey_2-S131072", "fp8attn"), ("niah_multikey_2-S131072", "bf16"))]
+    needles += [needle[stressed, impl] for impl in ("fp8attn", "fa3-fp8:calibrated")]
+    right = [f"{100 * row['accuracy']:.4g}%" for row in needles]
     steps_of = ("B1-S131072", "B8-S32768", "B64-S8192")
     steps = [over(step, case, "fp8attn", "vllm-fa3-fp8-paged") for case in steps_of]
     prompts = ("D128-causal-S16384", "D128-causal-S65536", "gqa-causal-S131072")
     best = [over(step, case, "fp8attn", *STEP) for case in steps_of]
     single, double = ([over(prompt, case, "fp8attn", *impls) for case in prompts] for impls in (SINGLE_LEVEL, TWO_LEVEL))
     body = [
-        ["bytes of a token", memory().replace("**", ""), "one page of 128 tokens is the smallest unit"],
-        ["perplexity of SmolLM2, 8k tokens of code", f"{ours} over BF16", f"a plain cast {plain}; transformers' FP8 cache {theirs}"],
         [
-            "RULER's needles at 128k tokens",
-            " and BF16 ".join(share("niah_multikey_2-S131072", impl) for impl in ("fp8attn", "bf16")) + " right",
-            f"with the strongest planted outliers {share(stressed, 'fp8attn')}, FA3's FP8 {share(stressed, 'fa3-fp8:calibrated')}",
+            "memory of K and V, our model",
+            memory().replace("**", ""),
+            "the smallest unit is a page of 128 tokens",
+            at("demo", devices("demo", cpus=True)["CPU"].values()),
         ],
         [
-            "decode step in vLLM at 128k tokens, Llama-3.1-8B's shape",
-            f"{number(over(engine, LONG_STEP, 'fp8attn', 'vllm-fp8'))} times vLLM's FP8 cache",
-            f"{number(over(engine, LONG_STEP, 'fp8attn', 'vllm-bf16'))} times its BF16",
+            "perplexity over BF16's: SmolLM2, 8k tokens of code",
+            ours,
+            f"a plain cast {plain}; transformers' FP8 cache {theirs}",
+            at("real_model", code.values()),
         ],
         [
-            "decode, 8k to 128k tokens, in 16-bit arithmetic",
-            f"{span(steps)} times vLLM's paged FP8",
-            f"{span(best)} times the fastest of four FP8 kernels",
+            "right answers to RULER's needles at 128k tokens",
+            f"{right[0]}; BF16 {right[1]}",
+            f"with the strongest planted outliers {right[2]}; FA3's FP8 {right[3]}",
+            at("needle", needles),
         ],
         [
-            "a prompt's chunk of 2k or 8k tokens beside 32 to 256 decode steps",
-            f"{engine_over('vllm-fa3-fp8', 'vllm-fa3-fp8-split')} times vLLM's FP8 kernel, in one call or two",
+            "speed of a decode step in vLLM: 128k tokens, Llama-3.1-8B's shape",
+            f"{number(over(engine, LONG_STEP, 'fp8attn', 'vllm-fp8'))} times that of vLLM's FP8 cache",
+            f"{number(over(engine, LONG_STEP, 'fp8attn', 'vllm-bf16'))} times that of its BF16 cache",
+            at("vllm", [engine[LONG_STEP, "fp8attn"]]),
+        ],
+        [
+            "speed of attention in decode steps: 8k to 128k tokens, 16-bit arithmetic",
+            f"{span(steps)} times that of vLLM's FP8 kernel for pages",
+            f"{span(best)} times that of the fastest of four FP8 kernels",
+            at("decode"),
+        ],
+        [
+            "speed of attention in mixed steps: 2k or 8k tokens of a prompt, and 32 to 256 decode steps",
+            f"{engine_over('vllm-fa3-fp8', 'vllm-fa3-fp8-split')} times that of vLLM's FP8 kernel",
             f"{engine_over('flashinfer')} times FlashInfer's, {engine_over('hpc-ops')} times HPC-Ops'",
+            at("engine"),
         ],
         [
-            "causal prefill, 16k to 128k tokens, head_dim 128",
-            f"{span(single)} times the best single-level FP8",
-            f"{span(double)} times {two_level()}",
+            "speed of attention in causal prompts: 16k to 128k tokens, head_dim 128",
+            f"{span(single)} times that of the best single-level FP8 kernel",
+            f"{span(double)} times that of {two_level()}",
+            at("prefill"),
         ],
         [
-            "error of prefill, V of mean 1",
-            f"at most {ours_off(off)}, 1k to 128k tokens",
+            "relative error of the output in prompts of 1k to 128k tokens, values of mean 1",
+            f"at most {ours_off(off)}",
             f"single-level FP8 {single_level_off(off, 131072)} at 128k",
+            at("prefill"),
         ],
     ]
-    return table(["", f"fp8attn ({title})", ""], body)
+    return table(["", f"fp8attn ({title})", "", "commit"], body)
+
+
+def at(name: str, found: Iterable[dict] | None = None) -> str:
+    """The commits that rows were measured at; by default all rows of the device that `latest` chooses."""
+    made, found = commits(name), latest(name)[1].values() if found is None else found
+    return ", ".join(dict.fromkeys(made[row["provenance"]] for row in found))
 
 
 @block

@@ -6,7 +6,7 @@ import re
 
 from benchmarks.problem import KEYS
 
-from ..rows import devices, every, latest, lengths, over, over_bf16
+from ..rows import devices, every, latest, lengths, measured, over, over_bf16
 from .writing import Cell, beside, block, number, span, table, tokens, value
 
 PREFILL = {
@@ -175,4 +175,30 @@ def append() -> str:
 def portable() -> str:
     found = [row for row in every("portable") if row["impl"] == "fp8attn-triton"]
     gbps, tflops = ([row[unit] for row in found if unit in row] for unit in ("gbps", "tflops"))
-    return f"Decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS"
+    return f"decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS ({measured('portable')})"
+
+
+@block
+def triton() -> str:
+    """Two versions of Triton beside each other, on the last device that has them."""
+    title, here = latest("triton")
+    versions = {row["triton"]: row["ptxas"] for row in here.values()}
+    first, second = sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
+    keys = dict.fromkeys((case, impl.rpartition("-triton-")[0]) for case, impl in here)
+    body = []
+    for case, impl in keys:
+        old, new = (f"{impl}-triton-{version}" for version in (first, second))
+        unit = next(name for name in ("seconds", "tflops", "gbps") if name in here[case, old])
+        if " step-" in case:
+            unit = "ms"
+        word, form, factor = {
+            "seconds": ("s", ".1f", 1),
+            "tflops": ("TFLOPS", ".0f", 1),
+            "gbps": ("GB/s", ".0f", 1),
+            "ms": ("us", ".1f", 1e3),
+        }[unit]
+        speeds = [value(here, case, each, unit, form, factor) for each in (old, new)]
+        ratio = "" if unit == "seconds" else number(over(here, case, new, old))
+        body.append([case, impl.removeprefix("fp8attn").removeprefix("-") or "default", word, *speeds, ratio])
+    heads = [f"Triton {version}, ptxas {versions[version]}" for version in (first, second)]
+    return table([title, "queries, keys", "", *heads, "second over first"], body)

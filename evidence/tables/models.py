@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..lines import batches, line
-from ..rows import devices, latest, lengths
+from ..rows import devices, latest, lengths, measured
 from .writing import block, number, table, tokens, value
 
 
@@ -64,3 +64,8 @@ def sanitizer() -> str:
         found = str(row.get("errors", "")) + (f" ({row['dispatch']} in Triton's dispatch)" if row.get("dispatch") else "")
         body.append([*case.split("-", 1), "" if impl == "fp8attn" else impl, "yes" if row["finished"] else "no", found])
     return table([f"tool ({title})", "kernel", "", "finished", "errors"], body)
+
+
+@block
+def sanitizer_measured() -> str:
+    return measured("sanitize")

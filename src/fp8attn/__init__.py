@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .integrations.transformers import FP8Cache as FP8Cache
     from .integrations.transformers.calibrate import calibrate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "BACKENDS",
     "PAGE_SIZE",

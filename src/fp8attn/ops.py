@@ -47,6 +47,9 @@ def append(
     bytes do not depend on how tokens are divided over calls. The page table must name a page for every token: `PagedKVCache.append`
     allocates these pages and then calls this function.
 
+    Inf saturates, and becomes finite. A NaN stays NaN. INT8 has none: a NaN in an INT8 K makes all tokens of its page NaN, or becomes zero
+    with `static_scales` (docs/numerics.md, "What is not finite").
+
     Args:
         pages: the cache. Its bytes and lengths change in place.
         k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence. The last dimension is contiguous.
@@ -62,8 +65,8 @@ def append(
             tokens already, as serving engines keep them, and do not change. Then nothing is written for a sequence that is shorter than its
             new tokens: it is padding of the batch.
         overflows: `[2, 3]` int64, counts of K and of V that this call adds to: tokens; values that a static scale cannot represent, which
-            saturate; how often a page's own scale grew after the page's first token. `OverflowCounts` makes and reads them. None: nothing
-            is counted.
+            saturate (or, of a NaN in INT8, become zero); how often a page's own scale grew after the page's first token. `OverflowCounts`
+            makes and reads them. None: nothing is counted.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Returns:
         The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.
@@ -171,13 +174,12 @@ def attention(
     """
     if not isinstance(pages, KVPages):
         raise _no_pages(pages, "attention(q, pages)")
-    check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
-    if q.dim() == 4:
+    if isinstance(q, torch.Tensor) and q.dim() == 4:
         raise ValueError(
             f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, 2).flatten(0, 1) if q is "
             "[B, num_q_heads, S, head_dim], q.flatten(0, 1) if it is [B, S, num_q_heads, head_dim]"
         )
-    check_tokens(q, "q", pages.device)
+    check_tokens(q, "q", pages.pool.device)
     if cu_seqlens_q is None and pages.ragged is not None and sum(pages.ragged) == q.shape[0]:
         raise ValueError(
             f"q has a row for each of the {q.shape[0]} tokens of the last append, whose lengths {list(pages.ragged)} differ: give "
@@ -185,10 +187,15 @@ def attention(
         )
     max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
     _, num_q_heads, q_dim = q.shape
-    num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
+    num_kv_heads, head_dim = pages.pool.shape[1], pages.head_dim
     if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
         raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
-    if not type(causal) is type(rope_interleaved) is type(return_lse) is type(exact) is bool:
+    if not (
+        (causal is True or causal is False)
+        and (exact is False or exact is True)
+        and (return_lse is False or return_lse is True)
+        and (rope_interleaved is False or rope_interleaved is True)
+    ):
         check_flags(causal=causal, rope_interleaved=rope_interleaved, return_lse=return_lse, exact=exact)
     if window is not None and (not causal or not is_whole(window) or not 1 <= window <= LARGEST):
         raise ValueError(
@@ -271,7 +278,8 @@ def check_append(
     `PagedKVCache`, which may have no pages yet."""
     device = cache.device
     check_tokens(k, "k", device)
-    check_is_tensor(v, "v", "[T, heads, head_dim]")
+    if not isinstance(v, torch.Tensor):
+        check_is_tensor(v, "v", "[T, heads, head_dim]")
     if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
         raise ValueError(
             f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and of one dtype; "
@@ -320,15 +328,16 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens: torch.Tensor | None, m
     if cu_seqlens is not None:
         if max_seqlen is None:
             raise ValueError(f"{cu_name} needs {max_name}, the largest number of tokens of a sequence, as a Python int; got none")
-        if not is_whole(max_seqlen) or not 0 <= max_seqlen <= LARGEST:
+        if (type(max_seqlen) is not int and not is_whole(max_seqlen)) or not 0 <= max_seqlen <= LARGEST:
             raise ValueError(f"{max_name} must be a Python int >= 0, because the host sizes launches by it; got {max_seqlen!r}")
         check_tensor(cu_seqlens, cu_name, (pages.num_seqs + 1,), torch.int32, x.device)
         return max_seqlen
-    if not x.shape[0]:
+    tokens, num_seqs = x.shape[0], pages.num_seqs
+    if not tokens:
         return 0
-    if not pages.num_seqs or x.shape[0] % pages.num_seqs:
-        raise ValueError(f"{x.shape[0]} tokens do not divide over {pages.num_seqs} sequences; give {cu_name} and {max_name}")
-    each = x.shape[0] // pages.num_seqs
+    if not num_seqs or tokens % num_seqs:
+        raise ValueError(f"{tokens} tokens do not divide over {num_seqs} sequences; give {cu_name} and {max_name}")
+    each = tokens // num_seqs
     if max_seqlen is not None and max_seqlen != each:
         raise ValueError(f"without {cu_name} every sequence has {each} tokens, and {max_name} is {max_seqlen}: give both or neither")
     return each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -10,8 +10,8 @@ from .errors import UsageError
 
 BackendName = Literal["auto", "hopper", "triton", "reference"]  # of calls over pages
 DenseBackendName = Literal["auto", "hopper", "triton", "reference", "fa3"]  # of calls on dense tensors
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)[1:]
-DENSE_BACKENDS: tuple[DenseBackendName, ...] = get_args(DenseBackendName)[1:]
+BACKENDS: tuple[BackendName, ...] = ("hopper", "triton", "reference")
+DENSE_BACKENDS: tuple[DenseBackendName, ...] = (*BACKENDS, "fa3")
 
 
 def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
@@ -24,9 +24,6 @@ class AttentionParams(NamedTuple):
     """The options of attention. `ops.attention` makes this tuple once, and passes it through the backend to the kernel.
 
         out = softmax(mask(softcap(softmax_scale * q k^T))) v
-
-    A new option needs a field at the end (kernels unpack this tuple), an argument of `ops.attention`, an argument in the torch op's schema
-    (`_torch_ops.py`), and code in the kernels that support it.
 
     Attributes:
         cu_seqlens_q: `[num_seqs + 1]` int32, the index in T of each sequence's first query, then T. None: every sequence has T / num_seqs.
@@ -44,6 +41,7 @@ class AttentionParams(NamedTuple):
             error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may round them to 8 bits (`hopper`, in prompts).
     """
 
+    # A new option needs a field at the end, because kernels unpack this tuple. docs/architecture.md lists what else.
     cu_seqlens_q: torch.Tensor | None
     max_seqlen_q: int
     causal: bool

@@ -58,6 +58,10 @@ def append(
         last = (length + end - start - 1) // PAGE_SIZE
         ids = pages.page_table[seq, first : last + 1].long()
         taken = KVPages.trusted(pages.pool[ids], *pages.state[1:])
+        begun = slice(0 if offset == 0 else 1, None)
+        taken.v.view(torch.uint8)[begun] = 0  # the tokens past the end, too: attention multiplies them by zero, and 0 * NaN would be NaN
+        if taken.key_dtype == torch.int8 and not static_scales:
+            taken.nan_in_k[begun] = 0.0
         for kind, (x, codes, scale, pack, unpack) in enumerate(
             (
                 (k[start:end], taken.k, taken.k_scale, pack_k, unpack_k),
@@ -68,6 +72,8 @@ def append(
             if overflows is not None:
                 overflows[kind, 0] += end - start
                 overflows[kind, 1 if static_scales else 2] += found
+        if taken.key_dtype == torch.int8 and not static_scales:
+            _mark_nan(taken, k[start:end].isnan().any(-1), offset)
         pages.pool[ids] = taken.pool
         if advance:
             pages.cache_seqlens[seq] += end - start
@@ -148,6 +154,18 @@ def _append_tokens(
     pages.view(torch.uint8).copy_(torch.where(kept, written, pages.view(torch.uint8)))
     scale.copy_(settled.view_as(scale))
     return overflows.sum()
+
+
+def _mark_nan(pages: KVPages, broken: torch.Tensor, offset: int) -> None:
+    """Make the scales of INT8 keys NaN where a new token has a NaN: `broken [n, H]`, from token `offset` of the first page. INT8 has no
+    code for NaN. `KVPages.nan_in_k` keeps what undoes it."""
+    at = broken.new_zeros(pages.num_pages * PAGE_SIZE, broken.shape[1])
+    at[offset : offset + len(broken)] = broken
+    at = at.unflatten(0, (-1, PAGE_SIZE))
+    marked = at.any(1)
+    note = torch.stack([pages.k_scale, at.int().argmax(1).float()], -1)
+    pages.nan_in_k.copy_(torch.where((marked & ~pages.k_scale.isnan())[..., None], note, pages.nan_in_k))
+    pages.k_scale.masked_fill_(marked, torch.nan)
 
 
 def attention(

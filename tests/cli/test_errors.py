@@ -13,13 +13,14 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8attn import KVScales, UsageError, cli
 from fp8attn.cli import shared
 from fp8attn.cli.shared import output
 from fp8attn.evaluation import models, needle
 from fp8attn.evaluation import perplexity as evaluation_perplexity
-from tests.cli.running import fail, never
+from tests.cli.running import fail, never, run, run_json
 
 
 def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
@@ -46,6 +47,10 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("plan", "--model", "./no"): "there is no folder ./no; pass a model's folder, or a Hugging Face id",
         ("evaluate", "--report", tmp_path / "r", *model, "--context", 50, "--decode", 51): "--decode 51 must not exceed --context 50",
         ("evaluate", "needle", *model, "--plot", tmp_path / "p.txt"): "a plot must be a .png, .svg or .pdf file; got",
+        ("calibrate", *model, "--percentile", 50): "--percentile 50 needs --method percentile; got --method absmax",
+        ("generate", "x", *model, "--scales", tmp_path): f"--scales {tmp_path} is a folder; fp8attn calibrate writes a file of scales",
+        ("generate", "x", "--model", ""): "the name of the model is empty; pass a model's folder",
+        ("sensitivity", *model, "--max-bytes", 0): "no choice of layers takes at most 0 bytes per token: with all in 8 bits it is 516",
     }
     for arguments, message in cases.items():
         assert message in fail(monkeypatch, capsys, *arguments), arguments
@@ -115,6 +120,43 @@ def test_damaged_models(monkeypatch, capsys, tiny_model, tmp_path, name, size):
     message = fail(monkeypatch, capsys, "generate", "x", "--model", folder)
     assert f"a file of {folder} is damaged or cut short (" in message
     assert message.endswith("download or copy the model again")
+
+
+def test_a_model_without_a_tokenizer(monkeypatch, capsys, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    for command in (("generate", "x"), ("evaluate", "perplexity"), ("sensitivity",), ("calibrate", "--out", tmp_path / "s.safetensors")):
+        message = fail(monkeypatch, capsys, *command, "--model", folder)
+        assert message.startswith(f"fp8attn: {folder} has no tokenizer that transformers can read (")
+        assert message.endswith("add tokenizer.json to the folder")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [({"num_hidden_layers": 3}, "model.layers.2."), ({"intermediate_size": 64}, "model.layers.0.mlp.")]
+)
+def test_weights_that_do_not_fit_their_config(monkeypatch, capsys, tiny_model, tmp_path, change, name):
+    """transformers gives missing ones random values, and only warns."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    message = fail(monkeypatch, capsys, "generate", "x", "--model", folder)
+    assert f"the weights of {folder} do not fit its config: {name}" in message and "missing or of other sizes" in message
+
+
+def test_models_that_cannot_be_served_are_refused_before_the_run(monkeypatch, capsys, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 48}))
+    (folder / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    commands = (
+        ("generate", "x"), ("evaluate", "perplexity", "--context", 9), ("sensitivity", "--context", 9),
+        ("calibrate", "--out", tmp_path / "s.safetensors"),
+    )  # fmt: skip
+    for command in commands:
+        assert "has head_dim 48; FP8 pages take (64, 80, 96, 128, 192, 256)" in fail(monkeypatch, capsys, *command, "--model", folder)
+    assert "perplexity" in run("evaluate", "perplexity", "--cache", "bf16", "--context", 9, "--windows", 1, "--model", folder).lower()
+    (check,) = [row for row in run_json("doctor", "--no-measure", "--model", folder) if row["name"] == f"model {folder}"]
+    assert check["status"] == "no" and check["detail"].startswith("'llama' has head_dim 48; FP8 pages take ")
 
 
 @pytest.mark.parametrize("command", [("plan",), ("generate", "x")])
@@ -197,6 +239,26 @@ def interrupted(tiny_model, code):
     path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_ctrl_c_keeps_what_was_generated(tiny_model):
+    """The second word comes after the first was printed."""
+    code = """
+from transformers import LlamaForCausalLM
+
+forward, calls = LlamaForCausalLM.forward, []
+
+def interrupt(*arguments, **options):
+    calls.append(1)
+    if len(calls) == 9:
+        signal.raise_signal(signal.SIGINT)
+    return forward(*arguments, **options)
+
+LlamaForCausalLM.forward = interrupt"""
+    status, text, _ = interrupted(tiny_model, code)
+    heading, continued = text.split("\n", 1)
+    assert status == 130 and heading.startswith("FP8 cache")
+    assert continued.startswith("x") and len(continued) > 8
 
 
 @pytest.mark.parametrize("module", ["torch", "typer", "transformers"])

@@ -9,14 +9,18 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 
+from typer.testing import CliRunner
+
 from fp8attn import UsageError
 from fp8attn.cli import page
+from fp8attn.cli.app import app
 from fp8attn.cli.shared import output
 from fp8attn.evaluation import models, needle
 from tests.cli.running import fail, never
 
 COMMANDS = {
     "calibrate --out": ("calibrate", "--out"),
+    "calibrate --checkpoint": ("calibrate", "--checkpoint"),
     "evaluate --report": ("evaluate", "--report"),
     "needle --plot": ("evaluate", "needle", "--plot"),
     "needle --out": ("evaluate", "needle", "--out"),
@@ -55,6 +59,15 @@ def test_a_run_that_fails_leaves_files_as_they_were(monkeypatch, capsys, tiny_mo
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(("index.html", "report.json", "x.png"), "before")
 
 
+def test_a_report_that_is_interrupted_leaves_no_folder(monkeypatch, tiny_model, tmp_path):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "load", interrupt)
+    assert CliRunner().invoke(app, ["evaluate", "--report", str(tmp_path / "a" / "b"), "--model", str(tiny_model)]).exit_code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_length_that_does_not_fit_is_found_before_the_run(monkeypatch, capsys, tiny_model):
     monkeypatch.setattr(needle, "ask", never)
     message = fail(monkeypatch, capsys, "evaluate", "needle", "--model", tiny_model, "--lengths", "600,1000000")
@@ -75,7 +88,7 @@ def test_outcomes_are_saved_though_the_page_fails(monkeypatch, capsys, tiny_mode
 def test_output(tmp_path):
     path = tmp_path / "a" / "b.txt"
     write = output(path)
-    assert list((tmp_path / "a").iterdir()) == []
+    assert not (tmp_path / "a").exists()  # until there is something to write
     seen = []
     write(lambda draft: (seen.append(draft.suffix), draft.write_text("first")))
     assert (seen, path.read_text(), list(path.parent.iterdir())) == ([".txt"], "first", [path])

@@ -69,6 +69,29 @@ def test_the_portable_kernels_take_any_descales():
     assert relative_error(out, exact(*tensors, True, None, descales)) <= 2**-8
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU; tests/gpu has the compiled kernels")
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("zero", ["qkv", "q", "k", "v"])
+def test_a_head_of_zeros_has_a_descale_of_zero(zero, backend):
+    """`absmax / 448` of a head that is zero. Its scores are zero, or its output."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    tensors, descales = operands(batch=1, kv_len=140)
+    for name, descale in zip("qkv", descales, strict=True):
+        if name in zero:
+            descale[0, 1] = 0.0
+    out, expected = attend(*tensors, True, 2.0, *descales, backend=backend), exact(*tensors, True, 2.0, descales)
+    for head in range(4):
+        assert (out[0, head].double() - expected[0, head]).norm() <= 2**-8 * expected[0, head].norm() + 1e-30, head
+
+
+def test_negative_descales_are_refused():
+    tensors, descales = operands()
+    descales[1][1, 0] = -0.5
+    with pytest.raises(ValueError, match=r"k_descale must not be negative; got -0\.5: negate k's own values"):
+        attend(*tensors, True, None, *descales)
+
+
 def test_every_byte_survives_the_pages():
     """Values from the smallest subnormal to the largest, in one page and head: V read out one token a query."""
     codes = torch.arange(256, dtype=torch.uint8)

@@ -21,6 +21,7 @@ from fp8attn import (
     scaled_dot_product_attention,
 )
 from fp8attn.numerics import E4M3, quantize, sqnr_db
+from fp8attn.rope import apply_rope
 from tests.dense.inputs import BACKENDS, X, bhsd
 from tests.support.kernel_cases import assert_kernel_error
 
@@ -225,6 +226,21 @@ def test_compiled_code_has_torchs_derivatives():
         torch.testing.assert_close(out.tangent, expected[0])
         assert torch.equal(compiled(query, key, value), rounded)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(90, 40), (40, 90), (60, 60)])
+def test_each_query_has_its_own_angles(q_len, kv_len, interleaved):
+    """Causal, aligned to the first key. Queries after the last key are computed apart from the others."""
+    torch.manual_seed(0)
+    (q, k, v), angle = (torch.randn(1, 2, n, 64) for n in (q_len, kv_len, kv_len)), torch.randn(90, 32)
+    q_tables, k_tables = ((angle[:n].cos(), angle[:n].sin()) for n in (q_len, kv_len))
+    out = rope_scaled_dot_product_attention(
+        q, k, v, *q_tables, key_rope_cos=k_tables[0], key_rope_sin=k_tables[1], rope_interleaved=interleaved, is_causal=True,
+        backend="reference",
+    )  # fmt: skip
+    rotated = (apply_rope(x[0].transpose(0, 1), *t, interleaved).transpose(0, 1)[None] for x, t in ((q, q_tables), (k, k_tables)))
+    assert sqnr_db(out, F.scaled_dot_product_attention(*rotated, v, is_causal=True)) > 25.0
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

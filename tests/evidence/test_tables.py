@@ -2,13 +2,23 @@
 
 import pytest
 
-from evidence.rows import over_bf16, ratio
+from evidence.fingerprint import ROOT
+from evidence.rows import latest, measured, over_bf16, ratio
 from evidence.tables import FILES, filled, retrieval, vllm
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_tables_are_those_of_the_results(file):
     assert filled(file.read_text()) == file.read_text(), "run python -m evidence.tables"
+
+
+def test_measurements_say_of_which_device_and_commit_they_are():
+    """Beside the tables of the accumulation, the sanitizer and the portable kernels, whose text named another device or none."""
+    for name, page in (("accumulation", "results"), ("sanitize", "kernels"), ("portable", "kernels")):
+        title, found = latest(name)
+        assert measured(name).startswith(f"{title}, commit ")
+        assert ("keys were E4M3 and not rotated" in measured(name)) == any("fingerprint" not in row for row in found.values())
+        assert measured(name) in (ROOT / f"docs/{page}.md").read_text()
 
 
 def test_tasks_that_were_not_asked_leave_no_table(monkeypatch):

@@ -18,6 +18,7 @@ import triton
 from fp8attn import AttentionParams, KVPages
 from fp8attn.kernels import prefill
 from fp8attn.kernels.launch import Launch
+from fp8attn.kernels.operands import NOTE
 from fp8attn.layout import FP8
 from tests.support.machine_code import Built, Sass, build, dry
 
@@ -117,8 +118,21 @@ def facts(built: Built) -> dict:
         "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.registers
         "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code), "loop": loop,
         "loop_spills": loop_spills, "barriers": barriers, "serialized": built.warnings, "unset": sass.unset_register(),
-        "early": released_early(sass), "end": built.kernel.metadata.shared - ring_barriers(built.kernel.asm["ptx"]),
+        "early": released_early(sass), "overwritten": sass.overwritten_operand(), "operands": getattr(built.kernel.metadata, NOTE, ""),
+        "end": built.kernel.metadata.shared - ring_barriers(built.kernel.asm["ptx"]),
     }  # fmt: skip
+
+
+def overwritten_if_planted(case: str) -> tuple[str, str]:
+    """What `Sass.overwritten_operand` finds after an instruction that overwrites an operand of a running product was put behind it; and
+    that instruction."""
+    sass = build(launch(**CASES[case])).sass()
+    at = next(i for i, text in enumerate(sass.code) if "gsb0" in text and re.search(r"GMMA\S* R\d+, R\d+, gdesc", text))
+    register = re.search(r", (R\d+), gdesc", sass.code[at])[1]
+    planted = f"MOV {register}, RZ "
+    sass.code.insert(at + 1, planted)
+    sass.labels = {name: i + (i > at) for name, i in sass.labels.items()}
+    return sass.overwritten_operand(), planted
 
 
 def released_early(sass: Sass) -> str:
@@ -172,7 +186,22 @@ def main() -> None:
                 (keep / f"{case}.ptx").write_text(kernel.asm["ptx"])
                 (keep / f"{case}.cubin").write_bytes(kernel.asm["cubin"])
     if "--table" in sys.argv:
-        names = "case", "regs", "spilled bytes", "shared", "instructions", "loop", "spills", "barriers", "C75xx", "unset", "early", "end"
+        names = (
+            "case",
+            "regs",
+            "spilled bytes",
+            "shared",
+            "instructions",
+            "loop",
+            "spills",
+            "barriers",
+            "C75xx",
+            "unset",
+            "early",
+            "overwritten",
+            "operands",
+            "end",
+        )
         print(f"| {' | '.join(names)} |\n|" + "---|" * len(names))
         for row in rows:
             print("| " + " | ".join("none" if cell == "" else str(cell) for cell in row.values()) + " |")

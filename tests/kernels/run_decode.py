@@ -98,8 +98,9 @@ def filled_pages(
     return pages
 
 
-def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
-    """Runs the launcher on a case, and `run` on its launch. Returns the result, and the float64 result."""
+def attend(case: dict, run: Callable[[Launch, tuple[torch.Tensor, ...]], None]) -> tuple:
+    """Runs the launcher on a case, and `run` on its launch and on what the launch before may have written. Returns the result, and the
+    float64 result."""
     c = PLAIN | case
     torch.manual_seed(0)
     pages = filled_pages(c["lengths"], c["heads"], c["head_dim"], c["v_mean"], keys=c["keys"], rotate=c["rotate"], means=c["means"])
@@ -127,14 +128,15 @@ def attend(case: dict, run: Callable = lambda launch: None) -> tuple:
         assert given is None or result[0] is given
         decode.plan.make_plan.cache_clear()
     (launch,) = launches
-    run(launch)
+    written = pages.pool, pages.page_table, pages.cache_seqlens, q, params.cu_seqlens_q, params.leftpad_k
+    run(launch, tuple(x for x in written if x is not None))
     return result, reference.attention(q, pages, params, compute_dtype=torch.float64, out_dtype=torch.float64)
 
 
 def emulate_case(name: str) -> dict:
     left = []
     case = PLAIN | EMULATED[name]
-    (out, lse), (ref, ref_lse) = attend(case, lambda launch: left.append(emulate(launch, case["late"])))
+    (out, lse), (ref, ref_lse) = attend(case, lambda *launch: left.append(emulate(launch[0], case["late"], launch[1])))
     same_nan = all(torch.equal(ours.isnan(), right.isnan()) for ours, right in ((out, ref), (lse, ref_lse)))
     out, ref = out.nan_to_num(), ref.nan_to_num()
     rounded = ref.to(out.dtype).double()
@@ -150,7 +152,7 @@ def emulate_case(name: str) -> dict:
 def recorded(name: str) -> list[Launch]:
     """The launch of a compile case."""
     found: list[Launch] = []
-    attend(COMPILED[name], found.append)
+    attend(COMPILED[name], lambda launch, _: found.append(launch))
     return found
 
 
@@ -158,12 +160,23 @@ def compile_case(name: str) -> dict:
     (built,) = map(build, recorded(name))
     sass = built.sass()
     start, end = hot_loop(sass)
+    ptx = built.kernel.asm["ptx"]
     return {
         "case": name, "registers": max(int(r) for x in sass.code for r in re.findall(r"\bR(\d+)\b", x)) + 1,
         "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "loop": end + 1 - start,
         "loop_spills": sass.spills(start, end),
-        "fenced": releases_are_fenced(sass), "warnings": built.warnings,
+        "fenced": releases_are_fenced(sass), "atomics": re.findall(r"\batom\S+", ptx), "narrow": narrow_strides(ptx),
+        "warnings": built.warnings,
     }  # fmt: skip
+
+
+def narrow_strides(ptx: str) -> list[str]:
+    """The products of 32 bits in which the strides of Q are used."""
+    found = []
+    for index in range(1, 3):
+        (register,) = re.findall(rf"ld\.param\.\w+\s+(%\w+), \[decode_kernel_param_{index}\]", ptx)
+        found += re.findall(rf"m(?:ul|ad)\.lo\.\w+\s[^;]*{register}\b[^;]*", ptx)
+    return found
 
 
 def releases_are_fenced(sass: Sass) -> bool:

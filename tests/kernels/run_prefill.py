@@ -61,6 +61,9 @@ CASES = {
     "ragged, parts of the keys": {
         "lengths": [70, 0, 330], "queries": [70, 0, 200], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "splits": 3,
     },
+    "negative scale": {"lengths": [190], "queries": [130], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "scale": -0.125},
+    "negative scale, FP8 queries": {"lengths": [190], "queries": [130], "head_dim": 64, "dtype": FP8, "keys": "e4m3", "scale": -0.125},
+    "scale of zero": {"lengths": [190], "queries": [130], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "scale": 0.0},
     "two launches": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "last": 90},
 }  # fmt: skip
 
@@ -98,7 +101,8 @@ def emulate_case(name: str) -> dict:
     bounds = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int() if len(set(queries)) > 1 else None
     causal = return_lse = "last" not in case
     options = {
-        "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": causal, "softmax_scale": case["head_dim"] ** -0.5,
+        "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": causal,
+        "softmax_scale": case.get("scale", case["head_dim"] ** -0.5),
         "window": case.get("window", 0), "softcap": case.get("softcap", 0.0), "sinks": torch.randn(1) if "sinks" in case else None,
         "leftpad_k": torch.tensor(case["leftpad"], dtype=torch.int32) if "leftpad" in case else None, "return_lse": return_lse,
         "exact": case.get("exact", False),
@@ -119,7 +123,8 @@ def emulate_case(name: str) -> dict:
         prefill.plan.make_plan.cache_clear()
     tables = [x for x in launches[0].args if x is pages.page_table]
     assert len(tables) == (0 if new else 1)
-    left = sum(emulate(launched, written_before=(pages.pool,) if new else ()) for launched in launches[: 2 if "last" in case else 1])
+    written = (pages.pool,) if new else (pages.pool, pages.page_table, pages.cache_seqlens, q, *(x for x in (bounds,) if x is not None))
+    left = sum(emulate(launched, written_before=written) for launched in launches[: 2 if "last" in case else 1])
     if case.get("splits", 1) > 1:
         out, lse = combined(*launches[1].args[:2], out, lse)
     ref, ref_lse = reference.attention(asked, pages, AttentionParams(**options), compute_dtype=torch.float64, out_dtype=torch.float64)

@@ -71,13 +71,13 @@ each_format = pytest.mark.parametrize(
 
 
 @each_format
-def test_appends_leave_the_rest_of_a_header(head_dim, key_dtype, rotate_keys, backend):
+def test_appends_leave_an_engines_mark_in_the_header(head_dim, key_dtype, rotate_keys, backend):
     """The vLLM plugin keeps marks of pages there."""
     torch.manual_seed(0)
     k, v = tokens(head_dim)
     pages = KVPages.empty(3, HEADS, head_dim, 1, 3, key_dtype=key_dtype, rotate_keys=rotate_keys)
     pages.page_table.copy_(torch.tensor([[2, 0, 1]]))
-    rest = pages.pool[:, :, 8 - HEADER :]
+    rest = pages.pool[:, :, 8 - HEADER : 16 - HEADER]
     rest.fill_(0x7F)
     for cut in (130, 1, 149):
         ops.append(pages, k[:cut], v[:cut], max_seqlen=cut, backend=backend)

@@ -15,6 +15,7 @@ BOUNDS = {
     "FP8 queries, three warpgroups": (0.004, 0.02, 2**-4),
     "E4M3 keys, two warpgroups": (0.02, 0.1, 0.4),
     "FP8 queries, two warpgroups": (0.004, 0.02, 2**-4),
+    "negative scale, FP8 queries": (0.004, 0.02, 2**-4),
     # Outputs' rounding to BF16 (2**-9) and FP16: twice multiplied, 8 bits are as exact as BF16.
     "exact": (0.002, 0.003, 0.002),
     "exact, E4M3 keys": (0.0004, 0.0008, 0.004),
@@ -27,9 +28,10 @@ TRITON36 = (
     "head_dim 256",
     "window, padding, softcap, sinks",
 )
+SCALES = ("negative scale", "negative scale, FP8 queries", "scale of zero")
 CASES = [
     pytest.param(case, marks=[pytest.mark.triton36] * (case in TRITON36))
-    for case in dict.fromkeys((*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *TRITON36))
+    for case in dict.fromkeys((*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *SCALES, *TRITON36))
 ]
 
 

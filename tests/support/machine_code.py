@@ -119,15 +119,52 @@ class Sass:
         """Spill loads and stores in a loop."""
         return sum("STL" in x or "LDL" in x for x in self.code[start : end + 1])
 
+    def follow(self) -> list[list[int]]:
+        """What may run after each instruction."""
+        found = []
+        for i, text in enumerate(self.code):
+            name, _ = parts(text)
+            ends = name.split(".")[0] in ("BRA", "BRX", "EXIT", "RET") and not text.startswith("@")
+            jumps = [] if name == "BSSY" else re.findall(r"\.L_x_\d+", text)  # that one says where branches meet again
+            found.append([self.labels[x] for x in jumps if x in self.labels] + ([] if ends else [i + 1]))
+        return found
+
+    def overwritten_operand(self) -> str:
+        """The first instruction that, on some path, writes a register which a running MMA reads: its left operand, up to the wait that ends
+        its group. ptxas before 13.3 makes such code (triton-lang/triton#9433)."""
+        reads = [_left_operand(text) for text in self.code]
+        writes = [_written(text) for text in self.code]
+        follow = self.follow()
+        todo: list[tuple[int, tuple[frozenset[int], ...]]] = [(0, (frozenset(),))]  # registers of running groups; the last has not ended
+        seen = set(todo)
+        while todo:
+            i, groups = todo.pop()
+            text = self.code[i]
+            if any(writes[i] & group for group in groups):
+                return text
+            if "GMMA" in text:
+                groups = (*groups[:-1], groups[-1] | reads[i])
+                if "gsb0" in text:
+                    groups = (*groups, frozenset())
+            elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", text):
+                groups = groups[max(len(groups) - 1 - int(wait[1], 16), 0) :]
+            for j in follow[i]:
+                if j < len(self.code) and (j, groups) not in seen:
+                    seen.add((j, groups))
+                    todo.append((j, groups))
+        return ""
+
     def unset_register(self) -> str:
         """The first MMA or uniform instruction that reads a uniform register which not every path to it has written.
 
-        ptxas 12.8 shares what it computes of a wgmma descriptor between two branches, and may compute it in one of them only.
+        ptxas 12.8 shares what it computes of a wgmma descriptor between two branches, and may compute it in one of them only. A move of
+        such a register is no fault, but its result is unset, too: ptxas 13.4 moves all parts of a register pair and then writes one again.
         """
-        reads, writes, follow = [], [], []
-        for i, text in enumerate(self.code):
-            predicate, name, operands = re.match(r"(@\S+\s+)?([\w.]+)\s*(.*?)\s*$", text).groups()
-            operands = [x for x in re.split(r",\s*(?![^\[]*\])", operands) if not re.fullmatch(r"!?U?P[T\d]", x)]
+        reads, writes, follow = [], [], self.follow()
+        moves = [parts(text)[0] == "UMOV" for text in self.code]
+        for text in self.code:
+            name, operands = parts(text)
+            operands = [x for x in operands if not re.fullmatch(r"!?U?P[T\d]", x)]
             numbers = [[int(n) for n in re.findall(r"\bUR(\d+)", x)] for x in operands]
             written = re.match(r"U(?!TMA|BLK|SYNC|CGA)|R2UR|S2UR|VOTEU|REDUX", name) is not None
             wide = 2 if ".64" in name or ".WIDE" in name else 1
@@ -138,16 +175,52 @@ class Sass:
             else:
                 wide = 2 if ".64" in name else 1
                 reads.append({n + k for x in numbers[1:] for n in x for k in range(wide)} if written else set())
-            ends = name.split(".")[0] in ("BRA", "BRX", "EXIT", "RET") and not predicate
-            jumps = [] if name == "BSSY" else re.findall(r"\.L_x_\d+", text)  # that one says where branches meet again
-            follow.append([self.labels[x] for x in jumps if x in self.labels] + ([] if ends else [i + 1]))
         known = {0: set()}
         todo = [0]
         while todo:
             i = todo.pop()
-            after = known[i] | writes[i]
+            after = known[i] - writes[i] if moves[i] and not reads[i] <= known[i] else known[i] | writes[i]
             for j in follow[i]:
                 if j < len(self.code) and (j not in known or not known[j] <= after):
                     known[j] = known[j] & after if j in known else after
                     todo.append(j)
-        return next((self.code[i] for i in sorted(known) if not reads[i] <= known[i]), "")
+        return next((self.code[i] for i in sorted(known) if not moves[i] and not reads[i] <= known[i]), "")
+
+
+def parts(text: str) -> tuple[str, list[str]]:
+    """The name and the operands of an instruction, without its predicate."""
+    name, operands = re.match(r"(?:@\S+\s+)?([\w.]+)\s*(.*?)\s*$", text).groups()
+    return name, re.split(r",\s*(?![^\[]*\])", operands)
+
+
+def _left_operand(text: str) -> frozenset[int]:
+    """The registers of an MMA's left operand; none where it is in shared memory, and of other instructions."""
+    name, operands = parts(text)
+    if "GMMA" not in name or not (found := re.fullmatch(r"R(\d+)", operands[1])):
+        return frozenset()
+    return frozenset(range(int(found[1]), int(found[1]) + 4))
+
+
+# Instructions whose first operand, a register, is read.
+_READERS = ("BAR", "BRX", "FCHK", "NANOSLEEP", "RET", "WARPSYNC")
+
+
+def _written(text: str) -> frozenset[int]:
+    """The registers that an instruction writes."""
+    name, operands = parts(text)
+    if name.split(".")[0] in _READERS:
+        return frozenset()
+    if re.fullmatch(r"P[T\d]", operands[0]):  # as `SHFL.BFLY PT, R4, ...`
+        operands = operands[1:]
+    found = re.fullmatch(r"R(\d+)", operands[0]) if operands else None
+    if not found:
+        return frozenset()
+    if product := re.search(r"GMMA\.64x(\d+)x", name):
+        count = int(product[1]) // 2
+    elif ".128" in name or "MMA" in name or re.search(r"LDSM\S*\.4", name):
+        count = 4
+    elif re.search(r"\.64|\.WIDE|^D(ADD|MUL|FMA)|LDSM\S*\.2|^CS2R(?!\.32)", name):
+        count = 2
+    else:
+        count = 1
+    return frozenset(range(int(found[1]), int(found[1]) + count))

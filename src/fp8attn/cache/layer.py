@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..checks import check_finite, check_is_tensor
-from ..layout import HEADER, KeyDtype, KVPages, key_type, page_bytes, stored_mean
+from ..layout import HEADER, PAGE_SIZE, V_GROUP, V_ORDER, KeyDtype, KVPages, key_type, page_bytes, stored_mean
 from ..scales import LayerScales
 from .page_table import Change, PageTable
 
@@ -108,11 +108,23 @@ class LayerPages:
         self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given.to(self.device)
 
     def apply(self, change: Change, table: PageTable) -> None:
-        """Grow the pool, and clear and copy its pages, as `PageTable.reserve` needs."""
+        """Grow the pool, copy its pages and drop tokens, as `PageTable.reserve` needs."""
         pool = self._fitted(change.num_pages)
-        if change.cleared:
-            kept = 0 if self.scales is None else HEADER  # calibrated scales are kept
-            pool[table.to_device(change.cleared), :, : self.shape[1] - kept] = 0
         if change.targets:
             index = table.to_device([change.targets, change.sources])
             pool[index[0]] = pool[index[1]]
+        if change.tails:
+            self._drop_tails(*table.to_device(change.tails).unbind(1))
+
+    def _drop_tails(self, pages: torch.Tensor, kept: torch.Tensor) -> None:
+        """Drop the tokens of `pages [N]` after the first `kept [N]`: V becomes zero there, and if the first NaN of INT8 keys is among them,
+        the page gets its scale back."""
+        held = KVPages.trusted(self.pool, None, None, None, None, self.key_dtype, self.rotate_keys)
+        dropped = torch.arange(PAGE_SIZE, device=pages.device) >= kept[:, None]
+        dropped = dropped.unflatten(1, (-1, V_GROUP))[:, :, list(V_ORDER)]
+        v = held.v.view(torch.uint8)
+        v[pages] = v[pages].masked_fill(dropped[:, None, :, None], 0)
+        if self.key_dtype == torch.int8:
+            scale, (before, first) = held.k_scale[pages], held.nan_in_k[pages].unbind(2)
+            healed = scale.isnan() & (first >= kept[:, None])
+            held.k_scale[pages] = torch.where(healed, before, scale)

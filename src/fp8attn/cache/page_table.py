@@ -6,6 +6,7 @@ separately, because each layer's append advances its own. Sequences that were co
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,14 +26,14 @@ class Change(NamedTuple):
 
     Attributes:
         num_pages: pages of the pool. A pool with fewer grows.
-        cleared: pages to set to zero. They held tokens before, and stale bytes of V could be NaN.
         sources, targets: pages to copy.
+        tails: pages from which to drop the tokens past the end of their sequence, and the tokens to keep (after the copies).
     """
 
     num_pages: int
-    cleared: list[int]
     sources: list[int]
     targets: list[int]
+    tails: list[tuple[int, int]]
 
 
 def num_pages_of(length: int) -> int:
@@ -52,6 +53,8 @@ class PageTable:
         lengths: tokens of each sequence.
         tables: the pages of each sequence, in order.
         references: the number of sequences that have each page.
+        tails: sequences whose last page may have tokens past their length, of a draft or of the sequence that they are a copy of.
+            `reserve` drops these: a NaN in V would reach the sequence, because 0 * NaN is NaN.
         grows: whether the pools grow.
         free: pages that no sequence has. The last one is used first.
         page_table: `[num_seqs, max_pages]` int32, `tables` on the device; entries past a sequence's last page are zero.
@@ -65,8 +68,8 @@ class PageTable:
         self.tables: list[list[int]] = [[] for _ in range(num_seqs)]
         self.references = [0] * (num_pages or 0)
         self.free = list(reversed(range(num_pages or 0)))
+        self.tails: set[int] = set()
         self.grows = num_pages is None
-        self._stale: set[int] = set()  # free pages that held tokens before
         # Tokens that every sequence can append without new pages or copies. `reserve` sets it; truncate, select and copy set it to zero.
         self.headroom = 0
         self.page_table = torch.zeros(num_seqs, 1, dtype=torch.int32, device=device)
@@ -84,26 +87,29 @@ class PageTable:
     # Appending tokens
 
     def reserve(self, lengths: list[int], apply: Callable[[Change], None]) -> None:
-        """Allocate pages for `lengths` tokens of each sequence, and copies of shared pages that the sequence will write to.
+        """Allocate pages for `lengths` tokens of each sequence, and copies of shared pages that the sequence will write to or of which it
+        has only the first tokens.
 
         Args:
             lengths: tokens of each sequence.
-            apply: makes a change in the pool of every layer. It is called before the table changes, and writes only to pages that no
-                sequence has. So if it raises (a GPU has no memory for a larger pool), every sequence still has its tokens.
+            apply: makes a change in the pool of every layer. It is called before the table changes, and writes only where no sequence has
+                tokens. So if it raises (a GPU has no memory for a larger pool), every sequence still has its tokens.
         Raises:
             OutOfPagesError: the pool is of fixed size and too small. Nothing was changed.
         """
         added = [max(0, num_pages_of(length) - len(table)) for table, length in zip(self.tables, lengths, strict=True)]
         copied: list[tuple[int, int]] = []  # (sequence, column of its table)
         leaving: dict[int, int] = {}  # the number of copies of each shared page; the last sequence that writes to it keeps the page
-        for seq, (table, length) in enumerate(zip(self.tables, lengths, strict=True)):
-            if length > self.lengths[seq]:
-                for column in range(self.lengths[seq] // PAGE_SIZE, min(len(table), num_pages_of(length))):
-                    page = table[column]
-                    if self.references[page] - leaving.get(page, 0) > 1:
-                        leaving[page] = leaving.get(page, 0) + 1
-                        copied.append((seq, column))
-        if any(added) or copied:
+        # Of sequences that share a page, one with tails leaves it to a longer one, and to one without.
+        for seq in sorted(range(self.num_seqs), key=lambda seq: self.lengths[seq] if seq in self.tails else math.inf):
+            table, length = self.tables[seq], max(lengths[seq], self.lengths[seq])
+            end = num_pages_of(length) if length > self.lengths[seq] or seq in self.tails else 0
+            for column in range(self.lengths[seq] // PAGE_SIZE, min(len(table), end)):
+                page = table[column]
+                if self.references[page] - leaving.get(page, 0) > 1:
+                    leaving[page] = leaving.get(page, 0) + 1
+                    copied.append((seq, column))
+        if any(added) or copied or self.tails:
             self._assign(added, copied, apply)
         self.headroom = min(
             num_pages_of(length) * PAGE_SIZE - old if length > old else 0 for old, length in zip(self.lengths, lengths, strict=True)
@@ -137,6 +143,7 @@ class PageTable:
             for page in table:
                 self.references[page] += 1
         self.lengths = list(lengths)
+        self.tails = {seq for seq, length in enumerate(lengths) if length % PAGE_SIZE}  # not known of another pool
         self._write_table([(seq, 0, len(table)) for seq, table in enumerate(self.tables)])
         self.write_lengths()
         return taken
@@ -151,6 +158,9 @@ class PageTable:
     def truncate(self, lengths: list[int]) -> None:
         """Keep the first `lengths` tokens of each sequence, or all if it has fewer, and release the pages after them."""
         self.headroom = 0
+        for seq, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
+            if new < old:
+                self._note_tail(seq, new, True)
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
         for table, length in zip(self.tables, self.lengths, strict=True):
             self._release(table[num_pages_of(length) :])
@@ -167,6 +177,7 @@ class PageTable:
         for table in self.tables:
             self._release(table)
         self.tables = tables
+        self.tails = {seq for seq, i in enumerate(chosen) if i in self.tails}
         in_place = len(chosen) == len(self.lengths)  # compiled code and CUDA graphs hold these tensors
         self.lengths = [self.lengths[i] for i in chosen]
         index = torch.tensor(chosen, device=self.device)
@@ -184,6 +195,7 @@ class PageTable:
         for page in table:
             self.references[page] += 1
         self._release(self.tables[target])
+        self._note_tail(target, length, length < self.lengths[source] or source in self.tails)
         self.tables[target] = list(table)
         self.lengths[target] = length
         self._write_table([(target, 0, len(table))])
@@ -191,8 +203,11 @@ class PageTable:
 
     def sync(self) -> None:
         """Read back from the device the number of tokens that every layer has, which waits for the GPU."""
-        self.lengths = torch.stack(self.cache_seqlens).amin(0).tolist()
+        before, self.lengths = self.lengths, torch.stack(self.cache_seqlens).amin(0).tolist()
         self.headroom = 0
+        for seq, (old, new) in enumerate(zip(before, self.lengths, strict=True)):
+            if new < old:
+                self._note_tail(seq, new, True)
 
     def write_lengths(self) -> None:
         """Copy the lengths to the device, for every layer."""
@@ -250,9 +265,13 @@ class PageTable:
         """Add this many pages to each sequence, and replace the page of each (sequence, column) in `copied` with a new one."""
         taken, num_pages = self._find(sum(added) + len(copied))
         sources, targets = [self.tables[seq][column] for seq, column in copied], taken[: len(copied)]
-        cleared = sorted(self._stale.intersection(taken))
-        self._stale.update(targets)  # they hold tokens if `apply` copies them in one layer and raises in another
-        apply(Change(num_pages, cleared, sources, targets))
+        moved = dict(zip(copied, targets, strict=True))
+        tails = []
+        for seq in self.tails:
+            column, kept = divmod(self.lengths[seq], PAGE_SIZE)
+            tails.append((moved.get((seq, column), self.tables[seq][column]), kept))
+        apply(Change(num_pages, sources, targets, tails))
+        self.tails.clear()
         self._take(taken, num_pages)
         for (seq, column), page in zip(copied, targets, strict=True):
             self.references[self.tables[seq][column]] -= 1
@@ -285,14 +304,18 @@ class PageTable:
         del self.free[len(self.free) - len(found) :]
         for page in found:
             self.references[page] = 1
-        self._stale.difference_update(found)
 
     def _release(self, table: list[int]) -> None:
         for page in table:
             self.references[page] -= 1
             if not self.references[page]:
                 self.free.append(page)
-                self._stale.add(page)
+
+    def _note_tail(self, seq: int, length: int, longer: bool) -> None:
+        """A sequence gets `length` tokens. `longer`: its last page has others after them, unless they fill it."""
+        self.tails.discard(seq)
+        if longer and length % PAGE_SIZE:
+            self.tails.add(seq)
 
     def _write_table(self, written: list[tuple[int, int, int]]) -> None:
         """Copy columns of the tables, given as (sequence, start, stop), to the device. Make the device's table wider if necessary."""

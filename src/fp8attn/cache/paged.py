@@ -104,7 +104,7 @@ class PagedKVCache(Sequences):
                 rotated = self._begin(name, layer, k, v, q, step.longest, rope_cos, rope_sin, rope_interleaved)
                 pages = self._layer_pages(layer)
             else:
-                pages = self._layer_pages(layer)
+                pages = self._pages[layer] or self._layer_pages(layer)
                 if step.columns is not None:
                     pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
                 rotated = ops.run_append(
@@ -122,9 +122,9 @@ class PagedKVCache(Sequences):
         """The pages of one layer after its last append, which its attention reads."""
         if torch.compiler.is_compiling():
             return self._layer_pages(layer)
-        self._layer(layer)
         pages = None if self._step is None else self._step.pages.get(layer)
         if pages is None:
+            self._layer(layer)
             raise ValueError(
                 f"layer {layer} has appended no tokens since the cache was made, its sequences were moved, or another layer began a step: "
                 "call append(layer, k, v) first. To attend without an append, call fp8attn.attention(q, cache.pages(layer), "
@@ -191,7 +191,8 @@ class PagedKVCache(Sequences):
         if not torch.compiler.is_compiling():
             step = self._step
             assert step is not None  # `appended` has raised
-            check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
+            if not isinstance(q, torch.Tensor):
+                check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
             if q.shape[0] != step.num_tokens:
                 raise ValueError(
                     f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths {step.lengths}); got "

@@ -295,6 +295,8 @@ class Sequences:
         move(self.table)
         self._step = None
         self._renew(held)
+        if self._static is None and self.table.tails:
+            self._pages = [None] * len(self.layers)  # `pages` drops them first, if no append does
         if self._static is not None:
             self._reserve([self._static.max_seqlen] * self.num_seqs)  # a step needs all pages again, and no shared page where it writes
             self._static.counted = not self._static.captured  # the host has written the lengths of every layer
@@ -335,11 +337,13 @@ class Sequences:
         held = self._layer(layer)
         pages = self._pages[layer]
         if pages is None:
+            if self.table.tails:
+                self._reserve(self.table.lengths)
             pages = self._pages[layer] = held.pages(self.table, self.table.cache_seqlens[layer])
         return pages
 
     def _layer(self, layer: int) -> LayerPages:
-        if not is_whole(layer) or not 0 <= layer < len(self.layers):
+        if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(self.layers):
             raise ValueError(f"the cache has the layers 0 to {len(self.layers) - 1}; got {layer!r}")
         return self.layers[layer]
 

@@ -55,7 +55,7 @@ def pack(cache: PagedKVCache, seqs: Sequence[int] | None = None) -> tuple[dict[s
     }
     taken = table.to_device(list(number), torch.long)
     for index, layer in enumerate(cache.layers):
-        tensors[f"pages.{index}"] = cache.pages(index).pool[taken].cpu()
+        tensors[f"pages.{index}"] = layer.pages(table, table.cache_seqlens[index]).pool[taken].cpu()
         for name, mean in (("k_mean", layer.stored_k_mean), ("v_mean", layer.v_mean)):
             if mean is not None:
                 tensors[f"{name}.{index}"] = mean.cpu().clone()  # tensors in a file share no memory

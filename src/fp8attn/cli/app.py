@@ -14,13 +14,14 @@ from .. import __version__
 from ..calibration import Method
 from ..errors import UsageError
 from ..extras import needs
-from ..layout import DEFAULT_KEY_DTYPE, PAGE_SIZE
+from ..layout import DEFAULT_KEY_DTYPE
 from . import fail
 from .evaluate import evaluate
 from .export import export
-from .options import CacheChoice, Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Scales, Text
+from .generate import generate
+from .options import Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Text
 from .sensitivity import sensitivity
-from .shared import about, choose, encode, load, makers, numbers, out, output, print_json, progress, read_text, sequences
+from .shared import about, check_served, load, numbers, out, output, print_json, progress, read_text, sequences
 
 
 class Commands(TyperGroup):
@@ -62,48 +63,7 @@ def options(
     """Options of `fp8attn` itself."""
 
 
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    model: Model = None,
-    cache: CacheChoice = "fp8",
-    scales: Scales = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the sampling; 0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling, the same for every cache.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """Continue a prompt, through one cache or several."""
-    import torch
-
-    from ..evaluation.names import title
-
-    chosen = choose(cache, scales)
-    loaded, tokenizer = load(model, device)
-    caches = makers(chosen, loaded)
-    inputs = encode(tokenizer, prompt, chat).to(loaded.device)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    rows, titles = [], []
-    for name, make in caches.items():
-        torch.manual_seed(seed)
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        made = make()
-        ids = loaded.generate(**inputs, past_key_values=made, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
-        new = ids[0, inputs["input_ids"].shape[1] :].tolist()
-        rows.append({"cache": name, "text": tokenizer.decode(new), "tokens": new, "cache_bytes": getattr(made, "nbytes", None)})
-        size = "" if rows[-1]["cache_bytes"] is None else f", {rows[-1]['cache_bytes']:,} bytes"
-        titles.append(f"{title(name)} cache{size}" + (f" in whole pages of {PAGE_SIZE} tokens" if hasattr(made, "paged") else ""))
-    same = all(row["tokens"] == rows[0]["tokens"] for row in rows)
-    if as_json:
-        print_json({"prompt": prompt, "rows": rows, "tokens_equal": same})
-        return
-    for row, heading in zip(rows, titles, strict=True):
-        out.rule(heading, align="left")
-        out.print((prompt if not chat else "") + row["text"], markup=False, highlight=False)
-    if len(rows) > 1:
-        out.rule("the same tokens" if same else "different tokens", align="left")
+app.command()(generate)
 
 
 @app.command()
@@ -114,7 +74,9 @@ def calibrate(
     context: Context = None,
     count: Annotated[int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1)] = None,
     method: Annotated[Method, typer.Option(help="With percentile and mse (least squared error), larger values saturate.")] = "absmax",
-    percentile: Annotated[float, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100].")] = 99.99,
+    percentile: Annotated[
+        float | None, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100]. Default: 99.99.")
+    ] = None,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
     means: Annotated[bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")] = True,
@@ -131,6 +93,8 @@ def calibrate(
 
     The text's last tokens are used, in sequences of the model's context.
     """
+    if percentile is not None and method != "percentile":
+        raise UsageError(f"--percentile {percentile:g} needs --method percentile; got --method {method}")
     if plot:
         from . import plots
 
@@ -138,18 +102,20 @@ def calibrate(
         if held_out is None:
             raise UsageError("--plot shows the report on a held-out text; add --held-out FILE")
     write_scales, write_plot = output(save), output(plot)
+    output(checkpoint)  # it is written in the middle of the run
     passage, other = read_text(text, model), None if held_out is None else read_text(held_out, model)
     from .. import calibrate as run
     from ..diagnostics import offset_checks
     from ..integrations.transformers import check_scales
     from .tables import coverage_table, sensitivity_table
 
+    check_served(model)
     loaded, tokenizer = load(model, device)
     batches = sequences(tokenizer, passage, loaded, context, count, from_end=True)
     with progress("sequences") as tick:
         found = run(
-            loaded, batches, method=method, percentile=percentile, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means, chunk=chunk,
-            checkpoint=checkpoint, progress=tick,
+            loaded, batches, method=method, percentile=99.99 if percentile is None else percentile, key_dtype=key_dtype,
+            rotate_keys=rotate_keys, means=means, chunk=chunk, checkpoint=checkpoint, progress=tick,
         )  # fmt: skip
     write_scales(found.save)
     covered = None
@@ -292,17 +258,20 @@ def warmup(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Also check 8-bit keys for this model: a folder, smollm2, or a Hugging Face id.")
+        str | None, typer.Option(help="Whether fp8attn can serve this model, and how hard its K is to store: a folder, smollm2, or an id.")
     ] = None,
     measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the installed FP8 kernels and report how exactly they sum.")] = True,
     as_json: Json = False,
 ) -> None:
     """Report what this machine can run, why it cannot run the rest, and how exactly its FP8 kernels sum."""
-    from ..diagnostics import diagnose, examine
+    from ..diagnostics import diagnose, examine, served
+    from ..evaluation.models import load_config
 
     checks = diagnose(measure)
     if model is not None:
-        checks += examine(load(model, "cpu")[0])
+        checks.append(served(load_config(model)))
+        if checks[-1].status == "ok":
+            checks += examine(load(model, "cpu")[0])
     if as_json:
         print_json(checks)
         return
@@ -315,10 +284,10 @@ def doctor(
 
 @app.command()
 def demo(
-    save: Annotated[Path, typer.Option("--out", help="Folder for demo.json, needle.png and scales.safetensors.")] = Path("out"),
+    save: Annotated[Path, typer.Option("--out", help="Folder for demo.json and needle.png.")] = Path("out"),
     device: Device = None,
 ) -> None:
-    """Generate, perplexity, calibrate, needles, with a BF16 and with an FP8 cache. Takes minutes on a laptop without a GPU."""
+    """What an 8-bit cache saves and costs: an answer, perplexity and needles through each cache. One to two minutes without a GPU."""
     from .demo import run
 
     run(save, device)

@@ -1,18 +1,15 @@
-"""`fp8attn demo`: measures on a CPU what the README reports and needs no GPU."""
+"""`fp8attn demo`: what an 8-bit cache saves and what it costs, measured in a minute or two without a GPU."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
-from transformers import cache_utils
 
-from .. import calibrate
 from ..errors import UsageError
 from ..evaluation import models
 from ..evaluation.caches import MakeCache, cache_factory, decode_greedily, prefill
@@ -23,146 +20,141 @@ from ..evaluation.recall import recall_samples
 from ..evaluation.record import write_json
 from .plots import needle_maps, save
 from .shared import about, ask_all, encode, load, out, output, progress
-from .tables import needle_table, perplexity_table, sensitivity_table
+from .tables import needle_table, perplexity_table
 
 PUBLIC = "smollm2"
-QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is a hash table? Answer in one sentence.")
+QUESTION = "What is a hash table? Answer in one sentence."
 PROMPT = "def read_header(self, name, default=None):\n"  # for a model without a chat template
 ANSWER = 48  # tokens, at most
-CONTEXT, WINDOWS = 2048, 1  # of the first model's perplexity
-COMMITTED_CONTEXT, COMMITTED_WINDOWS = 4096, 1  # of the second model's
-CALIBRATION = (8, 1024)  # windows, tokens of each, from the end of the text, which is not evaluated
-LENGTHS = (512, 1024, 2048, 4096)  # tokens of the needles' prompts
+CONTEXT = 1024  # tokens, of the perplexity
+CACHES = ("bf16", "fp8", "scale-1")
+LENGTHS = (512, 1024, 2048)  # tokens of the needles' prompts
 
 
-def run(folder: Path, device: str | None) -> dict[str, Any]:
-    """Answer, measure, calibrate and retrieve. Print tables, and write `demo.json`, `needle.png` and `scales.safetensors` into `folder`.
+def run(folder: Path, device: str | None, model: str = PUBLIC) -> dict[str, Any]:
+    """Answer, measure and retrieve. Print tables, and write `demo.json` and `needle.png` into `folder`.
 
-    The first model is the public one, the second the committed one. Where one of them is missing, the other is used for both.
+    `model` answers and is measured. The committed model finds the needles, because it is trained for that. If one of them is missing, the
+    other does both.
     """
     began = time.monotonic()
-    write_results, write_plot, write_scales = (output(folder / file) for file in ("demo.json", "needle.png", "scales.safetensors"))
-    text = models.read_text()
-    committed = None if (path := models.committed_model()) is None else load(str(path), device)
+    write_results, write_plot = (output(folder / file) for file in ("demo.json", "needle.png"))
+    text, committed = models.read_text(), models.committed_model()
     try:
-        first = load(PUBLIC, device)
+        loaded, tokenizer = load(model, device)
     except UsageError as missing:
         if committed is None:
             raise
-        out.print(f"[yellow]{escape(str(missing))}. The committed model is used instead.")
-        first = committed
+        out.print(f"[yellow]{escape(str(missing))}. The model of this repository is measured instead.")
+        loaded, tokenizer = load(str(committed), device)
+    name = _name(loaded)
 
-    name = Path(first[0].config.name_or_path).name
     out.rule(f"1. {name} answers, greedily", align="left")
-    answers = _answer(*first)
-    matched, counted = _show(first[1], answers)
+    matched, counted = _show(tokenizer, *_answer(loaded, tokenizer))
 
-    out.rule(f"2. {name}: perplexity of Python code through each cache", align="left")
-    names = ("bf16", "fp8", "scale-1", *(["transformers-fp8"] if hasattr(cache_utils, "Fp8QuantizedLayer") else []))
-    public = _perplexity(*first, text, CONTEXT, WINDOWS, {each: cache_factory(each, first[0]) for each in names})
-    if first is not committed:
-        out.print(f"8,192 tokens take minutes without a GPU: fp8attn evaluate perplexity --model {PUBLIC} --context 8192 --windows 1")
+    out.rule(f"2. {name} predicts Python code through each cache", align="left")
+    tokens = models.windows(models.tokenize(tokenizer, text), CONTEXT + 1, 1)
+    with progress(f"{CONTEXT} tokens through {len(CACHES)} caches") as tick:
+        rows = perplexity(loaded, tokens, _caches(loaded, *CACHES), tokenizer=tokenizer, progress=tick)
+    out.print(perplexity_table(rows))
 
-    model, tokenizer = committed or first
-    out.rule(f"3. {Path(model.config.name_or_path).name}: calibrated scales (optional)", align="left")
-    count, length = CALIBRATION
-    windows = models.windows(models.tokenize(tokenizer, text), length, count, from_end=True)
-    with progress("calibrating") as tick:
-        scales = calibrate(model, windows.split(1), progress=tick)
-    write_scales(scales.save)
-    out.print(sensitivity_table(scales))
-    caches = {each: cache_factory(each, model) for each in ("bf16", "fp8")}
-    static = {"fp8-static": cache_factory("fp8-static", model, scales=scales)}
-    chunks = _perplexity(model, tokenizer, text, COMMITTED_CONTEXT, COMMITTED_WINDOWS, caches | static)
-
-    out.rule("4. The same model finds needles in a haystack of Python code", align="left")
-    questions = list(recall_samples(tokenizer, text, lengths=LENGTHS, samples=1, seed=2026))
-    outcomes = ask_all("asking", model, tokenizer, questions, caches)
+    finder, words = (
+        (loaded, tokenizer) if committed is None or str(committed) == loaded.config.name_or_path else load(str(committed), device)
+    )
+    out.rule(f"3. {_name(finder)} finds needles in a haystack of Python code", align="left")
+    questions = list(recall_samples(words, text, lengths=LENGTHS, samples=1, seed=2026))
+    outcomes = ask_all("asking", finder, words, questions, _caches(finder, "bf16", "fp8"))
     out.print(needle_table(outcomes))
-    heading = f"Needle in a haystack: {Path(model.config.name_or_path).name}"
-    write_plot(lambda path: save(needle_maps(outcomes, heading=heading), path))
+    write_plot(lambda path: save(needle_maps(outcomes, heading=f"Needle in a haystack: {_name(finder)}"), path))
 
-    bf16, fp8, fp8_static = chunks
     results = {
         "model": name,
         "greedy_tokens_equal": matched == counted,
         "greedy_tokens_matched": matched,
         "greedy_tokens": counted,
-        **{f"public_ppl_{row.cache}": row.ppl for row in public},
-        **{f"public_kl_{row.cache}": row.kl for row in public},
-        "bytes_per_token_bf16": bf16.bytes_per_token,
-        "bytes_per_token_fp8": fp8.bytes_per_token,
-        "ppl_bf16": bf16.ppl,
-        "ppl_fp8": fp8.ppl,
-        "ppl_fp8_static": fp8_static.ppl,
+        **{f"ppl_{row.cache}": row.ppl for row in rows},
+        **{f"kl_{row.cache}": row.kl for row in rows},
+        **{f"bytes_per_token_{row.cache}": row.bytes_per_token for row in rows},
+        "needle_model": _name(finder),
         "needle_bf16": score(outcomes, "bf16"),
         "needle_fp8": score(outcomes, "fp8"),
         "needle_cells_equal": same_outcomes(outcomes, "bf16", "fp8"),
         "seconds": time.monotonic() - began,
     }
-    everything = {**results, "meta": about(first[0]), "perplexity": [*public, *chunks], "needle": cells(outcomes)}
-    write_results(lambda path: write_json(path, everything))
-    out.print(_summary(results, public))
-    out.print(f"{folder}/demo.json, {folder}/needle.png, {folder}/scales.safetensors; {results['seconds']:.0f} s")
+    write_results(lambda path: write_json(path, {**results, "meta": about(loaded), "perplexity": rows, "needle": cells(outcomes)}))
+    out.rule("What the cache saves, and what it costs", align="left")
+    out.print(_summary(results))
+    out.print(gain(name, rows), markup=False, highlight=False)
+    out.print(f"{folder}/demo.json, {folder}/needle.png; {results['seconds']:.0f} s")
     return results
 
 
-def _answer(model: Any, tokenizer: Any) -> dict[str, list[tuple[str, list[int]]]]:
-    """The answers through each cache: (prompt, tokens up to the end of the answer)."""
-    chat = bool(tokenizer.chat_template)
-    prompts = QUESTIONS if chat else (PROMPT,)
-    found: dict[str, list[tuple[str, list[int]]]] = {}
-    end = tokenizer.eos_token_id
+def gain(name: str, rows: list[Perplexity]) -> str:
+    """What fp8attn's cache gains over a plain cast, in one sentence; then why this is not seen in the perplexity.
+
+    Args:
+        name: the model's.
+        rows: of `CACHES`.
+    """
+    bf16, fp8, cast = rows
+    times = cast.kl / fp8.kl
+    change = f"{times:.1f} times less" if times >= 1 else f"{1 / times:.1f} times more"
+    memory = fp8.bytes_per_token / bf16.bytes_per_token
+    return (
+        f"With {memory:.1%} of the memory of BF16, fp8attn changes the predictions of {name} {change} than a plain cast to FP8 does: "
+        f"the KL divergence from BF16's predictions is {fp8.kl:.1e} instead of {cast.kl:.1e} nats per token.\n"
+        f"Perplexity shows less of this ({fp8.ppl / bf16.ppl - 1:+.2%} and {cast.ppl / bf16.ppl - 1:+.2%}), because changes that help and "
+        "changes that hurt cancel in it."
+    )
+
+
+def _name(model: Any) -> str:
+    return Path(model.config.name_or_path).name
+
+
+def _caches(model: Any, *names: str) -> dict[str, MakeCache]:
+    return {name: cache_factory(name, model) for name in names}
+
+
+def _answer(model: Any, tokenizer: Any) -> tuple[str, list[list[int]]]:
+    """The prompt, and the tokens of BF16's and of FP8's answer, up to its end."""
+    prompt = QUESTION if tokenizer.chat_template else PROMPT
+    ids, end, answers = encode(tokenizer, prompt, bool(tokenizer.chat_template))["input_ids"].to(model.device), tokenizer.eos_token_id, []
     with progress("answering") as tick:
-        for name in ("bf16", "fp8"):
-            found[name] = []
-            for prompt in prompts:
-                cache, ids = cache_factory(name, model)(), encode(tokenizer, prompt, chat)["input_ids"].to(model.device)
-                last = prefill(model, ids, cache)
-                new, _ = decode_greedily(model, last, cache, ANSWER, done=lambda ids: bool(ids[0, -1] == end))
-                found[name].append((prompt, list(takewhile(lambda token: token != end, new[0].tolist()))))
-                tick(sum(len(answers) for answers in found.values()), 2 * len(prompts))
-    return found
+        for number, make in enumerate(_caches(model, "bf16", "fp8").values(), 1):
+            cache = make()
+            new, _ = decode_greedily(model, prefill(model, ids, cache), cache, ANSWER, done=lambda ids: bool(ids[0, -1] == end))
+            answers.append(list(takewhile(lambda token: token != end, new[0].tolist())))
+            tick(number, 2)
+    return prompt, answers
 
 
-def _show(tokenizer: Any, answers: dict[str, list[tuple[str, list[int]]]]) -> tuple[int, int]:
-    """Print prompts with each cache's answer.
+def _show(tokenizer: Any, prompt: str, answers: list[list[int]]) -> tuple[int, int]:
+    """Print the prompt with each cache's answer.
 
     Returns:
-        The number of tokens before the first difference, summed over the answers, and the number of BF16's tokens.
+        The number of tokens before the first difference, and the number of BF16's tokens.
     """
-    matched = counted = 0
-    for (prompt, ours), (_, theirs) in zip(answers["fp8"], answers["bf16"], strict=True):
-        out.print(f"[bold]{escape(prompt.rstrip())}")
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
-        matched, counted = matched + same, counted + len(theirs)
-        for name, ids in (("bf16", theirs), ("fp8", ours)):
-            out.print(f"{title(name):>5}: {tokenizer.decode(ids).strip()}", markup=False, highlight=False)
-    return matched, counted
+    out.print(f"[bold]{escape(prompt.rstrip())}")
+    for name, ids in zip(("bf16", "fp8"), answers, strict=True):
+        out.print(f"{title(name):>5}: {tokenizer.decode(ids).strip()}", markup=False, highlight=False)
+    bf16, fp8 = answers
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(fp8, bf16, strict=False))), len(bf16)
 
 
-def _perplexity(model: Any, tokenizer: Any, text: str, context: int, count: int, caches: Mapping[str, MakeCache]) -> list[Perplexity]:
-    """Measure and print the perplexity of the first `count` windows of `context` tokens."""
-    tokens = models.windows(models.tokenize(tokenizer, text), context + 1, count)
-    with progress(f"{context} tokens through {len(caches)} caches") as tick:
-        rows = perplexity(model, tokens, caches, tokenizer=tokenizer, progress=tick)
-    out.print(perplexity_table(rows))
-    return rows
+def _summary(results: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", *(title(name) for name in CACHES)):
+        table.add_column(column, justify="right" if column else "left")
+    name, finder = results["model"], results["needle_model"]
 
+    def add(what: str, form: str, key: str, names: tuple[str, ...] = CACHES) -> None:
+        table.add_row(what, *(format(results[f"{key}_{each}"], form) for each in names))
 
-def _summary(results: dict[str, Any], public: list[Perplexity]) -> Table:
-    table = Table(title="A BF16 and an FP8 cache", title_justify="left")
-    table.add_column("")
-    for column in ("BF16", "FP8", ""):
-        table.add_column(column, justify="right")
-    bf16, fp8 = public[:2]
-    same = "the same prompts" if results["needle_cells_equal"] else "different prompts"
-    ratio = results["bytes_per_token_fp8"] / results["bytes_per_token_bf16"]
-    equal = f"{results['greedy_tokens_matched']} of {results['greedy_tokens']} equal"
-    table.add_row(f"{results['model']}: tokens of answers", "", "", equal)
-    table.add_row(f"{results['model']}: perplexity", f"{bf16.ppl:.4f}", f"{fp8.ppl:.4f}", f"{fp8.ppl / bf16.ppl - 1:+.3%}")
-    change = results["ppl_fp8"] / results["ppl_bf16"] - 1
-    table.add_row("second model: perplexity", *(f"{results[f'ppl_{c}']:.4f}" for c in ("bf16", "fp8")), f"{change:+.3%}")
-    table.add_row("needles found", *(f"{results[f'needle_{c}']:.1%}" for c in ("bf16", "fp8")), same)
-    table.add_row("cache bytes per token", *(f"{results[f'bytes_per_token_{c}']:.0f}" for c in ("bf16", "fp8")), f"{ratio:.1%}")
+    add(f"{name}: cache bytes per token", ",.0f", "bytes_per_token")
+    add(f"{name}: perplexity", ".4f", "ppl")
+    add(f"{name}: KL divergence from BF16, nats per token", ".1e", "kl")
+    equal = f"{results['greedy_tokens_matched']} of {results['greedy_tokens']}"
+    table.add_row(f"{name}: tokens of the answer as in BF16", "", equal)
+    add(f"{finder}: needles found", ".0%", "needle", ("bf16", "fp8"))
     return table

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
-from .options import CACHE_NAMES, CacheChoice, Chunk, Device, Json, Model, Scales, Stress, Tasks, Text
+from .options import CACHE_NAMES, CacheChoice, Chunk, Device, Json, Model, Scales, Seed, Stress, Tasks, Text
 from .shared import (
     about,
     ask_all,
@@ -126,7 +126,7 @@ def needle(
     samples: Annotated[int, typer.Option(help="Prompts for each length; for recall, for each depth, too.", min=1)] = 2,
     depths: Annotated[str, typer.Option(help="recall: positions of the needle: 0 is the start, 1 the end.")] = "0,0.25,0.5,0.75,1",
     distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0)] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of keys, values, texts and positions.")] = 0,
+    seed: Seed = 0,
     plot: Annotated[Path | None, typer.Option(help="Write heat maps to this file (.png, .svg, .pdf).")] = None,
     save: Annotated[Path | None, typer.Option("--out", help="Write every answer to this file, as JSON lines.")] = None,
     chunk: Chunk = 512,

@@ -33,5 +33,6 @@ Stress = Annotated[
     int, typer.Option(help="Make K and V harder to quantize, by offsets and outlier channels that cancel: 0 (off) to 3.", min=0, max=3)
 ]
 Tasks = Annotated[str, typer.Option("--task", help=f"Any of {', '.join(TASKS)}, joined by commas. All but the first need the extra ruler.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything that is random.", min=0, max=2**64 - 1)]
 KeyDtype = Annotated[layout.KeyDtype, typer.Option(help="The format of keys in the cache.")]
 RotateKeys = Annotated[bool, typer.Option(help="Whether the cache rotates keys before it quantizes them.")]

@@ -13,7 +13,7 @@ from ..evaluation.outcomes import Outcome
 from ..evaluation.paired import discordant
 from ..evaluation.perplexity import Perplexity, Positions
 from .plots import needle_maps, position_curves, svg
-from .tables import ACCURACY_COLUMNS, accuracy_rows
+from .tables import ACCURACY_COLUMNS, accuracy_rows, margin
 
 STYLE = """
 :root { color-scheme: light; }
@@ -60,7 +60,7 @@ def _perplexity(rows: Sequence[Perplexity]) -> list[str]:
     columns = ("cache", "perplexity", "change", "bits per byte", "KL (nats)", "same top token", "cache bytes per token")
     table = []
     for number, row in enumerate(rows):
-        change = (f"{row.ppl / rows[0].ppl - 1:+.3%} ± {row.standard_error:.3%}", f"{row.kl:.2e}", f"{row.top1_agreement:.2%}")
+        change = (f"{row.ppl / rows[0].ppl - 1:+.3%}{margin(row.standard_error, '.3%')}", f"{row.kl:.2e}", f"{row.top1_agreement:.2%}")
         change = change if number else ("", "", "")
         sizes = ["" if math.isnan(x) else format(x, form) for x, form in ((row.bits_per_byte, ".4f"), (row.bytes_per_token, ",.0f"))]
         table.append((title(row.cache), f"{row.ppl:.4f}", change[0], sizes[0], *change[1:], sizes[1]))
@@ -81,7 +81,7 @@ def _perplexity(rows: Sequence[Perplexity]) -> list[str]:
 def _beside(others: Iterable[Positions], first: Positions) -> list[str]:
     columns = []
     for other in others:
-        columns += [f"{other.nll - first.nll:+.5f} ± {other.standard_error:.5f}", f"{other.kl:.2e}", f"{other.top1_agreement:.2%}"]
+        columns += [f"{other.nll - first.nll:+.5f}{margin(other.standard_error, '.5f')}", f"{other.kl:.2e}", f"{other.top1_agreement:.2%}"]
     return columns
 
 

@@ -160,6 +160,7 @@ def layer_bars(report: Sensitivity, chosen: Sequence[int] = (), max_kl: float | 
 
 def coverage_maps(report: ScalesReport) -> Figure:
     """Heat maps of saturated values and of underflow: layer down, head across, a column for each of K, V and Q. Zero is gray."""
+    norm = LogNorm(1e-6, 1)  # the same in every picture, so that a small share looks small
     kinds = {"saturated": "saturated", "underflow": "rounded to zero"}
     layers, heads = list(report.layers), [report.map(tensor, "saturated").shape[1] for tensor in report.tensors]
     width, height = sum(min(4.5, 1.2 + 0.28 * count) for count in heads) + 1.6, 2 * min(5.0, 1.1 + 0.17 * len(layers))
@@ -167,13 +168,11 @@ def coverage_maps(report: ScalesReport) -> Figure:
     axes = figure.subplots(2, len(heads), sharey=True, squeeze=False, width_ratios=[max(4, count) for count in heads])
     for row, (what, label) in zip(axes, kinds.items(), strict=True):
         shares = [report.map(tensor, what) for tensor in report.tensors]
-        least = min((float(x[x > 0].min()) for x in shares if (x > 0).any()), default=1e-6)
-        norm = LogNorm(min(least, 0.1), 1)
         for axis, tensor, values in zip(row, report.tensors, shares, strict=True):
             axis.set_facecolor("#eeeeee")
             shown = values.masked_fill(values == 0, math.nan).numpy()
-            image = axis.imshow(shown, cmap="YlOrRd", norm=norm, aspect="auto", interpolation="nearest")
-            axis.set_title(f"{tensor.upper()}: {100 * float(values.mean()):.2g}%", fontsize=10)
+            image = axis.imshow(shown, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
+            axis.set_title(f"{tensor.upper()} {label}: {100 * float(values.mean()):.2g}%", fontsize=9)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             step = -(-len(layers) // 16)
             axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
@@ -181,9 +180,9 @@ def coverage_maps(report: ScalesReport) -> Figure:
             axis.spines[:].set_visible(False)
             axis.tick_params(length=0)
         row[0].set_ylabel("layer")
-        bar = figure.colorbar(image, ax=row, pad=0.02)
+        bar = figure.colorbar(image, ax=row, pad=0.02, format=lambda share, _: f"{100 * share:g}%")
         bar.outline.set_visible(False)
-        bar.set_label(f"share of values {label}")
+        bar.set_label("share of values")
     figure.suptitle(f"Static scales on {report.tokens:,} tokens of held-out text", fontsize=12)
     return figure
 

@@ -55,11 +55,14 @@ def sensitivity(
 
     from ..evaluation import sensitivity as study
     from ..evaluation.caches import cache_factory
-    from .tables import layers_table
+    from ..evaluation.models import load_config
+    from .tables import layers_table, margin
 
     if "," in cache or cache == "both" or cache in UNIFORM:
         raise UsageError(f"sensitivity takes one of {NAMES}; got {cache!r}")
     ((name, loaded_scales),) = choose(cache, scales).items()
+    if max_bytes is not None:
+        study.check_budget(load_config(model), max_bytes)
     passage = read_text(text, model)
     loaded, tokenizer = load(model, device, dtype=getattr(torch, dtype))
     budget = max_kl is not None or max_bytes is not None
@@ -91,7 +94,7 @@ def sensitivity(
         print_json({"meta": about(loaded), "report": report, "choice": found or None})
     elif found:
         (everything, _), (kept, error) = others
-        out.print(f"KL {found['kl']:.2e} nats per token; on other tokens {kept:.2e} ± {error:.0e} (all in 8 bits {everything:.2e})")
+        out.print(f"KL {found['kl']:.2e} nats per token; on other tokens {kept:.2e}{margin(error, '.0e')} (all in 8 bits {everything:.2e})")
         out.print(f"{found['bytes_per_token']:,.0f} bytes per token")
         lines = {"FP8Cache": f"skip_layers={chosen}", "AttentionPolicy": f"skip={chosen}", "vllm serve": found["vllm"]}
         for what, how in lines.items():

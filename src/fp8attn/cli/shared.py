@@ -33,7 +33,7 @@ def output(path: Path | None) -> Callable[[Callable[[Path], object]], object]:
     """Open a file that a command writes at its end. Called before a long run begins, so that a wrong path loses no results.
 
     Args:
-        path: the file; the folders above it are made. None: the command has no such file, and nothing is written.
+        path: the file; the folders above it are made when it is written. None: the command has no such file, and nothing is written.
     Returns:
         A function `write(save)`. It calls `save` with a temporary path of the same suffix, and then moves the complete file to `path`. A
         run that fails creates no file and changes none.
@@ -47,10 +47,13 @@ def output(path: Path | None) -> Callable[[Callable[[Path], object]], object]:
         if not is_special(target):
             if target.exists():
                 target.open("ab").close()
+            new = [folder for folder in target.parents if not folder.exists()]
             target.parent.mkdir(parents=True, exist_ok=True)
             draft = draft_of(target)
             draft.open("wb").close()
             draft.unlink()
+            for folder in new:  # until there is something to write
+                folder.rmdir()
 
     def write(save: Callable[[Path], object]) -> None:
         with _writing(path):
@@ -80,11 +83,28 @@ def load(model: str | None, device: str | None, stress: int = 0, dtype: Any = No
     return loaded, tokenizer
 
 
+def check_served(model: str | None) -> None:
+    """Refuse a model that fp8attn cannot serve. Only its config is read.
+
+    Raises:
+        UsageError: the reason.
+    """
+    from ..evaluation.models import load_config
+    from ..integrations.transformers.config import unsupported_reason
+
+    if reason := unsupported_reason(load_config(model)):
+        raise UsageError(reason)
+
+
 def choose(choice: str, scales: Path | None) -> dict[str, KVScales | None]:
     """The names of the caches in `choice`, each with its scales or None. Needs no model, so a wrong name or file fails at once."""
     from ..evaluation.caches import cache_names
     from ..scales import KVScales
 
+    if scales and not scales.is_file():
+        raise UsageError(
+            f"--scales {scales} is {'a folder' if scales.is_dir() else 'no such file'}; fp8attn calibrate writes a file of scales"
+        )
     loaded = KVScales.load(scales) if scales else None
     names = cache_names(choice, loaded)
     if "fp8-static" in names and loaded is None:
@@ -93,9 +113,16 @@ def choose(choice: str, scales: Path | None) -> dict[str, KVScales | None]:
 
 
 def makers(chosen: Mapping[str, KVScales | None], model: Any, max_cache_len: int | None = None) -> dict[str, Callable]:
-    """By name, a function that makes an empty cache for the model."""
-    from ..evaluation.caches import cache_factory
+    """By name, a function that makes an empty cache for the model.
 
+    Raises:
+        UsageError: a cache of fp8attn is among them, and it cannot serve the model.
+    """
+    from ..evaluation.caches import FORMATS, cache_factory
+    from ..integrations.transformers.config import unsupported_reason
+
+    if not chosen.keys().isdisjoint({*FORMATS, "fp8-static"}) and (reason := unsupported_reason(model.config)):
+        raise UsageError(reason)
     return {name: cache_factory(name, model, scales=scales, max_cache_len=max_cache_len) for name, scales in chosen.items()}
 
 
@@ -155,7 +182,7 @@ def task_names(choice: str) -> list[str]:
     """The tasks in `choice`, joined by commas."""
     from ..evaluation.names import TASKS
 
-    for task in (names := choice.split(",")):
+    for task in (names := [name.strip() for name in choice.split(",")]):
         if task not in TASKS:
             raise UsageError(f"no task is called {task!r}; choose from {', '.join(TASKS)}")
     return names

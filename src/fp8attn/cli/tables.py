@@ -30,7 +30,7 @@ def perplexity_table(rows: Sequence[Perplexity]) -> Table:
         table.add_row(
             title(row.cache),
             f"{row.ppl:.4f}",
-            f"{row.ppl / rows[0].ppl - 1:+.2%} ± {row.standard_error:.2%}" if number else "",
+            f"{row.ppl / rows[0].ppl - 1:+.2%}{margin(row.standard_error, '.2%')}" if number else "",
             _number(row.bits_per_byte, ".4f"),
             f"{row.kl:.1e}" if number else "",
             f"{row.top1_agreement:.1%}" if number else "",
@@ -61,7 +61,7 @@ def layers_table(report: Sensitivity) -> Table:
     table.add_row("none", "", "", f"{report.cumulated_kl[0]:.2e}", f"{report.bytes_per_token():,.0f}")
     for number, layer in enumerate(ranking, 1):
         row, left = rows[layer], (*report.cumulated_kl, 0.0)[number]
-        alone = f"{row.kl:.2e} ± {row.standard_error:.0e}"
+        alone = f"{row.kl:.2e}{margin(row.standard_error, '.0e')}"
         table.add_row(str(layer), f"{row.sqnr_db:.1f}", alone, f"{left:.2e}", f"{report.bytes_per_token(ranking[:number]):,.0f}")
     return table
 
@@ -148,6 +148,11 @@ def drift_table(rows: Sequence[Segment], most: int = 24) -> Table:
         span = f"{row.start} to {row.stop}"
         table.add_row(span, row.operation, f"{row.nll:.4f}", change, f"{row.kl:.1e}", f"{row.top1_agreement:.1%}", str(row.growths))
     return table
+
+
+def margin(standard_error: float, form: str) -> str:
+    """A standard error after a plus-minus sign; nothing where there is none, because there was one token."""
+    return "" if math.isnan(standard_error) else f" ± {standard_error:{form}}"
 
 
 def _table(heading: str) -> Table:

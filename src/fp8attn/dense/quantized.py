@@ -46,7 +46,8 @@ def scaled_dot_product_attention_quantized(
         is_causal: query i sees keys 0 to i + S - L, aligned to the last key, as in FlashAttention-3 and PyTorch's op.
             (`scaled_dot_product_attention` aligns to the first key.) Rows that see no key are zero.
         scale: default `1 / sqrt(E)`.
-        q_descale, k_descale, v_descale: `[B, H]` float32, any values. The query heads of a GQA group share one. None: ones.
+        q_descale, k_descale, v_descale: `[B, H]` float32, not negative. Zero is the scale of a head of zeros. The query heads of a GQA
+            group share one. None: ones. A negative one raises on a CPU; on a GPU, where that would wait, its head is NaN.
         q_descale_type, k_descale_type, v_descale_type: `PER_HEAD`, PyTorch's only type.
         backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3, which PyTorch's op also runs
             after its activation. Here it needs no activation.
@@ -117,6 +118,9 @@ def _run(
     v_descale: Scale, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
     """The computation, with checked arguments."""
+    for name, descale in (("q", q_descale), ("k", k_descale), ("v", v_descale)):
+        if descale is not None and descale.device.type == "cpu" and (descale < 0.0).any():
+            raise ValueError(f"{name}_descale must not be negative; got {descale.min().item()}: negate {name}'s own values")
     if not query.numel() or not value.numel():
         return _empty_out(query, key, value).zero_()
     size = padded_size(query.shape[3], value.shape[3])

@@ -43,15 +43,17 @@ def fp8_strategy(
         fa3 = load_fa3(k.device, torch.bfloat16)
         return lambda q, rope, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
     paged = find(backend, k.device, torch.bfloat16)
-    # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any FP32 numbers:
-    # kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
+    # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
+    # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
     pages = paged.from_dense(
         k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, stored_k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
     )
     batch, heads = k.shape[:2]
-    for scales, factor in ((pages.k_scale, q_scale), (pages.k_scale, k_scale), (pages.v_scale, v_scale)):
+    both = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
+    least = 2.0**-40 / max(abs(softmax_scale), 1.0)
+    for scales, factor, zero in ((pages.k_scale, both, least), (pages.v_scale, v_scale, 2.0**-126)):
         if factor is not None:
-            scales.unflatten(0, (batch, -1)).mul_(factor[:, None])
+            scales.unflatten(0, (batch, -1)).copy_(_positive(factor, zero)[:, None])
     attend = _over_pages(paged, pages, softmax_scale)
 
     def in_taken_dtype(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
@@ -59,6 +61,12 @@ def fp8_strategy(
         return attend(q if takes_fp8 else q.to(torch.bfloat16), rope, causal)
 
     return in_taken_dtype
+
+
+def _positive(factor: torch.Tensor, zero: float) -> torch.Tensor:
+    """Factors as the scales of pages, which kernels need positive: at least `zero`, a number that rounds to zero in what it multiplies.
+    Negative ones become NaN, because to find and refuse them would wait for a GPU."""
+    return torch.where(factor >= 0.0, factor.clamp_min(zero), torch.nan)
 
 
 def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, rope_interleaved: bool = False, new_keys: int = 0) -> Attend:

@@ -1,5 +1,5 @@
-"""Reports of what this machine can run (`diagnose`), of a model's K and V (`examine`), and of an FP8 kernel's sums (`accumulation`)."""
+"""Reports of this machine (`diagnose`), of a model (`served`), of its K and V (`examine`), and of an FP8 kernel's sums (`accumulation`)."""
 
-from .doctor import Check, diagnose, examine, offset_checks
+from .doctor import Check, diagnose, examine, offset_checks, served
 
-__all__ = ["Check", "diagnose", "examine", "offset_checks"]
+__all__ = ["Check", "diagnose", "examine", "offset_checks", "served"]

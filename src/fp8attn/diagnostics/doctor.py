@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from ..backends import DENSE_BACKENDS, unsupported_reason
 from ..extras import hint
 from ..kernels import fa3
 from ..scales import ranges
-from . import accumulation
+from . import accumulation, compiler
 
 PACKAGES = {  # by name, what needs it
     "triton": "the GPU kernels",
@@ -54,6 +55,8 @@ def diagnose(measure: bool = True) -> list[Check]:
             checks.append(Check(package, "ok", importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
             checks.append(Check(package, "no", f"not installed; needed for {use}"))
+    if torch.version.hip is None and importlib.util.find_spec("triton"):
+        checks.append(Check("compiler of Hopper's kernels", *compiler.compiler()))
     checks.append(Check("cpu", "info", f"{platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()}"))
     devices = _gpus(checks)
     for device in [*devices, "cpu"]:
@@ -67,6 +70,15 @@ def diagnose(measure: bool = True) -> list[Check]:
             found = accumulation.measure(attend, hopper)
             checks.append(Check(f"accumulation of {name}", "ok" if found.levels == 2 else "warn", str(found)))
     return checks
+
+
+def served(config: Any) -> Check:
+    """Whether `FP8Cache` can serve a transformers model with this config, or why not."""
+    from ..integrations.transformers.config import decoder_config, unsupported_reason
+
+    name = f"model {config.name_or_path or decoder_config(config).model_type}"
+    reason = unsupported_reason(config)
+    return Check(name, "no" if reason else "ok", reason or "FP8Cache can serve it")
 
 
 def examine(model: Any) -> list[Check]:

@@ -183,7 +183,8 @@ def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
     Raises:
         UsageError: no cache has this name; no cache in `choice` uses the scales.
     """
-    names = ("bf16", "fp8") if choice == "both" else tuple(choice.split(","))
+    parts = [part.strip() for part in choice.split(",")]
+    names = tuple(dict.fromkeys(name for part in parts for name in (("bf16", "fp8") if part == "both" else (part,))))
     for name in names:
         if name not in CACHES:
             raise UsageError(f"no cache is called {name!r}; choose bf16, fp8, both, or from {', '.join(CACHES)} (several with commas)")

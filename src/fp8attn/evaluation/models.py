@@ -69,6 +69,8 @@ def load_config(model: str | Path | None = None) -> Any:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         config.name_or_path = PUBLIC[source].title
         return config
+    if not str(source):
+        raise UsageError("the name of the model is empty; pass a model's folder, or a Hugging Face id such as org/name")
     is_folder = Path(source).is_dir()
     if not is_folder:
         try:
@@ -118,13 +120,31 @@ def load(
         loaded, tokenizer = _load_gguf(find(source), config, dtype=kind, attn_implementation=attn_implementation)
         return loaded.to(device).eval(), tokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation=attn_implementation, trust_remote_code=False)
+        tokenizer = _tokenizer(source)
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=kind, attn_implementation=attn_implementation, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
     except (SafetensorError, json.JSONDecodeError) as error:
         raise UsageError(f"a file of {source} is damaged or cut short ({error}); download or copy the model again") from error
     except OSError as error:
         raise UsageError(f"a file of {source} cannot be loaded: {error}") from error
+    wrong = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+    if wrong:  # transformers gives these random values
+        raise UsageError(
+            f"the weights of {source} do not fit its config: {wrong[0]} and {len(wrong) - 1} others are missing or of other sizes"
+        )
     return loaded.to(device).eval(), tokenizer
+
+
+def _tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except json.JSONDecodeError:  # a damaged one
+        raise
+    except ValueError as error:
+        first = str(error).partition("\n")[0].partition(" from one of")[0]
+        raise UsageError(f"{source} has no tokenizer that transformers can read ({first}); add tokenizer.json to the folder") from error
 
 
 def _load_gguf(file: Path, config: Any, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

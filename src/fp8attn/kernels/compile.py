@@ -28,7 +28,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from .keys import compute_key
-from .launch import Counters, Launch, Tiles
+from .launch import Constants, Counters, Launch, Tiles
+from .operands import direct_operands
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -89,7 +90,8 @@ def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any],
 def loaded(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any]) -> CompiledKernel:
     """`compiled` for the current device. Triton then has the kernel in memory, and the first launch finds it there."""
     compute_key(kernel)
-    return kernel.warmup(*map(_argument, args), grid=(1,), **given)
+    with direct_operands(given.operands if isinstance(given, Constants) else "none"):
+        return kernel.warmup(*map(_argument, args), grid=(1,), **given)
 
 
 def ptxas_version(target: GPUTarget) -> str:

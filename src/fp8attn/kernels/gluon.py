@@ -1,7 +1,7 @@
 """All names of Gluon that the package uses. Gluon's API changes between Triton versions.
 
 Gluon is part of Triton. In Gluon, a kernel assigns work to warps and layouts to memory and registers; in plain Triton the compiler does.
-This file is for Triton 3.6 (PyTorch 2.11). It also hides all differences of newer releases.
+This file is for Triton 3.6 (PyTorch 2.11) and 3.9 (PyTorch 2.13), and hides their differences.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, get_type_hints
 
 import torch
+import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -21,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as _wait_for_products
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate, base_value
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from .launch import View
 
 __all__ = [
+    "ARRIVE_MEETS",
     "TensorDescriptor",
     "advance",
     "aggregate",
@@ -58,6 +61,9 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
+_LATER = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+# Whether `arrive` has a barrier before it, which `sync()` would only repeat.
+ARRIVE_MEETS = gl.constexpr(_LATER)
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # fetch(descriptor, at, barrier, memory): start a TMA copy of the block at coordinates `at`; `barrier` counts its bytes.
@@ -129,6 +135,20 @@ def descriptor(address: int, dtype: torch.dtype, view: View) -> TensorDescriptor
     return TensorDescriptor(Memory(address, dtype), list(view.shape), list(view.strides), list(view.block), layout)
 
 
+@builtin
+def warpgroup_mma_wait(num_outstanding=0, deps=None, _semantic=None):
+    """Wait until no more than `num_outstanding` groups of products run, and return `deps`. Each warpgroup waits for itself.
+
+    Triton 3.9 adds a barrier of the whole partition to it, so that other warps may write what the products read. Here nobody else writes
+    what a warpgroup's products read, except the producer, which waits for the stage's release. Gluon has no argument for that yet.
+    """
+    values = _wait_for_products(num_outstanding, deps, _semantic=_semantic)
+    if _LATER:
+        first = values if len(deps) == 1 else values[0]
+        first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
+    return values
+
+
 @gluon.jit
 def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """The same bytes of shared memory under another type, shape and layout."""
@@ -141,7 +161,8 @@ def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.con
 
 @gluon.jit
 def arrive(barrier):
-    """One thread arrives at `barrier`, without waiting for the other threads of its partition.
+    """One thread arrives at `barrier`. With Triton 3.6 it does not wait for the other threads of its partition; `ARRIVE_MEETS` says
+    whether it does.
 
     With `mbarrier.arrive` they wait for one another, and then again when they next use shared memory.
     """

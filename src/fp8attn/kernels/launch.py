@@ -24,6 +24,7 @@ from triton.runtime import driver
 from .counters import counters
 from .keys import compute_key
 from .machine import machine
+from .operands import Hook, Which, direct_operands, warn_of_copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +79,13 @@ class Constants(dict):
     """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
 
     The compiled kernels are kept here, so `Constants` must be kept, too. `constants` makes them, or a kept object contains them.
+    `operands` says which products of the kernel read their left operands without copies (`operands.py`).
     """
 
-    def __init__(self, device: torch.device, **constants: Any) -> None:
-        super().__init__(constants)
+    def __init__(self, device: torch.device, operands: Which = "none", **constants: Any) -> None:
+        super().__init__({"enable_fp_fusion": True} | constants)  # since Triton 3.10 it is not the default
         self.device = device
+        self.operands = operands
         self.compiled: list[Compiled] = []  # for arguments of several types, up to `VARIANTS`
 
 
@@ -219,7 +222,9 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
             if isinstance(x, Counters):
                 values[i] = counters(device, stream, x.count)
         compute_key(kernel)
-        program = kernel[grid](*values, **given)
+        with direct_operands(given.operands):
+            program = kernel[grid](*values, **given)
+        warn_of_copies(program)
         if isinstance(kernel, triton.JITFunction) and len(given.compiled) < VARIANTS and _as_before(kernel):
             compiled = _learn(kernel, program, args, given)
             if compiled is not None:
@@ -237,6 +242,8 @@ def _hooks() -> tuple[Any, Any]:
 def _as_before(kernel: triton.JITFunction) -> bool:
     """Whether a launch may use a kernel that was compiled before: there is no hook on launches, and no setting that changes the code."""
     runtime, stages = knobs.runtime, getattr(knobs.runtime, "add_stages_inspection_hook", None)
+    if stages is not None and isinstance(stages, Hook):
+        stages = stages.before  # ours changes only the kernel that its thread compiles
     return not (kernel.pre_run_hooks or runtime.debug or knobs.compilation.instrumentation_mode or stages)
 
 

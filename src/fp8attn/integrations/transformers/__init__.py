@@ -10,7 +10,10 @@ calibration observes Q (`AttentionInterface.register`, `AttentionMaskInterface.r
 answers in the same memory, but slower.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from ...extras import needs
+
+with needs("hf"):
+    from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import fp8_kv_attention
 from .cache import FP8Cache, edge_layers

@@ -32,6 +32,8 @@ import re
 from functools import cache
 from typing import Any
 
+from ...extras import needs
+
 OLDEST, NEWEST = (0, 26), (0, 33)  # releases of vLLM that were run; docs/vllm.md says how
 ON_CPU = "FP8ATTN_VLLM_CPU"  # an environment variable, see `register`
 
@@ -48,8 +50,9 @@ def register() -> None:
 
     A release of vLLM that was not run is refused by name when the backend is chosen.
     """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    with needs("vllm"):
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     path = f"{__name__}.backend.FP8AttentionBackend"
     if (reason := unsupported_release(vllm_version())) is not None:

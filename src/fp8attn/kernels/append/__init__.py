@@ -35,6 +35,7 @@ from .queries import queries_kernel
 from .step import MAX_PROGRAMS, step_kernel
 
 MAX_TOKENS = 16  # appends of up to this many tokens are written token by token, longer ones page by page
+MAX_STRIDE = 2**24 - 2**12  # of tokens: 128 of them, and a row, are less than 2^31 elements
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
 
@@ -75,6 +76,7 @@ def append(
         grid, given = _step_plan(device, heads, num_seqs, max_seqlen, *query_shape, *stored)
         launch(step_kernel, grid, args, given)
         return
+    _check_strides(k=k_strides[0], v=v_strides[0])
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
     # Sequences follow one another: no strides between them.
     strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
@@ -107,6 +109,8 @@ def from_dense(
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
     if batch == 1:  # the stride of a dimension with one element can be any number
         k_b = v_b = 0
+    if length > 1:  # the stride of one token can be any number
+        _check_strides(k=k_t, v=v_t)
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
         # Targets without native E4M3 have no type for it, so its bytes are copied.
@@ -142,6 +146,15 @@ def _rotate_dense(x: torch.Tensor, out: torch.Tensor, row: Row, angles: tuple, a
     given = constants("queries", x.device, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
     args = x, out, *angles, *x.stride()[:3], *out.stride()[:3], *cos_strides, *sin_strides, tokens, heads
     _launch_sequences(queries_kernel, (programs,), batch, args, given)
+
+
+def _check_strides(**tokens: int) -> None:
+    """Raise ValueError if tokens are too far apart for the kernels that write page by page: their offsets in a page are of 32 bits."""
+    for name, stride in tokens.items():
+        if stride > MAX_STRIDE:
+            raise ValueError(
+                f"{name} has {stride} elements from one token to the next, and kernels take up to {MAX_STRIDE}: pass {name}.contiguous()"
+            )
 
 
 def _launch_sequences(kernel, grid: tuple[int, ...], num_seqs: int, args: tuple, given: Constants) -> None:

@@ -13,11 +13,14 @@ _INT8_MAX = tl.constexpr(float(INT8_MAX))
 
 @triton.jit
 def saturated(x, valid, CODES: tl.constexpr):
-    """How many values of the rows `valid [N, 1]` of `x [N, C]`, multiplied by the inverse of their scale, are larger than any code.
+    """How many values of the rows `valid [N, 1]` of `x [N, C]`, multiplied by the inverse of their scale, are larger than any code, or NaN,
+    for which INT8 has none.
 
     Channels after the last one are zero.
     """
     over = tl.abs(x) > (_INT8_MAX if CODES.int8 else _E4M3_MAX)
+    if CODES.int8:
+        over = over | (x != x)
     return tl.sum((over & valid).to(tl.int32))
 
 

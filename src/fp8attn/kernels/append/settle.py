@@ -14,6 +14,7 @@ from ..fp8 import finite, inverse, magnitude, needed_scale, saturate_int8, with_
 from .overflow import add_overflows, saturated
 from .slot import HEADER_WORDS, PAGE, rescale, round_again, scale_ptr_of, word_token
 
+_INF = tl.constexpr(0x7F800000)  # the bits of infinity; those of NaN are more
 _LARGE = tl.constexpr(2.0**38)  # values below it do not saturate with a scale that was settled for them
 
 
@@ -106,6 +107,16 @@ def _finite_rows(x0, x1):
 
 
 @triton.jit
+def _first_nan(amax, old):
+    """The first new token of K with a NaN, or PAGE. (Rows outside are copies of new tokens.)"""
+    a, b, c, d = amax
+    t, u, v, w = _lane_tokens(False)
+    first = tl.minimum(tl.where(a > _INF, t, PAGE), tl.where(b > _INF, u, PAGE))
+    first = tl.min(tl.minimum(first, tl.minimum(tl.where(c > _INF, v, PAGE), tl.where(d > _INF, w, PAGE))))
+    return tl.maximum(first, old)
+
+
+@triton.jit
 def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURATE: tl.constexpr, COUNT: tl.constexpr):
     """Round tokens again until one scale fits all.
 
@@ -193,10 +204,13 @@ def settle(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr):
         if not DENSE and old > 0:
             scale = tl.load(scale_ptr)
         large = (not (worst < _LARGE)) | (scale != scale)
+        nan_token = tl.zeros((), tl.float32)
         if large:
             if IS_V:
                 worst = tl.max(tl.maximum(finite(x0), finite(x1)))
             else:
+                if INT8:
+                    nan_token = _first_nan(amax, old).to(tl.float32)
                 amax = _finite_rows(x0, x1)
                 worst = float_of(_largest(amax))
         if not IS_V:
@@ -210,11 +224,17 @@ def settle(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr):
             x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False, COUNT)
     if COUNT:
         add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
-    if INT8:  # INT8 has no code for NaN
-        tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
-    elif not CODES.static:
-        tl.store(scale_ptr, scale)
-    if DENSE:  # the rest of the header, by K's program
-        i = tl.arange(0, HEADER_WORDS)
-        tl.store(scale_ptr + i, tl.zeros(i.shape, tl.float32), mask=(i > 1) & (not IS_V))
+    if not CODES.static:
+        if INT8:  # which has no code for NaN; `KVPages.nan_in_k` keeps what undoes the mark
+            marked = broken & (scale == scale)
+            tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
+            i = tl.arange(0, HEADER_WORDS)
+            note = tl.where(i == 4, scale, tl.where(i == 5, nan_token, 0.0))
+            words = HEADER_WORDS if DENSE else tl.where(marked | (old == 0), 6, 0)
+            tl.store(scale_ptr + i, tl.where(marked, note, 0.0), mask=(i > (1 if DENSE else 3)) & (i < words))
+        else:
+            tl.store(scale_ptr, scale)
+            if DENSE:  # the rest of the header, by K's program
+                i = tl.arange(0, HEADER_WORDS)
+                tl.store(scale_ptr + i, tl.zeros(i.shape, tl.float32), mask=(i > 1) & (not IS_V))
     return x0, x1

@@ -106,12 +106,31 @@ def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr
 
 
 @triton.jit
-def _store_scale(scale_ptr, scale, broken, held, CODES: tl.constexpr):
-    """Write the scales of some heads' slots. INT8 has no code for NaN: the scale of a `broken` page is NaN."""
+def _store_scale(scale_ptr, scale, nan, position, old, held, CODES: tl.constexpr):
+    """Write the settled scales of some heads' slots, which have `old` tokens. `nan [HEADS, T]`: new ones, at `position`, that have a NaN.
+
+    INT8 has no code for NaN, so the scale of a page with one is NaN. What undoes it is kept (`KVPages.nan_in_k`).
+    """
     if CODES.int8:
-        tl.store(scale_ptr, tl.where(broken, float("nan"), scale), mask=held & (broken | (not CODES.static)))
-    elif not CODES.static:
+        first = tl.min(tl.where(nan, position, PAGE), 1)
+        marked = (first < PAGE) & (scale == scale)
+        noted = held & (marked | (first * 0 + old == 0))
+        tl.store(scale_ptr, tl.where(first < PAGE, float("nan"), scale), mask=held)
+        tl.store(scale_ptr + 4, tl.where(marked, scale, 0.0), mask=noted)
+        tl.store(scale_ptr + 5, tl.where(marked, first.to(tl.float32), 0.0), mask=noted)
+    else:
         tl.store(scale_ptr, scale, mask=held)
+
+
+@triton.jit
+def _clear_values(slot_ptr, held, D: tl.constexpr):
+    """Set V of some heads' slots to zero. Attention multiplies tokens past the end by zero, and 0 * NaN would be NaN."""
+    WORDS: tl.constexpr = 512  # at a time, a divisor of every page's
+    first = (slot_ptr + PAGE * D).to(tl.pointer_type(tl.int32))
+    for word in range(0, PAGE * D // 4, WORDS):
+        i = word + tl.arange(0, WORDS)
+        tl.store(first[:, None] + i[None, :], tl.zeros((1, WORDS), tl.int32), mask=held[:, None])
+    tl.debug_barrier()  # other threads' codes are stored over it
 
 
 @triton.jit
@@ -163,10 +182,16 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
                 overflows += more
     x *= _rows(factor)
     codes = to_codes(x, INT8, CODES.native)
-    _store_scale(scale_ptr, scale, tl.max((nan & here).to(tl.int32), 1) > 0, held, CODES)
-    if (INT8 or not STATIC) and crosses:
-        _store_scale(next_scale_ptr, next_scale, tl.max((nan & ~here).to(tl.int32), 1) > 0, held, CODES)
     position = (old + tokens) % PAGE
+    if not STATIC:
+        _store_scale(scale_ptr, scale, nan & here, position, old, held, CODES)
+        if crosses:
+            _store_scale(next_scale_ptr, next_scale, nan & ~here, position, 0, held, CODES)
+    if IS_V:
+        if old == 0:
+            _clear_values(slot_ptr, held, D)
+        if crosses:
+            _clear_values(next_ptr, held, D)
     offset = PAGE * D + position // GROUP * (D * GROUP) + v_position(position) if IS_V else position * D
     rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
     valid = held[:, None] & (tl.arange(0, T) < new)[None, :]

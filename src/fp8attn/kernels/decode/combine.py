@@ -79,7 +79,7 @@ def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options:
         result += gl.convert_layout(mean, COLUMN)[:, None] * (row_sum * weight)[None, :]
     result = gl.where((row_sum == 0)[None, :], 0.0, result)  # for a row that sees no key; a NaN stays
     mask = inside[None, :] & (d < options.head_dim)[:, None]
-    gl.store(output.out + out_row[None, :] * options.head_dim + d[:, None], result.to(output.out.dtype.element_ty), mask=mask)
+    gl.store(output.out + out_row.to(gl.int64)[None, :] * options.head_dim + d[:, None], result.to(output.out.dtype.element_ty), mask=mask)
     gl.store(output.lse + out_row, (row_max + gl.log2(total) + offset) * LN2, mask=inside)
 
 
@@ -155,5 +155,6 @@ def clear_rest(batch, num_tokens, output, options: gl.constexpr):
     heads = batch.heads * batch.GROUP
     rest = gl.load(batch.bounds + batch.num_seqs) * heads
     for row in range(rest + gl.program_id(0), num_tokens * heads, gl.num_programs(0)):
-        gl.store(output.out + row * options.head_dim + d, gl.zeros_like(d).to(output.out.dtype.element_ty), mask=d < options.head_dim)
+        first = row.to(gl.int64) * options.head_dim
+        gl.store(output.out + first + d, gl.zeros_like(d).to(output.out.dtype.element_ty), mask=d < options.head_dim)
         gl.store(output.lse + row, float("-inf"))

@@ -40,7 +40,8 @@ class Queries:
         LAYOUT: gl.constexpr = _rows_layout(options.width, gl.num_warps())
         d = gl.arange(0, options.width, gl.SliceLayout(0, LAYOUT))
         row = batch.row0 + gl.arange(0, options.rows, gl.SliceLayout(1, LAYOUT))
-        first = (seq.query + row // batch.GROUP) * self.stride_t + (head * batch.GROUP + row % batch.GROUP) * self.stride_h
+        token = (seq.query + row // batch.GROUP).to(gl.int64)
+        first = token * self.stride_t + (head * batch.GROUP + row % batch.GROUP).to(gl.int64) * self.stride_h
         inside = (row < seq.num_q * batch.GROUP)[:, None] & (d < options.head_dim)[None, :]
         mean = load_mean(self.k_mean, head, d, options.head_dim)
         return gl.load(self.q + first[:, None] + d[None, :], mask=inside, other=0.0), mean

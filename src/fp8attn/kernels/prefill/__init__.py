@@ -50,6 +50,8 @@ def attention(
     Raises:
         ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
     """
+    if params.softmax_scale <= 0.0:  # the kernel finds a row's largest score before it multiplies by the scale, which must be positive
+        return attention(_times_sign(q, params.softmax_scale), pages, params._replace(softmax_scale=abs(params.softmax_scale) or 1.0), out)
     cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
     rope_cos, rope_sin, rope_interleaved, return_lse = params[8:12]
     if rope_cos is not None and q.dtype == FP8:
@@ -90,7 +92,7 @@ def attention(
         rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
     queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, given = make_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact, q.dtype == FP8,
+        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact, q.dtype == FP8, return_lse,
     )  # fmt: skip
     if not early:
         new_keys = 0
@@ -112,6 +114,13 @@ def attention(
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse
+
+
+def _times_sign(q: torch.Tensor, scale: float) -> torch.Tensor:
+    """`q` if the scale is positive, `-q` if it is negative, zeros if it is zero."""
+    if q.dtype == FP8:
+        return (q.view(torch.uint8) ^ 0x80).view(FP8) if scale else torch.zeros_like(q)
+    return -q if scale else q * 0.0  # a NaN stays
 
 
 def _two_launches(q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor, last: int) -> torch.Tensor:

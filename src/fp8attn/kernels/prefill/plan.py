@@ -51,9 +51,10 @@ def make_plan(
     rotate_keys: bool,
     exact: bool,
     q8: bool,
+    lse: bool,
 ) -> Plan:
     """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `rope` is R / 2, the
-    tables' strides and `rope_interleaved`; `q8`: queries are in FP8."""
+    tables' strides and `rope_interleaved`; `q8`: queries are in FP8; `lse`: it gives an LSE."""
     *_, num_q_heads, head_dim = shape
     num_seqs, table_width = table
     q_strides, out_strides = _strides(shape, strides), _strides(shape, out_strides)
@@ -93,7 +94,9 @@ def make_plan(
         exact=exact, split=splits > 1, rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step,
         rotate=rotate_keys,
     )  # fmt: skip
-    given = constants("prefill", device, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
+    # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
+    tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else lse or splits > 1)
+    given = constants("prefill", device, operands="sums" if tight else "all", OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
     early = cut.warpgroups == 2 and width == 128

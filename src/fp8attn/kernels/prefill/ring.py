@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gluon import advance, aggregate, arrive, gl, gluon, sync
+from ..gluon import ARRIVE_MEETS, advance, aggregate, arrive, gl, gluon, sync
 from ..ptx import arrive_at, init_at, wait_at
 from .memory import number
 
@@ -65,7 +65,8 @@ class Ring:
         if gl.num_warps() > 4:
             arrive_at(self.at(K_EMPTY, place))
         else:
-            sync()  # all warps have read the tile's scales
+            if not ARRIVE_MEETS:
+                sync()  # all warps have read the tile's scales
             arrive(self.barrier(K_EMPTY, place))
 
     @gluon.jit

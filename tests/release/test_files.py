@@ -1,0 +1,61 @@
+"""Files that a release needs, and that they agree with each other."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+
+from .notes import ROOT, notes, version
+
+
+def test_a_release_has_the_notes_of_its_version_only():
+    parts = (
+        "# Changelog",
+        "## 0.3.0 (unreleased)",
+        "- New.",
+        "## 0.2.0 (2026-12-01)",
+        "- One.",
+        "### Fixed",
+        "- Two.",
+        "## 0.1.0 (2026-11-01)",
+        "- Old.",
+    )
+    changelog = "\n\n".join(parts) + "\n"
+    assert notes("0.2.0", changelog) == "- One.\n\n### Fixed\n\n- Two.\n"
+    assert notes("0.1.0", changelog) == "- Old.\n"
+    for release in ("0.3.0", "0.2", "1.0.0"):
+        with pytest.raises(SystemExit, match=f"no notes below a heading '## {release} "):
+            notes(release, changelog)
+
+
+def test_one_version_everywhere():
+    """The package's version is the newest of CHANGELOG.md and that of CITATION.cff, without what marks it as not released."""
+    released = version().partition(".dev")[0]
+    [newest, *_] = re.findall(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest == released
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == released
+
+
+def test_workflows_run_what_the_makefile_has():
+    [targets] = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
+    for name in ("ci", "publish"):
+        text = (ROOT / f".github/workflows/{name}.yml").read_text()
+        workflow = yaml.safe_load(text)
+        assert set(re.findall(r"run: make (\S+)", text)) <= set(targets.split())
+        if name == "ci":
+            assert set(workflow["jobs"]["test"]["strategy"]["matrix"]["python-version"]) == versions
+    assert "make demo" in (ROOT / ".ci/run").read_text().split("make test")[0]  # before anything that only developers have
+
+
+def test_tables_of_versions_are_those_of_the_project():
+    """docs/compatibility.md names the pinned versions, and the range of each extra."""
+    page = (ROOT / "docs/compatibility.md").read_text()
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for package in ("torch", "triton", "transformers", "diffusers"):
+        assert pinned[package] in page, package
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    oldest = re.search(r"vllm>=([\d.]+),<([\d.]+)", extras["vllm"][0])
+    assert f"{oldest[1]} to 0.{int(oldest[2].split('.')[1]) - 1}" in page
