@@ -32,13 +32,13 @@ model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if
 prefix = tokenizer(args.prefix.read_text(), return_tensors="pt").input_ids.to(device)
 start = time.perf_counter()
 if args.pages and args.pages.exists():
-    cache = FP8Cache.load(args.pages, model)
+    cache = FP8Cache.load(args.pages, model, tokens=prefix)  # refuses the pages of another prompt
 else:
     cache = FP8Cache(model)
     with torch.inference_mode():
         model(prefix, past_key_values=cache, logits_to_keep=1)
     if args.pages:
-        cache.save(args.pages)
+        cache.save(args.pages, tokens=prefix)
 print(f"prompt of {prefix.shape[1]} tokens: {time.perf_counter() - start:.2f} s, {cache.nbytes:,} bytes")
 
 for text in args.continuations:

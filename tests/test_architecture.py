@@ -32,7 +32,7 @@ ALLOWED = {
     "_torch_ops": {"backends", "contents", "layout", "params"},
     "derivatives": set(),
     "ops": {"_torch_ops", "backends", "checks", "contents", "derivatives", "layout", "params", "rope"},
-    "dense": {"_torch_ops", "backends", "checks", "derivatives", "layout", "params", "rope"},
+    "dense": {"_torch_ops", "backends", "checks", "derivatives", "layout", "params", "precompile", "rope"},
     "mode": {"_torch_ops", "dense", "errors", "layout", "params"},
     "cache": {"checks", "dense", "errors", "files", "layout", "ops", "overflow", "params", "precompile", "rotation", "scales"},
     "kernels": {"layout", "numerics", "params", "rotation"},

@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fp8attn import OutOfPagesError, PagedKVCache
+from fp8attn.cache import storage
 from fp8attn.cache.storage import FORMAT
 from fp8attn.scales import LayerScales
 
@@ -91,14 +92,14 @@ def test_files_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the sequences 0 to 2; got 3"):
         cache.save(path, seqs=[3])
     tensors, written = load_file(path), {"format": FORMAT}
-    save_file(tensors, tmp_path / "bare", {"format": FORMAT})
+    storage.write(tmp_path / "bare", tensors, {"format": FORMAT})
     with pytest.raises(ValueError, match=r"incomplete or not as written .*save it again"):
         PagedKVCache.load(tmp_path / "bare")
     save_file(tensors, tmp_path / "other", {"format": "fp8attn.kv_scales.2"})
     with pytest.raises(ValueError, match=r"does not hold sequences of a cache .*'fp8attn.kv_scales.2'"):
         PagedKVCache.load(tmp_path / "other")
     names = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM, "page_size": 64, "key_dtype": "int8", "rotate_keys": [True, True]}
-    save_file(tensors, tmp_path / "small", written | {name: json.dumps(value) for name, value in names.items()})
+    storage.write(tmp_path / "small", tensors, written | {name: json.dumps(value) for name, value in names.items()})
     with pytest.raises(ValueError, match="has pages of 64 tokens, and this version of fp8attn has pages of 128"):
         PagedKVCache.load(tmp_path / "small")
     (tmp_path / "cut").write_bytes(path.read_bytes()[:1000])
@@ -127,6 +128,6 @@ def test_damaged_tensors_are_refused(tmp_path, name, damaged, message):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
-    save_file(tensors | {name: damaged(tensors[name]).contiguous()}, path, metadata)
+    storage.write(path, tensors | {name: damaged(tensors[name]).contiguous()}, metadata)  # with a checksum of its own
     with pytest.raises(ValueError, match=f"is incomplete or not as written .*{message}.*; save it again"):
         PagedKVCache.load(path)

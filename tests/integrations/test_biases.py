@@ -1,5 +1,7 @@
 """Models whose K has large biases (Qwen2.5's failure): the errors with `FP8Cache`, with `calibrate` and with a plain cast."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from fp8attn.diagnostics import examine  # noqa: E402
 from fp8attn.evaluation.caches import cache_factory  # noqa: E402
 from fp8attn.evaluation.stress import STRENGTHS, plant  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
-from fp8attn.integrations.transformers.biases import layer_biases, spread_layers  # noqa: E402
+from fp8attn.integrations.transformers.biases import _read, _run, layer_biases, spread_layers  # noqa: E402
 from fp8attn.numerics import relative_error  # noqa: E402
 from tests.support.transformers_models import VOCABULARY, bare, make, one_thread  # noqa: E402, F401
 
@@ -154,16 +156,96 @@ def test_a_fused_projection_is_as_three_separate_ones():
     assert torch.equal(layer_biases(fused)[0].v_mean, layer_biases(separate)[0].v_mean)
 
 
-def test_projections_of_another_form_are_skipped():
-    """GPT-2's c_attn is no Linear, and K of a quantized model has no weights to read."""
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=128, vocab_size=VOCABULARY)
+def test_biases_that_cannot_be_read_cause_a_warning():
+    """GPT-2's c_attn is of another form, and a model on meta has no weights. Without biases there is nothing to warn of."""
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=128, vocab_size=VOCABULARY)
     gpt2 = transformers.GPT2LMHeadModel(config)
-    gpt2.transformer.h[0].attn.c_attn.bias.data.fill_(50.0)
-    assert spread_layers(gpt2) == set() and layer_biases(gpt2) == {}
-    quantized = planted(50, "any")
-    attention = quantized.model.layers[0].self_attn
-    attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight.char(), requires_grad=False)
-    assert spread_layers(quantized) == set() and 0 not in layer_biases(quantized)
+    assert spread_layers(gpt2) == set() and all(found.unread for found in layer_biases(gpt2).values())
+    with pytest.warns(UserWarning, match=r"biases of GPT2LMHeadModel .* in layers 0-1 cannot be read.*fp8attn\.calibrate\(model"):
+        FP8Cache(gpt2)
+    assert [check.status for check in examine(gpt2)] == ["warn"]
+    with pytest.warns(UserWarning, match="biases of Qwen2ForCausalLM .* in layers 0-2 cannot be read, because the weights are not loaded"):
+        FP8Cache(make("qwen2").to("meta"), key_dtype="e4m3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FP8Cache(make("llama").to("meta"), key_dtype="e4m3")
+        FP8Cache(planted(50, "any"))
+
+
+class Int8Linear(torch.nn.Module):
+    """A quantized projection, as libraries have it: no weight in floating point."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.register_buffer("scale", linear.weight.detach().abs().amax(1, keepdim=True) / 127)
+        self.register_buffer("codes", (linear.weight.detach() / self.scale).round().char())
+        self.bias = linear.bias
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.codes * self.scale, self.bias)
+
+
+def quantized(model):
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(layer.self_attn, name, Int8Linear(getattr(layer.self_attn, name)))
+    return model
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"], r=2))
+
+
+def offloaded(model):
+    return pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("changed", [quantized, adapted, offloaded])
+def test_biases_of_weights_that_are_not_plain_are_found_by_running_the_projections(changed):
+    plain, model = planted(50, "low"), planted(50, "low")
+    for one in (plain, model):  # V's, too, and keys that the rotation would hurt
+        with torch.no_grad():
+            one.model.layers[0].self_attn.v_proj.bias[7] = 20.0
+    model = changed(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, wanted = FP8Cache(model, max_cache_len=1100), FP8Cache(plain, max_cache_len=1100)
+        e4m3 = FP8Cache(model, key_dtype="e4m3")
+    for name in ("k_mean", "v_mean"):
+        mean, expected = getattr(ours.layers[0], name), getattr(wanted.layers[0], name)
+        assert expected.any()
+        torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-4)
+    assert e4m3.layers[0].rotate_keys is FP8Cache(plain, key_dtype="e4m3").layers[0].rotate_keys
+    base = getattr(model, "base_model", model)
+    base = getattr(base, "model", base) if changed is adapted else model
+    assert base.config._attn_implementation == "fp8_kv"
+    found, without = errors(base, ours, bare(base))
+    assert found < without / 2
+
+
+def test_deviations_of_a_projection_that_is_run_are_those_of_its_weights():
+    for family, norm in (("qwen2", None), ("gemma3", None), ("llama", torch.nn.LayerNorm(64))):
+        model = make(family)
+        layer = model.model.layers[0]
+        if norm is not None:
+            layer.input_layernorm = norm
+        with torch.no_grad():
+            for p in layer.input_layernorm.parameters():
+                p.uniform_(-0.5, 1.5)
+        linear, norm = layer.self_attn.k_proj, layer.input_layernorm
+        (deviation, added), (expected, bias) = _run(linear, norm, linear.in_features), _read(linear, norm)
+        torch.testing.assert_close(deviation, expected, rtol=0.25, atol=0)  # 256 samples: 4 deviations of 4.4%
+        assert (deviation / expected).mean().item() == pytest.approx(1, rel=0.02)
+        torch.testing.assert_close(added, torch.zeros_like(added) if bias is None else bias, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prefix_tuned_model_is_refused():
+    """PEFT would put a cache of its own in the place of this one."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="PREFIX_TUNING puts a cache of its own"):
+        FP8Cache(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral"])

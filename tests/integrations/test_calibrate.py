@@ -340,6 +340,12 @@ def test_packing_streams_and_the_context(model):
         next(pack_tokens([[1]], 0))
 
 
+@pytest.mark.parametrize("document", ["text", {"input_ids": [1, 2]}, torch.ones(1, 5, dtype=torch.long), [[1, 2]], [1.5]], ids=repr)
+def test_documents_that_are_no_token_ids_are_refused(document):
+    with pytest.raises(ValueError, match=r"document 1 must be token ids.*tokenizer\(text\)\.input_ids for text in texts"):
+        list(pack_tokens([[1, 2], document], 4))
+
+
 def test_sensitivity(model, ids):
     found = calibrate(model, [ids])
     for k, v in found.sqnr_db.values():

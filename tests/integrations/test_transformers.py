@@ -322,18 +322,47 @@ def test_tokens_that_the_host_does_not_know_of_are_not_left_out(llama):
     assert pages_of(keys).page_table.shape == (2, 8)
 
 
-def test_generate_compiles_the_static_form(llama):
+@pytest.mark.parametrize("padding", [0, 7])
+def test_generate_compiles_the_static_form(llama, padding):
+    """`generate` makes the mask of a compiled step outside of it."""
     ids = prompt(length=40)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
     compile_config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
     compile_config._compile_all_devices = True
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     cache = FP8Cache(llama, max_cache_len=64, skip_layers=[0])
-    compiled = generated(llama, cache, ids, compile_config=compile_config)
+    compiled = generated(llama, cache, ids, compile_config=compile_config, attention_mask=mask)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    eager = generated(llama, FP8Cache(llama, skip_layers=[0]), ids)
+    eager = generated(llama, FP8Cache(llama, skip_layers=[0]), ids, attention_mask=mask)
     assert torch.equal(compiled[0], eager[0])
     close(compiled[1], eager[1], 1e-5)
+
+
+@pytest.mark.parametrize(("fullgraph", "length", "batch"), [(True, 64, 1), (False, 64, 1), (False, 64, 2), (False, None, 2)], ids=str)
+def test_generate_with_a_compiled_forward_gives_the_same_tokens(fullgraph, length, batch):
+    """The first forward is compiled, too. A layer in 16 bits is transformers' own."""
+    model, ids = make(num_hidden_layers=2), prompt(batch, 30)
+    expected = generated(model, FP8Cache(model, skip_layers=[0]), ids, max_new_tokens=5)
+    cache = FP8Cache(model, max_cache_len=length, skip_layers=[0])
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=fullgraph)
+    tokens, scores = generated(model, cache, ids, max_new_tokens=5)
+    assert torch.equal(tokens, expected[0])
+    close(scores, expected[1], 1e-5)
+
+
+@torch.no_grad()
+def test_a_batch_that_compiled_code_cannot_allocate_names_the_call_that_can():
+    model, ids = make(num_hidden_layers=1), prompt(2, 30)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call cache\.early_initialization\(batch_size"):
+        compiled(ids, past_key_values=FP8Cache(model, max_cache_len=64))
+    cache = FP8Cache(model, max_cache_len=64)
+    cache.early_initialization(2, 2, 64, torch.float32, torch.device("cpu"))
+    close(compiled(ids, past_key_values=cache).logits, model(ids, past_key_values=FP8Cache(model)).logits, 1e-5)
 
 
 def test_a_full_static_cache_stops(llama):

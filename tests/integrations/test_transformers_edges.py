@@ -14,6 +14,7 @@ from transformers import AutoModel, LlamaConfig, MistralConfig
 from fp8attn import LayerScales, UsageError
 from fp8attn.integrations.transformers import FP8Cache, edge_layers, fp8_kv_attention, fp8_kv_mask, unsupported_reason
 from fp8attn.integrations.transformers import cache as cache_module
+from fp8attn.integrations.transformers.masks import CompactMask
 from fp8attn.integrations.transformers.tensors import PagedTensor, dequantize
 from fp8attn.numerics import relative_error
 from fp8attn.rotation import rotate_back
@@ -79,12 +80,90 @@ def test_calibrated_scales_are_used(llama):
         FP8Cache(llama, scales=other)
 
 
+class Interrupt(Exception):
+    """Stands for a KeyboardInterrupt."""
+
+
+def interrupted(model, index, *args, **options):
+    """Run a forward that stops in a layer, after its cache has been updated."""
+
+    def stop(*_):
+        raise Interrupt
+
+    hook = model.model.layers[index].self_attn.o_proj.register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad(), pytest.raises(Interrupt):
+            model(*args, **options)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("skip", [(), (0,), (2,)])
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("first", [0, 130])
+@torch.no_grad()
+def test_an_interrupted_forward_is_dropped(llama, static, skip, stopped, first):
+    """Also from the layers in 16 bits, before or after the FP8 layers. Not to the bit: dropped tokens may have made a page's scale grow."""
+    ids = prompt()
+
+    def make_cache():
+        cache = FP8Cache(llama, skip_layers=skip, max_cache_len=200 if static else None)
+        if first:
+            llama(ids[:, :first], past_key_values=cache)
+        return cache
+
+    cache, again, k = make_cache(), make_cache(), torch.zeros(2, 2, 1, 64)
+    expected = llama(ids[:, first:], past_key_values=copy.deepcopy(cache)).logits
+    interrupted(llama, stopped, ids[:, first:], past_key_values=cache)
+    with pytest.warns(UserWarning, match=rf"the last forward stopped in layer {stopped} of 2 .* dropped"):
+        assert int(cache.get_seq_length()) == first
+    close(llama(ids[:, first:], past_key_values=cache).logits, expected)
+    assert int(cache.get_seq_length()) == ids.shape[1]
+    interrupted(llama, stopped, ids[:, first:], past_key_values=again)  # and by the next forward alone, or by a crop of nothing
+    with pytest.warns(UserWarning, match="dropped"):
+        again.update(k, k, 0) if static and skip else again.crop(0)
+    if not (static and skip):
+        close(llama(ids[:, first:], past_key_values=again).logits, expected)
+
+
+def test_an_interrupted_forward_that_filled_a_window_asks_for_a_reset():
+    model, ids = make("qwen2-mixed"), prompt()
+    cache = FP8Cache(model)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=cache).logits
+    interrupted(model, 1, ids[:, :5], past_key_values=cache)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="dropped"), pytest.raises(RuntimeError, match=r"stopped in layer 1, .*call cache\.reset\(\)"):
+            model(ids[:, :5], past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+def test_a_prompt_of_which_the_cache_leaves_nothing_is_refused(llama):
+    """`generate` takes a prompt as the whole conversation, and cuts from it as many tokens as the cache has."""
+    cache, ids = FP8Cache(llama), prompt(1, 10).flip(1)
+    llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=6, do_sample=False)
+    with pytest.raises(ValueError, match=r"no new tokens.* holds 45 tokens.* call reset\(\)"):
+        llama.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("reset", ()), ("crop", (-1,)), ("reorder_cache", (torch.tensor([0]),)), ("batch_repeat_interleave", (2,)),
+     ("batch_select_indices", (torch.tensor([0]),)), ("offload", ()), ("prefetch", ())],
+)  # fmt: skip
+def test_a_layer_alone_cannot_be_moved(llama, method, arguments):
+    with pytest.raises(NotImplementedError, match=r"on the FP8Cache|does not offload"):
+        getattr(FP8Cache(llama).layers[0], method)(*arguments)
+
+
 def test_nbytes_is_half(llama):
     ids = prompt(length=1024)
     caches = [FP8Cache(llama), FP8Cache(llama, max_cache_len=1024), FP8Cache(llama, skip_layers=[0])]
     with torch.no_grad():
         for cache in caches:
-            assert cache.nbytes == 0
             llama(ids, past_key_values=cache, logits_to_keep=1)
     bf16_layer = 2 * ids.numel() * 2 * 64 * 2  # K and V, tokens, heads, head_dim, bytes
     assert 0.5 < caches[0].nbytes / (3 * bf16_layer) < 0.51
@@ -228,21 +307,81 @@ def test_masks_are_none_or_compact():
     def mask(*args, **options):
         return fp8_kv_mask(2, *args, device="cpu", **options)
 
+    def rows(*args, **options):
+        return mask(*args, **options).rows.tolist()
+
     padding = torch.arange(100) >= torch.tensor([[0], [30]])
     everything = torch.ones(2, 100, dtype=torch.bool)
     assert mask(100, 100) is None
     assert mask(100, 100, attention_mask=everything) is None
     assert mask(1, 100, 99, attention_mask=everything) is None
     assert mask(100, 256, attention_mask=everything) is None  # an empty static cache
-    assert mask(100, 100, attention_mask=padding).tolist() == [[[[0, 30], [100, 100]]]]
-    assert mask(10, 100, 90).tolist() == [[[[100, 100]]]]  # a later chunk
-    assert mask(1, 256, torch.tensor(99), attention_mask=padding).tolist() == [[[[0, 30], [100, 100]]]]
-    assert mask(1, 256, 0).tolist() == [[[[1, 1]]]]
-    assert mask(1, 100, 99, attention_mask=padding).dtype == torch.int32
+    assert rows(100, 100, attention_mask=padding) == [[0, 30], [100, 100]]
+    assert rows(10, 100, 90) == [[100, 100]]  # a later chunk
+    assert rows(1, 256, torch.tensor(99), attention_mask=padding) == [[0, 30], [100, 100]]
+    assert rows(1, 256, 0) == [[1, 1]]
+    assert mask(1, 100, 99, attention_mask=padding).shape == (1, 1, 2, 2)
     assert mask(50, 100, 50, attention_mask=everything[:, :60]).shape == (2, 1, 50, 100)  # too short: refused where it is used
     future = torch.ones(2, 256, dtype=torch.bool)
     assert mask(100, 256, attention_mask=future) is None
     assert mask(32, 32, local_size=16, mask_function=lambda b, h, q, k: (k <= q) & (k > q - 16)).shape == (2, 1, 32, 32)
+
+
+def test_a_compact_mask_survives_copies_and_nothing_else():
+    mask = CompactMask(torch.tensor([[0, 30], [100, 100]], dtype=torch.int32))
+    for copied in (
+        mask.to("cpu", copy=True),
+        mask.clone(),
+        mask.detach(),
+        torch.compile(torch.clone, backend="aot_eager", fullgraph=True)(mask),
+    ):
+        assert isinstance(copied, CompactMask) and copied.shape == (1, 1, 2, 2) and torch.equal(copied.rows, mask.rows)
+    for other in (mask[..., :1], mask + 0, mask.bool(), mask.to(torch.int64), mask.clone().view(2, 2)):
+        assert type(other) is torch.Tensor
+
+
+def test_an_integer_mask_of_a_callers_is_never_taken_for_a_compact_one(llama):
+    """Neither in FP8 layers, nor in 16-bit layers, where integers would be added to scores."""
+    blocks = torch.block_diag(torch.ones(15, 15), torch.ones(15, 15)).tril()[None, None]
+    for length in (30, 2):
+        for dtype in (torch.int32, torch.int64, torch.uint8, torch.bool, torch.float32):
+            mask = blocks[:, :, -length:, -length:].to(dtype)
+            with torch.no_grad(), pytest.raises(ValueError, match=r"another mask \(1, 1, .*set_attn_implementation\('sdpa'\)"):
+                llama(prompt(1, length), past_key_values=FP8Cache(llama), attention_mask=mask)
+            if dtype in (torch.int32, torch.int64, torch.uint8):
+                for model in (llama, make("gpt-oss-sinks")):
+                    with torch.no_grad(), pytest.raises(ValueError, match=r"mask is bool .* got torch\.u?int.*mask\.bool\(\)"):
+                        model(prompt(1, length), past_key_values=plain(model.config), attention_mask=mask)
+    with torch.no_grad():  # a 16-bit layer takes a bool mask
+        ours = llama(prompt(1, 30), past_key_values=plain(llama.config), attention_mask=blocks.bool()).logits
+        assert relative_error(ours, llama(prompt(1, 30)).logits) > 0.1
+        with using(llama, "eager"):
+            mask = torch.zeros(1, 1, 30, 30).masked_fill(~blocks.bool(), -1e9)
+            close(ours, llama(prompt(1, 30), past_key_values=plain(llama.config), attention_mask=mask).logits, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["left", "holes", "right-then-more", "short"])
+def test_a_mask_is_checked_in_compiled_code(llama, kind):
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    cache = FP8Cache(llama, max_cache_len=160)
+    with torch.no_grad():
+        llama(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+        expected = llama(ids[:, -1:], attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits
+        if kind == "holes":
+            mask[1, 5:9] = 0
+        elif kind == "right-then-more":
+            mask[1, -4:-1] = 0
+        elif kind == "short":
+            mask = mask[:, :-5]
+        torch._dynamo.reset()
+        step = torch.compile(llama, backend="aot_eager", fullgraph=True)
+        if kind == "left":
+            close(step(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits, expected, 1e-5)
+        else:
+            with pytest.raises(RuntimeError, match="in compiled code an attention mask must have padding on the left only"):
+                step(ids[:, -1:], attention_mask=mask, past_key_values=cache)
 
 
 def test_an_unknown_mask_function_is_compared_with_the_causal_one():

@@ -97,6 +97,55 @@ def test_files_that_are_refused(tmp_path):
         FP8Cache.load(path, gemma)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 4},
+        {"head_dim": 128},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"dtype": "bfloat16"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_model_of_another_shape_rope_or_dtype_is_refused(tmp_path, changes):
+    prefilled(make(), prompt()).save(tmp_path / "prompt")
+    other = make().bfloat16() if "dtype" in changes else make(**changes)
+    with pytest.raises(ValueError, match="is of another model"):
+        FP8Cache.load(tmp_path / "prompt", other)
+
+
+def test_a_flipped_byte_is_found(tmp_path):
+    path = tmp_path / "prompt"
+    prefilled(make(), prompt()).save(path)
+    written = path.read_bytes()
+    for place in (len(written) // 2, len(written) - 1):
+        path.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        for load in (PagedKVCache.load, lambda path: FP8Cache.load(path, make())):
+            with pytest.raises(ValueError, match=r"not as written \(its bytes have another checksum"):
+                load(path)
+
+
+def test_a_file_knows_the_tokens_of_its_prompt(tmp_path):
+    model, ids, path = make(), prompt(3, 140), tmp_path / "prompt"
+    cache = prefilled(model, ids)
+    with pytest.raises(ValueError, match=r"ids \[B, length\] = \[3, 140\] of what the cache holds; got \[3, 139\]"):
+        cache.save(path, tokens=ids[:, 1:])
+    cache.save(path)
+    with pytest.raises(ValueError, match=r"saved without its tokens: save it with cache.save\(path, tokens=ids\)"):
+        FP8Cache.load(path, model, tokens=ids)
+    cache.save(path, seqs=[2, 0], tokens=ids)
+    ids = ids[[2, 0]]
+    for given in (None, ids, torch.cat([ids, ids], 1)):
+        assert FP8Cache.load(path, model, tokens=given).get_seq_length() == 140
+    other = ids.clone()
+    other[1, 100] += 1
+    for given in (other, ids[:, :100], ids.flip(0)):
+        with pytest.raises(ValueError, match=r"is of another prompt: it holds 140 tokens.*save it to another file"):
+            FP8Cache.load(path, model, tokens=given)
+    with pytest.raises(ValueError, match=r"holds 2 sequences, and tokens must be the ids \[B, S\] of as many; got \[1, 140\]"):
+        FP8Cache.load(path, model, tokens=ids[:1])
+
+
 def test_repr_says_what_it_is():
     model = make("gemma3")
     cache = FP8Cache(model)

@@ -17,8 +17,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8attn.integrations.transformers as fp8
-from fp8attn import PagedKVCache, _torch_ops, backends, ops
+from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
 from fp8attn.dense import ops as dense_ops
+from fp8attn.dense import sdpa, strategies
 from fp8attn.integrations.transformers import cache
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import recording
@@ -69,6 +70,13 @@ def paged(heads: int, kv_heads: int, dim: int, lengths: list[int], **options: An
             held.attention(layer, meta(sum(new), heads, dim), **options)
 
 
+def dense(q_len: int, kv_len: int, causal: bool) -> None:
+    """A dense call, of a length between two of the kernels' own, and of a size that is padded."""
+    q, k = meta(2, 8, q_len, 72), meta(2, 4, kv_len, 72)
+    sdpa._prepare(q.device, q.dtype, "auto", (2, 8, q_len, 80), 4, kv_len, causal, "int8", True)  # as on a GPU
+    scaled_dot_product_attention(q, k, k, is_causal=causal, enable_gqa=True)
+
+
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for tokens in PROMPTS:
         yield f"llama {tokens}", partial(model, 32, 8, 128, 1, tokens)
@@ -85,6 +93,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"sinks {tokens}", partial(paged, 64, 8, 64, [tokens], sinks=meta(64))
         yield f"window {tokens}", partial(paged, 64, 8, 64, [tokens, tokens], window=128)
         yield f"padded {tokens}", partial(paged, 8, 2, 128, [tokens, tokens], leftpad_k=meta(2, dtype=torch.int32))
+        yield f"dense {tokens}", partial(dense, tokens, tokens, True)
+        yield f"crossed {tokens}", partial(dense, tokens, 700, False)
         yield f"ragged {tokens}", partial(paged, 8, 2, 128, [tokens, 3 * tokens, 5])
 
 
@@ -93,7 +103,8 @@ def main() -> None:
     target = sys.argv[1]
     plan_for(TARGETS[target])
     loaded = backends.load("hopper" if target == "sm_90" else "triton")
-    ops.find = dense_ops.find = _torch_ops.find = lambda *_: loaded
+    ops.find = dense_ops.find = _torch_ops.find = strategies.find = sdpa.find = lambda *_: loaded
+    sdpa._machine_reason = lambda *_: None
     torch._assert_async = lambda *_: None
     cache.spread_layers = lambda *_: ()  # it reads weights
     known: set[tuple] = set()

@@ -16,6 +16,7 @@ Its metadata has the format of the file, the shape of a layer, and the format of
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ from .page_table import num_pages_of
 if TYPE_CHECKING:
     from .paged import PagedKVCache
 
-FORMAT = "fp8attn.kv_pages.1"
+FORMAT = "fp8attn.kv_pages.2"
 CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
@@ -133,8 +134,17 @@ def _pools(
     return [tensors[f"pages.{index}"] for index in range(num_layers)]
 
 
+def checksum(tensors: dict[str, torch.Tensor]) -> str:
+    """A checksum of the names and bytes of tensors on the CPU."""
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), value))
+    return f"{value:08x}"
+
+
 def write(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a file as a whole, and make the folders above it."""
+    metadata = metadata | {"checksum": checksum(tensors)}
     contents = to_bytes(tensors, metadata)  # safetensors' own save_file ignores the umask and makes the file private
     write_whole(path, lambda draft: draft.write_bytes(contents))
 
@@ -154,4 +164,6 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {AGAIN}") from error
     if metadata.get("format") != FORMAT:
         raise UsageError(f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}")
+    if metadata.get("checksum") != checksum(tensors):
+        raise UsageError(f"{path} is incomplete or not as written (its bytes have another checksum); {AGAIN}")
     return tensors, metadata

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .._torch_ops import register, unobserved
-from ..backends import unsupported_reason
+from ..backends import find, unsupported_reason
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, key_type
-from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
+from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
+from ..precompile import calls, first
 from ..rope import both, check_device, dense_tables
 from .strategies import Tables, padded, padded_size, strategy
 
@@ -257,6 +258,8 @@ def attend_dense(
     size = padded_size(head_dim, v_dim)
     if not head_dim == v_dim == size:
         q, k, v = padded(q, size), padded(k, size), padded(v, size)
+    if backend != "fa3" and q_rope is None and k_rope is None and q.is_cuda:
+        _prepare(q.device, q.dtype, backend, q.shape, k.shape[1], kv_len, is_causal, key_dtype, rotate_keys)
     attend = strategy(backend, k, v, k_rope, rope_interleaved, scale, key_dtype, rotate_keys)
     if is_causal and q_len > kv_len:  # rows after the last key see all keys
         out = torch.empty_like(q)
@@ -265,6 +268,23 @@ def attend_dense(
     else:
         out = attend(q, q_rope, is_causal)
     return out if v_dim == size else out[..., :v_dim].clone()
+
+
+@lru_cache(maxsize=4096)
+def _prepare(
+    device: torch.device, dtype: torch.dtype, backend: BackendName, shape: tuple[int, ...], num_kv_heads: int, kv_len: int,
+    is_causal: bool, key_dtype: KeyDtype, rotate_keys: bool,
+) -> None:  # fmt: skip
+    """Compile the two kernels of a call with queries of this shape side by side, before the first such call."""
+    if (name := find(backend, device, dtype).name) == "reference":
+        return
+    batch, heads, q_len, head_dim = shape
+    dtypes = {value: key for key, value in calls.DTYPES.items()}
+    layer = calls.Layer(
+        heads, num_kv_heads, head_dim, dtype=dtypes[dtype], backend=name, key_dtype=key_dtype, rotate_keys=rotate_keys
+    )  # fmt: skip
+    attend = partial(calls.attend_new, layer, batch, min(q_len, kv_len) if is_causal else q_len, is_causal, kv_len)
+    first.prepare(device, [attend, partial(calls.quantize, layer, kv_len)])
 
 
 def _rows(tables: Tables, rows: slice) -> Tables:

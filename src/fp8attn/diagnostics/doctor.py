@@ -94,9 +94,14 @@ def examine(model: Any) -> list[Check]:
         for which in "kv"
         if (layers := [index for index, found in biases.items() if getattr(found, f"{which}_mean") is not None])
     ]
+    if unread := [index for index, found in biases.items() if found.unread]:
+        detail = (
+            f"layers {ranges(unread)}: cannot be read from the weights, so these layers get no static means; fp8attn calibrate finds them"
+        )
+        checks.append(Check("biases of K and V", "warn", detail))
     checks += offset_checks({index: found.k_offset for index, found in biases.items() if found.stands_out})
     if not checks:
-        checks.append(Check("biases of K and V", "ok", "none is several deviations, or none can be read from the weights: no static means"))
+        checks.append(Check("biases of K and V", "ok", "none is several deviations: no static means"))
     return checks
 
 

@@ -165,11 +165,11 @@ def attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = 
         load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
 
 
-def attend_new(layer: Layer, batch: int, tokens: int, causal: bool) -> None:
-    """Attention of a dense call, over pages that it has just written."""
+def attend_new(layer: Layer, batch: int, tokens: int, causal: bool, keys: int = 0) -> None:
+    """Attention of a dense call, over pages that it has just written. `keys`: their tokens, if it is not as many as queries."""
     q = _empty(batch, tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
-    pages = _pages(layer, batch, -(-tokens // PAGE_SIZE))
-    load(layer.backend).attention(q, pages, AttentionParams(None, tokens, causal, 1.0), new_keys=tokens)
+    pages = _pages(layer, batch, -(-(keys or tokens) // PAGE_SIZE))
+    load(layer.backend).attention(q, pages, AttentionParams(None, tokens, causal, 1.0), new_keys=keys or tokens)
 
 
 def append(layer: Layer, tokens: int, ragged: bool) -> None:

@@ -15,10 +15,11 @@ from ...extras import needs
 with needs("hf"):
     from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import fp8_kv_attention, fp8_kv_mask
+from .attention import fp8_kv_attention
 from .cache import FP8Cache, edge_layers
 from .calibrate import check_scales
 from .config import count_weights, shape_of, unsupported_reason
+from .masks import fp8_kv_mask
 from .observe import OBSERVED, observed_attention, observed_mask
 from .pack import context_of, pack_tokens
 from .tensors import ATTN_IMPLEMENTATION

@@ -1,31 +1,18 @@
-"""The attention and mask functions that are registered in transformers as `fp8_kv`.
-
-A model makes one mask for all its layers of a type. Some of them are in FP8 and some in 16 bits, so the mask must serve both. A mask that
-is causal, with padding on the left at most, is one of two:
-
-- None: causal without padding.
-- compact: int32 `[1, 1, n, B]`. For each sequence its last row is `end`, the number of tokens up to the last query. If n is 2, the first
-  row is `start`, the first token that is not padding.
-
-FP8 layers take `start` as `leftpad_k`; 16-bit layers expand blocks of the mask. transformers passes a four-dimensional integer mask through
-unchanged. Any other mask is what `sdpa` would get, and FP8 layers refuse it.
-"""
+"""The attention function that is registered in transformers as `fp8_kv`: over FP8 pages, and as `sdpa` in 16-bit layers."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from ... import ops
 from ...dense.sdpa import autocast
+from .masks import QUERY_BLOCK, CompactMask, block_of
 from .tensors import PagedTensor, pages_of, tokens_of
-
-QUERY_BLOCK = 1024  # queries whose mask or scores are expanded at a time
 
 # Keywords of transformers' models that do not change what attention computes.
 NEUTRAL = frozenset({
@@ -41,72 +28,6 @@ CHANGING_WORDS = (
     "slope", "sparse", "temperature", "window",
 )  # fmt: skip
 _warned: set[str] = set()  # unknown keywords
-
-
-def fp8_kv_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The mask of one type of layers: None, compact, or what `sdpa` gets (see the module).
-
-    Args:
-        batch_size, q_length, kv_length, q_offset, kv_offset: the part of the scores that the mask is for. A tensor `q_offset` (static
-            caches) is read back only to check an `attention_mask`, and not in compiled code.
-        mask_function: which query sees which key.
-        attention_mask: bool `[B, tokens]`, False where a token is padding.
-        local_size: the window of sliding and chunked layers.
-    """
-    sdpa_arguments = dict(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, device=device, **kwargs,
-    )  # fmt: skip
-    if local_size is not None or kv_offset:
-        return sdpa_mask(**sdpa_arguments)
-    end = q_offset + q_length
-    start, padded = None, False
-    if attention_mask is not None:
-        width = attention_mask.shape[1]
-        real = attention_mask.bool() & (torch.arange(width, device=attention_mask.device) < end)
-        start = (real.cumsum(-1) == 0).sum(-1).clamp_max(end)
-        padded = True
-        if not torch.compiler.is_compiling():  # the one wait for the device in a step, as in sdpa_mask
-            last = (real * torch.arange(1, width + 1, device=real.device)).amax(-1)
-            holes = (real.sum(-1) != (last - start).clamp_min(0)).any()
-            padded, holes, end_now = torch.stack([start.amax(), holes.long(), torch.as_tensor(end, device=real.device)]).tolist()
-            if holes or width < end_now:
-                return sdpa_mask(**sdpa_arguments)
-    if mask_function is not causal_mask_function and not _is_causal(sdpa_arguments):
-        return sdpa_mask(**sdpa_arguments)
-    if not padded and isinstance(q_offset, int) and (kv_length == end if q_length == 1 else q_offset == 0):
-        return None
-    ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
-    return torch.stack([ends] if start is None or not padded else [start.int(), ends])[None, None]
-
-
-def _is_causal(sdpa_arguments: dict[str, Any]) -> bool:
-    """Whether an unknown mask function has the values of the causal one, as in an image model that gets text only."""
-    if torch.compiler.is_compiling() or sdpa_arguments["mask_function"] is bidirectional_mask_function:
-        return False
-    length = sdpa_arguments["q_length"]
-    for begin in range(0, length, QUERY_BLOCK):
-        block = {
-            **sdpa_arguments,
-            "q_length": min(QUERY_BLOCK, length - begin),
-            "q_offset": sdpa_arguments["q_offset"] + begin,
-            "allow_is_causal_skip": False,
-            "allow_is_bidirectional_skip": False,
-        }
-        if not torch.equal(sdpa_mask(**block), sdpa_mask(**{**block, "mask_function": causal_mask_function})):
-            return False
-    return True
 
 
 def fp8_kv_attention(
@@ -141,7 +62,12 @@ def fp8_kv_attention(
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
     # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized here.
     key, value = (x.dequantize() if isinstance(x, PagedTensor) else x for x in (key, value))
-    compact = attention_mask is not None and attention_mask.dtype == torch.int32
+    compact = isinstance(attention_mask, CompactMask)
+    if not compact and attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        raise ValueError(
+            f"fp8_kv: a four-dimensional mask is bool (True: seen) or floating-point (added to scores); got {attention_mask.dtype}. Pass "
+            "mask.bool()"
+        )
     exact = softcap is not None or s_aux is not None
     if not compact and not exact:
         return sdpa_attention_forward(
@@ -153,7 +79,7 @@ def fp8_kv_attention(
     length = query.shape[2]
     for begin in range(0, length, QUERY_BLOCK):
         stop = min(begin + QUERY_BLOCK, length)
-        block, mask = query[:, :, begin:stop], _mask_block(attention_mask, causal, length, key.shape[2], begin, stop, query.device)
+        block, mask = query[:, :, begin:stop], block_of(attention_mask, causal, length, key.shape[2], begin, stop, query.device)
         if exact:
             outs.append(_attend_exactly(block, key, value, mask, scaling, softcap, s_aux))
         else:
@@ -178,15 +104,16 @@ def _attend_pages(
     _check_keywords(module, keywords)
     start = None
     if mask is not None:
-        if mask.dtype != torch.int32:
+        if not isinstance(mask, CompactMask):
             raise ValueError(
-                f"{_in_fp8(module)}, which supports causal masks with padding on the left; this call has another mask {tuple(mask.shape)}. "
+                f"{_in_fp8(module)}, which supports causal masks with padding on the left; this call has another mask {tuple(mask.shape)} "
+                f"{mask.dtype}. "
                 "It may be four-dimensional; two-dimensional with holes (tokens after padding on the right make one), or shorter than the "
                 "cache and the new tokens together; or made by the model for packed sequences, image blocks or prefixes. Pad on the left "
                 "(tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or read the same cache dequantized, with any "
                 "mask: model.set_attn_implementation('sdpa')"
             )
-        causal, start = True, mask[0, 0, 0] if mask.shape[2] == 2 else None
+        causal, start = True, mask.rows[0] if mask.shape[2] == 2 else None
     if query.dtype != key.dtype:  # keys are in autocast's dtype already
         (query,) = autocast(query)
     batch, heads, length, head_dim = query.shape
@@ -223,23 +150,6 @@ def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> Non
 
 def _in_fp8(module: torch.nn.Module) -> str:
     return f"layer {getattr(module, 'layer_idx', '?')} of {type(module).__name__} is in FP8"
-
-
-def _mask_block(
-    mask: torch.Tensor | None, causal: bool, q_length: int, kv_length: int, begin: int, stop: int, device: torch.device
-) -> torch.Tensor | None:
-    """Queries `begin` to `stop` of a mask, expanded to `[B or 1, 1, stop - begin, kv_length]`; None if they see every key."""
-    if mask is not None and mask.dtype != torch.int32:
-        return mask[:, :, begin:stop] if mask.shape[2] > 1 else mask
-    queries, keys = torch.arange(begin, stop, device=device), torch.arange(kv_length, device=device)
-    if mask is None:
-        # Keys after the queries' own are memory that a static cache has not filled yet.
-        return (keys <= queries[:, None])[None, None] if causal and q_length > 1 else None
-    queries = queries + mask[0, 0, -1][:, None] - q_length
-    seen = keys <= queries[..., None]
-    if mask.shape[2] == 2:
-        seen = seen & (keys >= mask[0, 0, 0][:, None, None])
-    return seen[:, None]
 
 
 def _attend_exactly(

@@ -6,7 +6,8 @@ deviations. There are no data to take deviations from, so they are computed from
 of a projection W after an RMSNorm or LayerNorm of weight g, whose output has a root mean square of g. K's deviation is the root mean square
 of the pair of channels that RoPE rotates together.
 
-Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused (`qkv_proj`: queries, keys, values). Other forms are skipped.
+Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused (`qkv_proj`: queries, keys, values). Weights that are quantized, adapted
+(PEFT) or offloaded are not read: their modules are run on random inputs, which gives the same two numbers for each channel (`_run`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .config import decoder_config, heads_of
 
 POSITIONS = 4096  # positions of the context that RoPE is computed at
 Attention = Any  # an attention module: transformers has a class for each model, and none for all
+SAMPLES = 256  # inputs of a module that is run; a deviation of them is right to 5%
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_SPREAD = 4.0  # how much larger the variance of a score's error may become: twice the error
 
 
@@ -36,11 +39,13 @@ class LayerBiases:
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, to be subtracted; None: nothing is several deviations.
         k_offset: what remains of K's bias after subtracting `k_mean`: the root mean square over positions, in deviations, of the pair where
             it is largest.
+        unread: whether there are biases that cannot be read: the projections or RoPE have an unknown form, or the weights are not loaded.
     """
 
     k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
     k_offset: float = 0.0
+    unread: bool = False
 
     @property
     def stands_out(self) -> bool:
@@ -50,7 +55,7 @@ class LayerBiases:
 
 @torch.no_grad()
 def layer_biases(model: nn.Module, context: int | None = None) -> dict[int, LayerBiases]:
-    """The effect of biases, by layer index. Layers without biases, or with projections or RoPE of an unknown form, are absent.
+    """The effect of biases, by layer index. Layers on which biases have none are absent.
 
     Args:
         model: a transformers model.
@@ -60,11 +65,16 @@ def layer_biases(model: nn.Module, context: int | None = None) -> dict[int, Laye
     rotary = next((m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))), None)
     found = {}
     for index, attention, norm in _attentions(model):
-        k, v = (_offset(attention, which, norm) for which in "kv")
-        v_mean = None if v is None else _several(*v)
-        k_mean, k_offset = (None, 0.0) if k is None else _rotated(*k, attention, rotary, context)
-        if v_mean is not None or k_mean is not None or k_offset:
-            found[index] = LayerBiases(k_mean, v_mean, k_offset)
+        biased = [which for which in "kv" if _is_biased(attention, which, norm)]
+        read = {which: offset for which in biased if (offset := _offset(attention, which, norm)) is not None}
+        v_mean = _several(*read["v"]) if "v" in read else None
+        rotated = _rotated(*read["k"], attention, rotary, context) if "k" in read else (None, 0.0)
+        unread = len(read) < len(biased) or rotated is None
+        k_mean, k_offset = rotated or (None, 0.0)
+        if v_mean is not None or k_mean is not None or k_offset or unread:
+            found[index] = LayerBiases(k_mean, v_mean, k_offset, unread)
+    for index in _unknown(model) - {index for index, *_ in _attentions(model)}:
+        found[index] = LayerBiases(unread=True)
     return found
 
 
@@ -94,6 +104,30 @@ def _attentions(model: nn.Module) -> Iterator[tuple[int, Attention, nn.Module | 
             yield attention.layer_idx, attention, getattr(model.get_submodule(name.rpartition(".")[0]), "input_layernorm", None)
 
 
+def _unknown(model: nn.Module) -> set[int]:
+    """The layers with an attention module of another form that has biases."""
+    modules: list[Attention] = list(model.modules())
+    return {
+        module.layer_idx
+        for module in modules
+        if isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "is_causal", False) is True and _has_bias(module)
+    }
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == "bias" for name, _ in (*module.named_parameters(), *module.named_buffers()))
+
+
+def _linear(attention: Attention, which: str) -> nn.Module:
+    """The module that projects Q, K or V (`which`), alone or with the others."""
+    return getattr(attention, f"{which}_proj") if hasattr(attention, "k_proj") else attention.qkv_proj
+
+
+def _is_biased(attention: Attention, which: str, norm: nn.Module | None) -> bool:
+    """Whether something is added to every K or V. A norm after the projection would change what a bias adds."""
+    return _norm_after(attention, which) is None and (_has_bias(_linear(attention, which)) or getattr(norm, "bias", None) is not None)
+
+
 def _projection(attention: Attention, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The projection of Q, K or V as a function of the norm's output before its weight and bias.
 
@@ -101,28 +135,64 @@ def _projection(attention: Attention, which: str, norm: nn.Module | None) -> tup
         which: `"q"`, `"k"` or `"v"`.
         norm: the norm before the projection; None: not known.
     Returns:
-        The weight `[heads * head_dim, hidden]` and what is added `[heads * head_dim]`, float32, the latter None without any bias. None: the
-        form is unknown, or the weights cannot be read (quantized, adapted).
+        The deviation of each channel, which is the norm of its row of weights, and what is added to it, `[heads * head_dim]` float32 each;
+        the latter None without any bias. None: the form is unknown, or the weights are not loaded.
     """
-    fused = not hasattr(attention, "k_proj")
-    linear = getattr(attention, "qkv_proj" if fused else f"{which}_proj", None)
-    if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point() or getattr(attention, "head_dim", None) is None:
+    linear = _linear(attention, which)
+    if getattr(attention, "head_dim", None) is None:
         return None
-    weight: torch.Tensor = linear.weight
-    added: torch.Tensor | None = linear.bias
-    if fused:
-        kv = heads_of(attention.config)[1] * attention.head_dim
-        queries = len(weight) - 2 * kv
-        rows = {"q": slice(queries), "k": slice(queries, queries + kv), "v": slice(queries + kv, None)}[which]
-        weight, added = weight[rows], None if added is None else added[rows]
-    weight, added = weight.float(), None if added is None else added.float()
+    if type(linear) is nn.Linear and _is_plain(linear) and (norm is None or _is_plain(norm)):
+        found = _read(linear, norm)
+    elif _is_loaded(linear) and (norm is None or _is_loaded(norm)):
+        found = _run(linear, norm, getattr(linear, "in_features", None) or attention.config.hidden_size)
+    else:
+        return None
+    if linear is not getattr(attention, "qkv_proj", None):
+        return found
+    kv = heads_of(attention.config)[1] * attention.head_dim
+    queries = len(found[0]) - 2 * kv
+    rows = {"q": slice(queries), "k": slice(queries, queries + kv), "v": slice(queries + kv, None)}[which]
+    return found[0][rows], None if found[1] is None else found[1][rows]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the parameters are what the module computes with."""
+    return all(type(x) is nn.Parameter and x.dtype in PLAIN and not x.is_meta for x in module.parameters())
+
+
+def _is_loaded(module: nn.Module) -> bool:
+    """Whether the module can be run: it has its weights, or accelerate's hook loads them when it is called."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return bool(tensors) and (
+        not any(x.is_meta for x in tensors)
+        or all(hasattr(m, "_hf_hook") or not any(p.is_meta for p in m.parameters(recurse=False)) for m in module.modules())
+    )
+
+
+def _read(linear: nn.Linear, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`_projection` from the weights."""
+    weight, added = linear.weight.float(), None if linear.bias is None else linear.bias.float()
     gain = getattr(norm, "weight", None)
     if norm is not None and gain is not None and gain.shape == weight.shape[1:]:
         shift = getattr(norm, "bias", None)
         if shift is not None:
             added = weight @ shift.float() + (0.0 if added is None else added)
         weight = weight * _gain(norm)
-    return weight, added
+    return weight.norm(dim=1), added
+
+
+def _run(linear: nn.Module, norm: nn.Module | None, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_projection` by running the modules: on inputs that are normal with the norm's gain, and on what the norm alone adds."""
+    tensors = [x for module in (norm, linear) if module is not None for x in (*module.parameters(), *module.buffers())]
+    dtype = next((x.dtype for x in tensors if x.dtype in PLAIN), torch.float32)
+    device = next((x.device for x in tensors if not x.is_meta), torch.device("cpu"))  # accelerate's hook moves inputs itself
+    ones = torch.ones(size, dtype=dtype, device=device)
+    ones[::2] = -1.0  # an RMSNorm or a LayerNorm returns its weight times this, plus its bias
+    up, down = (x if norm is None else norm(x[None, None])[0, 0] for x in (ones, -ones))
+    gain, shift = (up - down) / 2 * ones.to(up.device), (up + down) / 2
+    normal = torch.randn(SAMPLES, size, generator=torch.Generator().manual_seed(0)).to(gain)
+    out = linear(torch.cat([shift[None], normal * gain + shift])[None])[0].float()
+    return (out[1:] - out[0]).square().mean(0).sqrt(), out[0]
 
 
 def _norm_after(attention: Attention, which: str) -> nn.Module | None:
@@ -132,26 +202,25 @@ def _norm_after(attention: Attention, which: str) -> nn.Module | None:
 
 def _mean_squares(attention: Attention, which: str, norm: nn.Module | None) -> torch.Tensor | None:
     """The mean squares of the channels of Q or K up to a common factor, `[heads, head_dim]` float32; None: they cannot be read."""
-    projection = _projection(attention, which, norm)
+    projection, last = _projection(attention, which, norm), _norm_after(attention, which)
     if projection is None:
         return None
-    weight, head_dim = projection[0], attention.head_dim
-    last = _norm_after(attention, which)
+    deviation, head_dim = projection[0], attention.head_dim
     if last is not None:  # its weight determines how large channels are
         gain = getattr(last, "weight", None)
-        return None if gain is None or gain.shape != (head_dim,) else _gain(last).square().expand(len(weight) // head_dim, -1)
-    return weight.square().sum(1).unflatten(0, (-1, head_dim))
+        if gain is None or gain.shape != (head_dim,) or not _is_plain(last):
+            return None
+        return _gain(last).square().expand(len(deviation) // head_dim, -1)
+    return deviation.square().unflatten(0, (-1, head_dim))
 
 
 def _offset(attention: Attention, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What is added to every K or V, and the deviation, `[num_kv_heads, head_dim]` float32 each; None: nothing, or it cannot be read."""
+    """What is added to every K or V, and the deviation, `[num_kv_heads, head_dim]` float32 each; None: it cannot be read."""
     projection = _projection(attention, which, norm)
-    if projection is None or _norm_after(attention, which) is not None:  # a norm would change what a bias adds
+    if projection is None or projection[1] is None:
         return None
-    weight, added = projection
-    if added is None:
-        return None
-    return added.unflatten(0, (-1, attention.head_dim)), weight.norm(dim=1).unflatten(0, (-1, attention.head_dim))
+    deviation, added = (x.unflatten(0, (-1, attention.head_dim)) for x in projection if x is not None)
+    return added, deviation
 
 
 def _gain(norm: nn.Module) -> torch.Tensor:
@@ -168,13 +237,13 @@ def _several(mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor | None
 
 def _rotated(
     offset: torch.Tensor, deviation: torch.Tensor, attention: Attention, rotary: nn.Module | None, context: int
-) -> tuple[torch.Tensor | None, float]:
-    """K's mean after RoPE, and the offset that remains without it, in deviations."""
+) -> tuple[torch.Tensor | None, float] | None:
+    """K's mean after RoPE, and the offset that remains without it, in deviations. None: RoPE has an unknown form."""
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if (rotary is None and apply is None) or not getattr(attention, "use_rope", True):  # learned positions, or none
         return _several(offset, deviation), 0.0
     if rotary is None or apply is None or list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
-        return None, 0.0
+        return None
     # Random positions: at regular ones, a pair that makes a full rotation from one to the next would seem not to rotate.
     generator = torch.Generator().manual_seed(0)
     count = min(context, POSITIONS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ...errors import UsageError
 from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages, key_type
 from ...overflow import OverflowReport
 from ...params import BackendName, check_backend
-from ...scales import KVScales
+from ...scales import KVScales, ranges
 from . import files
 from .biases import layer_biases, spread_layers
 from .config import FULL, decoder_config, layers_of, unsupported_reason
@@ -27,6 +28,9 @@ from .tensors import ATTN_IMPLEMENTATION
 def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
     """The numbers of the `first` and the `last` layers of a model, for `skip_layers`: `edge_layers(1, 2)` is `(0, -2, -1)`."""
     return (*range(first), *range(-last, 0))
+
+
+COMPLETE = -1
 
 
 class FP8Cache(Cache):
@@ -42,6 +46,10 @@ class FP8Cache(Cache):
 
     Sliding-window and chunked layers are transformers' own, in 16 bits, because a window does not grow. (Its masks grow with the prompt:
     for a long prompt, call `generate(..., prefill_chunk_size=8192)`.)
+
+    A cache is of one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
+    another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some
+    layers without its tokens. They are dropped before the next forward, with a warning.
 
     Args:
         model: the transformers model that the cache is for, or a PEFT model of it.
@@ -80,6 +88,8 @@ class FP8Cache(Cache):
         self._build(model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend)
         if scales is None:
             self._read_weights(model)
+        if max_cache_len is not None and model.device.type != "meta":
+            self.shared.make_early(layers_of(model.config), model.device)
 
     def _build(
         self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
@@ -128,11 +138,14 @@ class FP8Cache(Cache):
             )
         super().__init__(layers=layers)
         self.shared = shared
+        self._last = max(index for index, spec in enumerate(specs) if spec.kind != "dummy")  # the last layer that a forward updates
+        self._open = COMPLETE
+        self.identity = files.identity(model)
         if config._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
     def _read_weights(self, model: PreTrainedModel) -> None:
-        """Set static means and the rotation of each layer by the model's weights."""
+        """Set static means and the rotation of each layer by the model's weights, and warn about biases that cannot be read."""
         e4m3 = self.shared.key_dtype == "e4m3"
         biases, spread = layer_biases(model, self.shared.max_cache_len), spread_layers(model) if e4m3 else ()
         for layer in self.shared.layers:
@@ -141,17 +154,26 @@ class FP8Cache(Cache):
                 layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
             if e4m3 and (layer.index in spread or (found is not None and found.stands_out)):
                 layer.rotate_keys = False
+        if unread := [index for index in self.fp8_layers if index in biases and biases[index].unread]:
+            warnings.warn(
+                f"biases of {type(model).__name__} that change K or V in layers {ranges(unread)} cannot be read, because the weights are "
+                "not loaded or the layers have a form that fp8attn does not know. These layers have no static means, and lose accuracy if "
+                "the biases are large. Calibrate: FP8Cache(model, scales=fp8attn.calibrate(model, batches))",
+                stacklevel=3,
+            )
 
-    def save(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
+    def save(self, path: str | Path, seqs: Sequence[int] | None = None, *, tokens: torch.Tensor | None = None) -> None:
         """Write sequences to a safetensors file. `load` reads them in another process, so a prompt is prefilled once.
 
         Args:
             path: the file. The folders above it are made.
             seqs: numbers of the sequences in the batch, in the order that `load` gives them. None: all.
+            tokens: `[B, length]` ids of all tokens that the cache holds, for `load` to compare. None: the file does not know its prompt.
         Raises:
-            ValueError: the cache has no tokens yet, or there is no such sequence.
+            ValueError: the cache has no tokens yet, there is no such sequence, or `tokens` have another shape than the cache.
         """
-        files.save(self, path, self.shared.config, seqs)
+        self._repair()
+        files.save(self, path, seqs, tokens)
 
     @classmethod
     def load(
@@ -159,6 +181,7 @@ class FP8Cache(Cache):
         path: str | Path,
         model: PreTrainedModel,
         *,
+        tokens: torch.Tensor | None = None,
         max_cache_len: int | None = None,
         device: torch.device | str | None = None,
         exact: bool = False,
@@ -168,13 +191,14 @@ class FP8Cache(Cache):
 
         Args:
             path: the file. Only tensors and strings are read; nothing in it is executed.
-            model: the same model. Its attention implementation is set to `fp8_kv`.
+            model: the same model, in the same dtype. Its attention implementation is set to `fp8_kv`.
+            tokens: `[B, S]` ids of the prompt. They must begin with the tokens that the file was saved with. None: they are not compared.
             max_cache_len, exact, backend: as `FP8Cache` takes them.
             device: the device of the pages. None: the model's, which must not be offloaded.
         Raises:
-            UsageError: the file does not exist, is damaged, or is of another model; the message says what differs.
+            UsageError: the file does not exist, is damaged, or is of another model or prompt; the message says what differs.
         """
-        return files.load(cls, path, transformers_model(model), max_cache_len, device, exact, backend)
+        return files.load(cls, path, transformers_model(model), tokens, max_cache_len, device, exact, backend)
 
     @property
     def paged(self) -> PagedKVCache | None:
@@ -215,8 +239,70 @@ class FP8Cache(Cache):
         what = "empty" if self.paged is None else repr(self.paged)
         return f"FP8Cache({held} layers in FP8, {len(self.layers) - held} in 16 bits, {what})"
 
+    # A forward
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K and V of new tokens to a layer, and return those of all tokens (`FP8Layer.update`)."""
+        if torch.compiler.is_compiling():  # compiled code runs all layers or none
+            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if layer_idx <= self._open:
+            self._repair()
+        self._open = layer_idx
+        held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if layer_idx == self._last:
+            self._open = COMPLETE
+        return held
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
+        if layer_idx == 0:  # before a forward, not in it
+            self._repair()
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
+        self._repair()
+        if not query_length:
+            raise ValueError(
+                f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts as many from the "
+                "prompt, which it takes as the whole conversation. For another prompt make a new cache, or call reset()"
+            )
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _repair(self) -> None:
+        """Drop the tokens of a forward that was interrupted: after it some layers have them and some do not."""
+        if torch.compiler.is_compiling() or self._open == COMPLETE:
+            return
+        warnings.warn(
+            f"the last forward stopped in layer {self._open} of {self._last} (the last one). Its tokens are dropped from the cache",
+            stacklevel=3,
+        )
+        plain = [layer for layer in self.layers[: self._last + 1] if not isinstance(layer, FP8Layer) and hasattr(layer, "update")]
+        lengths = [int(layer.get_seq_length()) for layer in plain]
+        kept = min([self.shared.complete_length(), *lengths])
+        for layer, length in zip(plain, lengths, strict=True):
+            if length > kept and layer.is_sliding and not kept:
+                layer.reset()
+            elif length > kept and layer.is_sliding:
+                raise RuntimeError(
+                    f"the last forward stopped in layer {self._open}, after a sliding window had dropped older tokens for its tokens. The "
+                    "cache cannot go on: call cache.reset() and prefill again"
+                )
+            elif length > kept and self.shared.max_cache_len is not None:
+                layer.cumulative_length.fill_(kept)
+            elif length > kept:
+                layer.crop(kept - length)
+        self.shared.keep(kept)
+        self._open = COMPLETE
+
+    # Moving sequences
+
     def _all_layers(self, method: str, *args: Any) -> None:
         """Call `method` on every 16-bit layer and once for all FP8 layers. If a 16-bit layer does not have the method, call nothing."""
+        if method != "reset":
+            self._repair()
         lacking = [index for index, layer in enumerate(self.layers) if not hasattr(layer, method)]
         if lacking:
             raise ValueError(
@@ -236,6 +322,7 @@ class FP8Cache(Cache):
     def reset(self) -> None:
         """Drop all tokens of all layers. The growing form also frees its pages."""
         self._all_layers("reset")
+        self._open = COMPLETE
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens of every layer.
@@ -266,7 +353,11 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
     Raises:
         TypeError: there is none.
+        UsageError: a PEFT method that has a cache of its own.
     """
+    method = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
+    if method in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise UsageError(f"PEFT's {method} puts a cache of its own in place of this one; use the model without past_key_values")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if isinstance(base, PreTrainedModel):
         return base

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import storage
 from ...errors import UsageError
 from ...params import BackendName
+from .config import decoder_config, heads_of
 from .layers import FP8Layer
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _STATE = ("keys", "values", "cumulative_length", "cumulative_length_int")
 
 
-def save(cache: FP8Cache, path: str | Path, config: PreTrainedConfig, seqs: Sequence[int] | None) -> None:
+def save(cache: FP8Cache, path: str | Path, seqs: Sequence[int] | None, tokens: torch.Tensor | None) -> None:
     """Write sequences of all layers (`FP8Cache.save`)."""
     if cache.paged is None:
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
@@ -36,13 +37,18 @@ def save(cache: FP8Cache, path: str | Path, config: PreTrainedConfig, seqs: Sequ
                 tensors[f"layers.{index}.{name}"] = value[rows].cpu().contiguous()
             elif value is not None:
                 tensors[f"layers.{index}.{name}"] = torch.as_tensor(value).cpu()
-    written = {"model": _model(config), "fp8_layers": cache.fp8_layers, "max_cache_len": cache.shared.max_cache_len}
+    if tokens is not None:
+        held = cache.paged.num_seqs, cache.paged.lengths[0]
+        if tuple(tokens.shape) != held:
+            raise UsageError(f"tokens must be the ids [B, length] = {list(held)} of what the cache holds; got {list(tokens.shape)}")
+        tensors["tokens"] = tokens[rows].cpu().long().contiguous()
+    written = {"model": cache.identity, "fp8_layers": cache.fp8_layers, "max_cache_len": cache.shared.max_cache_len}
     storage.write(path, tensors, metadata | {name: json.dumps(value) for name, value in written.items()})
 
 
 def load(
-    make: type[FP8Cache], path: str | Path, model: PreTrainedModel, max_cache_len: int | None, device: torch.device | str | None,
-    exact: bool, backend: BackendName,
+    make: type[FP8Cache], path: str | Path, model: PreTrainedModel, tokens: torch.Tensor | None, max_cache_len: int | None,
+    device: torch.device | str | None, exact: bool, backend: BackendName,
 ) -> FP8Cache:  # fmt: skip
     """The cache of a file of `save` (`FP8Cache.load`). `make` is FP8Cache."""
     device = model.device if device is None else torch.device(device)
@@ -59,12 +65,14 @@ def load(
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
     cache = make.__new__(make)
     cache._build(model, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, False, backend)  # means are in the file
-    given = _model(cache.shared.config), list(cache.fp8_layers)
+    given = cache.identity, list(cache.fp8_layers)
     if given != (saved, fp8_layers):
         raise UsageError(
             f"{path} is of another model: {saved}, with FP8 layers {fp8_layers}; the model given is {given[0]}, with {given[1]}. Load it "
             "with that model, or prefill the prompt with this one"
         )
+    if tokens is not None:
+        _check_tokens(tensors.get("tokens"), tokens, path)
     if max_cache_len != saved_len and any(name.startswith("layers.") for name in tensors):
         raise UsageError(
             f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, and these do not change their form: load it with that"
@@ -77,6 +85,20 @@ def load(
         if "keys" in state:
             _restore(layer, {name: value.to(paged.device) for name, value in state.items()})
     return cache
+
+
+def _check_tokens(saved: torch.Tensor | None, tokens: torch.Tensor, path: str | Path) -> None:
+    """Raise UsageError unless a prompt begins with the tokens of a file."""
+    if saved is None:
+        raise UsageError(f"{path} was saved without its tokens: save it with cache.save(path, tokens=ids), or load it without tokens=")
+    if tokens.dim() != 2 or len(tokens) != len(saved):
+        raise UsageError(f"{path} holds {len(saved)} sequences, and tokens must be the ids [B, S] of as many; got {list(tokens.shape)}")
+    length = saved.shape[1]
+    if not torch.equal(tokens[:, :length].cpu().long(), saved):
+        raise UsageError(
+            f"{path} is of another prompt: it holds {length} tokens, with which the {tokens.shape[1]} tokens given do not begin. Prefill "
+            "this prompt, and save it to another file"
+        )
 
 
 def _held(cache: FP8Cache) -> list[tuple[int, CacheLayerMixin]]:
@@ -95,6 +117,12 @@ def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
             setattr(layer, name, value if isinstance(old, torch.Tensor) else int(value))
 
 
-def _model(config: PreTrainedConfig) -> dict[str, Any]:
-    """The identity of a model. Only the last part of its name is used, because folders differ between machines."""
-    return {"type": config.model_type, "layers": config.num_hidden_layers, "name": Path(config.name_or_path).name}
+def identity(model: PreTrainedModel) -> dict[str, Any]:
+    """What is compared of a model, as JSON has it. Only the last part of its name is used, because folders differ between machines."""
+    config = decoder_config(model.config)
+    heads, kv_heads, head_dim = heads_of(config)
+    found = {
+        "type": config.model_type, "layers": config.num_hidden_layers, "name": Path(config.name_or_path).name, "heads": heads,
+        "kv_heads": kv_heads, "head_dim": head_dim, "rope": getattr(config, "rope_parameters", None), "dtype": str(model.dtype),
+    }  # fmt: skip
+    return json.loads(json.dumps(found, default=str))

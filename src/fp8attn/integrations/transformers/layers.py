@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedConfig
@@ -16,8 +17,14 @@ from ...dense.sdpa import autocast
 from ...layout import HEAD_DIMS, KeyDtype
 from ...params import BackendName
 from ...scales import LayerScales
-from .config import FULL, has_sinks, has_softcap, layers_of
+from .config import FULL, LayerSpec, has_sinks, has_softcap, layers_of
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
+
+UNCOMPILED = (
+    "FP8Cache makes its pages outside of compiled code. A static cache has pages for one sequence from the start. For a larger batch whose "
+    "first forward is compiled with fullgraph=True, call cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) "
+    "before. A cache without max_cache_len cannot be in such code"
+)
 
 
 class FP8Layers:
@@ -37,20 +44,26 @@ class FP8Layers:
         self.exact, self.count_overflows = exact, count_overflows
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
+        self.unused = False  # whether `paged` is of one sequence, before any K and V have shown the batch
         self.implementation, self.length = "", 0  # of attention, and of every sequence, in this forward
 
+    def make_early(self, specs: Sequence[LayerSpec], device: torch.device) -> None:
+        """Make the pages of one sequence, so that also the first forward can be compiled. Another batch gets others (`other_shape`)."""
+        shapes = {(specs[layer.index].num_kv_heads, specs[layer.index].head_dim) for layer in self.layers}
+        if len(shapes) == 1:
+            num_kv_heads, head_dim = shapes.pop()
+            x = torch.empty(1, num_kv_heads, 0, head_dim, device=device)
+            self.make(self.layers[0].index, x, x)
+            self.unused = True
+
+    @torch.compiler.disable(reason=UNCOMPILED)
     def make(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> PagedKVCache:
         """Make the pages of all layers for K and V of layer `index`, `[B, num_kv_heads, S, head_dim]`; S may be 0.
 
         Raises:
             ValueError: no kernel takes the shape.
-            RuntimeError: the call is in a compiled region, which cannot allocate memory that outlives it.
         """
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "the first append to a static FP8Cache is in a compiled region; run the prefill uncompiled, or call "
-                "cache.early_initialization(batch_size, num_heads, head_dim, dtype, device) before it"
-            )
+        self.unused = False
         head_dims = key_states.shape[-1], value_states.shape[-1]
         if head_dims[0] != head_dims[1] or head_dims[0] not in HEAD_DIMS:
             raise ValueError(
@@ -90,10 +103,17 @@ class FP8Layers:
             for leftpad in ((False, True) if batch > 1 else (False,))
         }
 
-    def other_shape(self, index: int, key_states: torch.Tensor) -> None:
-        """Handle a K of another shape than the pages. An empty, growing cache takes another batch. All else raises ValueError."""
+    @torch.compiler.disable(reason=UNCOMPILED)
+    def other_shape(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> PagedKVCache:
+        """Handle a K of another shape or device than the pages. An unused static cache and an empty growing one take another batch. All
+        else raises ValueError."""
         paged = self.paged
         assert paged is not None
+        if self.unused:
+            self.paged = None  # before its memory is allocated again
+            return self.make(index, key_states, value_states)
+        if key_states.device != paged.device:
+            raise ValueError(f"layer {index} got K on {key_states.device}, and this cache is on {paged.device}; make a new FP8Cache there")
         batch, num_kv_heads, _, head_dim = key_states.shape
         if (num_kv_heads, head_dim) != (paged.num_kv_heads, paged.head_dim):
             raise ValueError(
@@ -107,6 +127,19 @@ class FP8Layers:
                 "another batch"
             )
         paged.select([0] * batch)
+        return paged
+
+    def complete_length(self) -> int:
+        """Number of tokens of every sequence that all FP8 layers have. It drops tokens that only some have."""
+        if self.paged is None:
+            return 0
+        self.paged.truncate(self.paged.lengths)
+        return self.paged.lengths[0]
+
+    def keep(self, length: int) -> None:
+        """Drop all tokens after the first `length`."""
+        if self.paged is not None:
+            self.paged.truncate(length) if length else self.paged.reset()
 
     # Moving sequences, for all FP8 layers at once
 
@@ -176,7 +209,7 @@ class FP8Layer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:
-        return self.shared.paged is not None
+        return self.shared.paged is not None and not self.shared.unused
 
     @property
     def batch_size(self) -> int:
@@ -202,13 +235,19 @@ class FP8Layer(CacheLayerMixin):
         """
         shared = self.shared
         key_states, value_states = autocast(key_states, value_states)
-        paged = shared.paged or shared.make(self.index, key_states, value_states)
+        if shared.paged is None:
+            shared.make(self.index, key_states, value_states)
+        paged = shared.paged
+        assert paged is not None
         batch, heads, _, head_dim = key_states.shape
-        if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.head_dim):
-            shared.other_shape(self.index, key_states)
+        if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.head_dim) or (
+            self.slot == 0 and key_states.device != paged.device
+        ):
+            paged = shared.other_shape(self.index, key_states, value_states)
         paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
         pages = paged.appended(self.slot)
         if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
+            shared.unused = False
             shared.implementation = shared.config._attn_implementation
             shared.length = paged.max_seqlen or paged.lengths[0]
         if shared.implementation == ATTN_IMPLEMENTATION:
@@ -228,13 +267,14 @@ class FP8Layer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
-        paged = self.shared.paged
-        return self.shared.max_cache_len or (0 if paged is None else paged.lengths[0]) + query_length, 0
+        if self.shared.max_cache_len is not None:
+            return self.shared.max_cache_len, 0
+        return (0 if self.shared.paged is None else self.shared.paged.lengths[0]) + query_length, 0
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
         paged = self.shared.paged
-        if paged is None:
+        if paged is None or (self.shared.unused and not torch.compiler.is_compiling()):
             return 0
         if paged.max_seqlen is None:
             return paged.lengths[0]
@@ -244,13 +284,13 @@ class FP8Layer(CacheLayerMixin):
         """The largest number of tokens; -1 without a limit."""
         return self.shared.max_cache_len or -1
 
-    def reset(self) -> None:
+    def reset(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError, like every method that would move the sequences of only this layer."""
         raise NotImplementedError("the FP8 layers of a cache share one page table: call reset, crop, reorder_cache, ... on the FP8Cache")
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset
 
-    def offload(self) -> None:
+    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError: pages stay on their device."""
         raise NotImplementedError(
             "FP8Cache does not offload: its pages stay on the device. Use transformers' DynamicCache(offloading=True)"

@@ -23,13 +23,19 @@ def pack_tokens(documents: Iterable[Sequence[int] | torch.Tensor], length: int, 
     Returns:
         `input_ids [1, length]`, one after another; the last one has the tokens that are left.
     Raises:
-        UsageError: the length is less than 1.
+        UsageError: the length is less than 1, or a document is no sequence of ids.
     """
     if length < 1:
         raise UsageError(f"length must be a positive number of tokens; got {length}")
     held: list[int] = []
     for number, document in enumerate(documents):
-        ids = document.tolist() if isinstance(document, torch.Tensor) else list(document)
+        ids = document.tolist() if hasattr(document, "tolist") else document
+        if not isinstance(ids, Sequence) or not all(isinstance(each, int) for each in ids):
+            what = f"a tensor {list(document.shape)}" if isinstance(document, torch.Tensor) else type(document).__name__
+            raise UsageError(
+                f"document {number} must be token ids, one after another; got {what}. Pass each text's ids: [tokenizer(text).input_ids for "
+                "text in texts]"
+            )
         held += ids if separator is None or not number else [separator, *ids]
         whole = len(held) - len(held) % length
         for begin in range(0, whole, length):

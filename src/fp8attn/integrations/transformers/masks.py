@@ -1,0 +1,158 @@
+"""The mask function that is registered in transformers as `fp8_kv`, and `CompactMask`, which it returns.
+
+A model makes one mask for all its layers of a type. Some of them are in FP8 and some in 16 bits, so the mask must serve both. A mask that
+is causal, with padding on the left at most, is one of two:
+
+- None: causal without padding.
+- `CompactMask`: the first and the last token that each sequence's queries may see.
+
+FP8 layers take the first token as `leftpad_k`; 16-bit layers expand blocks of the mask. Any other mask is what `sdpa` would get, and FP8
+layers refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+QUERY_BLOCK = 1024  # queries whose mask or scores are expanded at a time
+_aten = torch.ops.aten
+_KEEPS = (_aten.detach.default, _aten._to_copy.default, _aten.clone.default, _aten.alias.default)
+
+_OTHER = (
+    "fp8_kv: in compiled code an attention mask must have padding on the left only (none between or after tokens), and be as long as the "
+    "cache and the new tokens together. Pad on the left (tokenizer.padding_side = 'left'), or call model.set_attn_implementation('sdpa')"
+)
+
+
+class CompactMask(torch.Tensor):
+    """A causal mask with padding on the left, as an int32 tensor `[1, 1, n, B]` of a type that no caller makes by accident.
+
+    transformers passes a tensor of four dimensions through unchanged. A copy (to another device) is a `CompactMask`, too; the result of any
+    other operation is a plain tensor, which FP8 layers refuse.
+
+    Attributes:
+        rows: int32 `[n, B]`. For each sequence the last row is the number of tokens up to the last query. If n is 2, the first row is the
+            first token that is not padding.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, rows: torch.Tensor) -> CompactMask:
+        return torch.Tensor._make_wrapper_subclass(cls, (1, 1, *rows.shape), dtype=rows.dtype, device=rows.device)
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return f"CompactMask({self.rows!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["rows"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: None, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> CompactMask:
+        return cls(inner["rows"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain = tree_map(lambda x: x.rows[None, None] if isinstance(x, CompactMask) else x, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
+        return cls(out[0, 0]) if func in _KEEPS and out.dtype == torch.int32 else out
+
+
+def fp8_kv_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of one type of layers: None, a `CompactMask`, or what `sdpa` gets (see the module).
+
+    Args:
+        batch_size, q_length, kv_length, q_offset, kv_offset: the part of the scores that the mask is for. A tensor `q_offset` (static
+            caches) is read back only to check an `attention_mask`, and not in compiled code, which checks it on the device.
+        mask_function: which query sees which key.
+        attention_mask: bool `[B, tokens]`, False where a token is padding.
+        local_size: the window of sliding and chunked layers.
+    Raises:
+        RuntimeError: in compiled code, if `attention_mask` has holes or is too short. On a GPU the error is raised later.
+    """
+    sdpa_arguments = dict(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, device=device, **kwargs,
+    )  # fmt: skip
+    if local_size is not None or kv_offset:
+        return sdpa_mask(**sdpa_arguments)
+    if mask_function is not causal_mask_function and not _is_causal(sdpa_arguments):
+        return sdpa_mask(**sdpa_arguments)
+    end = q_offset + q_length
+    start, padded = None, False
+    if attention_mask is not None:
+        width = attention_mask.shape[1]
+        real = attention_mask.bool() & (torch.arange(width, device=attention_mask.device) < end)
+        start = (real.cumsum(-1) == 0).sum(-1).clamp_max(end)
+        last = (real * torch.arange(1, width + 1, device=real.device)).amax(-1)
+        other = (real.sum(-1) != (last - start).clamp_min(0)).any() | (end > width)  # holes, or too short
+        padded = True
+        if torch.compiler.is_compiling():
+            torch._assert_async(~other, _OTHER)
+        else:  # the one wait for the device in a step, as in sdpa_mask
+            padded, other = torch.stack([start.amax(), other.long()]).tolist()
+            if other:
+                return sdpa_mask(**sdpa_arguments)
+    if not padded and isinstance(q_offset, int) and (kv_length == end if q_length == 1 else q_offset == 0):
+        return None
+    ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
+    return CompactMask(torch.stack([ends] if start is None or not padded else [start.int(), ends]))
+
+
+def _is_causal(sdpa_arguments: dict[str, Any]) -> bool:
+    """Whether an unknown mask function has the values of the causal one, as in an image model that gets text only."""
+    if torch.compiler.is_compiling() or sdpa_arguments["mask_function"] is bidirectional_mask_function:
+        return False
+    length = sdpa_arguments["q_length"]
+    for begin in range(0, length, QUERY_BLOCK):
+        block = {
+            **sdpa_arguments,
+            "q_length": min(QUERY_BLOCK, length - begin),
+            "q_offset": sdpa_arguments["q_offset"] + begin,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+        if not torch.equal(sdpa_mask(**block), sdpa_mask(**{**block, "mask_function": causal_mask_function})):
+            return False
+    return True
+
+
+def block_of(
+    mask: torch.Tensor | None, causal: bool, q_length: int, kv_length: int, begin: int, stop: int, device: torch.device
+) -> torch.Tensor | None:
+    """Queries `begin` to `stop` of a mask, expanded to `[B or 1, 1, stop - begin, kv_length]`; None if they see every key."""
+    if mask is not None and not isinstance(mask, CompactMask):
+        return mask[:, :, begin:stop] if mask.shape[2] > 1 else mask
+    queries, keys = torch.arange(begin, stop, device=device), torch.arange(kv_length, device=device)
+    if mask is None:
+        # Keys after the queries' own are memory that a static cache has not filled yet.
+        return (keys <= queries[:, None])[None, None] if causal and q_length > 1 else None
+    rows = mask.rows
+    queries = queries + rows[-1][:, None] - q_length
+    seen = keys <= queries[..., None]
+    if rows.shape[0] == 2:
+        seen = seen & (keys >= rows[0][:, None, None])
+    return seen[:, None]
