@@ -21,7 +21,7 @@ from ...scales import KVScales, ranges
 from . import files
 from .biases import layer_biases, spread_layers
 from .config import FULL, decoder_config, layers_of, unsupported_reason
-from .layers import FP8Layer, FP8Layers
+from .layers import UNCOMPILED, FP8Layer, FP8Layers
 from .tensors import ATTN_IMPLEMENTATION
 
 
@@ -246,6 +246,8 @@ class FP8Cache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V of new tokens to a layer, and return those of all tokens (`FP8Layer.update`)."""
         if torch.compiler.is_compiling():  # compiled code runs all layers or none
+            if self.shared.max_cache_len is None:
+                return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
             return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if layer_idx <= self._open:
             self._repair()
@@ -254,6 +256,11 @@ class FP8Cache(Cache):
         if layer_idx == self._last:
             self._open = COMPLETE
         return held
+
+    @torch.compiler.disable(reason=UNCOMPILED)
+    def _update_uncompiled(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """An append that may allocate pages, called from compiled code."""
+        return self.update(*args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
