@@ -153,8 +153,7 @@ class Made(TorchFunctionMode):
 
 
 def attended(launches: list, compiled: dict) -> dict:
-    """Results of calls of `ops.attention`, on a CPU that is treated as a Hopper GPU. `launches` grows by one for each launch that Triton
-    binds, whose kernel is then `compiled["last"]`.
+    """Results of calls of `ops.attention`, on a CPU that is treated as a Hopper GPU.
 
     `launches` grows by one for each launch that Triton binds, whose kernel is then `compiled["last"]`.
     """
@@ -162,6 +161,7 @@ def attended(launches: list, compiled: dict) -> dict:
     append.num_sms = decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
     hopper = backends.load("hopper")
     ops.find = dense_ops.find = _torch_ops.find = cache(lambda *_: hopper)
+    ops.at_hand = lambda x, backend: False  # as on a GPU, which nothing waits for
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     kernels.launch.Constants = lambda device, **values: Constants(DEVICE, **values)
     made = ctypes.c_int.in_dll(STUB, "stub_launches")

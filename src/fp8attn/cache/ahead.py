@@ -58,7 +58,7 @@ class Ahead:
         """Before the first append of a step: prepare this step of all layers, and a decode step after it."""
         held = 0 if step.longest <= FEW else _columns(cache, step).bit_length()
         key = dtype, cache.num_seqs, step.longest, held, step.cu_seqlens is None, step.begins, rope
-        if key in self._steps or name == REFERENCE or not step.longest:
+        if key in self._steps or name == REFERENCE or not step.longest or dtype not in calls.DTYPES.values():  # traced, it may be any
             return
         self._steps.add(key)
         self._name = name

@@ -331,12 +331,16 @@ class FP8Cache(Cache):
         self._all_layers("reset")
         self._open = COMPLETE
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the last `-tokens_to_remove` tokens of every layer.
 
+        Args:
+            tokens_to_remove: minus a number of tokens; transformers' assisted decoding counts them in a tensor.
         Raises:
             ValueError: the number is positive.
         """
+        if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.dtype == torch.int64 and not tokens_to_remove.dim():
+            tokens_to_remove = int(tokens_to_remove)
         if not is_whole(tokens_to_remove) or tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove!r}")
         self._all_layers("crop", tokens_to_remove)
