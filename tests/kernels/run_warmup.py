@@ -102,7 +102,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     if not layer.static_scales and layer.advance and not layer.overflows and before == 0:
         cache = PagedKVCache(
             layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
-            stored_k_mean=pages.stored_k_mean, v_mean=pages.v_mean,
+            k_mean=pages.stored_k_mean, v_mean=pages.v_mean,
         )  # fmt: skip
         cache.append(0, k, k)
         ops.attention(q, cache.pages(0), **options)
