@@ -384,7 +384,7 @@ def run_attention(attention, pages: KVPages, q, arguments: dict) -> float:
 
 
 def check_out(
-    backend: str, head_dim: int, queries: int, device="cpu", lengths: tuple[int, ...] = (300, 30, 140), heads: int = 2, **options
+    backend: str, head_dim: int, queries: int, device="cpu", lengths: tuple[int, ...] = (300, 130, 140), heads: int = 2, **options
 ) -> None:
     """`attention(out=...)` writes the bits of a call without it, rows after the last sequence too, and nothing around them.
 
