@@ -21,6 +21,8 @@ from .layout import KVPages
 from .params import AttentionParams, BackendName
 from .rope import both, check_rope
 
+MOST_WINDOW = 2**63 - 1  # torch's ops take 64 bits; kernels clamp it
+
 
 def append(
     pages: KVPages,
@@ -197,10 +199,10 @@ def attention(
         and (rope_interleaved is False or rope_interleaved is True)
     ):
         check_flags(causal=causal, rope_interleaved=rope_interleaved, return_lse=return_lse, exact=exact)
-    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= LARGEST):
+    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
         raise ValueError(
             f"window is an int, the number of keys that a causal query sees, so it needs causal=True and window >= 1; got {causal=}, "
-            f"{window=} (the most: {LARGEST:,})"
+            f"{window=} (the most: {MOST_WINDOW:,})"
         )
     direct = unobserved(q)
     if softcap is not None:
