@@ -9,7 +9,7 @@ import torch
 from evidence.fingerprint import of_call
 from fp8attn.diagnostics.accumulation import HEAD_DIM, HEADS, LENGTHS, QUERIES, kernels
 from fp8attn.diagnostics.accumulation import measure as accumulation
-from fp8attn.layout import FP8
+from fp8attn.formats.codec import FP8
 
 from . import peers
 from .problem import DEVICE

@@ -27,9 +27,10 @@ import triton.language as tl
 from evidence.fingerprint import of_call
 from fp8attn import KVPages, reference
 from fp8attn.dense.ops import apply_rope
+from fp8attn.formats.codec import FP8
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
-from fp8attn.layout import FP8, PAGE_SIZE
+from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 
 from .measure import between_reads, graph_of, interleaved

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from fp8attn import calibrate
 from fp8attn.calibration import METHODS
-from fp8attn.rotation import rotate
+from fp8attn.formats.rotation import rotate
 
 from . import models
 from .problem import DEVICE

@@ -25,9 +25,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from fp8attn.formats.codec import FP8
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers.config import shape_of
-from fp8attn.layout import FP8
 from fp8attn.plan import plan
 
 from . import models, peers

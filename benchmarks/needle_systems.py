@@ -28,7 +28,7 @@ from fp8attn.evaluation import models, needle
 from fp8attn.evaluation.caches import BF16Cache, MakeCache, prefill
 from fp8attn.evaluation.outcomes import Outcome, Sample, load_samples
 from fp8attn.evaluation.stress import STRENGTHS, plant
-from fp8attn.numerics import E4M3, quantize
+from fp8attn.formats.codec import E4M3, quantize
 
 from . import peers, texts
 from .peers import fa3

@@ -28,7 +28,7 @@ SOURCES = {
     **{name: (f"benchmarks/{name}.py", MODEL, "models/prose/sherlock.txt.xz") for name in ("real_model", "speculative")},
 }
 NEEDLE = (  # what answers of other systems depend on; of the layout and the numerics, what FP8 is and how it is rounded to
-    *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/numerics.py", MODEL),
+    *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/formats/codec.py", MODEL),
     *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "models", "needle", "outcomes", "ruler", "stress")),
 )
 STOCK_VLLM = (  # what vLLM without the plugin depends on: models that it is given, and exported scales

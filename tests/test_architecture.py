@@ -17,35 +17,35 @@ ALLOWED = {
     "errors": set(),
     "files": set(),
     "checks": {"derivatives", "errors"},
-    "contents": {"layout", "params"},
+    "contents": {"formats", "layout", "pages", "params"},
     "extras": {"errors"},
-    "numerics": set(),
-    "rope": {"checks"},
-    "rotation": set(),
+    "formats": {"checks", "errors"},
+    "numerics": {"formats"},
     "params": {"errors"},
-    "layout": {"checks", "errors", "params", "rotation"},
-    "scales": {"errors", "files", "layout", "numerics"},
-    "overflow": {"layout", "scales"},
-    "calibration": {"errors", "files", "layout", "numerics", "rotation", "scales"},
-    "reference": {"layout", "numerics", "params", "rope", "rotation"},
-    "backends": {"errors", "kernels", "layout", "params", "reference"},
-    "_torch_ops": {"backends", "contents", "layout", "params"},
+    "layout": set(),
+    "pages": {"checks", "formats", "layout", "params"},
+    "scales": {"errors", "files", "formats", "layout", "numerics", "pages"},
+    "overflow": {"formats", "layout", "pages", "scales"},
+    "calibration": {"errors", "files", "formats", "layout", "numerics", "pages", "scales"},
+    "reference": {"formats", "layout", "numerics", "pages", "params"},
+    "backends": {"errors", "formats", "kernels", "layout", "pages", "params", "reference"},
+    "_torch_ops": {"backends", "contents", "formats", "layout", "pages", "params"},
     "derivatives": set(),
-    "ops": {"_torch_ops", "backends", "checks", "contents", "derivatives", "layout", "params", "rope"},
-    "dense": {"_torch_ops", "backends", "checks", "derivatives", "layout", "params", "precompile", "rope"},
-    "mode": {"_torch_ops", "dense", "errors", "layout", "params"},
-    "cache": {"checks", "dense", "errors", "files", "layout", "ops", "overflow", "params", "precompile", "rotation", "scales"},
-    "kernels": {"layout", "numerics", "params", "rotation"},
-    "straight_through": {"layout", "params", "reference", "rope"},
-    "plan": {"errors", "layout"},
-    "precompile": {"backends", "errors", "kernels", "layout", "params"},
-    "integrations": {"cache", "calibration", "checks", "dense", "errors", "extras", "layout", "mode"}
-    | {"numerics", "ops", "overflow", "params", "plan", "precompile", "rope", "rotation", "scales"},
-    "diagnostics": {"backends", "dense", "extras", "integrations", "kernels", "layout", "numerics", "scales"},
+    "ops": {"_torch_ops", "backends", "checks", "contents", "derivatives", "formats", "layout", "pages", "params"},
+    "dense": {"_torch_ops", "backends", "checks", "derivatives", "formats", "layout", "pages", "params", "precompile"},
+    "mode": {"_torch_ops", "dense", "errors", "formats", "layout", "pages", "params"},
+    "cache": {"checks", "dense", "errors", "files", "formats", "layout", "ops", "overflow", "pages", "params", "precompile", "scales"},
+    "kernels": {"formats", "layout", "numerics", "pages", "params"},
+    "straight_through": {"formats", "layout", "pages", "params", "reference"},
+    "plan": {"errors", "formats", "layout", "pages"},
+    "precompile": {"backends", "errors", "formats", "kernels", "layout", "pages", "params"},
+    "integrations": {"cache", "calibration", "checks", "dense", "errors", "extras", "formats", "layout", "mode", "pages"}
+    | {"formats", "numerics", "ops", "overflow", "params", "plan", "precompile", "scales"},
+    "diagnostics": {"backends", "dense", "extras", "formats", "integrations", "kernels", "layout", "numerics", "pages", "scales"},
 }
 
 # What a module may import inside a function, when the module itself is long imported: code above it.
-LAZY = {"layout": {"dense"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
+LAZY = {"pages": {"dense"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
 
 
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:

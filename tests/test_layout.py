@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8attn.layout import FP8, PAGE_SIZE, V_ORDER, V_POSITION, KVPages, key_name, key_type, pack_k, pack_v, page_bytes, unpack_k, unpack_v
-from fp8attn.rotation import rotate
+from fp8attn.formats.codec import FP8, key_name, key_type
+from fp8attn.formats.rotation import rotate
+from fp8attn.layout import PAGE_SIZE, V_ORDER, V_POSITION, pack_k, pack_v, page_bytes, unpack_k, unpack_v
+from fp8attn.pages import KVPages
 
 
 def test_v_order_is_the_accumulators():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp8attn.numerics import (
+from fp8attn.formats.codec import (
     E4M3,
     E5M2,
     MAX_SCALE,
@@ -18,14 +18,11 @@ from fp8attn.numerics import (
     encode,
     finite_amax,
     needed_scale,
-    on_grid,
     power_of_two_scale,
     quantize,
-    relative_error,
-    settle,
-    sqnr_db,
     with_headroom,
 )
+from fp8attn.numerics import on_grid, relative_error, settle, sqnr_db
 
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 FP8, INT8 = torch.float8_e4m3fn, torch.int8

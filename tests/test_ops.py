@@ -12,8 +12,8 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
 from fp8attn.backends import load
 from fp8attn.dense.ops import run_from_dense
-from fp8attn.layout import FIELDS
-from fp8attn.rope import apply_rope
+from fp8attn.formats.rope import apply_rope
+from fp8attn.pages import FIELDS
 from tests.support.kernel_cases import clone
 
 
@@ -119,7 +119,7 @@ def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     k[0, :, 140] *= 100
     tables = {"rope_cos": angle.cos(), "rope_sin": angle.sin()}
     pages = KVPages.from_dense(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
-    assert (pages.key_dtype, pages.rotate_keys, pages.v_mean) == (fp8attn.layout.key_type(key_dtype), rotate_keys, None)
+    assert (pages.key_dtype, pages.rotate_keys, pages.v_mean) == (fp8attn.formats.codec.key_type(key_dtype), rotate_keys, None)
     assert pages.page_table.tolist() == [[0, 1], [2, 3]] and pages.cache_seqlens.tolist() == [150, 150]
     empty = KVPages.empty(4, 2, 64, 2, 2, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     empty.page_table.copy_(pages.page_table)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8attn import KVPages, PagedKVCache, fake_quantize
-from fp8attn.rope import apply_rope
+from fp8attn.formats.rope import apply_rope
 
 FORMATS = [("int8", True), ("int8", False), ("e4m3", True), ("e4m3", False)]
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from fp8attn.formats.codec import FP8
 from fp8attn.kernels import fa3 as builds
-from fp8attn.layout import FP8
 
 from ..measure import MOST_DECODED
 from ..problem import DEVICE, Run, Shape, offsets

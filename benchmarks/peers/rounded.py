@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8attn.layout import FP8
-from fp8attn.numerics import E4M3
+from fp8attn.formats.codec import E4M3, FP8
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from fp8attn.layout import FP8
-from fp8attn.numerics import E4M3
+from fp8attn.formats.codec import E4M3, FP8
 
 from ..problem import DEVICE, Run, Shape
 from . import dense

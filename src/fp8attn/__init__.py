@@ -11,10 +11,11 @@ from .dense import (
     scaled_dot_product_attention_quantized,
 )
 from .errors import UsageError
-from .layout import PAGE_SIZE, KVPages
+from .layout import PAGE_SIZE
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention
 from .overflow import OverflowCounts, OverflowReport
+from .pages import KVPages
 from .params import AttentionParams
 from .precompile import warmup
 from .scales import KVScales, LayerScales

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import find
 from .contents import at_hand, check_appended, check_attended
-from .layout import FIELDS, PAGE_SIZE, KVPages, page_bytes
+from .layout import PAGE_SIZE, page_bytes
+from .pages import FIELDS, KVPages
 from .params import AttentionParams, BackendName
 
 _LIBRARY = torch.library.Library("fp8attn", "DEF")

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import torch
 
-from .layout import PAGE_SIZE, KVPages
+from .layout import PAGE_SIZE
+from .pages import KVPages
 from .params import AttentionParams, BackendName
 
 

@@ -17,9 +17,9 @@ from .backends import find, load
 from .checks import LARGEST, check_flags, check_is_tensor, check_number, check_tensor, check_tokens, is_whole
 from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
-from .layout import KVPages
+from .formats.rope import both, check_rope
+from .pages import KVPages
 from .params import AttentionParams, BackendName
-from .rope import both, check_rope
 
 MOST_WINDOW = 2**63 - 1  # torch's ops take 64 bits; kernels clamp it
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from . import rope, rotation
-from .layout import FP8, PAGE_SIZE, KVPages, key_name, pack_k, pack_v, unpack_k, unpack_v
-from .numerics import encode, finite_amax, needed_scale, settle
+from .formats import rope, rotation
+from .formats.codec import FP8, encode, finite_amax, key_name, needed_scale
+from .layout import PAGE_SIZE, pack_k, pack_v, unpack_k, unpack_v
+from .numerics import settle
+from .pages import KVPages
 from .params import AttentionParams
 
 QUERY_BLOCK = 512  # rows of scores in memory at a time

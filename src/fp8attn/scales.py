@@ -15,8 +15,7 @@ from safetensors.torch import save
 
 from .errors import UsageError
 from .files import write_whole
-from .layout import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
-from .numerics import largest_code, needed_scale
+from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type, largest_code, needed_scale
 
 FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
 RECALIBRATE = "calibrate again (fp8attn.calibrate(model, batches).save(path))"

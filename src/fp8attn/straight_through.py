@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from .layout import DEFAULT_KEY_DTYPE, PAGE_SIZE, KeyDtype, KVPages
+from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from .formats.rope import dense_tables
+from .layout import PAGE_SIZE
+from .pages import KVPages
 from .params import BackendName
 from .reference import apply_rope
-from .rope import dense_tables
 
 
 def fake_quantize(

@@ -8,7 +8,7 @@ import torch
 
 from fp8attn import BACKENDS, AttentionParams, KVPages, select_backend, unsupported_reason
 from fp8attn.backends import DENSE_BACKENDS, find, hopper, load, triton
-from fp8attn.rope import apply_rope
+from fp8attn.formats.rope import apply_rope
 
 
 def test_backends_say_why_not(monkeypatch):

@@ -28,7 +28,7 @@ from benchmarks import (
 )
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import AttentionPolicy, fp8_attention, reference
-from fp8attn.layout import key_type
+from fp8attn.formats.codec import key_type
 
 RAGGED = Shape((300, 5, 0, 129), (7, 5, 0, 129), 4, 2, 64, True)
 

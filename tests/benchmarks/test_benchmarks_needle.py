@@ -17,7 +17,7 @@ from fp8attn.evaluation import models
 from fp8attn.evaluation.caches import cache_factory, forward, prefill
 from fp8attn.evaluation.outcomes import save_outcomes, save_samples
 from fp8attn.evaluation.recall import recall_samples
-from fp8attn.layout import FP8
+from fp8attn.formats.codec import FP8
 
 
 def rows_attention(shape, q, k, v):

@@ -11,7 +11,7 @@ from benchmarks import build_peers, get_peers, peers, problem
 from benchmarks.peers import binaries, dense, fa3, flashinfer, hpc, pages, rounded, sage
 from benchmarks.problem import DEVICE, Shape
 from evidence import fingerprint
-from fp8attn.layout import FP8
+from fp8attn.formats.codec import FP8
 
 STEP = Shape((70, 130, 5), (1, 1, 1), 8, 2, 128, True)
 PROMPT = Shape((200,), (200,), 4, 2, 128, True)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fp8attn.calibration.histogram import Histogram, _error_integral
-from fp8attn.layout import FP8
-from fp8attn.numerics import encode, largest_code
+from fp8attn.formats.codec import FP8, encode, largest_code
 
 DTYPES = [torch.int8, FP8]
 BIN = 2.0**-7  # the widest bin, relative to its lower end

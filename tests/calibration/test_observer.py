@@ -7,9 +7,8 @@ from fp8attn.calibration.layer import LayerObserver, Options
 from fp8attn.calibration.moments import Moments
 from fp8attn.calibration.observer import PIECE, SAMPLED, Observer, Sample
 from fp8attn.errors import UsageError
-from fp8attn.layout import FP8
-from fp8attn.numerics import encode, needed_scale
-from fp8attn.rotation import rotate, rotate_many
+from fp8attn.formats.codec import FP8, encode, needed_scale
+from fp8attn.formats.rotation import rotate, rotate_many
 
 
 def values(tokens=500, heads=2, seed=0):

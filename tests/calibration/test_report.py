@@ -5,9 +5,8 @@ import torch
 
 from fp8attn import LayerScales, UsageError
 from fp8attn.calibration import Coverage, ScalesReport, counters
-from fp8attn.layout import FP8, key_type
-from fp8attn.numerics import encode, largest_code
-from fp8attn.rotation import rotate
+from fp8attn.formats.codec import FP8, encode, key_type, largest_code
+from fp8attn.formats.rotation import rotate
 
 HEADS, DIM = 2, 64
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from fp8attn.rope import apply_rope
+from fp8attn.formats.rope import apply_rope
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu"))]

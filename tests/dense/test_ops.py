@@ -11,9 +11,10 @@ from fp8attn import (
 )
 from fp8attn.backends import load
 from fp8attn.dense import ops as dense_ops
-from fp8attn.layout import FP8, unpack_k, unpack_v
-from fp8attn.numerics import power_of_two_scale, quantize, sqnr_db
-from fp8attn.rope import dense_tables
+from fp8attn.formats.codec import FP8, power_of_two_scale, quantize
+from fp8attn.formats.rope import dense_tables
+from fp8attn.layout import unpack_k, unpack_v
+from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, INTERPRETED, X, bhsd, turned
 from tests.support.kernel_cases import random_tokens
 

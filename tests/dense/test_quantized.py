@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 import fp8attn
 from fp8attn import scaled_dot_product_attention_quantized as attend
-from fp8attn.layout import FP8
+from fp8attn.formats.codec import FP8
 from fp8attn.numerics import relative_error
 
 

@@ -20,8 +20,9 @@ from fp8attn import (
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
-from fp8attn.numerics import E4M3, quantize, sqnr_db
-from fp8attn.rope import apply_rope
+from fp8attn.formats.codec import E4M3, quantize
+from fp8attn.formats.rope import apply_rope
+from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, X, bhsd
 from tests.support.kernel_cases import assert_kernel_error
 

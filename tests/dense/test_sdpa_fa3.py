@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import fp8attn
+from fp8attn.formats.rope import apply_rope
 from fp8attn.kernels import fa3
 from fp8attn.numerics import relative_error
-from fp8attn.rope import apply_rope
 from tests.support.fa3 import UPSTREAM, VLLM, Fake
 
 

@@ -19,7 +19,7 @@ import fp8attn
 from fp8attn import KVPages, PagedKVCache
 from fp8attn.backends import load
 from fp8attn.dense import ops as dense_ops
-from fp8attn.layout import FP8
+from fp8attn.formats.codec import FP8
 from tests.support.kernel_cases import cumulative, poison_empty
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

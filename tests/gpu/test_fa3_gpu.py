@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import fp8attn
 from benchmarks import peers
 from fp8attn.diagnostics import accumulation
+from fp8attn.formats.codec import FP8
 from fp8attn.kernels import fa3
-from fp8attn.layout import FP8
 from fp8attn.numerics import relative_error
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -7,11 +7,12 @@ pytest.importorskip("triton")
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, reference
+from fp8attn.formats.codec import FP8, KEY_TYPES
+from fp8attn.formats.rope import apply_rope
+from fp8attn.formats.rotation import rotate_back
 from fp8attn.kernels import counters, decode, prefill
-from fp8attn.layout import FP8, HEAD_DIMS, KEY_TYPES
+from fp8attn.layout import HEAD_DIMS
 from fp8attn.numerics import relative_error
-from fp8attn.rope import apply_rope
-from fp8attn.rotation import rotate_back
 from tests.support.kernel_cases import LSE_ERROR, check_out, cumulative, empty_cache, fill
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

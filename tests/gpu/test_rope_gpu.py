@@ -8,9 +8,9 @@ pytest.importorskip("triton")
 from fp8attn import AttentionParams, KVPages, rope_scaled_dot_product_attention
 from fp8attn.dense import ops as dense_ops
 from fp8attn.dense.sdpa import attend_dense
+from fp8attn.formats.codec import FP8
 from fp8attn.kernels import prefill
 from fp8attn.kernels.append import apply_rope
-from fp8attn.layout import FP8
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]

@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 from fp8attn import KVPages, fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
 from fp8attn.backends import load, select_backend
 from fp8attn.dense import ops as dense_ops
-from fp8attn.layout import key_type, unpack_k, unpack_v
+from fp8attn.formats.codec import key_type
+from fp8attn.layout import unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
 from tests.support.kernel_cases import case_id, pairwise, poison_empty, random_tokens
 

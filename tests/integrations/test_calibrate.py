@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from fp8attn import PagedKVCache, calibrate
-from fp8attn.layout import FP8, key_type
-from fp8attn.numerics import E4M3, INT8_MAX, encode, largest_code, needed_scale, power_of_two_scale
-from fp8attn.rotation import rotate
+from fp8attn.formats.codec import E4M3, FP8, INT8_MAX, encode, key_type, largest_code, needed_scale, power_of_two_scale
+from fp8attn.formats.rotation import rotate
 
 transformers = pytest.importorskip("transformers")
 from fp8attn.integrations.transformers import check_scales, context_of, pack_tokens  # noqa: E402

@@ -12,12 +12,12 @@ from torch.autograd import forward_ad
 from transformers import AutoModel, LlamaConfig, MistralConfig
 
 from fp8attn import LayerScales, UsageError
+from fp8attn.formats.rotation import rotate_back
 from fp8attn.integrations.transformers import FP8Cache, edge_layers, fp8_kv_attention, fp8_kv_mask, unsupported_reason
 from fp8attn.integrations.transformers import cache as cache_module
 from fp8attn.integrations.transformers.masks import CompactMask
 from fp8attn.integrations.transformers.tensors import PagedTensor, dequantize
 from fp8attn.numerics import relative_error
-from fp8attn.rotation import rotate_back
 from fp8attn.scales import KVScales
 from tests.support.transformers_models import SHAPE, Oracle, close, logits, make, one_thread, plain, prompt, using  # noqa: F401
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fp8attn import KVScales, LayerScales, UsageError
+from fp8attn.formats.rotation import rotate
 from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm import NEWEST, OLDEST, refused, register, unsupported_release, warm
 from fp8attn.integrations.vllm.biases import identity, means_of
 from fp8attn.integrations.vllm.connectors import check_marks, exchanges_blocks, mark_of, marks, unsupported_connector
 from fp8attn.integrations.vllm.options import Calibrated, Options
 from fp8attn.layout import page_bytes
-from fp8attn.rotation import rotate
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,10 +16,10 @@ import torch
 import triton
 
 from fp8attn import AttentionParams, KVPages
+from fp8attn.formats.codec import FP8
 from fp8attn.kernels import prefill
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.operands import NOTE
-from fp8attn.layout import FP8
 from tests.support.machine_code import Built, Sass, build, dry
 
 EVERYTHING = {"window": 300, "softcap": 30.0, "sinks": True, "leftpad_k": True, "cu_seqlens_q": True, "means": True}

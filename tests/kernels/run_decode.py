@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 
 from fp8attn import AttentionParams, KVPages, reference
+from fp8attn.formats.codec import FP8, KEY_TYPES
 from fp8attn.kernels import decode
 from fp8attn.kernels.launch import Launch
-from fp8attn.layout import FP8, KEY_TYPES
 from tests.emulator import emulate
 from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import Sass, build, dry

@@ -34,10 +34,10 @@ from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops  # noqa: E402
 from fp8attn.dense import ops as dense_ops  # noqa: E402
+from fp8attn.formats.codec import FP8  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
-from fp8attn.layout import FP8  # noqa: E402
 from fp8attn.precompile.calls import Layer, attend, quantize  # noqa: E402
 from fp8attn.precompile.target import TARGETS  # noqa: E402
 

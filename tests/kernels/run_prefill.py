@@ -15,10 +15,9 @@ from dataclasses import replace
 import torch
 
 from fp8attn import AttentionParams, reference
+from fp8attn.formats.codec import FP8, quantize
+from fp8attn.formats.rope import apply_rope
 from fp8attn.kernels import prefill
-from fp8attn.layout import FP8
-from fp8attn.numerics import quantize
-from fp8attn.rope import apply_rope
 from tests.emulator import emulate
 from tests.kernels.run_decode import filled_pages
 from tests.support.kernel_cases import poison_empty

@@ -21,10 +21,12 @@ import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
 from fp8attn.dense import ops as dense_ops
 from fp8attn.dense import sdpa, strategies
+from fp8attn.formats.codec import key_type
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
-from fp8attn.layout import KVPages, key_type, page_bytes
+from fp8attn.layout import page_bytes
+from fp8attn.pages import KVPages
 from fp8attn.precompile.calls import DTYPES, Layer, launches
 from fp8attn.precompile.target import TARGETS
 

@@ -5,8 +5,8 @@ import torch
 
 from fp8attn.diagnostics import accumulation
 from fp8attn.diagnostics.accumulation import Accumulation, measure
+from fp8attn.formats.codec import FP8
 from fp8attn.kernels import fa3
-from fp8attn.layout import FP8
 from fp8attn.numerics import relative_error
 from tests.support.fa3 import UPSTREAM, VLLM, Fake, exact
 

@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
+from fp8attn.formats.codec import FP8, quantize
 from fp8attn.kernels import combine as combining
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append, apply_rope, from_dense
@@ -24,8 +25,8 @@ from fp8attn.kernels.fp8 import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import Machine
 from fp8attn.kernels.quantize_rows import quantize_rows
-from fp8attn.layout import FP8, page_bytes
-from fp8attn.numerics import quantize, relative_error
+from fp8attn.layout import page_bytes
+from fp8attn.numerics import relative_error
 from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fp8attn import KVPages, PagedKVCache, ops
-from fp8attn.layout import FP8, HEADER, PAGE_SIZE, unpack_k, unpack_v
+from fp8attn.formats.codec import FP8
+from fp8attn.layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
 
 pytest.importorskip("triton")
 pytestmark = [

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fp8attn import reference, rotation
-from fp8attn.layout import FP8
-from fp8attn.numerics import encode, finite_amax, needed_scale
-from fp8attn.rope import apply_rope
+from fp8attn import reference
+from fp8attn.formats import rotation
+from fp8attn.formats.codec import FP8, encode, finite_amax, needed_scale
+from fp8attn.formats.rope import apply_rope
 
 pytest.importorskip("triton")
 

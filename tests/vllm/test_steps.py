@@ -8,11 +8,11 @@ pytest.importorskip("vllm")
 from types import SimpleNamespace
 
 from fp8attn import KVPages, KVScales, LayerScales, UsageError, reference
+from fp8attn.formats.rotation import rotate
 from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm.impl import overflows
 from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from fp8attn.params import AttentionParams
-from fp8attn.rotation import rotate
 from tests.integrations.test_vllm import qwen2
 from tests.vllm.layers import GROUP, HEADS, D, Step, layer_impl, prompt
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..layout import KVPages
+from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 
 Attention = Callable[[torch.Tensor, KVPages, AttentionParams, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]

@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 
 from ..kernels.hopper import no_hopper_reason
-from ..layout import KVPages
+from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from . import triton
 from .base import attend_tokens, empty_rows, rotated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import reference
-from ..layout import KVPages
+from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from .base import attend_tokens
 

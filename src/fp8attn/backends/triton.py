@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from ..layout import KVPages
+from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from .base import attend_tokens
 

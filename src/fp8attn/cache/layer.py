@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from ..checks import check_finite, check_is_tensor
-from ..layout import HEADER, PAGE_SIZE, V_GROUP, V_ORDER, KeyDtype, KVPages, key_type, page_bytes, stored_mean
+from ..formats.codec import KeyDtype, key_type
+from ..layout import HEADER, PAGE_SIZE, V_GROUP, V_ORDER, page_bytes
+from ..pages import KVPages, stored_mean
 from ..scales import LayerScales
 from .page_table import Change, PageTable
 

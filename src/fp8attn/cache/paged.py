@@ -12,7 +12,7 @@ import torch
 from .. import ops
 from ..checks import check_is_tensor
 from ..dense.ops import apply_rope, run_from_dense
-from ..layout import KVPages
+from ..pages import KVPages
 from ..params import BackendName
 from . import storage
 from .ahead import Attention

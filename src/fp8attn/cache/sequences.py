@@ -9,8 +9,10 @@ import torch
 
 from ..checks import LARGEST, check_flags, is_whole
 from ..errors import UsageError
-from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from ..layout import HEAD_DIMS
 from ..overflow import OverflowCounts, OverflowReport
+from ..pages import KVPages
 from ..params import BackendName, check_backend
 from ..scales import LayerScales
 from .ahead import Ahead

@@ -7,7 +7,7 @@ from operator import add
 
 import torch
 
-from ..layout import KVPages
+from ..pages import KVPages
 from .page_table import PageTable, num_pages_of
 
 LARGER = "make it with a larger max_seqlen (FP8Cache: a larger max_cache_len)"

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from ..numerics import E4M3, INT8_MAX, largest_code
+from ..formats.codec import E4M3, INT8_MAX, largest_code
 from .mergeable import Mergeable, Operation
 
 BINS = 1 << 15

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UsageError
-from ..layout import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
+from ..formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
 from .mergeable import select
 from .moments import Moments
 from .observer import METHODS, Method, Observer

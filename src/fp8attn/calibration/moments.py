@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from ..formats.rotation import rotate_many
 from ..numerics import on_grid
-from ..rotation import rotate_many
 from ..scales import SEVERAL
 from .mergeable import Mergeable, Operation
 

@@ -11,8 +11,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ..numerics import MIN_SCALE, encode, largest_code, needed_scale
-from ..rotation import rotate_many
+from ..formats.codec import MIN_SCALE, encode, largest_code, needed_scale
+from ..formats.rotation import rotate_many
 from .histogram import Histogram
 from .mergeable import Mergeable, Operation, select
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UsageError
-from ..layout import FP8, key_type
-from ..numerics import E4M3, largest_code
+from ..formats.codec import E4M3, FP8, key_type, largest_code
 from ..scales import LayerScales, ranges
 from .mergeable import Mergeable, Operation, concatenate
 from .observer import PIECE, Observer

@@ -14,7 +14,7 @@ from .. import __version__
 from ..calibration import Method
 from ..errors import UsageError
 from ..extras import needs
-from ..layout import DEFAULT_KEY_DTYPE
+from ..formats.codec import DEFAULT_KEY_DTYPE
 from . import fail
 from .evaluate import evaluate
 from .export import export

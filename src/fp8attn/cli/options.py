@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .. import layout
 from ..evaluation.names import CACHES, TASKS
+from ..formats import codec
 
 CACHE_NAMES = ", ".join(CACHES)
 Model = Annotated[
@@ -34,5 +34,5 @@ Stress = Annotated[
 ]
 Tasks = Annotated[str, typer.Option("--task", help=f"Any of {', '.join(TASKS)}, joined by commas. All but the first need the extra ruler.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is random.", min=0, max=2**64 - 1)]
-KeyDtype = Annotated[layout.KeyDtype, typer.Option(help="The format of keys in the cache.")]
+KeyDtype = Annotated[codec.KeyDtype, typer.Option(help="The format of keys in the cache.")]
 RotateKeys = Annotated[bool, typer.Option(help="Whether the cache rotates keys before it quantizes them.")]

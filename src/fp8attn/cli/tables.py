@@ -15,8 +15,7 @@ from ..evaluation.outcomes import Outcome, cells
 from ..evaluation.paired import compare, wilson
 from ..evaluation.perplexity import Perplexity
 from ..evaluation.sensitivity import Sensitivity
-from ..layout import FP8, key_type
-from ..numerics import largest_code
+from ..formats.codec import FP8, key_type, largest_code
 from ..scales import KVScales
 
 

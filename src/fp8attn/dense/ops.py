@@ -10,9 +10,11 @@ import torch
 from .._torch_ops import resolve, unobserved
 from ..backends import find, load
 from ..checks import check_dense, check_flags, check_mean
-from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, key_type, stored_mean
+from ..formats.codec import FP8, KeyDtype, key_type
+from ..formats.rope import both, check_device, dense_tables
+from ..layout import HEAD_DIMS
+from ..pages import KVPages, stored_mean
 from ..params import BackendName
-from ..rope import both, check_device, dense_tables
 
 
 def from_dense(

@@ -18,10 +18,11 @@ from .._torch_ops import register, unobserved
 from ..backends import find, unsupported_reason
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
-from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, key_type
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ..formats.rope import both, check_device, dense_tables
+from ..layout import HEAD_DIMS
 from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from ..precompile import calls, first
-from ..rope import both, check_device, dense_tables
 from .strategies import Tables, padded, padded_size, strategy
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from ..backends import Backend, find, load_fa3
-from ..layout import FP8, HEAD_DIMS, KeyDtype, KVPages, key_type
+from ..formats.codec import FP8, KeyDtype, key_type
+from ..layout import HEAD_DIMS
+from ..pages import KVPages
 from ..params import AttentionParams, DenseBackendName
 
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin `[B, S, R / 2]`, as `rope.dense_tables` makes them

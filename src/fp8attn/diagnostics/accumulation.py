@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from ..dense import scaled_dot_product_attention_quantized
+from ..formats.codec import FP8
 from ..kernels import fa3
-from ..layout import FP8
 from ..numerics import relative_error
 
 LENGTHS = tuple(1 << e for e in range(10, 18))  # 1,024 to 131,072 tokens

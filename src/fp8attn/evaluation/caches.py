@@ -11,9 +11,8 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from ..errors import UsageError
+from ..formats.codec import E4M3, KeyDtype, quantize
 from ..integrations.transformers import FP8Cache
-from ..layout import KeyDtype
-from ..numerics import E4M3, quantize
 from ..params import BackendName
 from ..scales import KVScales
 from .names import CACHES, UNIFORM

@@ -22,7 +22,8 @@ from transformers.cache_utils import Cache
 
 from ..errors import UsageError
 from ..integrations.transformers.config import decoder_config
-from ..layout import PAGE_SIZE, KVPages
+from ..layout import PAGE_SIZE
+from ..pages import KVPages
 from .caches import CHUNK, MakeCache, forward, prefill
 
 OPERATIONS = ("left alone", "copied", "reordered", "truncated")

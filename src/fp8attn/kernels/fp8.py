@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import FP8
-from ..numerics import E4M3, HEADROOM, INT8_MAX, MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
+from ..formats.codec import E4M3, FP8, HEADROOM, INT8_MAX, MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
 from .machine import machine
 
 _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)

@@ -31,7 +31,7 @@ from triton.language.core import _aggregate, base_value
 from triton.language.extra.cuda import gdc_wait
 from triton.runtime.jit import ConstexprFunction
 
-from ..layout import FP8
+from ..formats.codec import FP8
 
 if TYPE_CHECKING:
     from .launch import View

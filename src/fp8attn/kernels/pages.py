@@ -7,7 +7,9 @@ from functools import lru_cache
 import torch
 
 from .. import layout
-from ..layout import FP8, HEADER, PAGE_SIZE, V_GROUP, KVPages
+from ..formats.codec import FP8
+from ..layout import HEADER, PAGE_SIZE, V_GROUP
+from ..pages import KVPages
 from .gluon import fetch, gl, gluon, reinterpret
 from .launch import Tiles, View
 

@@ -1,11 +1,11 @@
-"""`fp8attn.rotation` inside Triton kernels, to the same bits."""
+"""`fp8attn.formats.rotation` inside Triton kernels, to the same bits."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .. import rotation
+from ..formats import rotation
 
 _LOW = tl.constexpr(rotation.LOW_SIGNS)
 _HIGH = tl.constexpr(rotation.HIGH_SIGNS)

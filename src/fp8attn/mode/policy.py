@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import UsageError
-from ..layout import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
 
 # Tokens, from results/h100/sdpa.json: at 8192, causal attention with as many KV heads as query heads is as fast as BF16, and everything

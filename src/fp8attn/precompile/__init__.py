@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from ..errors import UsageError
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from ..kernels.machine import Machine, machine, plan_for
-from ..layout import DEFAULT_KEY_DTYPE, KeyDtype
 from ..params import BackendName
 from .calls import DTYPES, Layer, launches
 from .compiler import compiling

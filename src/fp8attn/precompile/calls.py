@@ -11,7 +11,9 @@ import torch
 
 from ..backends import load
 from ..errors import UsageError
-from ..layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, PAGE_SIZE, KeyDtype, KVPages, key_type, page_bytes
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ..layout import HEAD_DIMS, PAGE_SIZE, page_bytes
+from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ...errors import UsageError
-from ...numerics import E4M3
+from ...formats.codec import E4M3
 from ...scales import LayerScales
 from .folder import CONFIG, Attention, Checkpoint, read_json
 

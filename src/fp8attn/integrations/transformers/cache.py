@@ -14,8 +14,10 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
 from ...errors import UsageError
-from ...layout import DEFAULT_KEY_DTYPE, HEAD_DIMS, KeyDtype, KVPages, key_type
+from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ...layout import HEAD_DIMS
 from ...overflow import OverflowReport
+from ...pages import KVPages
 from ...params import BackendName, check_backend
 from ...scales import KVScales, ranges
 from . import files

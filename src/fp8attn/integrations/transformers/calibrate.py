@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from ...calibration import LayerObserver, Method, Options, ScalesReport, concatenate, counters, select
 from ...calibration.checkpoint import Checkpoint, Text
 from ...errors import UsageError
-from ...layout import DEFAULT_KEY_DTYPE, KeyDtype
+from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from ...scales import SEVERAL, KVScales, LayerScales
 from .config import FULL, LayerSpec, decoder_config, layers_of
 from .observe import Batch, See, observing, tensors_of

@@ -14,7 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from ...cache import PagedKVCache
 from ...cache.ahead import Attention
 from ...dense.sdpa import autocast
-from ...layout import HEAD_DIMS, KeyDtype
+from ...formats.codec import KeyDtype
+from ...layout import HEAD_DIMS
 from ...params import BackendName
 from ...scales import LayerScales
 from .config import FULL, LayerSpec, has_sinks, has_softcap, layers_of

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ...layout import FIELDS, PAGE_SIZE, KVPages
+from ...formats.rotation import rotate_back
+from ...layout import PAGE_SIZE
+from ...pages import FIELDS, KVPages
 from ...params import BackendName
-from ...rotation import rotate_back
 
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
 _TENSORS = FIELDS[:5]

@@ -11,9 +11,11 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ... import ops
 from ...errors import UsageError
-from ...layout import HEADER, KVPages, key_type, page_bytes
+from ...formats.codec import key_type
+from ...formats.rotation import rotate
+from ...layout import HEADER, page_bytes
 from ...overflow import OverflowCounts, OverflowReport
-from ...rotation import rotate
+from ...pages import KVPages
 from .biases import means_of
 from .connectors import check_marks, exchanges_blocks, mark_of, marks
 from .metadata import FP8AttentionMetadata

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import UsageError
-from ...layout import DEFAULT_KEY_DTYPE, KeyDtype, key_type
-from ...rotation import rotate
+from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ...formats.rotation import rotate
 from ...scales import KVScales
 
 

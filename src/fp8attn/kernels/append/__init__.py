@@ -23,7 +23,9 @@ from functools import lru_cache
 
 import torch
 
-from ...layout import FP8, PAGE_SIZE, KVPages, page_bytes
+from ...formats.codec import FP8
+from ...layout import PAGE_SIZE, page_bytes
+from ...pages import KVPages
 from ..fp8 import is_native
 from ..launch import MAX_GRID, Constants, constants, launch, num_sms
 from ..machine import machine

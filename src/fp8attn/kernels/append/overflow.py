@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...numerics import E4M3, INT8_MAX
+from ...formats.codec import E4M3, INT8_MAX
 
 _E4M3_MAX = tl.constexpr(E4M3.max)
 _INT8_MAX = tl.constexpr(float(INT8_MAX))

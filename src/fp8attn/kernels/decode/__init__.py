@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from ...layout import KVPages
+from ...pages import KVPages
 from ...params import AttentionParams
 from ..launch import launch
 from ..pages import tiles

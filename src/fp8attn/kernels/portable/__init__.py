@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...layout import PAGE_SIZE, KVPages
+from ...layout import PAGE_SIZE
+from ...pages import KVPages
 from ...params import AttentionParams
 from ..combine import combine, num_splits
 from ..fp8 import is_native

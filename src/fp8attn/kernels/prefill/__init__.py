@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from ...layout import FP8, KVPages
+from ...formats.codec import FP8
+from ...pages import KVPages
 from ...params import AttentionParams
 from ..combine import combine
 from ..launch import Tiles, launch

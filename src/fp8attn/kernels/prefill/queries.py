@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.language import PropagateNan
 
-from ... import rotation
+from ...formats import rotation
 from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sync
 from ..ptx import MAGIC, rest_to_fp8, rotate_pair, to_fp8
 from ..rotation import block_size

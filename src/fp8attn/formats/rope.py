@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import check_is_tensor
+from ..checks import check_is_tensor
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""The format of a cache, in plain PyTorch: codecs, the fixed rotation, RoPE."""
