@@ -1,4 +1,4 @@
-"""Times of writes to the cache: a decode step's append, a prompt's append, and `KVPages.from_dense`, beside a kernel that only reads and
+"""Times of writes to the cache: a decode step's append, a prompt's append, and `fp8attn.from_dense`, beside a kernel that only reads and
 writes.
 
 `fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them. `-rope` applies RoPE too,
@@ -24,9 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
+import fp8attn
 from evidence.fingerprint import of_call
 from fp8attn import KVPages, reference
-from fp8attn.dense.ops import apply_rope
+from fp8attn.dense.rope import apply_rope
 from fp8attn.formats.codec import FP8
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
@@ -128,7 +129,7 @@ class Quantize:
             k, v = k.contiguous(), v.contiguous()
         cos, sin = tables(self.length)
         calls = {
-            f"{impl}{suffix}": partial(KVPages.from_dense, k, v, key_dtype=name, **rope)
+            f"{impl}{suffix}": partial(fp8attn.from_dense, k, v, key_dtype=name, **rope)
             for impl, name in KEYS.items()
             for suffix, rope in (("", {}), ("-rope", {"rope_cos": cos, "rope_sin": sin}))
         }

@@ -1,7 +1,7 @@
 """Prefill of a Llama-3.1-8B-shaped model (random weights) with FP8 attention, quantization included, beside BF16 attention.
 
 One sequence through all layers without a cache, up to the last hidden states: the same model for all, only its attention swapped
-(`models`). Norms are torch's fused ones and RoPE is one kernel (`dense.ops.apply_rope`), as in serving. Up to 8192 tokens each system is
+(`models`). Norms are torch's fused ones and RoPE is one kernel (`dense.rope.apply_rope`), as in serving. Up to 8192 tokens each system is
 a CUDA graph; beyond that the GPU is slower than the host anyway. From 16384 tokens on, fewer of the 32 layers run, `layers` in the rows:
 their time is measured, and none is extrapolated. Before it is timed, each system's hidden states must be near those of the first.
 
@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from fp8attn import AttentionPolicy
-from fp8attn.dense.ops import apply_rope
+from fp8attn.dense.rope import apply_rope
 
 from . import models
 from .measure import left_out

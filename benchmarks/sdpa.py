@@ -18,7 +18,7 @@ import torch
 
 import fp8attn
 from evidence.fingerprint import of_call
-from fp8attn.dense.ops import apply_rope
+from fp8attn.dense.rope import apply_rope
 from fp8attn.numerics import sqnr_db
 
 from . import peers

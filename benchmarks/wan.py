@@ -3,7 +3,7 @@
 A block is self-attention with RoPE, cross-attention to 512 tokens of text, a feed-forward network, and modulation by the timestep: 40 heads
 of 128, hidden 5120, FFN 13824. 81 frames are 21 latent frames, of H/16 x W/16 tokens each: 75,600 at 1280x720, 171,360 at 1920x1088
 (1080 is no multiple of 16). The blocks of a stack share their weights, which costs them no less time. Norms are torch's fused ones and
-RoPE is one kernel (`dense.ops.apply_rope`), with every attention alike.
+RoPE is one kernel (`dense.rope.apply_rope`), with every attention alike.
 
 Rows `block-*` are one block; `stack-*` a stack that runs as a user runs it, `fp8_attention` with the first and last layers in the faster
 BF16 attention of the two, beside a stack that is BF16 throughout. The model has 40 layers, of which a user would leave 2 + 2 in BF16; the
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8attn import AttentionPolicy, fp8_attention
-from fp8attn.dense.ops import apply_rope
+from fp8attn.dense.rope import apply_rope
 
 from . import models
 from .problem import DEVICE

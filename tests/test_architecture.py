@@ -36,7 +36,7 @@ ALLOWED = {
     "mode": {"_torch_ops", "dense", "errors", "formats", "layout", "pages", "params"},
     "cache": {"checks", "dense", "errors", "files", "formats", "layout", "ops", "overflow", "pages", "params", "precompile", "scales"},
     "kernels": {"formats", "layout", "numerics", "pages", "params"},
-    "straight_through": {"formats", "layout", "pages", "params", "reference"},
+    "straight_through": {"formats", "layout", "ops", "pages", "params", "reference"},
     "plan": {"errors", "formats", "layout", "pages"},
     "precompile": {"backends", "errors", "formats", "kernels", "layout", "pages", "params"},
     "integrations": {"cache", "calibration", "checks", "dense", "errors", "extras", "formats", "layout", "mode", "pages"}
@@ -45,7 +45,7 @@ ALLOWED = {
 }
 
 # What a module may import inside a function, when the module itself is long imported: code above it.
-LAZY = {"pages": {"dense"}, "precompile": {"integrations"}}  # `KVPages.from_dense`, and `warmup` of a transformers config
+LAZY = {"precompile": {"integrations"}}  # `warmup` of a transformers config
 
 
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:

@@ -23,7 +23,7 @@ def test_what_is_no_tensor(given):
     cache, x, dense = full_cache(), torch.zeros(2, 2, 64), torch.zeros(1, 2, 2, 64)
     calls = {
         "k": [lambda: cache.append(0, given, x), lambda: append(cache.pages(0), given, x), lambda: fake_quantize(given, dense)],
-        "v": [lambda: cache.append(0, x, given), lambda: append(cache.pages(0), x, given), lambda: KVPages.from_dense(dense, given)],
+        "v": [lambda: cache.append(0, x, given), lambda: append(cache.pages(0), x, given), lambda: fp8attn.from_dense(dense, given)],
         "q": [lambda: cache.attention(0, given), lambda: attention(given, cache.pages(0))],
         "query": [
             lambda: scaled_dot_product_attention(given, dense, dense),
@@ -114,7 +114,7 @@ def test_means_of_pages_are_finite(mean):
     x = torch.zeros(1, 2, 8, 64)
     for call in (
         lambda: KVPages.empty(1, 2, 64, 1, 1, v_mean=mean),
-        lambda: KVPages.from_dense(x, x, k_mean=mean),
+        lambda: fp8attn.from_dense(x, x, k_mean=mean),
         lambda: fake_quantize(x, x, k_mean=mean),
     ):
         with pytest.raises(ValueError, match="_mean must be finite; it has 128 elements"):

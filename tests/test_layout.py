@@ -147,7 +147,7 @@ def test_nbytes_counts_every_tensor():
         (lambda p: {"cache_seqlens": torch.zeros(2, dtype=torch.int32)}, r"cache_seqlens must be \(3,\) int32"),
         (lambda p: {"cache_seqlens": [0, 0, 0]}, "cache_seqlens must be a tensor; got list"),
         (lambda p: {"key_dtype": torch.float8_e5m2}, r"is the dtype of its bytes, torch\.int8 or .*; got torch\.float8_e5m2"),
-        (lambda p: {"key_dtype": "int8"}, r"got 'int8' \(KVPages\.empty and KVPages\.from_dense take the names"),
+        (lambda p: {"key_dtype": "int8"}, r"got 'int8' \(KVPages\.empty and fp8attn\.from_dense take the names"),
     ],
 )  # fmt: skip
 def test_pages_are_checked_when_they_are_made(changed, message):

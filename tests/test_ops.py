@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
 from fp8attn.backends import load
-from fp8attn.dense.ops import run_from_dense
 from fp8attn.formats.rope import apply_rope
+from fp8attn.ops import run_from_dense
 from fp8attn.pages import FIELDS
 from tests.support.kernel_cases import clone
 
@@ -97,14 +97,14 @@ def test_refusals_say_what_would_do(cache, q, options, message):
 def test_from_dense_says_what_would_do(changed, message):
     arguments = {"k": torch.zeros(2, 2, 100, 64), "v": torch.zeros(2, 2, 100, 64)} | changed
     with pytest.raises(ValueError, match=message):
-        KVPages.from_dense(arguments.pop("k"), arguments.pop("v"), **arguments)
+        fp8attn.from_dense(arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
 def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
     x = torch.randn(2, 2, 100, 64).to(torch.float8_e4m3fn)
     for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
         with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
-            KVPages.from_dense(x, x, **options)
+            fp8attn.from_dense(x, x, **options)
     none = dict.fromkeys(("rope_cos", "rope_sin", "stored_k_mean", "v_mean"))
     pages = run_from_dense("reference", x, x, **none, rope_interleaved=False, key_dtype=x.dtype, rotate_keys=False)
     for seq in range(2):
@@ -118,7 +118,7 @@ def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     k, v, mean, angle = torch.randn(2, 2, 150, 64), torch.randn(2, 2, 150, 64), torch.randn(2, 64), torch.randn(150, 32)
     k[0, :, 140] *= 100
     tables = {"rope_cos": angle.cos(), "rope_sin": angle.sin()}
-    pages = KVPages.from_dense(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
+    pages = fp8attn.from_dense(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     assert (pages.key_dtype, pages.rotate_keys, pages.v_mean) == (fp8attn.formats.codec.key_type(key_dtype), rotate_keys, None)
     assert pages.page_table.tolist() == [[0, 1], [2, 3]] and pages.cache_seqlens.tolist() == [150, 150]
     empty = KVPages.empty(4, 2, 64, 2, 2, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
@@ -134,7 +134,7 @@ def test_a_k_mean_is_of_k_itself_wherever_it_is_given(rotate_keys):
     mean, v = torch.randn(2, 64) * 20, torch.randn(1, 2, 128, 64)
     k = torch.randn(1, 2, 128, 64) + mean[:, None]
     given = {"rotate_keys": rotate_keys, "k_mean": mean}
-    dense = KVPages.from_dense(k, v, **given)
+    dense = fp8attn.from_dense(k, v, **given)
     empty, cache = KVPages.empty(1, 2, 64, 1, 1, **given), fp8attn.PagedKVCache(2, 64, **given)
     for append in (partial(fp8attn.append, empty), partial(cache.append, 0)):
         append(*(x[0].transpose(0, 1).contiguous() for x in (k, v)))
@@ -413,7 +413,7 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
 
 def test_tokens_without_a_page_are_refused_by_the_reference():
     """The kernels cannot check it without waiting for the GPU."""
-    pages, k = KVPages.from_dense(torch.randn(1, 2, 130, 64), torch.randn(1, 2, 130, 64)), torch.randn(127, 2, 64)
+    pages, k = fp8attn.from_dense(torch.randn(1, 2, 130, 64), torch.randn(1, 2, 130, 64)), torch.randn(127, 2, 64)
     fp8attn.append(pages, k[:126], k[:126])
     with pytest.raises(ValueError, match=r"sequence 0 would have 383 tokens, and page_table has pages for 256: it must name a page"):
         fp8attn.append(pages, k, k)

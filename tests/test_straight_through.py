@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp8attn import KVPages, PagedKVCache, fake_quantize
+import fp8attn
+from fp8attn import PagedKVCache, fake_quantize
 from fp8attn.formats.rope import apply_rope
 
 FORMATS = [("int8", True), ("int8", False), ("e4m3", True), ("e4m3", False)]
@@ -29,7 +30,7 @@ def test_it_is_what_a_cache_reads(key_dtype, rotate_keys, rope):
     k, v = kv()
     given = tables(300) if rope else {}
     ours = fake_quantize(k, v, key_dtype=key_dtype, rotate_keys=rotate_keys, **given)
-    pages = KVPages.from_dense(k, v, key_dtype=key_dtype, rotate_keys=rotate_keys, **given)
+    pages = fp8attn.from_dense(k, v, key_dtype=key_dtype, rotate_keys=rotate_keys, **given)
     cache = PagedKVCache(2, 64, num_seqs=2, key_dtype=key_dtype, rotate_keys=rotate_keys)
     for start in range(0, 300, 75):  # however the tokens come
         part = slice(start, start + 75)
@@ -44,7 +45,7 @@ def test_means_and_bfloat16():
     k, v = (x.bfloat16() for x in kv())
     means = {"k_mean": torch.randn(2, 64), "v_mean": torch.randn(2, 64)}
     ours = fake_quantize(k, v, **means)
-    pages = KVPages.from_dense(k, v, **means)
+    pages = fp8attn.from_dense(k, v, **means)
     for seq in range(2):
         for x, read in zip(ours, pages.read(seq, 300, torch.bfloat16), strict=True):
             assert x.dtype == torch.bfloat16 and torch.equal(x[seq].transpose(0, 1), read)

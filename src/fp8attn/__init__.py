@@ -13,7 +13,7 @@ from .dense import (
 from .errors import UsageError
 from .layout import PAGE_SIZE
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
-from .ops import append, attention
+from .ops import append, attention, from_dense
 from .overflow import OverflowCounts, OverflowReport
 from .pages import KVPages
 from .params import AttentionParams
@@ -47,6 +47,7 @@ __all__ = [
     "fake_quantize",
     "fallback_reason",
     "fp8_attention",
+    "from_dense",
     "rope_scaled_dot_product_attention",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_quantized",

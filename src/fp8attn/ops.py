@@ -1,8 +1,8 @@
-"""The functions on pages: `append` and `attention`. Each checks its arguments, chooses a backend and runs it. While torch ops are traced or
-intercepted, it calls the torch op.
+"""The functions on pages: `append`, `attention` and `from_dense`. Each checks its arguments, chooses a backend and runs it. While torch ops
+are traced or intercepted, it calls the torch op.
 
-The functions read and write only device state and never read it back to the host, so they can be compiled and captured in CUDA graphs. The
-exception is the backend `reference`, a loop over sequences.
+They read and write only device state and never read it back to the host, so they can be compiled and captured in CUDA graphs. The exception
+is the backend `reference`, a loop over sequences.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 
 from ._torch_ops import resolve, unobserved
 from .backends import find, load
-from .checks import LARGEST, check_flags, check_is_tensor, check_number, check_tensor, check_tokens, is_whole
+from .checks import LARGEST, check_dense, check_flags, check_is_tensor, check_mean, check_number, check_tensor, check_tokens, is_whole
 from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
-from .formats.rope import both, check_rope
-from .pages import KVPages
+from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
+from .formats.rope import both, check_rope, tables_for
+from .layout import HEAD_DIMS
+from .pages import KVPages, stored_mean
 from .params import AttentionParams, BackendName
 
 MOST_WINDOW = 2**63 - 1  # torch's ops take 64 bits; kernels clamp it
@@ -238,6 +240,62 @@ def attention(
     return result if lse is None or not return_lse else (result, lse)
 
 
+def from_dense(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
+    rotate_keys: bool = True,
+    backend: BackendName = "auto",
+) -> KVPages:
+    """Quantize dense K and V into pages, for `attention`.
+
+    K and V are read once, without a copy. The bytes are the same as after an `append` to an empty cache. Sequence b has the pages
+    `b * n` to `(b + 1) * n - 1` in order, with n pages for S tokens.
+
+    Args:
+        k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), of any strides, not empty.
+            The last dimension is contiguous.
+        rope_cos, rope_sin: `[S, R / 2]` and other forms (`rope.dense_tables`), tables of RoPE for K. None: no RoPE.
+        rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V, subtracted before
+            quantization. None: zero.
+        key_dtype: `"int8"` or `"e4m3"`.
+        rotate_keys: rotate K before quantization (`rotation.rotate`).
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
+    Raises:
+        ValueError: a shape, dtype or backend does not fit; the message says what would.
+        RuntimeError: an input requires a gradient.
+    """
+    check_dense(k, "k")
+    check_dense(v, "v")
+    if k.shape != v.shape or k.dtype != v.dtype or k.device != v.device or k.shape[3] not in HEAD_DIMS or not k.numel():
+        raise ValueError(
+            f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty, head_dim one of {HEAD_DIMS}; "
+            f"got {tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}"
+        )
+    for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
+        check_mean(mean, name, (k.shape[1], k.shape[3]), k.device)
+    check_flags(rotate_keys=rotate_keys, rope_interleaved=rope_interleaved)
+    if k.dtype == FP8:
+        raise ValueError(
+            f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
+            "fp8attn.scaled_dot_product_attention_quantized"
+        )
+    cos, sin = rope_cos, rope_sin
+    if rope_cos is not None or rope_sin is not None:
+        cos, sin = tables_for(k, *both(rope_cos, rope_sin), rope_interleaved)
+    return run_from_dense(
+        resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved,
+        stored_k_mean=stored_mean(k_mean, rotate_keys), v_mean=v_mean, key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
+    )  # fmt: skip
+
+
 def run_append(
     name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
@@ -257,6 +315,22 @@ def run_append(
             name,
         )  # fmt: skip
     return q_out
+
+
+def run_from_dense(
+    name: BackendName, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
+    rope_interleaved: bool, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+) -> KVPages:  # fmt: skip
+    """`from_dense` with checked arguments, the resolved backend `name` and tables that `rope.dense_tables` made."""
+    if unobserved(k):
+        return load(name).from_dense(
+            k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, stored_k_mean=stored_k_mean,
+            v_mean=v_mean, key_dtype=key_dtype, rotate_keys=rotate_keys,
+        )  # fmt: skip
+    pool, table, lengths = torch.ops.fp8attn.from_dense(
+        k, v, rope_cos, rope_sin, rope_interleaved, stored_k_mean, v_mean, key_dtype, rotate_keys, name
+    )
+    return KVPages(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
 
 
 class HoldsKV(Protocol):

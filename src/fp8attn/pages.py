@@ -12,7 +12,6 @@ from .checks import check_flags, check_mean, check_size, check_tensor
 from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES, KeyDtype, key_name, key_type
 from .formats.rotation import rotate, rotate_back
 from .layout import HEAD_DIMS, HEADER, PAGE_SIZE, V_GROUP, page_bytes, unpack_k, unpack_v
-from .params import BackendName
 
 
 def stored_mean(k_mean: torch.Tensor | None, rotate_keys: bool) -> torch.Tensor | None:
@@ -64,7 +63,7 @@ class KVPages:
         if self.key_dtype not in KEY_TYPES.values():
             raise ValueError(
                 f"key_dtype of KVPages(...) is the dtype of its bytes, torch.int8 or torch.float8_e4m3fn; got {self.key_dtype!r} "
-                "(KVPages.empty and KVPages.from_dense take the names 'int8' and 'e4m3')"
+                "(KVPages.empty and fp8attn.from_dense take the names 'int8' and 'e4m3')"
             )
         for name in FIELDS[:5]:
             x = getattr(self, name)
@@ -152,44 +151,6 @@ class KVPages:
             key_type(key_dtype),
             rotate_keys,
         )
-
-    @classmethod
-    def from_dense(
-        cls,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        rope_cos: torch.Tensor | None = None,
-        rope_sin: torch.Tensor | None = None,
-        rope_interleaved: bool = False,
-        k_mean: torch.Tensor | None = None,
-        v_mean: torch.Tensor | None = None,
-        key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
-        rotate_keys: bool = True,
-        backend: BackendName = "auto",
-    ) -> KVPages:
-        """Quantize dense K and V into pages, for `attention`.
-
-        K and V are read once, without a copy. The bytes are the same as after an `append` to an empty cache. Sequence b has the pages
-        `b * n` to `(b + 1) * n - 1` in order, with n pages for S tokens.
-
-        Args:
-            k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), of any strides, not empty.
-                The last dimension is contiguous.
-            rope_cos, rope_sin: `[S, R / 2]` and other forms (`rope.dense_tables`), tables of RoPE for K. None: no RoPE.
-            rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
-            k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V, subtracted before
-                quantization. None: zero.
-            key_dtype: `"int8"` or `"e4m3"`.
-            rotate_keys: rotate K before quantization (`rotation.rotate`).
-            backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
-        Raises:
-            ValueError: a shape, dtype or backend does not fit; the message says what would.
-            RuntimeError: an input requires a gradient.
-        """
-        from .dense.ops import from_dense  # which imports this module
-
-        return from_dense(k, v, rope_cos, rope_sin, rope_interleaved, k_mean, v_mean, key_dtype, rotate_keys, backend)
 
     def __repr__(self) -> str:
         keys = key_name(self.key_dtype)

@@ -85,7 +85,7 @@ def from_dense(
     k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
     stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
-    """Pages of dense K and V (`KVPages.from_dense`), by an append to an empty cache. E4M3 inputs keep their bytes."""
+    """Pages of dense K and V (`fp8attn.from_dense`), by an append to an empty cache. E4M3 inputs keep their bytes."""
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     pages = KVPages.empty(
@@ -107,7 +107,7 @@ def from_dense(
 
 
 def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """RoPE on a dense `[B, H, S, D]` (`dense.ops.apply_rope`)."""
+    """RoPE on a dense `[B, H, S, D]` (`dense.rope.apply_rope`)."""
     rotated = rope.apply_rope(x.transpose(1, 2).flatten(0, 1), rope_cos.flatten(0, 1), rope_sin.flatten(0, 1), rope_interleaved)
     return torch.empty_like(x).copy_(rotated.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
 

@@ -9,6 +9,7 @@ import torch
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from .formats.rope import dense_tables
 from .layout import PAGE_SIZE
+from .ops import from_dense
 from .pages import KVPages
 from .params import BackendName
 from .reference import apply_rope
@@ -27,16 +28,16 @@ def fake_quantize(
     rotate_keys: bool = True,
     backend: BackendName = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize and dequantize K and V: the same bits as `KVPages.from_dense(k, v)` followed by `KVPages.read`, in their dtype.
+    """Quantize and dequantize K and V: the same bits as `fp8attn.from_dense(k, v)` followed by `KVPages.read`, in their dtype.
 
     The gradient ignores the rounding (straight-through estimator, Bengio et al., arXiv:1308.3432): V's is unchanged, K's goes through RoPE.
     A token's values depend on the tokens before it on its page of 128 tokens, which set the scale, and on tokens after it if they make the
     scale grow.
 
     Args:
-        k, v: `[B, num_kv_heads, S, head_dim]` from the first token of each sequence, in a dtype that `KVPages.from_dense` takes.
+        k, v: `[B, num_kv_heads, S, head_dim]` from the first token of each sequence, in a dtype that `fp8attn.from_dense` takes.
         rope_cos, rope_sin, rope_interleaved: apply RoPE to K first; the result is K after RoPE.
-        k_mean, v_mean, key_dtype, rotate_keys, backend: as `KVPages.from_dense` takes them.
+        k_mean, v_mean, key_dtype, rotate_keys, backend: as `fp8attn.from_dense` takes them.
     Returns:
         K and V, each `[B, num_kv_heads, S, head_dim]` in the dtype of k and v.
     Raises:
@@ -53,7 +54,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = options
-        pages = KVPages.from_dense(k, v, **options)
+        pages = from_dense(k, v, **options)
         batch, _, length, _ = k.shape
         # Read all sequences as one sequence whose table names every page, with one gather.
         tokens = PAGE_SIZE * pages.num_pages

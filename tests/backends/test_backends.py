@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import fp8attn
 from fp8attn import BACKENDS, AttentionParams, KVPages, select_backend, unsupported_reason
 from fp8attn.backends import DENSE_BACKENDS, find, hopper, load, triton
 from fp8attn.formats.rope import apply_rope
@@ -78,7 +79,7 @@ def test_one_backend_is_made_once():
 def test_dense_queries_are_tokens(interleaved):
     """`[num_seqs, S, num_q_heads, head_dim]` of any strides, with RoPE tables of each sequence: values of the tokens, in q's order."""
     torch.manual_seed(0)
-    pages = KVPages.from_dense(*(torch.randn(2, 2, 40, 64) for _ in "kv"))
+    pages = fp8attn.from_dense(*(torch.randn(2, 2, 40, 64) for _ in "kv"))
     angle = torch.randn(2, 30, 16)
     rope = AttentionParams(None, 30, True, 0.125, rope_cos=angle.cos(), rope_sin=angle.sin(), rope_interleaved=interleaved)
     plain = AttentionParams(None, 30, True, 0.125)

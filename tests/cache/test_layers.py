@@ -8,7 +8,6 @@ import torch
 
 import fp8attn
 from fp8attn import OutOfPagesError, PagedKVCache, ops
-from fp8attn.cache import paged
 from fp8attn.cache.layer import LayerPages
 from fp8attn.scales import LayerScales
 
@@ -174,7 +173,7 @@ def test_a_first_layer_that_fails_appends_nothing(monkeypatch, held, form):
         if held:
             steps(each, [held, held])
     monkeypatch.setattr(ops, "run_append", fails)
-    monkeypatch.setattr(paged, "run_from_dense", fails)
+    monkeypatch.setattr(ops, "run_from_dense", fails)
     with pytest.raises(KeyboardInterrupt):
         cache.append(0, tokens(400), tokens(400))
     monkeypatch.undo()

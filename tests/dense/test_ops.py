@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
+import fp8attn
 from fp8attn import (
-    KVPages,
     rope_scaled_dot_product_attention,
 )
 from fp8attn.backends import load
-from fp8attn.dense import ops as dense_ops
+from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import FP8, power_of_two_scale, quantize
 from fp8attn.formats.rope import dense_tables
 from fp8attn.layout import unpack_k, unpack_v
@@ -43,16 +43,16 @@ def test_tables_of_every_form(interleaved, backend):
     cos, sin = angle.cos(), angle.sin()
     twice = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (lambda x: torch.cat([x, x], -1))
     given = {"rope_interleaved": interleaved, "backend": backend}
-    expected = KVPages.from_dense(key, value, rope_cos=cos, rope_sin=sin, **given)
+    expected = fp8attn.from_dense(key, value, rope_cos=cos, rope_sin=sin, **given)
     for form in (twice, lambda x: x[:, None], lambda x: twice(x)[:, None]):
-        pages = KVPages.from_dense(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
+        pages = fp8attn.from_dense(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
         assert all(map(torch.equal, pages.state[:3], expected.state[:3]))
-    shared = KVPages.from_dense(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
-    alone = KVPages.from_dense(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
+    shared = fp8attn.from_dense(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
+    alone = fp8attn.from_dense(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
     assert all(map(torch.equal, shared.state[:3], alone.state[:3]))
     x = bhsd(2, 3, 128, 64, True)
     rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
-    assert torch.equal(dense_ops.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
+    assert torch.equal(dense_rope.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
 
 
 def test_keys_may_have_tables_of_their_own():
@@ -105,7 +105,7 @@ def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, inter
         k, v = k.contiguous(), v.contiguous()
     angle = torch.randn(batch, length, rotary // 2)
     rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
-    ours, theirs = (KVPages.from_dense(k, v, **rope, backend=backend) for backend in ("triton", "reference"))
+    ours, theirs = (fp8attn.from_dense(k, v, **rope, backend=backend) for backend in ("triton", "reference"))
     columns = -(-length // 128)
     assert ours.page_table.tolist() == torch.arange(batch * columns).view(batch, columns).tolist()
     assert ours.cache_seqlens.tolist() == [length] * batch
@@ -139,21 +139,21 @@ def test_quantize_rows(heads_per_scale, means, rotary, backend):
 
 
 def test_refusals_of_the_dense_ops():
-    for call in (lambda x: KVPages.from_dense(x, x), lambda x: dense_ops.apply_rope(x, X, X)):
+    for call in (lambda x: fp8attn.from_dense(x, x), lambda x: dense_rope.apply_rope(x, X, X)):
         with pytest.raises(ValueError, match="last dimension contiguous"):
             call(X.transpose(2, 3))
         with pytest.raises(RuntimeError, match="FP8 ops have none"):
             call(X.clone().requires_grad_())
     with pytest.raises(ValueError, match="head_dim one of"):
-        KVPages.from_dense(X[..., :48], X[..., :48])
+        fp8attn.from_dense(X[..., :48], X[..., :48])
     with pytest.raises(ValueError, match="not empty"):
-        KVPages.from_dense(X[:, :, :0], X[:, :, :0])
+        fp8attn.from_dense(X[:, :, :0], X[:, :, :0])
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(X, X)
-        for call in (lambda x: KVPages.from_dense(X, x), lambda x: dense_ops.apply_rope(x, X, X)):
+        for call in (lambda x: fp8attn.from_dense(X, x), lambda x: dense_rope.apply_rope(x, X, X)):
             with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
                 call(dual)
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
                 torch.vmap(call)(X[None])
     with pytest.raises(ValueError, match="together, or neither"):
-        KVPages.from_dense(X, X, rope_cos=torch.zeros(8, 32))
+        fp8attn.from_dense(X, X, rope_cos=torch.zeros(8, 32))

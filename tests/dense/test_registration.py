@@ -5,7 +5,6 @@ import torch
 
 import fp8attn
 from fp8attn import (
-    KVPages,
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
@@ -20,7 +19,7 @@ def test_ops_pass_torch_opcheck():
         pages_of = (y, y, angle, angle, False, None, None, torch.int8, True, backend)
         torch.library.opcheck(torch.ops.fp8attn.from_dense, pages_of, test_utils=checks[:2])
         torch.library.opcheck(torch.ops.fp8attn.apply_rope, (y, angle, angle, False, backend), test_utils=checks)
-        pages = KVPages.from_dense(y, y, backend=backend)
+        pages = fp8attn.from_dense(y, y, backend=backend)
         q = y.transpose(1, 2).flatten(0, 1)
         torch.library.opcheck(
             torch.ops.fp8attn.attention,

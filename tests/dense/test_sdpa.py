@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fp8attn
 from fp8attn import (
     AttentionParams,
-    KVPages,
     fallback_reason,
     ops,
     reference,
@@ -81,7 +80,7 @@ def test_it_is_torchs_attention(shape, is_causal, transposed, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernel_error_against_float64_on_the_same_bytes(backend):
     query, key, value = bhsd(2, 4, 131, 64, True, torch.float16), *(bhsd(2, 2, 131, 64, True, torch.float16) for _ in "kv")
-    pages, flat = KVPages.from_dense(key, value, backend=backend), query.transpose(1, 2).flatten(0, 1)
+    pages, flat = fp8attn.from_dense(key, value, backend=backend), query.transpose(1, 2).flatten(0, 1)
     out = ops.attention(flat, pages, causal=False, backend=backend)
     params = AttentionParams(cu_seqlens_q=None, max_seqlen_q=131, causal=False, softmax_scale=0.125)
     ref, _ = reference.attention(flat, pages, params, compute_dtype=torch.float64, out_dtype=torch.float64)

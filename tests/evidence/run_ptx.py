@@ -20,7 +20,8 @@ from triton.runtime import driver
 
 from evidence.ptx import normalized
 from fp8attn.kernels.compile import compiled
-from fp8attn.kernels.launch import Tiles, View
+from fp8attn.kernels.launch import Tiles
+from fp8attn.kernels.view import View
 
 FOLDER = Path(sys.argv[1])
 SOURCE = '''

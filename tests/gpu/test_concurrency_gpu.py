@@ -18,7 +18,7 @@ import torch
 import fp8attn
 from fp8attn import KVPages, PagedKVCache
 from fp8attn.backends import load
-from fp8attn.dense import ops as dense_ops
+from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import FP8
 from tests.support.kernel_cases import cumulative, poison_empty
 
@@ -248,9 +248,9 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
     angle = torch.randn(700, 64).to(device)
     tables = angle.cos(), angle.sin()
     for name, options in {"from_dense": {}, "from_dense, rope": dict(rope_cos=tables[0], rope_sin=tables[1])}.items():
-        pages = fp8attn.KVPages.from_dense(k, v, **options, backend=backend)
+        pages = fp8attn.from_dense(k, v, **options, backend=backend)
         found[name] = tokens_of(pages, [700, 700])
-    found["apply_rope"] = [dense_ops.apply_rope(q, *tables, backend=backend)]
+    found["apply_rope"] = [dense_rope.apply_rope(q, *tables, backend=backend)]
     found["quantize_rows"] = list(
         load(backend).quantize_rows(
             k, rope_cos=None, rope_sin=None, rope_interleaved=False, rotate_keys=False, subtract_mean=True, heads_per_scale=1, dtype=FP8

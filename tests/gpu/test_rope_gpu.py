@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8attn import AttentionParams, KVPages, rope_scaled_dot_product_attention
-from fp8attn.dense import ops as dense_ops
+import fp8attn
+from fp8attn import AttentionParams, rope_scaled_dot_product_attention
+from fp8attn.dense import rope as dense_rope
 from fp8attn.dense.sdpa import attend_dense
 from fp8attn.formats.codec import FP8
 from fp8attn.kernels import prefill
@@ -34,7 +35,7 @@ def angles(*shape: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
 
 def held(lengths: list[int], head_dim: int, heads: int = 2):
     """Pages of sequences of these lengths."""
-    pages = KVPages.from_dense(*(tokens(len(lengths), heads, max(lengths), head_dim) for _ in "kv"))
+    pages = fp8attn.from_dense(*(tokens(len(lengths), heads, max(lengths), head_dim) for _ in "kv"))
     pages.cache_seqlens.copy_(torch.tensor(lengths))
     return pages
 
@@ -95,7 +96,7 @@ def test_whole_calls(lengths, head_dim, half, interleaved, causal):
             query, key, value, *q_rope.values(), key_rope_cos=k_rope["rope_cos"], key_rope_sin=k_rope["rope_sin"], is_causal=causal,
             enable_gqa=True, **options,
         )  # fmt: skip
-        turned = dense_ops.apply_rope(query, **q_rope, **options)
+        turned = dense_rope.apply_rope(query, **q_rope, **options)
         expected = attend_dense(turned, key, value, None, tuple(k_rope.values()), interleaved, causal, None, "int8", True, "auto")
         assert torch.equal(out, expected)
 

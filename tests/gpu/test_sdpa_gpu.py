@@ -6,9 +6,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from fp8attn import KVPages, fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
+import fp8attn
+from fp8attn import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
 from fp8attn.backends import load, select_backend
-from fp8attn.dense import ops as dense_ops
+from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import key_type
 from fp8attn.layout import unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
@@ -72,7 +73,7 @@ def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
     given = rope | {"key_dtype": keys, "rotate_keys": how != "fused"}
     if interleaved:
         given |= {"k_mean": torch.randn(heads, head_dim, device=CUDA), "v_mean": torch.randn(heads, head_dim, device=CUDA)}
-    ours, theirs = (KVPages.from_dense(k, v, **given, backend=backend) for backend in ("triton", "reference"))
+    ours, theirs = (fp8attn.from_dense(k, v, **given, backend=backend) for backend in ("triton", "reference"))
     for name in ("k_scale", "v_scale", "page_table", "cache_seqlens"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     for name, unpack in (("k", unpack_k), ("v", unpack_v)):
@@ -80,7 +81,7 @@ def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
         assert torch.equal(a[:, :length], b[:, :length])
         assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
     if rotary:
-        turned = [dense_ops.apply_rope(k, **rope, backend=backend) for backend in ("triton", "reference")]
+        turned = [dense_rope.apply_rope(k, **rope, backend=backend) for backend in ("triton", "reference")]
         assert torch.equal(*turned)
         assert turned[0].stride() == torch.empty_like(k).stride()
 
@@ -172,7 +173,7 @@ def test_ops_pass_torch_opcheck():
     checks = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, angle, angle, False, None, None, torch.int8, True, name), test_utils=checks)
     torch.library.opcheck(torch.ops.fp8attn.apply_rope, (x, angle, angle, False, name))
-    pages = KVPages.from_dense(x, x)
+    pages = fp8attn.from_dense(x, x)
     options = (None, 300, True, 0.1, 0, 0.0, None, None, *(x.flatten(0, 1) for x in (angle, angle)), False, False, True, name)
     torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *pages.state, *options), test_utils=checks)
 

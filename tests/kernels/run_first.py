@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
-from fp8attn.dense import ops as dense_ops
+from fp8attn.dense import rope as dense_rope
 from fp8attn.dense import sdpa, strategies
 from fp8attn.integrations.transformers import cache
 from fp8attn.kernels.compile import specialization
@@ -103,7 +103,7 @@ def main() -> None:
     target = sys.argv[1]
     plan_for(TARGETS[target])
     loaded = backends.load("hopper" if target == "sm_90" else "triton")
-    ops.find = dense_ops.find = _torch_ops.find = strategies.find = sdpa.find = lambda *_: loaded
+    ops.find = dense_rope.find = _torch_ops.find = strategies.find = sdpa.find = lambda *_: loaded
     sdpa._machine_reason = lambda *_: None
     torch._assert_async = lambda *_: None
     cache.spread_layers = lambda *_: ()  # it reads weights

@@ -33,11 +33,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops  # noqa: E402
-from fp8attn.dense import ops as dense_ops  # noqa: E402
+from fp8attn.dense import rope as dense_rope  # noqa: E402
 from fp8attn.formats.codec import FP8  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
-from fp8attn.kernels.launch import Constants, Counters, Tiles, View, launch, recording  # noqa: E402
+from fp8attn.kernels.launch import Constants, Counters, Tiles, launch, recording  # noqa: E402
+from fp8attn.kernels.view import View  # noqa: E402
 from fp8attn.precompile.calls import Layer, attend, quantize  # noqa: E402
 from fp8attn.precompile.target import TARGETS  # noqa: E402
 
@@ -160,7 +161,7 @@ def attended(launches: list, compiled: dict) -> dict:
     decode.decode_kernel, prefill.prefill_kernel = stand_in(decode.decode_kernel), stand_in(prefill.prefill_kernel)
     append.num_sms = decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
     hopper = backends.load("hopper")
-    ops.find = dense_ops.find = _torch_ops.find = cache(lambda *_: hopper)
+    ops.find = dense_rope.find = _torch_ops.find = cache(lambda *_: hopper)
     ops.at_hand = lambda x, backend: False  # as on a GPU, which nothing waits for
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     kernels.launch.Constants = lambda device, **values: Constants(DEVICE, **values)

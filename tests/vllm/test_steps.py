@@ -7,6 +7,7 @@ pytest.importorskip("vllm")
 
 from types import SimpleNamespace
 
+import fp8attn
 from fp8attn import KVPages, KVScales, LayerScales, UsageError, reference
 from fp8attn.formats.rotation import rotate
 from fp8attn.integrations.transformers.biases import layer_biases
@@ -101,7 +102,7 @@ def test_a_layers_steps(builder, monkeypatch, options):
         for i, out in enumerate(output.split(queries)):
             outputs[i].append(out)
     for i, length in enumerate(held):
-        whole = KVPages.from_dense(k[i : i + 1, :length].transpose(1, 2), v[i : i + 1, :length].transpose(1, 2), backend="reference")
+        whole = fp8attn.from_dense(k[i : i + 1, :length].transpose(1, 2), v[i : i + 1, :length].transpose(1, 2), backend="reference")
         used = made._pool[tables[i]][: whole.num_pages]
         pages = KVPages.trusted(used, whole.page_table, whole.cache_seqlens, *whole.state[3:])
         for x, y in zip(pages.read(0, length), whole.read(0, length), strict=True):

@@ -5,21 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..params import BackendName
 from ..precompile import calls, first
 from ..precompile.calls import Layer
-from .page_table import num_pages_of
-
-if TYPE_CHECKING:
-    from .paged import PagedKVCache
-    from .step import Step
+from .page_table import PageTable, num_pages_of
+from .step import Step
 
 REFERENCE: BackendName = "reference"  # a backend without kernels
+_NAMES = {dtype: name for name, dtype in calls.DTYPES.items()}
 FEW = 16  # new tokens of a sequence; the kernels of such a step do not depend on how many pages there are
+
+
+class Cache(Protocol):
+    """What is read of a `PagedKVCache`."""
+
+    device: torch.device
+    table: PageTable
+
+    @property
+    def num_seqs(self) -> int: ...
+
+    def kernel_layers(self, backend: BackendName, dtype: str) -> set[Layer]:
+        """The different formats of the layers; `num_q_heads` is not known there."""
+        ...
 
 
 class Attention(NamedTuple):
@@ -54,46 +66,33 @@ class Ahead:
         self._steps: set[tuple] = set()
         self._name: BackendName = REFERENCE  # the resolved backend
 
-    def begin(self, cache: PagedKVCache, name: BackendName, dtype: torch.dtype, step: Step, rope: bool) -> None:
+    def begin(self, cache: Cache, name: BackendName, dtype: torch.dtype, step: Step, rope: bool) -> None:
         """Before the first append of a step: prepare this step of all layers, and a decode step after it."""
         held = 0 if step.longest <= FEW else _columns(cache, step).bit_length()
         key = dtype, cache.num_seqs, step.longest, held, step.cu_seqlens is None, step.begins, rope
-        if key in self._steps or name == REFERENCE or not step.longest or dtype not in calls.DTYPES.values():  # traced, it may be any
+        if key in self._steps or name == REFERENCE or not step.longest or dtype not in _NAMES:  # traced, it may be any
             return
         self._steps.add(key)
         self._name = name
         found: list[Callable[[], None]] = []
-        for layer in _formats(cache, name, dtype):
+        for layer in cache.kernel_layers(name, _NAMES[dtype]):
             for attention in self.attention:
                 found += _attend(layer, cache, step, attention)
             if not rope:
                 found += _append(layer, step)
         first.prepare(cache.device, found)
 
-    def attend(self, cache: PagedKVCache, index: int, q: torch.Tensor, step: Step, attention: Attention) -> None:
+    def attend(self, cache: Cache, index: int, q: torch.Tensor, step: Step, attention: Attention) -> None:
         """Before the first attention of layer `index`: prepare attention of this kind for all layers, in this step and in a decode step."""
         self.attended.add(index)
         if attention in self.attention or not step.longest or self._name == REFERENCE:
             return
         self.attention.add(attention)
-        layers = _formats(cache, self._name, q.dtype)
+        layers = cache.kernel_layers(self._name, _NAMES[q.dtype])
         first.prepare(cache.device, [call for layer in layers for call in _attend(layer, cache, step, attention)])
 
 
-def _formats(cache: PagedKVCache, name: BackendName, dtype: torch.dtype) -> set[Layer]:
-    """The different formats of the cache's layers; the number of query heads is not known here."""
-    dtypes = {value: key for key, value in calls.DTYPES.items()}
-    return {
-        Layer(
-            cache.num_kv_heads, cache.num_kv_heads, cache.head_dim, dtype=dtypes[dtype], backend=name, key_dtype=cache.key_dtype,
-            rotate_keys=layer.rotate_keys, k_mean=layer.stored_k_mean is not None, v_mean=layer.v_mean is not None,
-            static_scales=layer.scales is not None, overflows=cache.overflow_counts is not None,
-        )
-        for layer in cache.layers
-    }  # fmt: skip
-
-
-def _columns(cache: PagedKVCache, step: Step) -> int:
+def _columns(cache: Cache, step: Step) -> int:
     """Number of columns of the page table that this step's attention gets."""
     return step.columns or cache.table.page_table.shape[1]
 
@@ -107,7 +106,7 @@ def _append(layer: Layer, step: Step) -> Iterator[Callable[[], None]]:
     yield partial(calls.append, layer, 1, False)
 
 
-def _attend(layer: Layer, cache: PagedKVCache, step: Step, attention: Attention) -> Iterator[Callable[[], None]]:
+def _attend(layer: Layer, cache: Cache, step: Step, attention: Attention) -> Iterator[Callable[[], None]]:
     """Attention in this step, and in a decode step."""
     num_q_heads, causal, window, softcap, sinks, leftpad, exact = attention
     layer = replace(layer, num_q_heads=num_q_heads, window=window, softcap=softcap, sinks=sinks, exact=exact)

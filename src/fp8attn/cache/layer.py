@@ -77,7 +77,7 @@ class LayerPages:
 
     @property
     def format(self) -> dict[str, Any]:
-        """The static options that `dense.ops.run_from_dense` takes."""
+        """The static options that `ops.run_from_dense` takes."""
         return {"stored_k_mean": self.stored_k_mean, "v_mean": self.v_mean, "key_dtype": self.key_dtype, "rotate_keys": self.rotate_keys}
 
     def use_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:

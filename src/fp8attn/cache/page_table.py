@@ -118,7 +118,7 @@ class PageTable:
     def begin(self, length: int) -> None:
         """Allocate pages for the first `length` tokens of every sequence of an empty, growing table, and set its lengths.
 
-        The pages are in the order of the sequences, as `KVPages.from_dense` writes them.
+        The pages are in the order of the sequences, as `fp8attn.from_dense` writes them.
         """
         columns = num_pages_of(length)
         self.references = [1] * (self.num_seqs * columns)

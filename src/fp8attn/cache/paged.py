@@ -11,7 +11,7 @@ import torch
 
 from .. import ops
 from ..checks import check_is_tensor
-from ..dense.ops import apply_rope, run_from_dense
+from ..dense.rope import apply_rope
 from ..pages import KVPages
 from ..params import BackendName
 from . import storage
@@ -242,7 +242,7 @@ class PagedKVCache(Sequences):
             UsageError: the file does not exist, is damaged or is not from `save`; or its sequences are longer than max_seqlen.
             OutOfPagesError: its sequences need more than num_pages.
         """
-        return storage.unpack(*storage.read(path), path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
+        return storage.unpack(cls, *storage.read(path), path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
 
     # A step
 
@@ -293,7 +293,7 @@ class PagedKVCache(Sequences):
 
     @property
     def _begins_dense(self) -> bool:
-        """Whether `run_from_dense` may make the first pages: it has neither static scales nor counts."""
+        """Whether `ops.run_from_dense` may make the first pages: it has neither static scales nor counts."""
         return self.overflow_counts is None and all(layer.scales is None for layer in self.layers)
 
     def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
@@ -316,7 +316,7 @@ class PagedKVCache(Sequences):
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         if rope_cos is not None and rope_sin is not None:
             rope_cos, rope_sin = rope_cos.unflatten(0, (-1, length)), rope_sin.unflatten(0, (-1, length))
-        self.layers[layer].pool = run_from_dense(
+        self.layers[layer].pool = ops.run_from_dense(
             name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, **self.layers[layer].format
         ).pool
         self._pages[layer] = None

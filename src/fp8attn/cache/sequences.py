@@ -14,6 +14,7 @@ from ..layout import HEAD_DIMS
 from ..overflow import OverflowCounts, OverflowReport
 from ..pages import KVPages
 from ..params import BackendName, check_backend
+from ..precompile.calls import Layer as KernelLayer
 from ..scales import LayerScales
 from .ahead import Ahead
 from .layer import LayerPages
@@ -276,6 +277,17 @@ class Sequences:
         vars(self).update(state)
         if self._static is not None:
             self._mark_static()
+
+    def kernel_layers(self, backend: BackendName, dtype: str) -> set[KernelLayer]:
+        """The different formats of the layers, for `precompile`. The number of query heads is not known here."""
+        return {
+            KernelLayer(
+                self.num_kv_heads, self.num_kv_heads, self.head_dim, dtype=dtype, backend=backend, key_dtype=self.key_dtype,
+                rotate_keys=layer.rotate_keys, k_mean=layer.stored_k_mean is not None, v_mean=layer.v_mean is not None,
+                static_scales=layer.scales is not None, overflows=self.overflow_counts is not None,
+            )
+            for layer in self.layers
+        }  # fmt: skip
 
     # For all layers
 

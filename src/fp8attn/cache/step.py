@@ -22,7 +22,7 @@ class Step:
         ragged: whether they differ.
         cu_seqlens: `[num_seqs + 1]` int32 on the device, cumulative `lengths` from 0. None: every sequence has `longest` tokens.
         before: number of tokens of each sequence before the step. None: the host does not know it.
-        begins: whether these are the first tokens of a growing pool. Then `dense.ops.run_from_dense` makes the pages with their contents.
+        begins: whether these are the first tokens of a growing pool. Then `ops.run_from_dense` makes the pages with their contents.
         columns: number of columns of the page table that have tokens after the step. None: the host does not know it; use all columns.
         pages: by layer that has appended, the pages that its attention reads.
     """

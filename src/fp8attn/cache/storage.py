@@ -19,7 +19,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,16 +32,15 @@ from ..layout import PAGE_SIZE, page_bytes
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
 from .page_table import num_pages_of
+from .sequences import Sequences
 
-if TYPE_CHECKING:
-    from .paged import PagedKVCache
-
+Cache = TypeVar("Cache", bound=Sequences)
 FORMAT = "fp8attn.kv_pages.2"
 CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
 
-def pack(cache: PagedKVCache, seqs: Sequence[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors and the metadata of a file with these sequences. None: all sequences."""
     cache.check_complete("save")
     lengths, table = cache.lengths, cache.table
@@ -69,12 +68,10 @@ def pack(cache: PagedKVCache, seqs: Sequence[int] | None = None) -> tuple[dict[s
 
 
 def unpack(
-    tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path, *, max_seqlen: int | None,
+    make: type[Cache], tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path, *, max_seqlen: int | None,
     device: torch.device | str | None, backend: BackendName, num_pages: int | None = None,
-) -> PagedKVCache:  # fmt: skip
-    """A cache from what `pack` returned; see `PagedKVCache.load`."""
-    from .paged import PagedKVCache
-
+) -> Cache:  # fmt: skip
+    """A cache of the class `make` from what `pack` returned; see `PagedKVCache.load`."""
     try:
         found = {name: json.loads(metadata[name]) for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "key_dtype")}
         rotate_keys, page_size = json.loads(metadata["rotate_keys"]), found.pop("page_size")
@@ -93,7 +90,7 @@ def unpack(
         for index, rotated in enumerate(rotate_keys):
             k_scale, v_scale, k_mean, v_mean = (tensors[f"scales.{index}.{name}"] for name in TENSORS)
             scales.append(LayerScales(k_scale, v_scale, k_mean, v_mean, found["key_dtype"], rotated))
-    cache = PagedKVCache(
+    cache = make(
         **found, rotate_keys=rotate_keys, scales=scales, num_seqs=len(lengths), num_pages=num_pages, max_seqlen=max_seqlen, device=device,
         backend=backend,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Dense tensors `[B, H, S, D]`: attention with torch's signatures, and K and V as pages.
+"""Dense tensors `[B, H, S, D]`: attention with torch's signatures.
 
 | file | what |
 |---|---|
 | `sdpa.py` | `scaled_dot_product_attention` of 16-bit tensors, with and without RoPE; `fallback_reason` |
 | `quantized.py` | `scaled_dot_product_attention_quantized` on operands that are FP8 already |
-| `ops.py` | `KVPages.from_dense`, RoPE |
+| `rope.py` | RoPE |
 | `strategies.py` | how both are computed: over pages, or over rows by FlashAttention-3 |
 """
 

@@ -84,3 +84,10 @@ def dense_tables(
     if 2 * width > head_dim:
         cos, sin = (x[..., ::2] if interleaved else x[..., : width // 2] for x in (cos, sin))
     return cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+
+
+def tables_for(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dense_tables` for `x [B, H, S, D]`: `[B, S, R / 2]`, the form that kernels take."""
+    check_device(x, rope_cos, rope_sin)
+    batch, _, length, head_dim = x.shape
+    return dense_tables(rope_cos, rope_sin, batch, length, head_dim, interleaved)

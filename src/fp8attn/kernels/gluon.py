@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, get_type_hints
+from typing import get_type_hints
 
 import torch
 import triton
@@ -32,9 +32,7 @@ from triton.language.extra.cuda import gdc_wait
 from triton.runtime.jit import ConstexprFunction
 
 from ..formats.codec import FP8
-
-if TYPE_CHECKING:
-    from .launch import View
+from .view import View
 
 __all__ = [
     "ARRIVE_MEETS",

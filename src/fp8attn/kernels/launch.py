@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from threading import local
 from typing import Any, NamedTuple
@@ -25,26 +24,7 @@ from .counters import counters
 from .keys import compute_key
 from .machine import machine
 from .operands import Hook, Which, direct_operands, warn_of_copies
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-    """How TMA sees a tensor. Plans keep views, so that calls share them.
-
-    Attributes:
-        shape, strides: in elements.
-        block: the shape of one copy.
-        swizzled: shared memory has Triton's default (swizzled) layout; otherwise rows are contiguous.
-        dtype: the dtype that the tensor's bytes are read as. None: the tensor's own dtype.
-        offset: bytes before the first element; a multiple of 16.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block: tuple[int, ...]
-    swizzled: bool = True
-    dtype: torch.dtype | None = None
-    offset: int = 0
+from .view import View
 
 
 class Tiles(NamedTuple):

@@ -11,7 +11,8 @@ from ..formats.codec import FP8
 from ..layout import HEADER, PAGE_SIZE, V_GROUP
 from ..pages import KVPages
 from .gluon import fetch, gl, gluon, reinterpret
-from .launch import Tiles, View
+from .launch import Tiles
+from .view import View
 
 page_bytes = gluon.constexpr_function(layout.page_bytes)
 PAGE = gl.constexpr(PAGE_SIZE)

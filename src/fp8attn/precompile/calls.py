@@ -82,7 +82,7 @@ class Layer:
 
     @property
     def begins_dense(self) -> bool:
-        """Whether a growing cache quantizes its first tokens by `KVPages.from_dense` (`PagedKVCache`)."""
+        """Whether a growing cache quantizes its first tokens by `fp8attn.from_dense` (`PagedKVCache`)."""
         return self.advance and not (self.static_scales or self.overflows)
 
 

@@ -200,7 +200,14 @@ class FP8Cache(Cache):
         Raises:
             UsageError: the file does not exist, is damaged, or is of another model or prompt; the message says what differs.
         """
-        return files.load(cls, path, transformers_model(model), tokens, max_cache_len, device, exact, backend)
+        of = transformers_model(model)
+
+        def build(fp8_layers: list[int], key_dtype: KeyDtype) -> FP8Cache:
+            cache = cls.__new__(cls)  # means are in the file, so the model's weights are not read
+            cache._build(of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, False, backend)
+            return cache
+
+        return files.load(build, path, of, tokens, max_cache_len, device, backend)
 
     @property
     def paged(self) -> PagedKVCache | None:

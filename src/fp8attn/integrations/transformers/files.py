@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ...cache import storage
+from ...cache import PagedKVCache, storage
 from ...errors import UsageError
+from ...formats.codec import KeyDtype
 from ...params import BackendName
 from .config import decoder_config, heads_of
-from .layers import FP8Layer
+from .layers import FP8Layer, FP8Layers
 
-if TYPE_CHECKING:
-    from .cache import FP8Cache
+
+class Held(Protocol):
+    """What is saved of an `FP8Cache`."""
+
+    shared: FP8Layers
+    layers: list[CacheLayerMixin]
+    identity: dict[str, Any]
+
+    @property
+    def fp8_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def paged(self) -> PagedKVCache | None: ...
+
+
+Loaded = TypeVar("Loaded", bound=Held)
 
 # The attributes of transformers' own layers; the last two are the numbers of tokens of sliding windows and static layers.
 _STATE = ("keys", "values", "cumulative_length", "cumulative_length_int")
 
 
-def save(cache: FP8Cache, path: str | Path, seqs: Sequence[int] | None, tokens: torch.Tensor | None) -> None:
+def save(cache: Held, path: str | Path, seqs: Sequence[int] | None, tokens: torch.Tensor | None) -> None:
     """Write sequences of all layers (`FP8Cache.save`)."""
     if cache.paged is None:
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
@@ -47,10 +62,10 @@ def save(cache: FP8Cache, path: str | Path, seqs: Sequence[int] | None, tokens: 
 
 
 def load(
-    make: type[FP8Cache], path: str | Path, model: PreTrainedModel, tokens: torch.Tensor | None, max_cache_len: int | None,
-    device: torch.device | str | None, exact: bool, backend: BackendName,
-) -> FP8Cache:  # fmt: skip
-    """The cache of a file of `save` (`FP8Cache.load`). `make` is FP8Cache."""
+    build: Callable[[list[int], KeyDtype], Loaded], path: str | Path, model: PreTrainedModel, tokens: torch.Tensor | None,
+    max_cache_len: int | None, device: torch.device | str | None, backend: BackendName,
+) -> Loaded:  # fmt: skip
+    """The cache of a file of `save` (`FP8Cache.load`). `build` makes an empty one with these FP8 layers and keys of this format."""
     device = model.device if device is None else torch.device(device)
     if device.type == "meta":
         raise UsageError("the model's weights are offloaded, so the device that it runs on is not known; give it: load(..., device='cuda')")
@@ -63,8 +78,7 @@ def load(
         )
     except (KeyError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
-    cache = make.__new__(make)
-    cache._build(model, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, False, backend)  # means are in the file
+    cache = build(fp8_layers, key_dtype)
     given = cache.identity, list(cache.fp8_layers)
     if given != (saved, fp8_layers):
         raise UsageError(
@@ -77,7 +91,9 @@ def load(
         raise UsageError(
             f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, and these do not change their form: load it with that"
         )
-    cache.shared.paged = paged = storage.unpack(tensors, metadata, path, max_seqlen=max_cache_len, device=device, backend=backend)
+    cache.shared.paged = paged = storage.unpack(
+        PagedKVCache, tensors, metadata, path, max_seqlen=max_cache_len, device=device, backend=backend
+    )
     for layer, pages in zip(cache.shared.layers, paged.layers, strict=True):
         layer.rotate_keys = pages.rotate_keys
     for index, layer in enumerate(cache.layers):
@@ -101,7 +117,7 @@ def _check_tokens(saved: torch.Tensor | None, tokens: torch.Tensor, path: str | 
         )
 
 
-def _held(cache: FP8Cache) -> list[tuple[int, CacheLayerMixin]]:
+def _held(cache: Held) -> list[tuple[int, CacheLayerMixin]]:
     """The 16-bit layers that have tokens, with their numbers."""
     return [(i, x) for i, x in enumerate(cache.layers) if not isinstance(x, FP8Layer) and getattr(x, "keys", None) is not None]
 

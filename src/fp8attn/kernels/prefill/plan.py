@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ..devices import chip
-from ..launch import Constants, Counters, View, constants, num_sms
+from ..launch import Constants, Counters, constants, num_sms
+from ..view import View
 from .cut import PADDED, Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
 from .options import ENDLESS, ROWS, TILE, Options
 from .schedule import CLAIMS
