@@ -6,7 +6,7 @@ import json
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Barrier, Event
 from typing import Any
 from unittest.mock import patch
 
@@ -72,6 +72,15 @@ def main() -> None:
             found["other thread"] = facts(other, other.given)["hash"]
             done.set()
             held.result()
+        both = Barrier(2, timeout=60)
+
+        def beside() -> str:
+            with operands.direct_operands("sums"):
+                both.wait()  # breaks if one thread waits for the other to compile
+                return repr(knobs.runtime.add_stages_inspection_hook()[0])
+
+        with ThreadPoolExecutor(2) as pool:
+            found["side by side"] = [job.result() for job in [pool.submit(beside) for _ in range(2)]]
         hook = knobs.runtime.add_stages_inspection_hook
         found["hook"] = None if hook is no_code else repr(hook)
     assert HOPPER.arch == 90

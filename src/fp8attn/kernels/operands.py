@@ -5,7 +5,7 @@ overwrite a register that a running product still read (#9433 there). Since 13.3
 then. Prefill multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops spilled.
 
 `direct_operands` removes copies from the PTX while Triton compiles a kernel: through Triton's hook on the stages of a compilation, set
-for one call. The hook is part of the kernel's key in Triton's cache, in memory and on disk, so every process finds the same kernel, and
+while threads compile. The hook is part of the kernel's key in Triton's cache, in memory and on disk, so every process finds the same kernel, and
 kernels of others keep their keys.
 """
 
@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import RLock, get_ident
+from threading import Lock, local
 from typing import Any, Literal, NamedTuple
 
 import triton
@@ -28,8 +28,6 @@ KEY = "fp8attn: left operands of wgmma without copies, 2: "  # a change of `with
 NOTE = "fp8attn_operands"  # of a kernel's metadata: why Triton's copies stayed, or `DIRECT`
 DIRECT = "direct"
 SAFE_PTXAS = (13, 3)  # the first that overwrites no operand of a running product
-
-_lock = RLock()
 
 
 class Unsafe(ValueError):
@@ -50,19 +48,60 @@ def ptxas_release(said: str) -> tuple[int, ...]:
 # The hook
 
 
+class Hook:
+    """Triton's hook while threads compile kernels: one for all of them, so that they compile side by side. Compilations of threads outside
+    of `direct_operands` have the hook that was there before."""
+
+    def __init__(self) -> None:
+        self.before: Any = None
+        self._here = local()  # `which`, in the threads that are inside of `direct_operands`
+        self._inside, self._lock = 0, Lock()
+
+    @contextmanager
+    def set_for(self, which: Which) -> Iterator[None]:
+        """Set the hook while threads are inside, with these products in this thread."""
+        outer = getattr(self._here, "which", None)
+        with self._lock:
+            if not self._inside:
+                self.before, knobs.runtime.add_stages_inspection_hook = knobs.runtime.add_stages_inspection_hook, self
+            self._inside += 1
+        self._here.which = which
+        try:
+            yield
+        finally:
+            self._here.which = outer
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    knobs.runtime.add_stages_inspection_hook, self.before = self.before, None
+
+    def __call__(self, *args: Any) -> tuple[str, str] | None:
+        """Without arguments: what to add to a kernel's key. With them: change the stages of a compilation."""
+        which, before = getattr(self._here, "which", None), self.before
+        if not args:
+            key, digest = ("", "") if before is None else before()
+            mine = KEY + which if which else ""
+            return key + mine, digest + mine
+        if before is not None:
+            before(*args)
+        backend, stages, *_ = args
+        if which:
+            make = stages["ptx"]
+            stages["ptx"] = lambda source, metadata: _rewritten(make(source, metadata), which, backend, metadata)
+        return None
+
+
+_hook = Hook()
+
+
 @contextmanager
 def direct_operands(which: Which) -> Iterator[None]:
     """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these products."""
     if which == "none" or not copies_operands():
         yield
         return
-    with _lock:  # Triton has one hook for all threads
-        before = knobs.runtime.add_stages_inspection_hook
-        knobs.runtime.add_stages_inspection_hook = Hook(before, get_ident(), which)
-        try:
-            yield
-        finally:
-            knobs.runtime.add_stages_inspection_hook = before
+    with _hook.set_for(which):
+        yield
 
 
 def warn_of_copies(program: Any) -> None:
@@ -70,29 +109,6 @@ def warn_of_copies(program: Any) -> None:
     note = getattr(getattr(program, "metadata", None), NOTE, DIRECT)
     if note != DIRECT:
         warnings.warn(f"prefill is slower than it could be: {note}. `fp8attn doctor` says more", RuntimeWarning, stacklevel=2)
-
-
-class Hook(NamedTuple):
-    """Triton's hook while a thread compiles a kernel. Compilations of other threads have the hook that was there before."""
-
-    before: Any
-    thread: int
-    which: Which
-
-    def __call__(self, *args: Any) -> tuple[str, str] | None:
-        """Without arguments: what to add to a kernel's key. With them: change the stages of a compilation."""
-        ours = get_ident() == self.thread
-        if not args:
-            key, digest = ("", "") if self.before is None else self.before()
-            mine = KEY + self.which if ours else ""
-            return key + mine, digest + mine
-        if self.before is not None:
-            self.before(*args)
-        backend, stages, *_ = args
-        if ours:
-            make = stages["ptx"]
-            stages["ptx"] = lambda source, metadata: _rewritten(make(source, metadata), self.which, backend, metadata)
-        return None
 
 
 def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -> str:
