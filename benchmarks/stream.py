@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from fp8attn import KVPages
 from fp8attn.kernels import decode
-from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, Source, make_pipe, produce, request_first
-from fp8attn.kernels.decode.work import Batch, assign
+from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, DecodeSource, make_ring, produce, request_first
+from fp8attn.kernels.decode.work import DecodeBatch, assign
 from fp8attn.kernels.devices import chip
 from fp8attn.kernels.gluon import gdc_wait, gl, gluon, mbarrier, sync
 from fp8attn.kernels.launch import constants, launch, num_sms
@@ -17,7 +17,7 @@ from .problem import Shape
 
 
 @gluon.jit
-def _drain(pipe, batch, work):
+def _drain(ring, batch, work):
     """`consume` without arithmetic: it waits, and walks over the pages."""
     index, head, begin = work.seq, work.head, work.begin
     tile = 0
@@ -25,12 +25,12 @@ def _drain(pipe, batch, work):
         seq = batch.sequence(index)
         i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
         for _ in range(seq.first_page + i, seq.first_page + j):
-            stage = tile % pipe.STAGES
-            phase = (tile // pipe.STAGES) & 1
-            mbarrier.wait(pipe.k_full.index(stage), phase)
-            mbarrier.wait(pipe.v_full.index(stage), phase)
+            stage = tile % ring.STAGES
+            phase = (tile // ring.STAGES) & 1
+            mbarrier.wait(ring.k_full.index(stage), phase)
+            mbarrier.wait(ring.v_full.index(stage), phase)
             sync()  # or a slow warp could miss two phases, and wait for ever
-            mbarrier.arrive(pipe.empty.index(stage), count=1)
+            mbarrier.arrive(ring.empty.index(stage), count=1)
             tile += 1
         begin += seq.places
         index, head = batch.following(index, head, seq.num_pages)
@@ -40,26 +40,26 @@ def _drain(pipe, batch, work):
 def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_seqs, heads, max_q, workers,
             OPTIONS: gl.constexpr):  # fmt: skip
     worker = gl.program_id(0)
-    batch = Batch(
+    batch = DecodeBatch(
         lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, OPTIONS.group, False, False, False,
         OPTIONS.whole_pages, OPTIONS.head_pages,
     )  # fmt: skip
-    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
-    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
-    pipe.open()
+    source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
+    ring = make_ring(k_desc, OPTIONS.width, OPTIONS.stages)
+    ring.open()
     gdc_wait()
     count = batch.counts(0, OPTIONS.block)
     work = assign(batch, count, worker, workers, OPTIONS.block)
-    requested = request_first(pipe, batch, work, source)
+    requested = request_first(ring, batch, work, source)
     gl.warp_specialize([
-        (_drain, (pipe, batch, work)),
-        (produce, (pipe, batch, work, requested, source)),
+        (_drain, (ring, batch, work)),
+        (produce, (ring, batch, work, requested, source)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
 def stream(shape: Shape, pages: KVPages) -> Callable[[], None]:
     group, device = shape.q_heads // shape.kv_heads, pages.device
-    how = decode.Launch(shape.dim, group, group, len(shape.keys), chip=chip(device))
+    how = decode.DecodeShape(shape.dim, group, group, len(shape.keys), chip=chip(device))
     workers = how.workers(num_sms(device), shape.kv_heads * len(shape.keys))
     given = constants("stream", device, **how.constants())
     args = (

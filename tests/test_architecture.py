@@ -110,7 +110,7 @@ MAX_PARAMETERS = 20
 #   descriptor in a tuple. (docs/lab/2026-11-launching.md)
 # - The implementation of a torch op, whose arguments are those of its schema.
 FLAT = {
-    "_attention_kernel": "kernels/portable/kernel.py", "page_kernel": "kernels/append/page.py", "step_kernel": "kernels/append/step.py",
+    "portable_kernel": "kernels/portable/kernel.py", "page_kernel": "kernels/append/page.py", "step_kernel": "kernels/append/step.py",
     "decode_kernel": "kernels/decode/kernel.py", "prefill_kernel": "kernels/prefill/kernel.py", "_attention": "ops.py",
 }  # fmt: skip
 

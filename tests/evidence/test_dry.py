@@ -66,7 +66,7 @@ def test_every_case_can_be_run_dry():
     assert all(kernels["prefill", "chunked-2k-on-128k", impl] == ["prefill_kernel", "_combine_kernel"] for impl in impls)
     assert kernels["sdpa", "full-S1024", "fp8attn-rope"] == ["page_kernel", "prefill_kernel"]
     assert kernels["append", "step-B64", "fp8attn"] == ["step_kernel"]
-    assert kernels["portable", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["_attention_kernel", "_combine_kernel"]
+    assert kernels["portable", "kernel-decode-B1-S8192", "fp8attn-triton"] == ["portable_kernel", "_combine_kernel"]
 
 
 def test_kernels_are_compiled_ahead_where_there_is_a_gpu(monkeypatch, capsys):

@@ -12,6 +12,7 @@ from fp8attn.dense.sdpa import attend_dense
 from fp8attn.formats.codec import FP8
 from fp8attn.kernels import prefill
 from fp8attn.kernels.append import apply_rope
+from fp8attn.kernels.common import power_of_two
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
@@ -56,7 +57,7 @@ def check(q, pages, tables, interleaved=False, causal=True, cu=None, longest=Non
 @pytest.mark.parametrize("case", ["halves", "pairs", "part"])
 @pytest.mark.parametrize(("head_dim", "short"), [(d, True) for d in (64, 80, 96, 128, 192, 256)] + [(128, False)])
 def test_the_kernel_turns_queries_to_the_same_bits(head_dim, short, case, monkeypatch):
-    shape = prefill.cut.SHAPES[prefill.cut.PADDED[head_dim]][0 if short else 1]
+    shape = prefill.cut.SHAPES[power_of_two(head_dim)][0 if short else 1]
     monkeypatch.setattr(prefill.cut, "cuts", lambda *_: [(shape, 3 if case == "part" else 1)])
     if case == "halves":  # rows of few keys and of many; tables of each sequence; queries that lie heads first
         pages = held([900, 900], head_dim)

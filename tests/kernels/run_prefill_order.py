@@ -12,7 +12,7 @@ import torch
 from fp8attn.kernels.gluon import gl, gluon
 from fp8attn.kernels.launch import Launch, constants
 from fp8attn.kernels.prefill.plan import NO_WINDOW
-from fp8attn.kernels.prefill.schedule import Batch, advance_to, scheduler_init
+from fp8attn.kernels.prefill.schedule import PrefillBatch, advance_to, scheduler_init
 from tests.emulator import emulate
 
 PROGRAMS = 5
@@ -25,7 +25,7 @@ def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims
           BLOCK: gl.constexpr):  # fmt: skip
     """For every claim: its sequence, first item, first query, number of queries and heads in a wave. The sequence is searched for if the
     claim before had another one."""
-    batch = Batch(
+    batch = PrefillBatch(
         bounds=cu_ptr, lengths=lens_ptr, new_keys=num_tokens, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads,
         window=window, wave=claims, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=BLOCK)  # fmt: skip
     q_len = 0

@@ -16,7 +16,7 @@ HOPPER = tuple(case for case in compile_kernels.cases() if case.split()[0] in ("
 OTHERS = [target for target in TARGETS if target != "sm_90"]
 KERNELS = {
     *("attention_kernel", "combine_kernel"),
-    *("step_kernel", "page_kernel", "queries_kernel", "e4m3_kernel"),
+    *("step_kernel", "page_kernel", "rope_kernel", "e4m3_kernel"),
     *("statistics_kernel", "scales_kernel", "rows_kernel"),
 }
 # Bytes that a thread may spill at head_dim 128 and less. Pages of K that are rotated and settled do not fit in the 128 registers of two

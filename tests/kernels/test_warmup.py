@@ -44,7 +44,7 @@ def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "SERVE", few_calls)
     reported = []
     first = fp8attn.warmup(**SHAPE, target="sm_80", progress=lambda done, total: reported.append((done, total)))
-    assert {kernel.name for kernel in first} == {"_attention_kernel", "step_kernel", "page_kernel", "_combine_kernel"}
+    assert {kernel.name for kernel in first} == {"portable_kernel", "step_kernel", "page_kernel", "_combine_kernel"}
     assert reported == [(done, len(first)) for done in range(len(first) + 1)]
     assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
     again = json.loads(CliRunner().invoke(app, ["warmup", "--shape", "32,8,128", "--target", "sm_80", "--json"]).stdout)

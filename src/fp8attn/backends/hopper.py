@@ -9,7 +9,7 @@ from importlib import import_module
 
 import torch
 
-from ..kernels.hopper import no_hopper_reason
+from ..kernels.machine import no_hopper_reason
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from . import triton

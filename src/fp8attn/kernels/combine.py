@@ -13,15 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .common import HIDDEN, LN2, LOG2E, power_of_two
 from .fp8 import is_native, round_to
 from .launch import Constants, constants, launch
 
 MAX_SPLITS = 128
 MANY = 1024  # from this number of rows on, a program computes several
 _TILE_OVERHEAD = 1.5  # the fixed cost of a program, in pages
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
 
 
 @lru_cache(maxsize=4096)
@@ -39,18 +37,18 @@ def num_splits(programs: int, pages: int, slots: int) -> int:
 
 
 @triton.jit
-def finish(lse, mean_score, sinks_ptr, head):
+def share_and_lse(lse, mean_score, sinks_ptr, head):
     """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centered scores and the score of k_mean."""
-    lse = tl.where(lse == float("-inf"), lse, lse + mean_score)
+    lse = tl.where(lse == HIDDEN, lse, lse + mean_score)
     if sinks_ptr is None:
-        return 1.0 + tl.zeros_like(lse), lse * _LN2
+        return 1.0 + tl.zeros_like(lse), lse * LN2
     else:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         top = tl.maximum(lse, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
+        top = tl.where(top == HIDDEN, 0.0, top)
         keys = tl.exp2(lse - top)
         total = keys + tl.exp2(sink - top)
-        return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * _LN2
+        return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * LN2
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_rows", "num_tokens", "num_q_heads", "out_stride_b", "out_stride_t", "out_stride_h"])
@@ -63,23 +61,23 @@ def _combine_kernel(
     real = row < num_rows
     split = tl.arange(0, SPLITS)
     lse_ptrs = partial_lse_ptr + split[None, :].to(tl.int64) * num_rows + row[:, None]
-    split_lse = tl.load(lse_ptrs, mask=real[:, None] & (split < num_splits)[None, :], other=float("-inf"))
-    written = split_lse != float("-inf")  # a part that saw no key wrote nothing else
-    mean_score = tl.load(lse_ptrs + num_splits.to(tl.int64) * num_rows, mask=written, other=float("-inf"))
+    split_lse = tl.load(lse_ptrs, mask=real[:, None] & (split < num_splits)[None, :], other=HIDDEN)
+    written = split_lse != HIDDEN  # a part that saw no key wrote nothing else
+    mean_score = tl.load(lse_ptrs + num_splits.to(tl.int64) * num_rows, mask=written, other=HIDDEN)
     mean_score = tl.max(mean_score, 1)  # the same in every part
     top = tl.max(split_lse, 1)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    top = tl.where(top == HIDDEN, 0.0, top)
     total = tl.sum(tl.exp2(split_lse - top[:, None]), 1)
-    lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
-    share, lse = finish(lse, mean_score, sinks_ptr, row % num_q_heads)
+    lse = tl.where(total == 0.0, HIDDEN, top + tl.log2(total))
+    share, lse = share_and_lse(lse, mean_score, sinks_ptr, row % num_q_heads)
 
     d = tl.arange(0, DP)
     out = tl.zeros((ROWS, DP), tl.float32)
     for first in range(0, num_splits, CHUNK):
         part = first + tl.arange(0, CHUNK)  # the parts of one row, or one part of each row
         offset = part.to(tl.int64) * num_rows + row
-        part_lse = tl.load(partial_lse_ptr + offset, mask=real & (part < num_splits), other=float("-inf"))
-        mask = (part_lse != float("-inf"))[:, None] & (d < D)[None, :]
+        part_lse = tl.load(partial_lse_ptr + offset, mask=real & (part < num_splits), other=HIDDEN)
+        mask = (part_lse != HIDDEN)[:, None] & (d < D)[None, :]
         partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0) * tl.exp2(part_lse - top)[:, None]
         if ROWS == 1:
             out += tl.sum(partial, 0)[None, :]
@@ -114,8 +112,7 @@ def _plan(
 ) -> tuple[tuple[int], tuple[int, ...], Constants]:
     """The kernel's grid, numbers and constants, for parts and an LSE of these shapes and an output of these strides."""
     splits, num_rows, head_dim = parts
-    padded = 1 << (head_dim - 1).bit_length()
-    capacity = 1 << (splits - 1).bit_length()
+    padded, capacity = power_of_two(head_dim), power_of_two(splits)
     # A program computes one row, and loads all its parts at the same time. With many rows and few parts, a program computes several rows.
     many = num_rows >= MANY and splits <= 8
     together = 8 if many else 1

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from .hopper import no_hopper_reason
+from .machine import no_hopper_reason
 
 INSTALL = "pip install fa3-fwd, or build flash_attn_interface from flash-attention/hopper, or install vllm"
 

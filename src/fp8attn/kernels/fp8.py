@@ -1,4 +1,4 @@
-"""E4M3, INT8 and BF16 conversions and page scales inside Triton kernels, with the rounding of `numerics`.
+"""E4M3, INT8 and BF16 conversions and page scales inside Triton kernels, with the rounding of `formats.codec`.
 
 `NATIVE`: the target has instructions that convert E4M3 (NVIDIA from compute capability 8.9). Without them, and in Triton's interpreter
 (whose own conversions truncate), integer arithmetic computes the same bits.
@@ -132,7 +132,7 @@ def from_codes(codes, INT8: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
-    """`numerics.encode`: codes as FP32 numbers."""
+    """`codec.encode`: codes as FP32 numbers."""
     if INT8:
         return (saturate_int8(x) + _ROUND) - _ROUND
     else:
@@ -148,7 +148,7 @@ def round_where(x, rows):
 
 @triton.jit
 def needed_scale(amax, INT8: tl.constexpr):
-    """`numerics.needed_scale`."""
+    """`codec.needed_scale`."""
     if INT8:
         return tl.minimum(tl.maximum(amax * _PER_INT8_MAX, _MIN_SCALE), _MAX_SCALE)
     else:
@@ -160,7 +160,7 @@ def needed_scale(amax, INT8: tl.constexpr):
 
 @triton.jit
 def with_headroom(scale, INT8: tl.constexpr):
-    """`numerics.with_headroom`."""
+    """`codec.with_headroom`."""
     return tl.minimum(scale * (_INT8_HEADROOM if INT8 else _E4M3_HEADROOM), _MAX_SCALE)
 
 

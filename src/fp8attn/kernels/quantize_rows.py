@@ -28,7 +28,7 @@ _INF = tl.constexpr(float("inf"))
 
 
 @dataclass(frozen=True)
-class Tokens(ConstexprFields):
+class QuantizeTokens(ConstexprFields):
     """How the kernels read the tensor."""
 
     row: Row
@@ -37,10 +37,10 @@ class Tokens(ConstexprFields):
 
 
 @dataclass(frozen=True)
-class Options(ConstexprFields):
+class QuantizeOptions(ConstexprFields):
     """How codes are made."""
 
-    tokens: Tokens
+    tokens: QuantizeTokens
     means: bool  # are subtracted
     int8: bool  # or else E4M3
     native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
@@ -48,7 +48,7 @@ class Options(ConstexprFields):
 
 @triton.jit
 def _load_tokens(x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS: tl.constexpr):
-    """Tokens of a head `[T, C]`, after RoPE and the rotation. Rows past the last token repeat it."""
+    """QuantizeTokens of a head `[T, C]`, after RoPE and the rotation. Rows past the last token repeat it."""
     ROW: tl.constexpr = TOKENS.row
     token = tl.minimum(token, last).to(tl.int64)[:, None]
     if ROW.rope_pairs > 0:
@@ -159,7 +159,7 @@ def quantize_rows(
     mean = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=device) if subtract_mean else None
     out = torch.empty_like(x, dtype=torch.uint8)
     strides, angle_strides = x.stride()[:3], (*cos_strides, *sin_strides)
-    each, options = Tokens(row, rotate_keys, tokens), {"num_warps": 4, "enable_fp_fusion": False}
+    each, options = QuantizeTokens(row, rotate_keys, tokens), {"num_warps": 4, "enable_fp_fusion": False}
     int8 = dtype == torch.int8
 
     args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
@@ -168,6 +168,6 @@ def quantize_rows(
     given = constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, INT8=int8, num_warps=4)
     launch(_scales_kernel, (scale.numel(),), args, given)
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
-    given = constants("rows", device, OPTIONS=Options(each, subtract_mean, int8, is_native(device)), **options)
+    given = constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, int8, is_native(device)), **options)
     launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, given)
     return out.view(dtype), scale, mean

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .common import power_of_two
 from .constexpr import ConstexprFields
 from .fp8 import from_e4m3
 
@@ -149,8 +150,3 @@ def row_of(
 @cache  # making one takes a microsecond
 def _row(head_dim: int, rope_pairs: int, rope_interleaved: bool, rope_step: int) -> Row:
     return Row(head_dim, power_of_two(head_dim), rope_pairs, rope_interleaved, rope_step)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n >= 1`. (`triton.next_power_of_2` takes 8 us.)"""
-    return 1 << (n - 1).bit_length()

@@ -7,18 +7,15 @@
 | `page.py` | more tokens, and dense K and V, page by page |
 | `settle.py` | how `page.py` finds a page's scale |
 | `e4m3.py` | pages of E4M3 inputs |
-| `overflow.py` | counts of values that saturate and of scales that grow |
 | `queries.py` | RoPE on Q |
-| `dependents.py` | lets attention begin while pages are written |
-| `slot.py`, `words.py` | the positions of tokens and scales in a page |
-| `options.py` | the compile-time options of the kernels |
+| `slot.py` | what these share: positions of tokens and scales in a page, rounding codes again, counts of overflows |
 
-The scales of all pages are those of `numerics.settle`.
+The scales of all pages are those of `codec.settle`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -26,14 +23,15 @@ import torch
 from ...formats.codec import FP8
 from ...layout import PAGE_SIZE, page_bytes
 from ...pages import KVPages
+from ..common import power_of_two
+from ..constexpr import ConstexprFields
 from ..fp8 import is_native
 from ..launch import MAX_GRID, Constants, constants, launch, num_sms
 from ..machine import machine
-from ..rows import Row, power_of_two, row_of
+from ..rows import Row, row_of
 from .e4m3 import e4m3_kernel
-from .options import Codes, Options, Queries
 from .page import page_kernel
-from .queries import queries_kernel
+from .queries import rope_kernel
 from .step import MAX_PROGRAMS, step_kernel
 
 MAX_TOKENS = 16  # appends of up to this many tokens are written token by token, longer ones page by page
@@ -145,9 +143,9 @@ def _rotate_dense(x: torch.Tensor, out: torch.Tensor, row: Row, angles: tuple, a
     cos_strides, sin_strides = angle_strides
     batch, tokens, heads, _ = x.shape
     queries, programs = _queries(row, is_native(x.device), tokens, heads)
-    given = constants("queries", x.device, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
+    given = constants("rope", x.device, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
     args = x, out, *angles, *x.stride()[:3], *out.stride()[:3], *cos_strides, *sin_strides, tokens, heads
-    _launch_sequences(queries_kernel, (programs,), batch, args, given)
+    _launch_sequences(rope_kernel, (programs,), batch, args, given)
 
 
 def _check_strides(**tokens: int) -> None:
@@ -165,7 +163,42 @@ def _launch_sequences(kernel, grid: tuple[int, ...], num_seqs: int, args: tuple,
         launch(kernel, (*grid, min(MAX_GRID, num_seqs - first)), (*args, first), given)
 
 
-# Compile-time options of launches
+# Compile-time options. The host makes them, and device code reads them.
+
+
+@dataclass(frozen=True)
+class Codes(ConstexprFields):
+    """How K or V is stored in pages."""
+
+    row: Row
+    is_v: bool
+    int8: bool  # or else E4M3
+    native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
+    static: bool  # scales are given and stay
+    dense: bool  # pages of their own, filled from their first token on
+
+
+@dataclass(frozen=True)
+class AppendOptions(ConstexprFields):
+    """The one constexpr parameter of the kernels that write pages."""
+
+    k: Codes
+    v: Codes
+    rotate: bool  # keys are rotated (`rotation`)
+    advance: bool = True  # the lengths do not count the new tokens yet, and the launch adds them
+    tokens: int = 1  # of a step's sequence, padded to a power of two
+    heads: int = 1  # of K or V: what a program of a step writes
+    hopper: bool = False  # attention is launched while pages are written, and waits for the end
+
+
+@dataclass(frozen=True)
+class RopeOptions(ConstexprFields):
+    """The one constexpr parameter of the code that applies RoPE to Q."""
+
+    row: Row
+    native: bool
+    tokens: int  # of a program
+    heads: int
 
 
 @lru_cache(maxsize=4096)
@@ -191,19 +224,19 @@ def _page_constants(device: torch.device, hip: bool, row: Row, *stored: bool, de
     return constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
 
 
-def _options(row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> Options:
+def _options(row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
     keys = Codes(row, False, int8, native, static, dense)
-    return Options(keys, replace(keys, row=_without_rope(row), is_v=True, int8=False), rotate_keys, advance)
+    return AppendOptions(keys, replace(keys, row=_without_rope(row), is_v=True, int8=False), rotate_keys, advance)
 
 
 def _without_rope(row: Row) -> Row:
     return replace(row, rope_pairs=0, rope_interleaved=False, rope_step=1)
 
 
-def _queries(row: Row, native: bool, tokens: int, heads: int) -> tuple[Queries, int]:
+def _queries(row: Row, native: bool, tokens: int, heads: int) -> tuple[RopeOptions, int]:
     """The tokens and heads of Q to which one program applies RoPE, and the number of programs."""
     block = min(power_of_two(heads), QUERY_ELEMENTS // row.width)
-    queries = Queries(row, native, QUERY_ELEMENTS // (row.width * block), block)
+    queries = RopeOptions(row, native, QUERY_ELEMENTS // (row.width * block), block)
     return queries, -(-tokens // queries.tokens) * -(-heads // block)
 
 

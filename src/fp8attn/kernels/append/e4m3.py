@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from ..rows import store_rows
-from .slot import HEADER_WORDS, PAGE, scale_ptr_of, slot_bytes, word_token
-from .words import store_words
+from .slot import HEADER_WORDS, PAGE, scale_ptr_of, slot_bytes, store_words, word_token
 
 
 @triton.jit

@@ -14,10 +14,8 @@ from ..fp8 import finite, pack_e4m3, to_e4m3, to_int8
 from ..launch import MAX_GRID
 from ..rotation import hadamard
 from ..rows import load_lanes, load_rotated, load_rows, quarters, store_rows
-from .dependents import launch_dependents
-from .settle import bits_of, float_of, settle
-from .slot import PAGE, new_tokens, slot_bytes, word_token
-from .words import store_words
+from .settle import bits_of, float_of, settle_page
+from .slot import PAGE, launch_dependents, new_tokens, slot_bytes, store_words, word_token
 
 _MAX_GRID = tl.constexpr(MAX_GRID)
 
@@ -52,7 +50,7 @@ def _load_keys(first, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.
 
 @triton.jit
 def _round(x, CODES: tl.constexpr):
-    """The codes of the tiles that `settle` returns."""
+    """The codes of the tiles that `settle_page` returns."""
     return to_int8(x) if CODES.int8 else to_e4m3(x, CODES.native)
 
 
@@ -82,7 +80,7 @@ def _write_keys(
     """Write tokens `[old, end)` of a head's K page, and prefetch the page `ahead` tokens on.
 
     The pointers `x_ptr` and `angles` (cos and sin) are those of token 0. If `old` > 0, they point before the tensors. `counting` is
-    `settle`'s.
+    `settle_page`'s.
     """
     ROW: tl.constexpr = CODES.row
     HALF_PAGE: tl.constexpr = PAGE // 2
@@ -98,7 +96,7 @@ def _write_keys(
         mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW)
         x0 -= mean
         x1 -= mean
-    x0, x1 = settle(x0, x1, 0.0, slot_ptr, old, end, counting, CODES)
+    x0, x1 = settle_page(x0, x1, 0.0, slot_ptr, old, end, counting, CODES)
     _store_keys(x0, t0, slot_ptr, old, end, CODES)
     _store_keys(x1, t1, slot_ptr, old, end, CODES)
 
@@ -136,7 +134,7 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting
         x1 -= mean
         token -= load_lanes(mean_ptr, ROW)
     first_amax = float_of(tl.max(tl.max(bits_of(finite(token)), 1), 0))
-    x0, x1 = settle(x0, x1, first_amax, slot_ptr, old, end, counting, CODES)
+    x0, x1 = settle_page(x0, x1, first_amax, slot_ptr, old, end, counting, CODES)
     a, b = _take_apart(x0)
     c, d = _take_apart(x1)
     store_words(slot_ptr + PAGE * ROW.head_dim, pack_e4m3(a, b, c, d, CODES.native), first, old, end, ROW)

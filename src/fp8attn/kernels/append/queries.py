@@ -38,7 +38,7 @@ def rotate_queries(program, pointers, strides, num_tokens, num_heads, QUERIES: t
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_heads", "first_seq"])
-def queries_kernel(
+def rope_kernel(
     q_ptr, out_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, out_stride_b, out_stride_t, out_stride_h, cos_stride_b, cos_stride,
     sin_stride_b, sin_stride, num_tokens, num_heads, first_seq, QUERIES: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Settles the scale of a page from many tokens at once (`numerics.settle`), which a program has as two tiles `[64, C]`.
+"""Settles the scale of a page from many tokens at once (`codec.settle`), which a program has as two tiles `[64, C]`.
 
 The first token sets the scale. A later token that does not fit makes it grow, and the tokens before it are rounded again: new tokens in
 registers (`round_again`), older tokens of the page in memory (`rescale`). The rows' largest magnitudes determine which token is next. Every
@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from ..fp8 import finite, inverse, magnitude, needed_scale, saturate_int8, with_headroom
-from .overflow import add_overflows, saturated
-from .slot import HEADER_WORDS, PAGE, rescale, round_again, scale_ptr_of, word_token
+from .slot import HEADER_WORDS, PAGE, add_overflows, rescale, round_again, saturated, scale_ptr_of, word_token
 
 _INF = tl.constexpr(0x7F800000)  # the bits of infinity; those of NaN are more
 _LARGE = tl.constexpr(2.0**38)  # values below it do not saturate with a scale that was settled for them
@@ -166,7 +165,7 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURA
 
 
 @triton.jit
-def settle(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr):
+def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr):
     """Settle the scale of a page from its tokens `[old, end)`, and write it.
 
     `first` is the largest finite magnitude of V's first token; K's is computed here. `counting` is a pointer to the counts of overflows,

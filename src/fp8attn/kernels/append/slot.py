@@ -1,4 +1,8 @@
-"""A slot is a page of one head, `[K | V | header]` (`layout`). Positions of tokens and scales in it, and new scales for its codes."""
+"""What the kernels that write pages share: positions of tokens and scales in a slot, new scales for its codes, words of V, counts of
+overflows.
+
+A slot is a page of one head, `[K | V | header]` (`layout`). V is 32-bit words of four tokens of a channel.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...layout import HEADER, PAGE_SIZE, V_GROUP
+from ...formats.codec import E4M3, INT8_MAX
 from ..fp8 import encode, from_codes, round_where, to_codes
 
 PAGE = tl.constexpr(PAGE_SIZE)
@@ -13,6 +18,8 @@ GROUP = tl.constexpr(V_GROUP)
 HEADER_WORDS = tl.constexpr(HEADER // 4)
 _HEADER = tl.constexpr(HEADER)
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
+_E4M3_MAX = tl.constexpr(E4M3.max)
+_INT8_MAX = tl.constexpr(float(INT8_MAX))
 
 
 @triton.jit
@@ -85,3 +92,61 @@ def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
         shifted = to_codes(from_codes(codes, CODES.int8, CODES.native) * ratio, CODES.int8, CODES.native)
         tl.store(codes_ptr + i, tl.where(token < old, shifted, codes))
     tl.debug_barrier()  # other threads' stores above cover bytes that are read or written next
+
+
+@triton.jit
+def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr):
+    """Write tokens `[old, end)` of a head's V page, given as `words [32, C]` whose tokens begin at `first [32]`."""
+    D: tl.constexpr = ROW.head_dim
+    C: tl.constexpr = ROW.width
+    GROUPS: tl.constexpr = PAGE // GROUP
+    WORDS: tl.constexpr = GROUP // 4  # of a group and channel
+    d = tl.arange(0, C)
+    words = tl.permute(tl.reshape(words, (GROUPS, WORDS, C)), (0, 2, 1))
+    group = tl.arange(0, GROUPS)[:, None, None]
+    ptrs = page_ptr.to(tl.pointer_type(tl.int32)) + (group * D + d[None, :, None]) * WORDS + tl.arange(0, WORDS)[None, None, :]
+    inside = (d < D)[None, :, None]
+    if (old > 0) | (end < PAGE):  # bytes of older tokens stay; those past the end become zero, because 0 * NaN would be NaN
+        new = tl.where((first >= old) & (first < end), 0xFF, 0)
+        new |= tl.where((first + 1 >= old) & (first + 1 < end), 0xFF00, 0)
+        new |= tl.where((first + 8 >= old) & (first + 8 < end), 0xFF0000, 0)
+        new |= tl.where((first + 9 >= old) & (first + 9 < end), -0x1000000, 0)
+        new = tl.reshape(new, (GROUPS, WORDS))[:, None, :]
+        older = tl.load(ptrs, mask=(d < tl.where(old > 0, D, 0))[None, :, None], other=0)
+        words = (words & new) | (older & ~new)
+    tl.store(ptrs, words, mask=inside)
+
+
+# Overflows (`ops.append`): values that saturate with a static scale, and scales of pages that grow
+
+
+@triton.jit
+def saturated(x, valid, CODES: tl.constexpr):
+    """How many values of the rows `valid [N, 1]` of `x [N, C]`, multiplied by the inverse of their scale, are larger than any code, or NaN,
+    for which INT8 has none.
+
+    Channels after the last one are zero.
+    """
+    over = tl.abs(x) > (_INT8_MAX if CODES.int8 else _E4M3_MAX)
+    if CODES.int8:
+        over = over | (x != x)
+    return tl.sum((over & valid).to(tl.int32))
+
+
+@triton.jit
+def add_overflows(overflows_ptr, tokens, overflows, CODES: tl.constexpr):
+    """Add a program's counts to those of K or V, with one atomic instruction; with none if all are zero."""
+    i = tl.arange(0, 4)
+    counted = tl.where(i == (1 if CODES.static else 2), overflows, 0)
+    counted = tl.where(i == 0, tokens, counted).to(tl.int64)
+    tl.atomic_add(overflows_ptr + (3 if CODES.is_v else 0) + i, counted, mask=counted != 0, sem="relaxed")
+
+
+@triton.jit
+def launch_dependents():
+    """Allow the next launch, if it is programmatic, to begin once all programs are here. It waits for the end of this launch by itself.
+
+    A kernel that calls this must not be programmatic itself: attention reads queries, of earlier launches, before that wait.
+    """
+    asm: tl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

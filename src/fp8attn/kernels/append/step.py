@@ -12,10 +12,20 @@ import triton.language as tl
 from ..fp8 import finite, inverse, needed_scale, to_codes, with_headroom
 from ..rotation import hadamard
 from ..rows import load_rotated, load_rows, store_rows
-from .dependents import launch_dependents
-from .overflow import add_overflows, saturated
 from .queries import rotate_queries
-from .slot import GROUP, PAGE, new_tokens, rescale, round_again, scale_ptr_of, slot_bytes, v_position
+from .slot import (
+    GROUP,
+    PAGE,
+    add_overflows,
+    launch_dependents,
+    new_tokens,
+    rescale,
+    round_again,
+    saturated,
+    scale_ptr_of,
+    slot_bytes,
+    v_position,
+)
 
 MAX_PROGRAMS = 64  # for one sequence
 
@@ -54,7 +64,7 @@ def _first_over(need, token, scale, new):
 
 
 @triton.jit
-def _settle(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr, COUNT: tl.constexpr):
+def _settle_slots(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr, COUNT: tl.constexpr):
     """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which have `old` tokens, from the scales that their tokens need.
 
     Args:
@@ -172,11 +182,11 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     else:
         need = tl.reshape(needed_scale(tl.max(finite(x), 1), INT8), (HEADS, T))
         scale = tl.where(old > 0, scale, 0.0)
-        x, factor, scale, overflows = _settle(x, need, tokens, here, scale, slot_ptr, held, old, CODES, COUNT)
+        x, factor, scale, overflows = _settle_slots(x, need, tokens, here, scale, slot_ptr, held, old, CODES, COUNT)
         next_scale = scale
         if crosses:
             empty = tl.zeros((HEADS,), tl.float32)
-            x, next_factor, next_scale, more = _settle(x, need, tokens, ~here, empty, next_ptr, held, 0, CODES, COUNT)
+            x, next_factor, next_scale, more = _settle_slots(x, need, tokens, ~here, empty, next_ptr, held, 0, CODES, COUNT)
             factor = tl.where(here, factor, next_factor)
             if COUNT:
                 overflows += more

@@ -15,7 +15,7 @@ Work is one flat list of (sequence, head, page), which is cut into ranges. Every
 ranges share a head, the CTA that ends last combines their results, in order.
 
 Host: `plan` (the numbers of a launch), `attention`. Device, from the outside in: `kernel`, `load` (the producer), `consume`, `queries`,
-`combine`. All of them use `work` (the pages of each worker) and `options`.
+`combine`. All of them use `work` (the pages of each worker) and `plan.DecodeOptions`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 
 from ...pages import KVPages
 from ...params import AttentionParams
+from ..common import LOG2E
 from ..launch import launch
 from ..pages import tiles
 from . import plan
 from .kernel import decode_kernel
-from .options import LOG2E
-from .plan import Launch, make_plan
+from .plan import DecodeShape, make_plan
 
-__all__ = ["MAX_ROWS", "Launch", "attention", "plan"]
+__all__ = ["MAX_ROWS", "DecodeShape", "attention", "plan"]
 
 MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
 

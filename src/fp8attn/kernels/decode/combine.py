@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from ..common import LN2, LOG2E, UNSEEN
 from ..gluon import aggregate, gl, gluon
-from .options import LN2, LOG2E
 from .queries import load_mean
-
-NO_SCORE = gl.constexpr(-1e28)  # the maximum of no scores: far above consume's MASKED, so that masked weights are exactly zero
 
 
 @aggregate
-class Output:
+class DecodeOutput:
     """Pointers to the outputs, and to the inputs that results need besides keys and values."""
 
     out: gl.tensor  # [tokens, heads, head_dim]
     lse: gl.tensor  # [tokens, heads]
     v_mean: gl.tensor | gl.constexpr  # [KV heads, head_dim], or None
-    sinks: gl.tensor  # [heads]; not read without `Options.sinks`
+    sinks: gl.tensor  # [heads]; not read without `DecodeOptions.sinks`
 
 
 @aggregate
@@ -28,21 +26,32 @@ class Parts:
 
     o: gl.tensor  # pointers; [..., width]
     sums: gl.tensor  # [..., 2]: row_max and row_sum
-    offsets: gl.tensor
+    mean_scores: gl.tensor
     pages: gl.tensor  # [workers], by the range that a head begins in: how many of its pages are done
 
     @gluon.jit
     def store(
-        self, part, o, row_max, row_sum, offset, batch, seq, channel, PAIR: gl.constexpr, OFFSETS: gl.constexpr, options: gl.constexpr
+        self,
+        part,
+        o,
+        row_max,
+        row_sum,
+        mean_score,
+        batch,
+        seq,
+        channel,
+        PAIR: gl.constexpr,
+        MEAN_SCORES: gl.constexpr,
+        options: gl.constexpr,
     ):
-        """Stores `o [width, rows]`, whose channels are `channel`, and by row the sums and the offset. `PAIR` is the layout of the sums."""
+        """Stores `o [width, rows]`, whose channels are `channel`, and by row the sums and `mean_score`. PAIR: the layout of the sums."""
         first = part * options.rows
         row = gl.arange(0, options.rows, gl.SliceLayout(0, o.type.layout))
         inside = batch.row0 + row < seq.num_q * batch.GROUP
         mask = inside[None, :] & (channel < options.head_dim)[:, None]
         gl.store(self.o + (first + row)[None, :] * options.width + channel[:, None], o, mask=mask)
-        if OFFSETS:
-            gl.store(self.offsets + first + row, gl.convert_layout(offset, row.type.layout), mask=inside)
+        if MEAN_SCORES:
+            gl.store(self.mean_scores + first + row, gl.convert_layout(mean_score, row.type.layout), mask=inside)
         row = gl.arange(0, options.rows, gl.SliceLayout(1, PAIR))
         inside = batch.row0 + row < seq.num_q * batch.GROUP
         in_sums = (first + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
@@ -50,9 +59,9 @@ class Parts:
 
 
 @gluon.jit
-def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options: gl.constexpr):
-    """Stores a head's output and LSE, from the sums over all its keys: `o [width, rows]`; by row, `row_max` and `offset` as exponents of
-    two, and `row_sum`; by channel, V's `mean`."""
+def store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output, options: gl.constexpr):
+    """Stores a head's output and LSE, from the sums over all its keys: `o [width, rows]`; by row, `row_max` and `mean_score`, which are
+    exponents of two, and `row_sum`; by channel, V's `mean`."""
     ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = batch.row0 + gl.arange(0, o.shape[1], ROW)
@@ -62,13 +71,13 @@ def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options:
     inside = row < seq.num_q * batch.GROUP
     row_max = gl.convert_layout(row_max, ROW)
     row_sum = gl.convert_layout(row_sum, ROW)
-    offset = gl.convert_layout(offset, ROW)
+    mean_score = gl.convert_layout(mean_score, ROW)
     if options.softcap:
-        offset = offset * 0.0  # the scores have it already
+        mean_score = mean_score * 0.0  # the scores have it already
     total = row_sum
     weight = row_sum * 0.0 + 1.0
     if options.sinks:
-        sink = gl.load(output.sinks + q_head, mask=inside, other=0.0).to(gl.float32) * LOG2E - offset
+        sink = gl.load(output.sinks + q_head, mask=inside, other=0.0).to(gl.float32) * LOG2E - mean_score
         top = gl.maximum(row_max, sink)
         weight = gl.exp2(row_max - top)
         total = row_sum * weight + gl.exp2(sink - top)
@@ -80,11 +89,11 @@ def finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options:
     result = gl.where((row_sum == 0)[None, :], 0.0, result)  # for a row that sees no key; a NaN stays
     mask = inside[None, :] & (d < options.head_dim)[:, None]
     gl.store(output.out + out_row.to(gl.int64)[None, :] * options.head_dim + d[:, None], result.to(output.out.dtype.element_ty), mask=mask)
-    gl.store(output.lse + out_row, (row_max + gl.log2(total) + offset) * LN2, mask=inside)
+    gl.store(output.lse + out_row, (row_max + gl.log2(total) + mean_score) * LN2, mask=inside)
 
 
 @gluon.jit
-def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.constexpr, options: gl.constexpr):
+def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_SCORES: gl.constexpr, options: gl.constexpr):
     """Compute the results of one head from the parts of the ranges `[start, last]`, in this order, so that equal inputs give equal bits.
 
     Only `used_rows` of `rows` exist. Layouts are such that what a thread loads is at constant distances from one address.
@@ -120,9 +129,9 @@ def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.c
     row_max, row_sum = gl.split(gl.load(parts.sums + 2 * first + in_sums, mask=inside_sums, other=0.0))
     row_max = gl.convert_layout(row_max, ROW)
     row_sum = gl.convert_layout(row_sum, ROW)
-    offset = row_sum * 0.0
-    if OFFSETS:
-        offset = gl.load(parts.offsets + first + row, mask=batch.row0 + row < seq.num_q * batch.GROUP, other=0.0)
+    mean_score = row_sum * 0.0
+    if MEAN_SCORES:
+        mean_score = gl.load(parts.mean_scores + first + row, mask=batch.row0 + row < seq.num_q * batch.GROUP, other=0.0)
     o = gl.load(parts.o + first * WIDTH + in_o, mask=inside_o, other=0.0)
     for base in range(start + 1, last + 1, AT_ONCE):
         left = last + 1 - base
@@ -134,7 +143,7 @@ def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.c
             gl.load(
                 parts.sums + 2 * at + part_sums * (2 * ROWS) + in_sums[None, :, :],
                 mask=(part_sums < left) & inside_sums[None, :, :],
-                other=NO_SCORE,
+                other=UNSEEN,
             )
         )
         some_max = gl.convert_layout(some_max, SUM)
@@ -145,7 +154,7 @@ def combine(start, last, batch, seq, head, workers, parts, output, OFFSETS: gl.c
         row_sum = row_sum * rescale + gl.sum(some_sum * weight, 0)
         o = o * gl.convert_layout(rescale, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some_o * weight[:, None, :], 0)
         row_max = new_max
-    finish(o, row_max, row_sum, offset, mean, batch, seq, head, output, options)
+    store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output, options)
 
 
 @gluon.jit

@@ -5,14 +5,13 @@ Each warp has 32 of a page's 128 tokens, and its own online softmax. After the l
 
 from __future__ import annotations
 
+from ..common import HIDDEN_FINITE, LOG2E, UNSEEN
 from ..gluon import aggregate, fence_async_shared, gl, gluon, mbarrier, mma_v2, sync
 from ..pages import PAGE
 from ..ptx import transpose_8x8
-from .combine import NO_SCORE, combine, finish
-from .options import LOG2E
+from .combine import combine_ranges, store_head
 from .queries import load_mean, mma_layout
 
-MASKED = gl.constexpr(-1e30)  # a score that is masked; finite, so that no inf - inf can arise
 WEIGHT_BITS = gl.constexpr(14)  # weights are multiplied by 2^14, so that small ones are not subnormals of FP16
 
 
@@ -69,7 +68,7 @@ def _weights_operand(p, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _scores(k, q, ROWS: gl.constexpr, MMA: gl.constexpr):
-    """K Q^T `[warps, tokens, rows]` in FP32, with `q` from `Queries.operand`."""
+    """K Q^T `[warps, tokens, rows]` in FP32, with `q` from `DecodeQueries.operand`."""
     WARPS: gl.constexpr = k.shape[0]
     TOKENS: gl.constexpr = k.shape[1]
     if k.dtype == gl.int8:
@@ -88,63 +87,63 @@ def _tanh(x):
 
 
 @gluon.jit
-def _load_v(pipe, stage, phase, OPERAND: gl.constexpr):
+def _load_v(ring, stage, phase, OPERAND: gl.constexpr):
     """V of a stage `[warps, channels, tokens]`; the stage is free afterwards.
 
     The fence waits until all loads from the stage have their data. A barrier does not: it orders loads with other loads and stores, but TMA
     writes through another path (PTX's async proxy), and could overwrite bytes whose load has begun.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    mbarrier.wait(pipe.v_full.index(stage), phase)
-    WIDTH: gl.constexpr = pipe.v.shape[1]
-    v = pipe.v.index(stage).reshape([WIDTH, WARPS, PAGE // WARPS]).permute([1, 0, 2]).load(OPERAND)
+    mbarrier.wait(ring.v_full.index(stage), phase)
+    WIDTH: gl.constexpr = ring.v.shape[1]
+    v = ring.v.index(stage).reshape([WIDTH, WARPS, PAGE // WARPS]).permute([1, 0, 2]).load(OPERAND)
     fence_async_shared()
-    mbarrier.arrive(pipe.empty.index(stage), count=1)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
     return v
 
 
 @gluon.jit
-def _attend(pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, last_v_scale, options: gl.constexpr):
+def _attend(ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options: gl.constexpr):
     """Add one page, number `tile` of the range, to the online softmax of a head.
 
-    Returns the accumulator, in units of the page's scale of V, the rows' maxima and sums, and that scale.
+    Returns the accumulator, in units of the page's scale of V, the rows' maxima and sums, and that unit.
     """
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = acc.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     TWO: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])  # of two numbers that all threads have
-    stage = tile % pipe.STAGES
-    phase = (tile // pipe.STAGES) & 1
-    mbarrier.wait(pipe.k_full.index(stage), phase)
-    k_scale, v_scale = gl.split(pipe.scales.index(stage).reshape([1, 2]).load(TWO))
+    stage = tile % ring.STAGES
+    phase = (tile // ring.STAGES) & 1
+    mbarrier.wait(ring.k_full.index(stage), phase)
+    k_scale, v_scale = gl.split(ring.scales.index(stage).reshape([1, 2]).load(TWO))
     c = gl.max(k_scale, 0) * factor
     v_scale = gl.max(v_scale, 0)
-    k = pipe.k.index(stage).reshape([WARPS, PAGE // WARPS, options.width]).load(A)
+    k = ring.k.index(stage).reshape([WARPS, PAGE // WARPS, options.width]).load(A)
     if options.early_v:  # frees the stage before the arithmetic
-        v = _load_v(pipe, stage, phase, A)
+        v = _load_v(ring, stage, phase, A)
     s = _scores(k, q, options.rows, MMA)
     if options.softcap:
-        s = _tanh((s * c[:, None, :] + offset[:, None, :]) * (1.0 / softcap)) * softcap
+        s = _tanh((s * c[:, None, :] + mean_score[:, None, :]) * (1.0 / softcap)) * softcap
         c = factor * 0.0 + 1.0
     if mask.cuts(page):
-        s = gl.where(mask.sees(page * PAGE + token), s * c[:, None, :], MASKED)
+        s = gl.where(mask.sees(page * PAGE + token), s * c[:, None, :], HIDDEN_FINITE)
         c = factor * 0.0 + 1.0
     new_max = gl.maximum(row_max, gl.max(s, 1) * c - WEIGHT_BITS)  # so weights are 2^14 times the softmax's
     rescale = gl.exp2(row_max - new_max)
     p = gl.exp2(s * c[:, None, :] - new_max[:, None, :])
     row_sum = row_sum * rescale + gl.sum(p, 1)
     # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
-    ratio = last_v_scale.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
+    ratio = v_unit.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
     rescale = rescale * ratio.to(gl.float32, bitcast=True)
     if not options.early_v:
-        v = _load_v(pipe, stage, phase, A)
+        v = _load_v(ring, stage, phase, A)
     acc = mma_v2(v.to(gl.float16), _weights_operand(p, B), acc * rescale[:, None, :])
     return acc, new_max, row_sum, v_scale
 
 
 @gluon.jit
-def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, softcap, options: gl.constexpr):
+def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, softcap, options: gl.constexpr):
     """Four warps: attention over the pages of the range, and the combination of heads that ranges share."""
     ROWS: gl.constexpr = options.rows
     WIDTH: gl.constexpr = options.width
@@ -152,8 +151,8 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
     TOKENS: gl.constexpr = PAGE // WARPS  # of a page, for each warp
     MMA: gl.constexpr = mma_layout(WARPS)
     VECTOR: gl.constexpr = gl.SliceLayout(1, MMA)  # [warp, rows]
-    INT8: gl.constexpr = pipe.k.dtype == gl.int8
-    OFFSETS: gl.constexpr = queries.k_mean is not None
+    INT8: gl.constexpr = ring.k.dtype == gl.int8
+    MEAN_SCORES: gl.constexpr = queries.k_mean is not None
     # Channels over lanes, rows over warps, all warps' values in one thread.
     CHANNELS: gl.constexpr = min(WIDTH // 32, 4)
     MERGED: gl.constexpr = gl.BlockedLayout([WARPS, CHANNELS, 1], [1, 32, 1], [1, 1, WARPS], [1, 2, 0])
@@ -174,18 +173,18 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
         if i < j:
             if begin > work.begin:
                 raw_q, k_mean = queries.load(batch, seq, head, options)
-            q, factor, offset = queries.operand(raw_q, k_mean, VECTOR, INT8, options)
+            q, factor, mean_score = queries.operand(raw_q, k_mean, VECTOR, INT8, options)
             mask = _mask(batch, seq, step, options.causal)
             acc = gl.zeros([WARPS, WIDTH, ROWS], gl.float32, MMA)
-            row_max = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, VECTOR)
+            row_max = gl.full([WARPS, ROWS], UNSEEN, gl.float32, VECTOR)
             row_sum = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
-            offset_one = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, SUMS))
-            if OFFSETS:
-                offset_one = gl.max(gl.convert_layout(offset, SUMS), 0)
-            v_scale = seq.length.to(gl.float32) * 0.0 + 1.0  # of an empty accumulator
+            mean_score_one = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, SUMS))
+            if MEAN_SCORES:
+                mean_score_one = gl.max(gl.convert_layout(mean_score, SUMS), 0)
+            v_unit = seq.length.to(gl.float32) * 0.0 + 1.0  # of an empty accumulator
             for page in range(seq.first_page + i, seq.first_page + j):
-                acc, row_max, row_sum, v_scale = _attend(
-                    pipe, tile, page, q, factor, offset, softcap, mask, token, acc, row_max, row_sum, v_scale, options
+                acc, row_max, row_sum, v_unit = _attend(
+                    ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options
                 )
                 tile += 1
 
@@ -198,12 +197,12 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
             max_one = gl.max(all_max, 0)
             weight = gl.exp2(all_max - max_one[None, :])
             sum_one = gl.sum(all_sum * weight, 0)
-            o = gl.sum(o * (weight * v_scale)[:, None, :], 0)
+            o = gl.sum(o * (weight * v_unit)[:, None, :], 0)
             if i + seq.num_pages == j:
-                finish(o, max_one, sum_one, offset_one, v_mean, batch, seq, head, output, options)
+                store_head(o, max_one, sum_one, mean_score_one, v_mean, batch, seq, head, output, options)
             else:
                 part = work.worker + gl.where(i == 0, work.workers, 0)
-                parts.store(part, o, max_one, sum_one, offset_one, batch, seq, channel, PAIR, OFFSETS, options)
+                parts.store(part, o, max_one, sum_one, mean_score_one, batch, seq, channel, PAIR, MEAN_SCORES, options)
                 start = gl.where(i > 0, first_start, work.worker)
                 sync()
                 done = gl.atomic_add(parts.pages + start, j - i, sem="acq_rel", scope="gpu") + j - i
@@ -211,6 +210,6 @@ def consume(pipe, batch, work, parts, first_q, first_k_mean, queries, output, so
                 if done == seq.num_pages:
                     gl.store(parts.pages + start, 0)
                     last = work.worker_of(begin + seq.num_pages - 1)
-                    combine(start, last, batch, seq, head, work.workers, parts, output, OFFSETS, options)
+                    combine_ranges(start, last, batch, seq, head, work.workers, parts, output, MEAN_SCORES, options)
         begin += seq.places
         index, head = batch.following(index, head, seq.num_pages)

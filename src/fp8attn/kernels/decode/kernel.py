@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..gluon import gdc_wait, gl, gluon
-from .combine import Output, Parts, clear_rest
+from .combine import DecodeOutput, Parts, clear_rest
 from .consume import consume
-from .load import PRODUCER_REGISTERS, Source, make_pipe, produce, request_first
-from .queries import Queries
-from .work import Batch, assign
+from .load import PRODUCER_REGISTERS, DecodeSource, make_ring, produce, request_first
+from .queries import DecodeQueries
+from .work import DecodeBatch, assign
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "num_tokens", "window", "workers", "plane"])
@@ -21,7 +21,7 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
         row_tiles = (max_q * OPTIONS.group + ROWS - 1) // ROWS
     row_tile = gl.program_id(0) % row_tiles
     worker = gl.program_id(0) // row_tiles
-    batch = Batch(
+    batch = DecodeBatch(
         lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, OPTIONS.group, OPTIONS.ragged,
         OPTIONS.window, OPTIONS.leftpad, OPTIONS.whole_pages, OPTIONS.head_pages,
     )  # fmt: skip
@@ -29,21 +29,21 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
     first = row_tile * (2 * workers) * ROWS
     sums_ptr = part_ptr + plane * OPTIONS.width
     parts = Parts(part_ptr + first * OPTIONS.width, sums_ptr + 2 * first, sums_ptr + 2 * plane + first, state_ptr + row_tile * workers)
-    source = Source(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
-    queries = Queries(q_ptr, q_stride_t, q_stride_h, k_mean_ptr, scale)
-    output = Output(out_ptr, lse_ptr, v_mean_ptr, sinks_ptr)
+    source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
+    queries = DecodeQueries(q_ptr, q_stride_t, q_stride_h, k_mean_ptr, scale)
+    output = DecodeOutput(out_ptr, lse_ptr, v_mean_ptr, sinks_ptr)
     # Before warp specialization, do only the work that the first page waits for, and load the first queries. Later they would wait for
     # the pages that the SM has requested.
-    pipe = make_pipe(k_desc, OPTIONS.width, OPTIONS.stages)
-    pipe.open()
+    ring = make_ring(k_desc, OPTIONS.width, OPTIONS.stages)
+    ring.open()
     gdc_wait()  # The kernel is launched while `append` runs. From here on it reads and writes memory that previous kernels use.
     count = batch.counts(0, OPTIONS.block)
     work = assign(batch, count, worker, workers, OPTIONS.block)
     first_q, first_k_mean = queries.load(batch, batch.sequence(work.seq), work.head, OPTIONS)
-    requested = request_first(pipe, batch, work, source)
+    requested = request_first(ring, batch, work, source)
     gl.warp_specialize([
-        (consume, (pipe, batch, work, parts, first_q, first_k_mean, queries, output, softcap, OPTIONS)),
-        (produce, (pipe, batch, work, requested, source)),
+        (consume, (ring, batch, work, parts, first_q, first_k_mean, queries, output, softcap, OPTIONS)),
+        (produce, (ring, batch, work, requested, source)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     if OPTIONS.ragged:
         clear_rest(batch, num_tokens, output, OPTIONS)

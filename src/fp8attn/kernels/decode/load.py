@@ -9,7 +9,7 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @aggregate
-class Pipe:
+class DecodeRing:
     """Shared memory between the producer and the consumer: stages of a K and a V page each, and their scales."""
 
     k: gl.shared_memory_descriptor
@@ -31,7 +31,7 @@ class Pipe:
 
 
 @gluon.jit
-def make_pipe(k_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+def make_ring(k_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     """Allocates shared memory. `WIDTH` is the head dimension, padded to a power of two."""
     k = allocate_k(k_desc, STAGES)
     v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_layout(WIDTH))
@@ -39,11 +39,11 @@ def make_pipe(k_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    return Pipe(k, v, scales, k_full, v_full, empty, STAGES)
+    return DecodeRing(k, v, scales, k_full, v_full, empty, STAGES)
 
 
 @aggregate
-class Source:
+class DecodeSource:
     """The addresses of the pages and their scales."""
 
     k_desc: tensor_descriptor
@@ -54,31 +54,31 @@ class Source:
     D: gl.constexpr
 
     @gluon.jit
-    def request(self, pipe, stage, slot):
+    def request(self, ring, stage, slot):
         """Starts to copy K and V of `slot` (page x heads + head), and their scales, to a stage that is free."""
         header = self.pool + slot.to(gl.int64) * page_bytes(self.D) + 2 * PAGE * self.D
         two = gl.arange(0, 2, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
-        fetch_words(pipe.scales.index(stage), header.to(gl.pointer_type(gl.float32), bitcast=True) + two)
-        arrive_with_words(pipe.k_full.index(stage))
-        mbarrier.expect(pipe.k_full.index(stage), self.k_desc.block_type.nbytes)
-        fetch_k(self.k_desc, slot, pipe.k_full.index(stage), pipe.k.index(stage))
-        mbarrier.expect(pipe.v_full.index(stage), self.k_desc.block_type.nbytes)
-        fetch_v(self.v_desc, slot, pipe.v_full.index(stage), pipe.v, stage, pipe.STAGES)
+        fetch_words(ring.scales.index(stage), header.to(gl.pointer_type(gl.float32), bitcast=True) + two)
+        arrive_with_words(ring.k_full.index(stage))
+        mbarrier.expect(ring.k_full.index(stage), self.k_desc.block_type.nbytes)
+        fetch_k(self.k_desc, slot, ring.k_full.index(stage), ring.k.index(stage))
+        mbarrier.expect(ring.v_full.index(stage), self.k_desc.block_type.nbytes)
+        fetch_v(self.v_desc, slot, ring.v_full.index(stage), ring.v, stage, ring.STAGES)
 
 
 @gluon.jit
-def request_first(pipe, batch, work, source):
+def request_first(ring, batch, work, source):
     """Requests the first page of a range, before the warps are specialized. Returns whether there was one to request."""
     seq = batch.sequence(work.seq)
     i, j = batch.portion(work.begin, seq.num_pages, work.low, work.high)
     requested = (work.begin < work.high) & (i < j) & (seq.length > 0)
     if requested:
-        source.request(pipe, 0, gl.load(source.table + work.seq * source.table_stride + seq.first_page + i) * batch.heads + work.head)
+        source.request(ring, 0, gl.load(source.table + work.seq * source.table_stride + seq.first_page + i) * batch.heads + work.head)
     return requested
 
 
 @gluon.jit
-def produce(pipe, batch, work, requested, source):
+def produce(ring, batch, work, requested, source):
     """The producer's warp: requests the pages of a range, except the first page if that has been `requested`.
 
     It does not wait for the stage of that first page either. The stage was free then, and the consumer may have freed it again since. A
@@ -91,14 +91,14 @@ def produce(pipe, batch, work, requested, source):
         seq = batch.sequence(index)
         i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
         for page in range(seq.first_page + i + done, seq.first_page + j):
-            stage = tile % pipe.STAGES
+            stage = tile % ring.STAGES
             slot = gl.load(source.table + index * source.table_stride + page) * batch.heads + head
-            mbarrier.wait(pipe.empty.index(stage), ((tile // pipe.STAGES) & 1) ^ 1)
+            mbarrier.wait(ring.empty.index(stage), ((tile // ring.STAGES) & 1) ^ 1)
             if seq.length > 0:
-                source.request(pipe, stage, slot)
+                source.request(ring, stage, slot)
             else:  # the table of an empty sequence may name any page, and that page may hold any bytes
-                mbarrier.arrive(pipe.k_full.index(stage), count=1)
-                mbarrier.arrive(pipe.v_full.index(stage), count=1)
+                mbarrier.arrive(ring.k_full.index(stage), count=1)
+                mbarrier.arrive(ring.v_full.index(stage), count=1)
             tile += 1
         done = 0
         begin += seq.places

@@ -1,4 +1,4 @@
-"""The plan of a launch, from what the host knows about a problem."""
+"""The plan of a launch, from what the host knows about a problem, and the compile-time options."""
 
 from __future__ import annotations
 
@@ -8,15 +8,40 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common import power_of_two
+from ..constexpr import ConstexprFields
 from ..devices import DEFAULT, Chip, chip
 from ..launch import Constants, Counters, constants, num_sms
-from .options import Options
 
 WARPS = 4  # that consume. The producer's warp counts as four more, since warps are given registers by fours.
 
 
 @dataclass(frozen=True)
-class Launch:
+class DecodeOptions(ConstexprFields):
+    """The one constexpr parameter of the kernel. The host makes it, and device code reads it."""
+
+    head_dim: int
+    width: int  # head_dim, padded to a power of two; TMA pads with zeros
+    group: int  # query heads of a KV head
+    rows: int  # query rows of a tile
+    used_rows: int  # rows that exist, padded to a power of two
+    one_row_tile: bool  # of a KV head; else as many as the rows of `max_q` take, in one kernel for any number
+    stages: int  # of shared memory: pages
+    block: int  # sequences whose lengths a CTA loads at once
+    causal: bool
+    ragged: bool  # the queries' bounds are given
+    window: bool
+    softcap: bool
+    sinks: bool
+    leftpad: bool
+    rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
+    whole_pages: int  # `devices.Chip.decode_whole_pages`
+    head_pages: int  # `devices.Chip.decode_head_pages`
+    early_v: bool  # V is loaded to registers before the scores are computed, if there are enough registers
+
+
+@dataclass(frozen=True)
+class DecodeShape:
     """The shape of a launch: everything that the compiled kernel depends on, and the number of CTAs."""
 
     head_dim: int
@@ -34,7 +59,7 @@ class Launch:
 
     @property
     def width(self) -> int:
-        return 1 << (self.head_dim - 1).bit_length()
+        return power_of_two(self.head_dim)
 
     @property
     def rows(self) -> int:
@@ -65,9 +90,9 @@ class Launch:
 
     def constants(self) -> dict[str, Any]:
         """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its threads."""
-        options = Options(
+        options = DecodeOptions(
             head_dim=self.head_dim, width=self.width, group=self.group, rows=self.rows,
-            used_rows=min(self.rows, 1 << (self.max_rows - 1).bit_length()), one_row_tile=self.tiles == 1, stages=self.stages,
+            used_rows=min(self.rows, power_of_two(self.max_rows)), one_row_tile=self.tiles == 1, stages=self.stages,
             block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window, softcap=self.softcap,
             sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, whole_pages=self.chip.decode_whole_pages,
             head_pages=self.chip.decode_head_pages, early_v=self.width * self.rows <= 2048,
@@ -76,7 +101,7 @@ class Launch:
         return {"OPTIONS": options, "num_warps": WARPS, "maxnreg": min(65536 // threads, 248), "launch_pdl": True}
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """The numbers that the host computes from a problem's shape, once."""
 
     workers: int  # ranges of a row tile
@@ -88,9 +113,9 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def make_plan(device: torch.device, heads: int, *shape) -> Plan:
-    """The plan for `Launch(*shape)` and `heads` heads of all sequences together."""
-    how = Launch(*shape, chip=chip(device))
+def make_plan(device: torch.device, heads: int, *shape) -> DecodePlan:
+    """The plan for `DecodeShape(*shape)` and `heads` heads of all sequences together."""
+    how = DecodeShape(*shape, chip=chip(device))
     workers = how.workers(num_sms(device), heads)
     given = constants("decode", device, **how.constants())
-    return Plan(workers, (workers * how.tiles,), Counters(workers * how.tiles), 2 * workers * how.tiles * how.rows, how.width, given)
+    return DecodePlan(workers, (workers * how.tiles,), Counters(workers * how.tiles), 2 * workers * how.tiles * how.rows, how.width, given)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..common import LOG2E
 from ..gluon import aggregate, gl, gluon
 from ..rotation import block_size, negative
-from .options import LOG2E
 
 MAX_INTEGER = gl.constexpr(127 * 256.0)  # of a query as an integer of two bytes, each of them in [-128, 127]
 
@@ -25,7 +25,7 @@ def load_mean(mean_ptr, head, d, D: gl.constexpr):
 
 
 @aggregate
-class Queries:
+class DecodeQueries:
     """The queries, K's mean and the scale of the softmax."""
 
     q: gl.tensor  # pointer to [tokens, heads, head_dim]
@@ -58,9 +58,9 @@ class Queries:
         q = q.to(gl.float32)
         if options.rotate:
             q = _rotate(q, options.head_dim)
-        offset = gl.zeros([gl.num_warps(), q.shape[0]], gl.float32, VECTOR)
+        mean_score = gl.zeros([gl.num_warps(), q.shape[0]], gl.float32, VECTOR)
         if self.k_mean is not None:
-            offset = _in_every_warp(gl.sum(q * k_mean[None, :], 1) * (self.scale * LOG2E), VECTOR)
+            mean_score = _in_every_warp(gl.sum(q * k_mean[None, :], 1) * (self.scale * LOG2E), VECTOR)
         largest = gl.maximum(gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23)  # NaN is larger than all numbers here
         sign = gl.where(self.scale < 0, -1.0, 1.0)
         if INT8:
@@ -81,7 +81,7 @@ class Queries:
         q = memory.permute([1, 0]).load(gl.SliceLayout(0, OPERAND))
         if not INT8:  # here and not above. ptxas: otherwise each page copies the loaded registers to others
             q *= sign.to(gl.float16)
-        return _repeat(q, OPERAND), _in_every_warp(factor, VECTOR), offset
+        return _repeat(q, OPERAND), _in_every_warp(factor, VECTOR), mean_score
 
 
 @gluon.constexpr_function

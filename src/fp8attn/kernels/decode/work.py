@@ -10,7 +10,7 @@ from ..pages import PAGE
 
 
 @aggregate
-class Sequence:
+class DecodeSequence:
     """One sequence: its queries, its keys, and the pages that a row tile must read."""
 
     length: gl.tensor  # keys
@@ -23,7 +23,7 @@ class Sequence:
 
 
 @aggregate
-class Batch:
+class DecodeBatch:
     """The sequences, and the places of their heads in the list of work."""
 
     lengths: gl.tensor  # pointers to int32: tokens held, bounds of the queries, tokens of padding
@@ -74,7 +74,7 @@ class Batch:
         if self.LEFTPAD:
             pad = gl.load(self.leftpad + seq)
         first, pages = self.pages(length, num_q, pad)
-        return Sequence(length, query, num_q, pad, first, pages, self.places(pages))
+        return DecodeSequence(length, query, num_q, pad, first, pages, self.places(pages))
 
     @gluon.jit
     def counts(self, base, BLOCK: gl.constexpr):
@@ -132,7 +132,7 @@ def _divide(a, b):
 
 
 @aggregate
-class Work:
+class DecodeWork:
     """The places of all heads in one list, cut into a range for each worker; and the range of this worker.
 
     The cuts, and so the order of every sum, depend only on the lengths. A worker without work has an empty range.
@@ -179,4 +179,4 @@ def assign(batch, count, worker, workers, BLOCK: gl.constexpr):
     places = batch.sequence(seq).places
     head = gl.where(low < high, _divide(low - begin, gl.maximum(places, 1)), 0)
     begin = gl.where(low < high, begin + head * places, high)
-    return Work(worker, workers, share, rest, low, high, seq, head, begin)
+    return DecodeWork(worker, workers, share, rest, low, high, seq, head, begin)

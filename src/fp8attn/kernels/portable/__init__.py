@@ -14,11 +14,12 @@ byte between them. Long sequences are split over programs (Flash-Decoding). Each
 with its own maximum, denominator and accumulator (a batched matrix product whose batch is the warp). Then the loop has no exchange between
 warps, and their results are combined once, at the end.
 
-Host: `attention`, the call; `config`, the tiles. Device: `kernel`, and `tiles`, its loop. Both: `options`.
+Host: `attention`, the call; `config`, the tiles. Device: `kernel`, and `tiles`, its loop. Both: `PortableOptions`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,16 +29,17 @@ from ...layout import PAGE_SIZE
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..combine import combine, num_splits
+from ..common import power_of_two
+from ..constexpr import ConstexprFields
 from ..fp8 import is_native
 from ..launch import constants, launch
 from ..machine import machine
-from .kernel import _attention_kernel
-from .options import Options
+from .kernel import portable_kernel
 
 CLEARING = 64  # programs that write zeros after the last sequence of a ragged batch
 
 
-class Config(NamedTuple):
+class PortableConfig(NamedTuple):
     """How a block of rows is computed: numbers of its rows, of keys in a tile, of warps that split the keys (1: no split), of warps, of
     pipeline stages."""
 
@@ -48,8 +50,27 @@ class Config(NamedTuple):
     num_stages: int
 
 
+@dataclass(frozen=True)
+class PortableOptions(ConstexprFields):
+    """The one constexpr parameter of the kernel. The host makes it, and device code reads it."""
+
+    int8: bool  # keys; or else E4M3
+    rotate: bool  # queries, as the keys are
+    head_dim: int
+    width: int  # head_dim, padded to a power of two
+    group: int  # query heads of a KV head
+    rows: int  # of a program
+    tile: int  # keys of a tile
+    warps: int  # that split a tile's keys; 1: none does
+    causal: bool
+    window: bool
+    softcap: bool
+    split: bool  # the keys are divided among programs
+    native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
+
+
 @lru_cache
-def config(head_dim: int, rows: int, shared_memory: int) -> Config:
+def config(head_dim: int, rows: int, shared_memory: int) -> PortableConfig:
     """The block for `rows` packed rows of each KV head (queries times group), if a program may have `shared_memory` bytes.
 
     The frequent cases do not spill registers (`test_compile.py` checks it). GPUs with much shared memory (Hopper, Blackwell) also have
@@ -58,15 +79,15 @@ def config(head_dim: int, rows: int, shared_memory: int) -> Config:
     wide = head_dim > 128
     if shared_memory >= 200_000:
         if rows <= 16:
-            return Config(16, 128, 4, 4, 2 if wide else 3)
+            return PortableConfig(16, 128, 4, 4, 2 if wide else 3)
         if rows <= 64:
-            return Config(64, 64, 1, 8 if wide else 4, 2)
-        return Config(128, 64, 1, 8, 2)
+            return PortableConfig(64, 64, 1, 8 if wide else 4, 2)
+        return PortableConfig(128, 64, 1, 8, 2)
     if rows <= 16:
-        return Config(16, 64, 1, 8, 3) if wide else Config(16, 128, 4, 4, 3)
+        return PortableConfig(16, 64, 1, 8, 3) if wide else PortableConfig(16, 128, 4, 4, 3)
     if rows <= 64 or wide:
-        return Config(64, 32, 1, 8 if wide else 4, 2)
-    return Config(128, 32, 1, 8, 3)
+        return PortableConfig(64, 32, 1, 8 if wide else 4, 2)
+    return PortableConfig(128, 32, 1, 8, 3)
 
 
 @lru_cache
@@ -91,7 +112,6 @@ def attention(
     if not num_tokens:
         return out, lse
     group = num_q_heads // pages.num_kv_heads
-    padded = 1 << (head_dim - 1).bit_length()
     sms, shared_memory = _device(device)
     rows, tile, key_warps, num_warps, num_stages = config(head_dim, max_seqlen_q * group, shared_memory)
     blocks = -(-max_seqlen_q * group // rows)
@@ -110,13 +130,14 @@ def attention(
         None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0),
         max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(softmax_scale), float(softcap), window,
     )  # fmt: skip
-    options = Options(
-        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, width=padded, group=group, rows=rows, tile=tile,
-        warps=key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1, native=is_native(device),
+    options = PortableOptions(
+        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, width=power_of_two(head_dim), group=group,
+        rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1,
+        native=is_native(device),
     )  # fmt: skip
     given = constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     programs = pages.num_seqs * pages.num_kv_heads * blocks * splits
-    launch(_attention_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, given)
+    launch(portable_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, given)
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse

@@ -3,14 +3,13 @@
 import triton
 import triton.language as tl
 
-from ..combine import finish
+from ..combine import share_and_lse
+from ..common import HIDDEN, LOG2E, UNSEEN
 from ..fp8 import round_to
 from ..rotation import hadamard
-from .tiles import P_BITS, add_tiles
+from .tiles import WEIGHT_BITS, add_tiles
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _Q_BITS = tl.constexpr(8)  # a row of Q is scaled so that its largest value is in [2^8, 2^9)
-_NOTHING = tl.constexpr(-1e28)  # the running maximum before the first key: finite, so that scores of -inf make no NaN
 
 
 @triton.jit
@@ -23,16 +22,16 @@ def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs
         row = (start + tl.arange(0, 1)).to(tl.int64)
         if OPTIONS.split:
             for split in range(num_splits):
-                tl.store(lse_ptr + row + num_rows.to(tl.int64) * split, tl.full((1,), float("-inf"), tl.float32))
+                tl.store(lse_ptr + row + num_rows.to(tl.int64) * split, tl.full((1,), HIDDEN, tl.float32))
         else:
             tl.store(out_ptr + row * D + d, tl.zeros((DP,), out_ptr.dtype.element_ty), mask=d < D)
-            tl.store(lse_ptr + row, tl.full((1,), float("-inf"), tl.float32))
+            tl.store(lse_ptr + row, tl.full((1,), HIDDEN, tl.float32))
 
 
 @triton.jit(
     do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_seqs", "num_blocks", "num_splits", "num_rows", "window"]
 )
-def _attention_kernel(
+def portable_kernel(
     q_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr, out_ptr, lse_ptr, q_stride_t,
     q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows, softmax_scale, softcap, window,
     OPTIONS: tl.constexpr,
@@ -98,7 +97,7 @@ def _attention_kernel(
         last_tile = first_tile + num_tiles * (split + 1) // num_splits
         first_tile += num_tiles * split // num_splits
         if first_tile >= last_tile:
-            tl.store(lse_ptr + offset, float("-inf"), mask=real)
+            tl.store(lse_ptr + offset, HIDDEN, mask=real)
             return
     else:
         last_tile = first_tile + num_tiles
@@ -113,7 +112,7 @@ def _attention_kernel(
     exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
     grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)
     shrink = ((exponent - _Q_BITS) << 23).to(tl.float32, bitcast=True)
-    scale_log2 = tl.abs(softmax_scale) * _LOG2E
+    scale_log2 = tl.abs(softmax_scale) * LOG2E
     q = tl.where(softmax_scale < 0, -q, q)
     # Above zero, so that -inf keeps its meaning: scores this small are zero whatever the factor.
     factor = tl.maximum(shrink * scale_log2, 1e-25)
@@ -122,7 +121,7 @@ def _attention_kernel(
         k_mean = tl.load(k_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)
         mean_score = tl.sum(q * k_mean[None, :], 1) * scale_log2
     q = (q * grow[:, None]).to(tl.float16)
-    cap = softcap * _LOG2E
+    cap = softcap * LOG2E
     shift = mean_score
     if SOFTCAP:
         factor = factor * (2.0 / softcap)
@@ -141,7 +140,7 @@ def _attention_kernel(
         q = tl.broadcast_to(q[None, :, :], (WARPS, ROWS, DP))
         acc = tl.zeros((WARPS, ROWS, DP), tl.float32)
         denom = tl.zeros((WARPS, ROWS), tl.float32)
-        m = tl.full((WARPS, ROWS), _NOTHING, tl.float32)
+        m = tl.full((WARPS, ROWS), UNSEEN, tl.float32)
         factor = factor[None, :]
         shift = shift[None, :]
         see_from = see_from[None, :, None]
@@ -149,7 +148,7 @@ def _attention_kernel(
     else:
         acc = tl.zeros((ROWS, DP), tl.float32)
         denom = tl.zeros((ROWS,), tl.float32)
-        m = tl.full((ROWS,), _NOTHING, tl.float32)
+        m = tl.full((ROWS,), UNSEEN, tl.float32)
         see_from = see_from[:, None]
         see_to = see_to[:, None]
     unit = tl.full((), 1.0, tl.float32)
@@ -188,7 +187,7 @@ def _attention_kernel(
 
     # Rows that see nothing have denom = 0; a NaN is not 0 and stays.
     nothing = denom == 0.0
-    lse = tl.where(nothing, float("-inf"), tl.log2(denom) + (m - P_BITS))
+    lse = tl.where(nothing, HIDDEN, tl.log2(denom) + (m - WEIGHT_BITS))
     out = acc * (unit / tl.where(nothing, 1.0, denom))[:, None]
     if v_mean_ptr is not None:
         out += tl.load(v_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)[None, :]
@@ -199,7 +198,7 @@ def _attention_kernel(
         tl.store(lse_ptr + offset, lse, mask=real)
         tl.store(lse_ptr + offset + num_splits.to(tl.int64) * num_rows, mean_score, mask=real)
     else:
-        share, lse = finish(lse, mean_score, sinks_ptr, head)
+        share, lse = share_and_lse(lse, mean_score, sinks_ptr, head)
         out = round_to(out * share[:, None], out_ptr.dtype.element_ty, OPTIONS.native)
         tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask)
         tl.store(lse_ptr + offset, lse, mask=real)

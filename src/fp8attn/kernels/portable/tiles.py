@@ -4,12 +4,13 @@ import triton
 import triton.language as tl
 
 from ...layout import HEADER, PAGE_SIZE, V_GROUP
+from ..common import HIDDEN
 from ..fp8 import from_e4m3, from_int8
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
 _HEADER = tl.constexpr(HEADER)
-P_BITS = tl.constexpr(15)  # P is multiplied by 2^15: at most 32768 in FP16
+WEIGHT_BITS = tl.constexpr(15)  # P is multiplied by 2^15: at most 32768 in FP16
 
 
 @triton.jit
@@ -81,20 +82,20 @@ def add_tiles(
             # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
             s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
         elif INT8 and (MASK_START or MASK_END):
-            # A page with a NaN in a token has a NaN scale (`numerics.settle`). Only rows that see a key of the page become NaN.
+            # A page with a NaN in a token has a NaN scale (`codec.settle`). Only rows that see a key of the page become NaN.
             s += k_scale - k_scale
             f = tl.where(k_scale == k_scale, f, 1.0)
         if MASK_START and MASK_END:
-            s = tl.where((tile * TILE + key < see_to) & (tile * TILE + key >= see_from), s, float("-inf"))
+            s = tl.where((tile * TILE + key < see_to) & (tile * TILE + key >= see_from), s, HIDDEN)
         elif MASK_END:
-            s = tl.where(tile * TILE + key < see_to, s, float("-inf"))
+            s = tl.where(tile * TILE + key < see_to, s, HIDDEN)
         elif MASK_START:
-            s = tl.where(tile * TILE + key >= see_from, s, float("-inf"))
+            s = tl.where(tile * TILE + key >= see_from, s, HIDDEN)
         largest = tl.max(s, AXIS)
         if not SOFTCAP:
             largest = largest * f
         new_m = tl.maximum(m, largest)
-        origin = tl.expand_dims(new_m - P_BITS, -1)
+        origin = tl.expand_dims(new_m - WEIGHT_BITS, -1)
         p = tl.exp2((s if SOFTCAP else s * tl.expand_dims(f, -1)) - origin).to(tl.float16)
         alpha = tl.exp2(m - new_m)
         denom = denom * alpha + tl.sum(p.to(tl.float32), AXIS)

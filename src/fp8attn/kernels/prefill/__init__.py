@@ -5,8 +5,9 @@
     out = acc * v_scale / L + v_mean * l / L                         accumulator sums at most 128 products
 
 Host: `cut` (how a problem is divided), `plan` (a launch's numbers), `attention`. Device, from the outside in: `kernel`, `producer` (with
-`schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`. Both: `options`, and the aggregates
-`items.Items`, `ring.Ring`, `queries.Queries`, `means.Means`, `epilogue.Output`.
+`schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`. All of them use `registers` (sizes and layouts),
+`plan.PrefillOptions`, and the aggregates `items.Items`, `items.Means`, `ring.PrefillRing`, `queries.PrefillQueries` and
+`epilogue.PrefillOutput`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from ...formats.codec import FP8
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..combine import combine
+from ..common import LOG2E, power_of_two
 from ..launch import Tiles, launch
 from ..pages import tiles as page_tiles
 from . import cut, plan
-from .cut import PADDED
 from .kernel import prefill_kernel
-from .options import LOG2E
 from .plan import make_plan, second_launch, tma_takes
 
 __all__ = ["attention", "cut", "plan", "takes_tables"]
@@ -65,7 +65,7 @@ def attention(
     table = pages.page_table
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     # ptxas: d256-e4m3-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
-    return_lse |= PADDED[head_dim] == 256 and (pages.key_dtype == FP8 or cu_seqlens_q is not None)
+    return_lse |= power_of_two(head_dim) == 256 and (pages.key_dtype == FP8 or cu_seqlens_q is not None)
     if out is None:
         out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
         # The layout of queries cannot be copied where strides overlap, or are arbitrary because a dimension has one element.

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..combine import MAX_SPLITS
+from ..common import power_of_two
 from ..devices import Chip
-from .options import ROWS, TILE
+from .registers import ROWS, TILE
 from .schedule import MAX_HEADS, MIN_HEADS
 
 
@@ -41,7 +42,6 @@ SHAPES = {
     128: (Shape(2, 1, 3, 1, 1, 240, 24), Shape(3, 2, 3, 0, 1, 160, 24)),
     256: (Shape(2, 4, 2, 0, 0, 240, 24),),
 }
-PADDED = {64: 64, 80: 128, 96: 128, 128: 128, 192: 256, 256: 256}  # TMA pads with zeros
 PART, LONG_PART = 8, 128  # the smallest number of tiles in a part: if items leave SMs idle, and otherwise
 EXACT = 1.7  # a tile's time with Q and P multiplied twice, over its time without, measured
 Q8 = 0.5  # an item's time beside its tiles with FP8 queries, over its time with queries that it rounds, measured
@@ -114,7 +114,7 @@ def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
 
 def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Chip) -> float:
     """The estimated time of a launch, in microseconds."""
-    tile, item = chip.prefill[PADDED[problem.head_dim], shape.warpgroups]
+    tile, item = chip.prefill[power_of_two(problem.head_dim), shape.warpgroups]
     if problem.exact:
         tile *= EXACT
     if problem.q8:
@@ -165,6 +165,6 @@ def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:
 
 
 def heads_in_wave(q_len: int, tiles: int, wave_rows: int, wave_tiles: int) -> int:
-    """Number of heads whose items are in one order in a dense batch; `schedule.Batch` has the arguments."""
+    """Number of heads whose items are in one order in a dense batch; `schedule.PrefillBatch` has the arguments."""
     heads = min(-(-wave_rows // max(1, q_len)), MIN_HEADS.value)
     return min(max(heads, wave_tiles // max(1, tiles), 1), MAX_HEADS.value)

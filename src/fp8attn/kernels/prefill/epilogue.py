@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from ..common import HIDDEN, LN2, LOG2E
 from ..gluon import aggregate, fence_async_shared, gl, gluon, reinterpret, send, send_wait, sync, tensor_descriptor
 from ..ptx import log2, pin, reciprocal
-from .items import BATCH, HEAD, TOKEN
-from .means import channels_of_mean
-from .memory import number
-from .options import ENDLESS, HIDDEN, LN2, LOG2E
-from .softmax import P_SHIFT
+from .items import BATCH, HEAD, TOKEN, channels_of_mean
+from .registers import ENDLESS
+from .ring import number
+from .softmax import WEIGHT_BITS
 
 
 @aggregate
-class Output:
-    """The addresses of the output and the LSE. With `Options.split` they are the parts that `combine` takes."""
+class PrefillOutput:
+    """The addresses of the output and the LSE. With `PrefillOptions.split` they are the parts that `combine` takes."""
 
     desc: tensor_descriptor | gl.constexpr  # None: by way of `ptr`
     memory: gl.shared_memory_descriptor | gl.constexpr  # [partitions, 1, rows, 1, width], with `desc`
@@ -94,7 +94,7 @@ def write_channels(PARTITION: gl.constexpr, output, batch, token, head, count, v
 
 
 @gluon.jit
-def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.constexpr):
+def store_item(rows, queries, means, output, acc, m, sums, blind, options: gl.constexpr):
     """Write the output and the LSE of a partition's rows. `acc`, `m` and `sums` are the results of `tiles`."""
     items = rows.items
     slot = rows.slot
@@ -104,30 +104,30 @@ def finish(rows, queries, means, output, acc, m, sums, blind, options: gl.conste
     batch = items.get(slot, BATCH)
     token = items.get(slot, TOKEN) + rows.first
     unseen = sums < 1.0  # a largest weight is 2^8; masked ones are 0 or 2^-117, and a sum with a NaN in it is not small
-    v_scale = number(items.v_scale.index(slot))
-    shift = rows.shift
+    v_unit = number(items.v_unit.index(slot))
+    mean_score = rows.mean_score
     if options.softcap:
-        shift = shift * 0.0  # K's mean is already in the scores
-    elif means.SHIFT:
-        shift = queries.shift.index(rows.PARTITION).load(ROW)
+        mean_score = mean_score * 0.0  # K's mean is already in the scores
+    elif means.USES_K:
+        mean_score = queries.mean_score.index(rows.PARTITION).load(ROW)
     if output.sinks is not None:
-        sink = gl.load(output.sinks + head).to(gl.float32) * LOG2E - shift
+        sink = gl.load(output.sinks + head).to(gl.float32) * LOG2E - mean_score
         top_m = gl.maximum(m, sink)
         weights = sums * gl.exp2(m - top_m)
-        total = weights + gl.exp2(sink - top_m + P_SHIFT)
-        inverse = gl.exp2(m - top_m) * v_scale / total
+        total = weights + gl.exp2(sink - top_m + WEIGHT_BITS)
+        inverse = gl.exp2(m - top_m) * v_unit / total
         share = weights / total
-        lse = (gl.where(unseen, sink, top_m - P_SHIFT + log2(total)) + shift) * LN2
+        lse = (gl.where(unseen, sink, top_m - WEIGHT_BITS + log2(total)) + mean_score) * LN2
     else:
-        inverse = v_scale * reciprocal(sums)
+        inverse = v_unit * reciprocal(sums)
         share: gl.constexpr = None
-        lse = gl.where(unseen, HIDDEN, (m - P_SHIFT + log2(sums) + shift) * LN2)
+        lse = gl.where(unseen, HIDDEN, (m - WEIGHT_BITS + log2(sums) + mean_score) * LN2)
     if output.lse is not None:
         row = gl.arange(0, m.shape[0], ROW)
         at = (batch * output.num_tokens + token).to(gl.int64) * output.num_q_heads + head
         if options.split:  # as `combine` takes it
-            lse = gl.where(unseen, HIDDEN, m - P_SHIFT + log2(sums))
-            gl.store(output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, shift, mask=row < count)
+            lse = gl.where(unseen, HIDDEN, m - WEIGHT_BITS + log2(sums))
+            gl.store(output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, mean_score, mask=row < count)
         gl.store(output.lse + at + row * output.num_q_heads, lse, mask=row < count)
     if means.v is not None:
         v_mean = means.of_v(items, slot, options)

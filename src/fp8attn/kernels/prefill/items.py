@@ -1,4 +1,4 @@
-"""Items of work, which the producer announces to the warps that multiply.
+"""Items of work, which the producer announces to the warps that multiply, and the static means that they need.
 
 An item is the query rows of one head that the partitions multiply, over their tiles of keys. Two items are in flight, in two slots.
 """
@@ -6,7 +6,7 @@ An item is the query rows of one head that the partitions multiply, over their t
 from __future__ import annotations
 
 from ..gluon import aggregate, gl, gluon
-from .memory import number
+from .ring import number
 
 # An item's fields, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
 TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, KV_HEAD, LEFT, ANGLES, FIRST = (gl.constexpr(i) for i in range(12))
@@ -18,7 +18,7 @@ class Items:
     """Shared memory for two announced items."""
 
     fields: gl.shared_memory_descriptor  # int32 [2 * FIELDS, 1]
-    v_scale: gl.shared_memory_descriptor  # float32 [2, 1]: of the last tile
+    v_unit: gl.shared_memory_descriptor  # float32 [2, 1]: the scale of V of the last tile, which is the unit of the output
 
     @gluon.jit
     def get(self, slot, FIELD: gl.constexpr):
@@ -47,7 +47,7 @@ class Rows:
     window: gl.tensor
     q: gl.shared_memory_descriptor  # [rows, width], 8 bits
     factor: gl.tensor  # [rows], of scores, but for K's scale
-    shift: gl.tensor  # [rows], the score against K's mean
+    mean_score: gl.tensor  # [rows], the score against K's mean
     cap: gl.tensor
 
     @gluon.jit
@@ -55,3 +55,45 @@ class Rows:
         """The last key that each row sees."""
         row = gl.arange(0, self.q.shape[0], LAYOUT) + (self.first + ((1 - self.causal) << 30))
         return gl.minimum(self.items.get(self.slot, POSITION) + row, self.items.get(self.slot, LENGTH) - 1)
+
+
+@aggregate
+class Means:
+    """K's mean, if it is needed (weights do not need it), and V's mean, if there is one.
+
+    The means of an item are copied to shared memory. With head_dim 256, shared memory is full, and they are read from global memory.
+    """
+
+    memory: gl.shared_memory_descriptor  # float32 [4, width]: K's of two items, V's of two items
+    k: gl.tensor | gl.constexpr  # float32 [num_kv_heads, head_dim], pointers or None
+    v: gl.tensor | gl.constexpr
+    USES_K: gl.constexpr  # K's mean is needed
+
+    @gluon.jit
+    def of_k(self, items, slot, options: gl.constexpr):
+        """K's mean of an item's head, if it is needed: shared memory, or a pointer."""
+        if options.width < 256:
+            return self.memory.index(slot)
+        else:
+            return self.k + items.get(slot, KV_HEAD) * options.head_dim
+
+    @gluon.jit
+    def of_v(self, items, slot, options: gl.constexpr):
+        """V's mean of an item's head, if there is one: shared memory, or a pointer."""
+        if options.width < 256:
+            return self.memory.index(2 + slot)
+        else:
+            return self.v + items.get(slot, KV_HEAD) * options.head_dim
+
+
+@gluon.jit
+def channels_of_mean(mean, first: gl.constexpr, N: gl.constexpr, options: gl.constexpr, LAYOUT: gl.constexpr):
+    """Channels `first` to `first + N` of a mean from `Means.of_k` or `of_v`; zeros after the last channel."""
+    if options.width < 256:
+        x = mean.slice(first, N).load(LAYOUT)
+    elif first + N <= options.head_dim:
+        x = gl.load(mean + first + gl.arange(0, N, LAYOUT))
+    else:
+        channel = first + gl.arange(0, N, LAYOUT)
+        x = gl.load(mean + channel, mask=channel < options.head_dim, other=0.0)
+    return x

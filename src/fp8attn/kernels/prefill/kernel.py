@@ -1,25 +1,23 @@
 """The kernel: its arguments, its shared memory, and the work of its warps.
 
-A CTA has `Options.partitions`, of one warpgroup or two, that multiply `Options.rows` query rows each (`multiply`), and one warp that claims
-work, reads the page table and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A comment that begins
-with `ptxas` explains an expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py` that spills without
-it.
+A CTA has `PrefillOptions.partitions`, of one warpgroup or two, that multiply `PrefillOptions.rows` query rows each (`multiply`), and one
+warp that claims work, reads the page table and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A
+comment that begins with `ptxas` explains an expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py`
+that spills without it.
 """
 
 from __future__ import annotations
 
 from ..gluon import fence_async_shared, gdc_wait, gl, gluon, mbarrier, reinterpret
 from ..pages import PAGE, allocate_k, v_layout
-from .epilogue import Output
-from .items import FIELDS, Items
-from .means import Means
-from .memory import address_of, allocate_barriers, allocate_numbers
+from .epilogue import PrefillOutput
+from .items import FIELDS, Items, Means
 from .multiply import multiply
-from .options import TILE
-from .producer import Source, Work, produce
-from .queries import Queries, Rope, store_signs
-from .ring import Ring
-from .schedule import Batch
+from .producer import PrefillSource, PrefillWork, produce
+from .queries import PrefillQueries, RopeTables, store_signs
+from .registers import TILE
+from .ring import PrefillRing, address_of, allocate_barriers, allocate_numbers
+from .schedule import PrefillBatch
 
 NUMBERS = (
     "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads",
@@ -47,7 +45,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     barriers = allocate_barriers(4 * STAGES)
     address = address_of(barriers)
     Q16: gl.constexpr = q_desc.dtype.primitive_bitwidth == 16
-    SHIFT: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or OPTIONS.softcap or sinks_ptr is not None)
+    USES_K: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or OPTIONS.softcap or sinks_ptr is not None)
     headers = (pool_ptr + 2 * PAGE * OPTIONS.head_dim).to(gl.pointer_type(gl.float32))
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_desc.dtype)
     ITEMS: gl.constexpr = 1 if Q16 else 2  # the memory of 16-bit rows is free after rounding, that of FP8 rows after the products
@@ -74,37 +72,37 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         signs: gl.constexpr = None
     mean_memory = allocate_numbers(gl.float32, 4, WIDTH if WIDTH < 256 else 1)
     fields = allocate_numbers(gl.int32, 2 * FIELDS, 1)
-    last_v_scale = allocate_numbers(gl.float32, 2, 1)
-    shift = allocate_numbers(gl.float32, PARTITIONS, ROWS)
+    v_units = allocate_numbers(gl.float32, 2, 1)
+    mean_score = allocate_numbers(gl.float32, PARTITIONS, ROWS)
     factor = allocate_numbers(gl.float32, PARTITIONS, ROWS if PARTITIONS == 3 else 1)
     if out_desc is not None:
         out_memory = gl.allocate_shared_memory(out_desc.dtype, [PARTITIONS] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
     else:
         out_memory: gl.constexpr = None
-    queries = Queries(
-        codes=codes, given=given, rest=rest, signs=signs, shift=shift, factor=factor, full=allocate_barriers(PARTITIONS),
+    queries = PrefillQueries(
+        codes=codes, given=given, rest=rest, signs=signs, mean_score=mean_score, factor=factor, full=allocate_barriers(PARTITIONS),
         empty=allocate_barriers(PARTITIONS), Q16=Q16,
         REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
-    ring = Ring(
+    ring = PrefillRing(
         k=k_tiles, v=v_tiles, scales=scales, ones=ones, barriers=barriers, address=address, STAGES=STAGES)  # fmt: skip
     for i in gl.static_range(PARTITIONS):
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)
     ring.open(ROWS // 16 if PARTITIONS == 1 else PARTITIONS)
     fence_async_shared()  # TMA and the tensor cores see the barriers and the ones
-    items = Items(fields=fields, v_scale=last_v_scale)
-    means = Means(memory=mean_memory, k=k_mean_ptr, v=v_mean_ptr, SHIFT=SHIFT)
-    output = Output(
+    items = Items(fields=fields, v_unit=v_units)
+    means = Means(memory=mean_memory, k=k_mean_ptr, v=v_mean_ptr, USES_K=USES_K)
+    output = PrefillOutput(
         desc=out_desc, memory=out_memory, ptr=out_ptr, stride_b=out_stride_b, stride_t=out_stride_t, stride_h=out_stride_h, lse=lse_ptr,
         sinks=sinks_ptr, num_tokens=num_tokens, num_q_heads=num_q_heads, plane=plane)  # fmt: skip
-    rope = Rope(cos=cos_ptr, sin=sin_ptr, stride_b=angle_stride_b, stride_t=angle_stride_t)
-    source = Source(
+    rope = RopeTables(cos=cos_ptr, sin=sin_ptr, stride_b=angle_stride_b, stride_t=angle_stride_t)
+    source = PrefillSource(
         q=q_desc, k=k_desc, v=v_desc, queries=blocks, headers=headers, table=table_ptr, table_width=table_width,
         num_kv_heads=num_kv_heads)  # fmt: skip
-    batch = Batch(
+    batch = PrefillBatch(
         bounds=bounds_ptr, lengths=lengths_ptr, new_keys=new_keys, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs,
         num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=PARTITIONS * ROWS)  # fmt: skip
-    work = Work(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
+    work = PrefillWork(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
     # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous kernel uses. Without a
     # table that kernel writes pages, which only the producer reads, so only the producer waits.
     if table_ptr is not None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..gluon import gl, gluon, mbarrier, send_wait
-from .epilogue import finish
+from .epilogue import store_item
 from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
-from .options import TILE
-from .queries import apply_rope, keep_rest, load_queries
+from .queries import keep_rest, load_queries, rotate_rows
+from .registers import TILE
 from .ring import Place
 from .tiles import attend_in_turn, attend_overlapped, attend_twice
 from .tiles_wide import attend_wide
 
-# Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `Queries.REST`, do not average out. The
+# Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `PrefillQueries.REST`, do not average out. The
 # numbers are for prompts, whose other rows see more keys, and for queries that all see the same keys.
 FEW = gl.constexpr(256)
 FEW_IN_ALL = gl.constexpr(640)
@@ -35,32 +35,33 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
         length = items.get(slot, LENGTH)
         # Of the keys that its rows see, the last ones (hi) and the first ones (lo).
         bottom = last - tiles + 1
-        hi_min = position + FIRST_ROW + ((1 - causal) << 30)
-        hi_max = gl.minimum(hi_min + options.rows - 1, length - 1)
-        hi_min = gl.minimum(hi_min, length - 1)
+        all_last = position + FIRST_ROW + ((1 - causal) << 30)
+        any_last = gl.minimum(all_last + options.rows - 1, length - 1)
+        all_last = gl.minimum(all_last, length - 1)
         if options.mask_left or options.split:  # noqa: SIM108 - no choice between values: they differ in type
             blind = None  # a row between others may see no key
         else:
             # The first row sees fewest. ptxas: d128-q8-long. Read again from shared memory at the end, it would spill in the loop.
-            blind = hi_min < 0
-        few = hi_min < gl.where(causal > 0, FEW, FEW_IN_ALL)
-        if means.SHIFT:
+            blind = all_last < 0
+        few = all_last < gl.where(causal > 0, FEW, FEW_IN_ALL)
+        if means.USES_K:
             k_mean = means.of_k(items, slot, options)
         else:
             k_mean: gl.constexpr = None
         q = queries.codes.index(PARTITION if queries.Q16 else slot * options.partitions + PARTITION)
         if options.rope_pairs:  # noqa: SIM102 - at compile time
             if count > 0:  # rows before a sequence have no angles
-                apply_rope(queries, rope, items, slot, count, options, PARTITION)
+                rotate_rows(queries, rope, items, slot, count, options, PARTITION)
         given = queries.given.index(PARTITION)
-        factor, shift = load_queries(q, given, queries.signs, k_mean, scale, options, queries.Q16)
+        factor, mean_score = load_queries(q, given, queries.signs, k_mean, scale, options, queries.Q16)
         rows = Rows(
-            PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor, shift=shift,
-            cap=cap)  # fmt: skip
-        if means.SHIFT and not options.softcap:
-            queries.shift.index(PARTITION).store(shift)  # loaded again at the end, because there are no registers for it until then
+            PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor,
+            mean_score=mean_score, cap=cap)  # fmt: skip
+        if means.USES_K and not options.softcap:
+            # Loaded again at the end, because there are no registers for it until then.
+            queries.mean_score.index(PARTITION).store(mean_score)
 
-        place = attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place, options)
+        place = attend(rows, ring, queries, means, output, given, last, bottom, all_last, any_last, count, few, blind, place, options)
         item += 1
         mbarrier.wait(queries.full.index(PARTITION), item & 1)
         tiles = items.get(item & 1, TILES)
@@ -69,21 +70,21 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
 
 
 @gluon.jit
-def attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_max, count, few, blind, place,
+def attend(rows, ring, queries, means, output, given, last, bottom, all_last, any_last, count, few, blind, place,
            options: gl.constexpr):  # fmt: skip
     """Attention of a partition's rows, whose queries are rounded, over the tiles `bottom` to `last` of an item.
 
-    `hi_min` and `hi_max` are the last keys that the first and the last row see, `count` is the number of rows that are queries.
+    `all_last` and `any_last` are the last keys that the first and the last row see, `count` is the number of rows that are queries.
     """
     PARTITION: gl.constexpr = rows.PARTITION
-    whole = gl.maximum(hi_min + 1, 0) // TILE  # tiles before this one end where every row still sees
-    top = gl.maximum(gl.minimum(gl.maximum(hi_max, 0) // TILE, last), bottom)
+    whole = gl.maximum(all_last + 1, 0) // TILE  # tiles before this one end where every row still sees
+    top = gl.maximum(gl.minimum(gl.maximum(any_last, 0) // TILE, last), bottom)
     if count <= 0:
         top = bottom
     first_free = bottom
     if options.mask_left:
-        lo_max = gl.maximum(gl.maximum(hi_max - rows.window + 1, rows.items.get(rows.slot, LEFT)), 0)
-        first_free = gl.minimum(gl.maximum((lo_max + TILE - 1) // TILE, bottom), last + 1)
+        all_first = gl.maximum(gl.maximum(any_last - rows.window + 1, rows.items.get(rows.slot, LEFT)), 0)
+        first_free = gl.minimum(gl.maximum((all_first + TILE - 1) // TILE, bottom), last + 1)
     n_hi = gl.maximum(top - gl.maximum(whole, bottom), 0)
     n_free = gl.maximum(gl.minimum(top, whole) - first_free, 0)
     n_lo = top - bottom - n_hi - n_free
@@ -109,7 +110,7 @@ def attend(rows, ring, queries, means, output, given, last, bottom, hi_min, hi_m
             acc, m, sums, place = attend_in_turn(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
         else:
             acc, m, sums, place = attend_overlapped(rows, ring, top, n_hi, n_free, n_lo, place, options)
-    finish(rows, queries, means, output, acc, m, sums, blind, options)
+    store_item(rows, queries, means, output, acc, m, sums, blind, options)
     return place
 
 

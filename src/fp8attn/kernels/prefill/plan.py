@@ -1,23 +1,56 @@
-"""The plan of a launch, which the host computes once for a problem's shape."""
+"""The plan of a launch, which the host computes once for a problem's shape, and the compile-time options."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from ..common import power_of_two
+from ..constexpr import ConstexprFields
 from ..devices import chip
+from ..gluon import gl
 from ..launch import Constants, Counters, constants, num_sms
 from ..view import View
-from .cut import PADDED, Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
-from .options import ENDLESS, ROWS, TILE, Options
+from .cut import Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
+from .registers import ENDLESS, ROWS, TILE
 from .schedule import CLAIMS
 
 NO_WINDOW = 1 << 30
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class PrefillOptions(ConstexprFields):
+    """The one constexpr parameter of the kernel, which the host makes (`plan`). Device code reads it.
+
+    An option that follows from the types of arguments is a field of the aggregate that contains them: `PrefillQueries.Q16`, `Means.USES_K`.
+    """
+
+    head_dim: int
+    width: int  # head_dim, padded; TMA pads with zeros
+    partitions: int  # that multiply: each has its own copy of the instructions, and
+    rows: int  # so many query rows of an item, 64 for each of its warpgroups
+    stages: int  # of the ring
+    cubics: int  # of every 16 exponentials, how many run on the FMA pipe
+    registers: int  # of a multiplying thread
+    producer_registers: int
+    mask_left: bool  # keys on the left may be masked: there is a window, or padding
+    softcap: bool
+    exact: bool  # Q and P are multiplied twice for all rows, not only for those that see few keys
+    split: bool  # an item has a part of its tiles, and `combine` adds the parts
+    rope_pairs: int  # number of channels that RoPE rotates; 0 without RoPE
+    rope_interleaved: bool  # pairs are neighbors
+    rope_step: int  # stride of the tables' last dimension
+    rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # Triton 3.6 takes no plain numbers in shapes
+            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
+
+
+class PrefillPlan(NamedTuple):
     """A launch's views, numbers and constants."""
 
     queries: View
@@ -53,7 +86,7 @@ def make_plan(
     exact: bool,
     q8: bool,
     lse: bool,
-) -> Plan:
+) -> PrefillPlan:
     """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `rope` is R / 2, the
     tables' strides and `rope_interleaved`; `q8`: queries are in FP8; `lse`: it gives an LSE."""
     *_, num_q_heads, head_dim = shape
@@ -65,7 +98,7 @@ def make_plan(
     else:  # the batch: sequences of one length, or one packed batch that `cu_seqlens_q` divides
         batch, tokens = (1, shape[0]) if ragged else (num_seqs, max_seqlen_q)
         q_strides, out_strides, angle_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides, angle_strides))
-    width = PADDED[head_dim]
+    width = power_of_two(head_dim)
     sms = num_sms(device)
     tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
     problem = Problem(num_seqs, num_q_heads, head_dim, batch * tokens, max_seqlen_q, tiles, causal and not window, ragged, exact, q8)
@@ -89,7 +122,7 @@ def make_plan(
             outputs = ragged_rows(num_q_heads, head_dim, out_strides[1:], rows, width)
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
-    options = Options(
+    options = PrefillOptions(
         head_dim=head_dim, width=width, partitions=cut.partitions, rows=rows, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics,
         registers=cut.registers, producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap,
         exact=exact, split=splits > 1, rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step,
@@ -101,7 +134,7 @@ def make_plan(
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
     early = cut.warpgroups == 2 and width == 128
-    return Plan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, early, given)
+    return PrefillPlan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, early, given)
 
 
 def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], rows: int, width: int) -> View:
@@ -130,7 +163,7 @@ def second_launch(
     """How many of the `tokens` queries of each sequence, which all see `tiles` tiles of keys, a second launch computes
     (`cut.last_wave`)."""
     problem = Problem(num_seqs, num_q_heads, head_dim, num_seqs * tokens, tokens, tiles, False, False, exact, q8)
-    return last_wave(PADDED[head_dim], num_sms(device), problem, chip(device))
+    return last_wave(power_of_two(head_dim), num_sms(device), problem, chip(device))
 
 
 @lru_cache(maxsize=4096)

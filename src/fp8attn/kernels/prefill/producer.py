@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from ..common import HIDDEN
 from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
 from ..pages import fetch_k, fetch_v, page_bytes
 from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
-from .options import HIDDEN, TILE
+from .registers import TILE
 from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place
 from .schedule import advance_to, claimed, draw, scheduler_init
 
 
 @aggregate
-class Source:
+class PrefillSource:
     """The addresses of queries, pages and scales."""
 
     q: tensor_descriptor
     k: tensor_descriptor
     v: tensor_descriptor
-    queries: gl.shared_memory_descriptor  # `Queries.given`, as blocks of TMA
+    queries: gl.shared_memory_descriptor  # `PrefillQueries.given`, as blocks of TMA
     headers: gl.tensor  # float32, a pointer to the first page's scale of K; V's follows it
     table: gl.tensor | gl.constexpr  # int32 [num_seqs, table_width], a pointer: pages. None: they are in this order
     table_width: gl.tensor
@@ -38,13 +39,13 @@ class Source:
 
 
 @aggregate
-class Work:
+class PrefillWork:
     """How the work of a launch is divided into items."""
 
     counter: gl.tensor  # int32, a pointer
     max_q: gl.tensor
     causal: gl.tensor
-    parts: gl.tensor  # of an item's tiles, with `Options.split`,
+    parts: gl.tensor  # of an item's tiles, with `PrefillOptions.split`,
     min_tiles: gl.tensor  # each of so many or more
 
 
@@ -123,7 +124,7 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         channel = gl.arange(0, options.width, gl.BlockedLayout([options.width // 32], [32], [1], [0]))
         if means.v is not None:  # zeros outside the mask
             fetch_words(means.memory.index(2 + slot), means.v + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
-        if means.SHIFT:
+        if means.USES_K:
             fetch_words(means.memory.index(slot), means.k + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
     for i in gl.static_range(PARTITIONS):
         corner = [block.slab, block.token + i * options.rows, block.head, 0]
@@ -146,13 +147,13 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     if options.rope_pairs:
         items.put(slot, ANGLES, block.slab)
     sync()
-    if options.width < 256 and (means.SHIFT or means.v is not None):
+    if options.width < 256 and (means.USES_K or means.v is not None):
         for i in gl.static_range(PARTITIONS):
             arrive_with_words(queries.full.index(i))
     for i in gl.static_range(PARTITIONS):
         mbarrier.expect(queries.full.index(i), options.rows * options.width * (source.q.dtype.primitive_bitwidth // 8))
     if source.table is None:
-        gdc_wait()  # Queries are rounded while the pages are written.
+        gdc_wait()  # PrefillQueries are rounded while the pages are written.
     at = page * source.num_kv_heads + kv_head
     scales = source.header(at + none, options.head_dim)
     k_scale = gl.load(scales, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
@@ -170,7 +171,7 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
         ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
         ring.scales.index(ring.STAGES + place.stage).store(ratio.to(gl.float32, bitcast=True))
-        items.v_scale.index(slot).store(v_scale)
+        items.v_unit.index(slot).store(v_scale)
         before = v_scale
         sync()  # one lane's arrival announces what all lanes wrote
         mbarrier.expect(ring.barrier(K_FULL, place), TILE * options.width)

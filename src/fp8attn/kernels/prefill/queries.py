@@ -1,4 +1,4 @@
-"""Queries in shared memory: RoPE, the rotation, the scale of each row, and rounding to 8 bits; and the error of this rounding."""
+"""PrefillQueries in shared memory: RoPE, the rotation, the scale of each row, and rounding to 8 bits; and the error of this rounding."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from ...formats import rotation
 from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sync
 from ..ptx import MAGIC, rest_to_fp8, rotate_pair, to_fp8
 from ..rotation import block_size
-from .items import ANGLES, TOKEN
-from .means import channels_of_mean
-from .options import TILE, accumulator
-from .registers import join, split
+from .items import ANGLES, TOKEN, channels_of_mean
+from .registers import TILE, accumulator, join, split
 
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 TINY = gl.constexpr(2.0**-100)  # the smallest scale of a row of queries
@@ -33,13 +31,13 @@ def words(rows, width):
 
 
 @aggregate
-class Queries:
+class PrefillQueries:
     """Shared memory of an item's queries, some rows for each partition."""
 
     codes: gl.shared_memory_descriptor  # [partitions, rows, width]: 8 bits (FP8 queries: the same memory as `given`)
     given: gl.shared_memory_descriptor  # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
     rest: gl.shared_memory_descriptor  # [2 * partitions, rows, width], 8 bits: the memory of `given`
-    shift: gl.shared_memory_descriptor  # float32 [partitions, rows], of rows between the beginning of an item and its end
+    mean_score: gl.shared_memory_descriptor  # float32 [partitions, rows], of rows between the beginning of an item and its end
     factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
     signs: gl.shared_memory_descriptor | gl.constexpr  # [16, 16], the dtype of `given`: steps of the rotation (`store_signs`), or None
     full: gl.shared_memory_descriptor  # barriers, one a partition: rows and the item's fields are there,
@@ -55,7 +53,7 @@ class Queries:
 
 
 @aggregate
-class Rope:
+class RopeTables:
     """RoPE's tables for queries. Strides are in units of eight elements."""
 
     cos: gl.tensor | gl.constexpr
@@ -77,7 +75,7 @@ def rotate_pairs(a, b, cos, sin, row, first: gl.constexpr, STEP: gl.constexpr):
 
 
 @gluon.jit
-def apply_rope(queries, rope, items, slot, count, options: gl.constexpr, PARTITION: gl.constexpr):
+def rotate_rows(queries, rope, items, slot, count, options: gl.constexpr, PARTITION: gl.constexpr):
     """RoPE on a partition's rows of Q, of which `count` are queries, in place, with the bits of `rope.apply_rope`.
 
     The channels are divided into tiles such that the channels of a pair are a whole number of tiles apart. Then a thread has both channels
@@ -133,7 +131,7 @@ def store_signs(signs):
 
 
 @gluon.jit
-def hadamard(blocks, STEP: gl.constexpr, N: gl.constexpr):
+def hadamard_blocks(blocks, STEP: gl.constexpr, N: gl.constexpr):
     """The steps of the Hadamard transform over blocks `STEP`, `2 STEP`, ... below N apart."""
     if STEP >= N:
         return blocks
@@ -144,7 +142,7 @@ def hadamard(blocks, STEP: gl.constexpr, N: gl.constexpr):
                 mixed += (blocks[j - STEP] - blocks[j],)
             else:
                 mixed += (blocks[j] + blocks[j + STEP],)
-        return hadamard(mixed, 2 * STEP, N)
+        return hadamard_blocks(mixed, 2 * STEP, N)
 
 
 @gluon.jit
@@ -165,7 +163,7 @@ def load_rows(given, signs, options: gl.constexpr):
             x = mma_v2(x, minus if (HIGH_SIGNS >> (j % 8)) & 1 else plus, none)
             x = x.reshape([ROWS, 2, 4, 2]).permute(0, 2, 1, 3).reshape([ROWS, 16])
             blocks += (gl.convert_layout(x, WORDS, assert_trivial=True),)
-        blocks = hadamard(blocks, 1, block_size(options.head_dim) // 16)
+        blocks = hadamard_blocks(blocks, 1, block_size(options.head_dim) // 16)
     else:
         for j in gl.static_range(WIDTH // 16):
             blocks += (given.slice(16 * j, 16, 1).load(WORDS).to(gl.float32),)
@@ -206,7 +204,7 @@ def rounded(x):
 
 @gluon.jit
 def powers_of_two(largest):
-    """The scale of rows for E4M3 and its inverse: `numerics.power_of_two_scale`, computed from bits."""
+    """The scale of rows for E4M3 and its inverse: `codec.power_of_two_scale`, computed from bits."""
     bits = largest.to(gl.int32, bitcast=True)
     exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
     exponent = gl.minimum(gl.maximum(exponent, -60), 120)
@@ -214,7 +212,7 @@ def powers_of_two(largest):
 
 
 @gluon.jit
-def quantize_rows(codes, blocks):
+def round_rows(codes, blocks):
     """Round rows to 8 bits into `codes`, and return their factors."""
     largest = largest_magnitude(blocks)
     eight = ()
@@ -245,20 +243,22 @@ def load_queries(codes, given, signs, k_mean, scale, options: gl.constexpr, Q16:
         blocks = load_rows(given, signs, options)
         if options.rotate:
             scale = scale * block_size(options.head_dim) ** -0.5
-        factor = quantize_rows(codes, blocks) * scale
-        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, WORDS))
+        factor = round_rows(codes, blocks) * scale
+        mean_score = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, WORDS))
         if k_mean is not None:
             for j in gl.static_range(len(blocks)):
-                shift += gl.sum(blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, WORDS))[None, :], 1) * scale
+                mean_score += (
+                    gl.sum(blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, WORDS))[None, :], 1) * scale
+                )
     else:
         A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
         factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
-        shift = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
+        mean_score = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
         if k_mean is not None:
             x = codes.load(A).to(gl.float32)
-            shift = gl.sum(x * channels_of_mean(k_mean, 0, options.width, options, gl.SliceLayout(0, A))[None, :], 1) * scale
+            mean_score = gl.sum(x * channels_of_mean(k_mean, 0, options.width, options, gl.SliceLayout(0, A))[None, :], 1) * scale
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    return gl.convert_layout(factor, ROW, assert_trivial=True), gl.convert_layout(shift, ROW, assert_trivial=True)
+    return gl.convert_layout(factor, ROW, assert_trivial=True), gl.convert_layout(mean_score, ROW, assert_trivial=True)
 
 
 @gluon.jit

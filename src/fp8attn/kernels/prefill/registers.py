@@ -1,9 +1,19 @@
-"""Reinterprets tiles of registers without moving a value."""
+"""The sizes and layouts of tiles that all files of the kernel share, and reinterpretations of registers, which move no value."""
 
 from __future__ import annotations
 
+from ...layout import PAGE_SIZE
 from ..gluon import gl, gluon
-from .options import TILE
+
+ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
+TILE = gl.constexpr(PAGE_SIZE)  # keys of a tile: a page
+ENDLESS = gl.constexpr(1 << 30)  # the number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`)
+
+
+@gluon.constexpr_function
+def accumulator(rows, columns):
+    """The registers of a product `[rows, columns]`, of which each warpgroup computes 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 32])
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..gluon import aggregate, gl, gluon
-from .options import TILE
+from .registers import TILE
 
 # The number of heads of Q in a wave, whose items are in one order: as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share
 # K and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
@@ -12,7 +12,7 @@ MAX_HEADS, MIN_HEADS, CLAIMS = gl.constexpr(32), gl.constexpr(8), 10
 
 
 @aggregate
-class Batch:
+class PrefillBatch:
     """The sequences. Pointers may be None: without bounds the batch is dense, and without padding no key is masked on the left."""
 
     bounds: gl.tensor | gl.constexpr  # int32 [num_seqs + 1], of the queries of a ragged batch
@@ -40,7 +40,7 @@ class Search:
 
 
 @aggregate
-class Sequence:
+class PrefillSequence:
     """The sequence of a claim. A dense batch is one sequence with the heads of all sequences."""
 
     index: gl.tensor
@@ -85,7 +85,7 @@ def scheduler_init(q_len, batch):
     first = 0
     before = 0
     blocks = (q_len + batch.BLOCK - 1) // batch.BLOCK
-    return Sequence(index, base, start, Search(exponent, below, first, before), q_len, blocks, batch.wave)
+    return PrefillSequence(index, base, start, Search(exponent, below, first, before), q_len, blocks, batch.wave)
 
 
 @gluon.jit
@@ -166,4 +166,4 @@ def advance_to(claim, sequence, seqs, heads, batch):
             search, index, base, start, q_len, tiles = seek(search, claim, batch)
             blocks = (q_len + batch.BLOCK - 1) // batch.BLOCK
             wave = heads_in_wave(q_len, tiles, batch)
-    return Sequence(index, base, start, search, q_len, blocks, wave)
+    return PrefillSequence(index, base, start, search, q_len, blocks, wave)

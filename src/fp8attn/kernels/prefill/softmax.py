@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from ..common import HIDDEN, LOG2E, UNSEEN
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import MAGIC, MAGIC_BITS, exp2, fill_magic, logistic
 from .items import LEFT
-from .options import HIDDEN, LOG2E, TILE, accumulator
-from .registers import join, split
+from .registers import TILE, accumulator, join, split
 
-P_SHIFT = gl.constexpr(8.0)  # weights are stored as 2^8 p, because E4M3 keeps 17 binades below this
-UNSEEN = gl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
+WEIGHT_BITS = gl.constexpr(8.0)  # weights are stored as 2^8 p, because E4M3 keeps 17 binades below this
 
 
 # Scores
@@ -69,14 +68,14 @@ def scores_of_both(q, rest, k, options: gl.constexpr):
 
 @gluon.jit
 def mask_scores(s, factor, rows, tile, options: gl.constexpr, MASK: gl.constexpr, INT: gl.constexpr):
-    """Scores after the cap (then in powers of two, the factor and the shift applied) and, with MASK, the mask.
+    """Scores after the cap (then in powers of two, the factor and the mean_score applied) and, with MASK, the mask.
 
     With INT the scores are `MAGIC + s`.
     """
     if options.softcap and INT:
         s = s - MAGIC
     if options.softcap:  # cap * tanh(y / cap) = cap - 2 cap / (2^(2 y log2(e) / cap) + 1), which is exact enough where tanh.approx is not
-        y = s * (factor * (2.0 * LOG2E / rows.cap))[:, None] + (rows.shift * (2.0 * LOG2E / rows.cap))[:, None]
+        y = s * (factor * (2.0 * LOG2E / rows.cap))[:, None] + (rows.mean_score * (2.0 * LOG2E / rows.cap))[:, None]
         s = rows.cap - 2.0 * rows.cap * logistic(y)
     if MASK:
         # ptxas: bounds are read here, or the loop of whole tiles would carry them in registers, and spill.
@@ -105,15 +104,15 @@ def softmax_tile(s, factor, m, options: gl.constexpr, INT: gl.constexpr):
     """
     if options.softcap:
         m_new = gl.maximum(m, gl.max(s, 1))
-        x = s - (m_new - P_SHIFT)[:, None]
+        x = s - (m_new - WEIGHT_BITS)[:, None]
     elif INT:
         # Positive numbers compare as integers do, for which there is a maximum of three; a masked score is negative.
         top = gl.max(s.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
         m_new = gl.maximum(m, (top - MAGIC) * factor)
-        x = s * factor[:, None] - (m_new - P_SHIFT + MAGIC * factor)[:, None]
+        x = s * factor[:, None] - (m_new - WEIGHT_BITS + MAGIC * factor)[:, None]
     else:
         m_new = gl.maximum(m, gl.max(s, 1) * factor)
-        x = s * factor[:, None] - (m_new - P_SHIFT)[:, None]
+        x = s * factor[:, None] - (m_new - WEIGHT_BITS)[:, None]
     alpha = gl.exp2(m - m_new)
     return exp2(x, options.cubics), alpha, m_new
 

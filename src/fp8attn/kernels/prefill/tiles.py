@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import pin, split_to_fp8, to_fp8
-from .options import TILE, accumulator
-from .registers import as_operand, whole
+from .registers import TILE, accumulator, as_operand, whole
 from .softmax import (
     begin_scores,
     end_scores,
@@ -30,12 +29,13 @@ def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: 
     """A tile's weights in FP8 as operands of P V; their rounding errors, likewise; the factors of the sums and of the output so far; the
     rows' new maxima.
 
-    With TWICE, scores include the rounding errors of queries if there is `Queries.REST`. Without, there are no rounding errors of weights.
+    With TWICE, scores include the rounding errors of queries if there is `PrefillQueries.REST`. Without, there are no rounding errors of
+    weights.
     """
     INT: gl.constexpr = ring.k.dtype == gl.int8
     ring.wait_k(place)
     factor = rows.factor * ring.k_scale(place)
-    ratio = ring.v_ratio(place)
+    v_ratio = ring.v_ratio(place)
     if TWICE and queries.REST:
         # ptxas: `tile >> 30` is zero, which it cannot know. Descriptors that it kept would leave no uniform registers to the ring's place.
         s = scores_of_both(rows.q, queries.rest.index(2 * rows.PARTITION + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)), options)
@@ -51,14 +51,14 @@ def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: 
     else:
         p8 = to_fp8(p, False)
         rest = p8
-    return p8, rest, alpha, alpha * ratio, m
+    return p8, rest, alpha, alpha * v_ratio, m
 
 
 # Two warpgroups: the next tile's Q K is computed during this tile's softmax
 
 
 @gluon.jit
-def overlapped_tile(rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options: gl.constexpr,
+def overlapped_tile(rows, ring, s, factor, v_ratio, tile, m, sums, acc, k_place, v_place, options: gl.constexpr,
                     MASK: gl.constexpr):  # fmt: skip
     """Softmax and P V of the tile whose scores are `s`, while the next tile's Q K (masked as `tile`) is multiplied."""
     OUT: gl.constexpr = accumulator(options.rows, options.width)
@@ -72,9 +72,9 @@ def overlapped_tile(rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v
     t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
     ring.wait_k(k_place)
     s_next = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
-    shrink = gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
+    shrink = gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
     k_scale = ring.k_scale(k_place)
-    ratio = ring.v_ratio(k_place)
+    v_ratio = ring.v_ratio(k_place)
     t, total = warpgroup_mma_wait(1, deps=[t, total])
     ring.release_v(v_place)
     sums = rescale_sums(sums, alpha, total)
@@ -83,7 +83,7 @@ def overlapped_tile(rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v
     s = end_scores(s_next)
     ring.release_k(k_place)
     s = mask_scores(s, factor, rows, tile, options, MASK, INT)
-    return s, factor, ratio, m, sums, acc, ring.next(k_place), ring.next(v_place)
+    return s, factor, v_ratio, m, sums, acc, ring.next(k_place), ring.next(v_place)
 
 
 @gluon.jit
@@ -98,24 +98,24 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.c
     ring.wait_k(k_place)
     s = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
     factor = rows.factor * ring.k_scale(k_place)
-    ratio = ring.v_ratio(k_place)
+    v_ratio = ring.v_ratio(k_place)
     s = end_scores(s)
     ring.release_k(k_place)
     s = mask_scores(s, factor, rows, tile, options, True, INT)
     k_place = ring.next(k_place)
     tile -= 1
     for _ in range(n_hi):
-        s, factor, ratio, m, sums, acc, k_place, v_place = overlapped_tile(
-            rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options, True)  # fmt: skip
+        s, factor, v_ratio, m, sums, acc, k_place, v_place = overlapped_tile(
+            rows, ring, s, factor, v_ratio, tile, m, sums, acc, k_place, v_place, options, True)  # fmt: skip
         tile -= 1
     for _ in range(n_free):
-        s, factor, ratio, m, sums, acc, k_place, v_place = overlapped_tile(
-            rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options, False)  # fmt: skip
+        s, factor, v_ratio, m, sums, acc, k_place, v_place = overlapped_tile(
+            rows, ring, s, factor, v_ratio, tile, m, sums, acc, k_place, v_place, options, False)  # fmt: skip
     if options.mask_left:
         tile -= n_free
         for _ in range(n_lo):
-            s, factor, ratio, m, sums, acc, k_place, v_place = overlapped_tile(
-                rows, ring, s, factor, ratio, tile, m, sums, acc, k_place, v_place, options, True)  # fmt: skip
+            s, factor, v_ratio, m, sums, acc, k_place, v_place = overlapped_tile(
+                rows, ring, s, factor, v_ratio, tile, m, sums, acc, k_place, v_place, options, True)  # fmt: skip
             tile -= 1
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
     p8 = to_fp8(as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
@@ -125,7 +125,7 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.c
     t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
     t, total = warpgroup_mma_wait(0, deps=[t, total])
     ring.release_v(v_place)
-    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+    acc = acc * gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     return acc, m, sum_of_rows(rescale_sums(sums, alpha, total)), k_place
 
 
@@ -144,7 +144,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
     else:
         factor = rows.factor
     factor = factor * ring.k_scale(place)
-    ratio = ring.v_ratio(place)
+    v_ratio = ring.v_ratio(place)
     s = end_scores(s)
     ring.release_k(place)
     s = mask_scores(s, factor, rows, tile, options, MASK, INT)
@@ -170,7 +170,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(1, deps=[total]))
         t = warpgroup_mma_wait(0, deps=[t])
     ring.release_v(place)
-    acc = acc * gl.convert_layout(alpha * ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
+    acc = acc * gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     return m, sums, acc, ring.next(place)
 
 
@@ -206,7 +206,7 @@ def multiply_both(rest, p8, v, zero):
 
 @gluon.jit
 def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr):
-    """Compute a whole tile. P, and Q with `Queries.REST`, are multiplied twice: their 8-bit values, and what their rounding cut off."""
+    """Compute a whole tile. P, and Q with `PrefillQueries.REST`, are multiplied twice: their 8-bit values, and what rounding cut off."""
     OUT: gl.constexpr = accumulator(options.rows, options.width)
     p8, rest, alpha, shrink, m = tile_weights(
         rows, ring, queries, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, True)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import pin
-from .options import accumulator
+from .registers import accumulator
 from .softmax import no_maximum, no_sums, rescale_sums, row_sum_mma, sum_of_rows
 from .tiles import multiply_both, tile_weights
 
