@@ -10,7 +10,7 @@
 | `queries.py` | RoPE on Q |
 | `slot.py` | what these share: positions of tokens and scales in a page, rounding codes again, counts of overflows |
 
-The scales of all pages are those of `codec.settle`.
+The scales of all pages are those of `numerics.settle`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settles the scale of a page from many tokens at once (`codec.settle`), which a program has as two tiles `[64, C]`.
+"""Settles the scale of a page from many tokens at once (`numerics.settle`), which a program has as two tiles `[64, C]`.
 
 The first token sets the scale. A later token that does not fit makes it grow, and the tokens before it are rounded again: new tokens in
 registers (`round_again`), older tokens of the page in memory (`rescale`). The rows' largest magnitudes determine which token is next. Every

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...layout import HEADER, PAGE_SIZE, V_GROUP
 from ...formats.codec import E4M3, INT8_MAX
+from ...layout import HEADER, PAGE_SIZE, V_GROUP
 from ..fp8 import encode, from_codes, round_where, to_codes
 
 PAGE = tl.constexpr(PAGE_SIZE)
