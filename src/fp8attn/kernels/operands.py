@@ -5,8 +5,8 @@ overwrite a register that a running product still read (#9433 there). Since 13.3
 then. Prefill multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops spilled.
 
 `direct_operands` removes copies from the PTX while Triton compiles a kernel: through Triton's hook on the stages of a compilation, set
-while threads compile. The hook is part of the kernel's key in Triton's cache, in memory and on disk, so every process finds the same kernel, and
-kernels of others keep their keys.
+while threads compile. The hook is part of the kernel's key in Triton's cache, in memory and on disk, so every process finds the same
+kernel, and kernels of others keep their keys.
 """
 
 from __future__ import annotations
