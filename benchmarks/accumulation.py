@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from evidence.fingerprint import of_call
-from fp8attn.diagnostics.accumulation import HEAD_DIM, HEADS, LENGTHS, QUERIES, kernels
-from fp8attn.diagnostics.accumulation import measure as accumulation
 from fp8attn.formats.codec import FP8
+from fp8attn_tools.diagnostics.accumulation import HEAD_DIM, HEADS, LENGTHS, QUERIES, kernels
+from fp8attn_tools.diagnostics.accumulation import measure as accumulation
 
 from . import peers
 from .problem import DEVICE
@@ -19,7 +19,7 @@ CASES = {f"S{length}": length for length in LENGTHS}
 
 
 def calls(case: str) -> dict[str, Callable]:
-    """Our call on tensors of the shapes that `fp8attn.diagnostics.accumulation` makes, filled with zeros, for its fingerprint."""
+    """Our call on tensors of the shapes that `fp8attn_tools.diagnostics.accumulation` makes, filled with zeros, for its fingerprint."""
     q, k = (torch.zeros(1, heads, tokens, HEAD_DIM, device=DEVICE).to(FP8) for heads, tokens in ((HEADS, QUERIES), (1, max(LENGTHS))))
     k = k[:, :, : CASES[case]]
     return {OURS: lambda: kernels()[OURS](q, k, k)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fp8attn.evaluation.caches import BF16Cache, MakeCache, forward, prefill
+from fp8attn_tools.evaluation.caches import BF16Cache, MakeCache, forward, prefill
 
 from . import needle_systems, peers, texts
 from .real_model import our_cache

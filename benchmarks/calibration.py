@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import DynamicCache
 
-from fp8attn import calibrate
-from fp8attn.calibration import METHODS
 from fp8attn.formats.rotation import rotate
+from fp8attn_tools import calibrate
+from fp8attn_tools.calibration import METHODS
 
 from . import models
 from .problem import DEVICE

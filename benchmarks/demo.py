@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8attn.cli.demo import run
-from fp8attn.evaluation.models import default_model
+from fp8attn_tools.cli.demo import run
+from fp8attn_tools.evaluation.models import default_model
 
 from .problem import DEVICE
 

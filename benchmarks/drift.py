@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fp8attn.evaluation import models
-from fp8attn.evaluation.drift import drift
+from fp8attn_tools.evaluation import models
+from fp8attn_tools.evaluation.drift import drift
 
 from . import texts
 

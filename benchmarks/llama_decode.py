@@ -27,8 +27,8 @@ from transformers.cache_utils import StaticLayer
 
 from fp8attn.formats.codec import FP8
 from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.integrations.transformers.config import shape_of
-from fp8attn.plan import plan
+from fp8attn_tools.plan import plan
+from fp8attn_tools.shape import shape_of
 
 from . import models, peers
 from .measure import graph_of, interleaved, left_out

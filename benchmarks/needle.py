@@ -28,9 +28,9 @@ from transformers import AutoTokenizer
 
 from evidence import answers, results
 from evidence.fingerprint import ROOT, of_row
-from fp8attn.evaluation import models, ruler
-from fp8attn.evaluation.names import RULER_TASKS
-from fp8attn.evaluation.outcomes import save_samples
+from fp8attn_tools.evaluation import models, ruler
+from fp8attn_tools.evaluation.names import RULER_TASKS
+from fp8attn_tools.evaluation.outcomes import save_samples
 
 from . import peers
 from .needle_systems import IMPLS, NEEDS, OURS, Work

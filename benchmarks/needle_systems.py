@@ -23,12 +23,13 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from fp8attn import KVScales, calibrate
-from fp8attn.evaluation import models, needle
-from fp8attn.evaluation.caches import BF16Cache, MakeCache, prefill
-from fp8attn.evaluation.outcomes import Outcome, Sample, load_samples
-from fp8attn.evaluation.stress import STRENGTHS, plant
+from fp8attn import KVScales
 from fp8attn.formats.codec import E4M3, quantize
+from fp8attn_tools import calibrate
+from fp8attn_tools.evaluation import models, needle
+from fp8attn_tools.evaluation.caches import BF16Cache, MakeCache, prefill
+from fp8attn_tools.evaluation.outcomes import Outcome, Sample, load_samples
+from fp8attn_tools.evaluation.stress import STRENGTHS, plant
 
 from . import peers, texts
 from .peers import fa3

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fp8attn import KVScales
-from fp8attn.evaluation import models
-from fp8attn.evaluation.perplexity import perplexity
+from fp8attn_tools.evaluation import models
+from fp8attn_tools.evaluation.perplexity import perplexity
 
 from . import texts
 from .problem import KEYS

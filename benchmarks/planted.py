@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fp8attn import calibrate
-from fp8attn.evaluation import models
-from fp8attn.evaluation.stress import STRENGTHS, Strength, plant
-from fp8attn.integrations.checkpoints import export
+from fp8attn_tools import calibrate
+from fp8attn_tools.checkpoints import export
+from fp8attn_tools.evaluation import models
+from fp8attn_tools.evaluation.stress import STRENGTHS, Strength, plant
 
 
 def save_planted(model: Any, tokenizer: Any, folder: Path, strength: Strength) -> None:

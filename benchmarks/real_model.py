@@ -25,10 +25,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from fp8attn.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
-from fp8attn.evaluation.perplexity import by_token
 from fp8attn.formats.codec import quantize
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache, fp8_kv_attention, fp8_kv_mask
+from fp8attn_tools.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
+from fp8attn_tools.evaluation.perplexity import by_token
 
 from . import texts
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from fp8attn.evaluation.caches import MakeCache
+from fp8attn_tools.evaluation.caches import MakeCache
 
 from . import texts
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from evidence.fingerprint import ROOT
-from fp8attn import KVScales, calibrate
-from fp8attn.evaluation import models
-from fp8attn.evaluation.caches import MakeCache, cache_factory
-from fp8attn.evaluation.public import PUBLIC, find
+from fp8attn import KVScales
+from fp8attn_tools import calibrate
+from fp8attn_tools.evaluation import models
+from fp8attn_tools.evaluation.caches import MakeCache, cache_factory
+from fp8attn_tools.evaluation.public import PUBLIC, find
 
 from .problem import KEYS
 

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fp8attn.errors import UsageError
-from fp8attn.evaluation.public import find
+from fp8attn_tools.evaluation.public import find
 
 from .at_once import Engine, machine
 from .measure import left_out

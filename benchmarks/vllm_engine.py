@@ -237,7 +237,7 @@ def log_likelihood(impl: str, model: str, length: str, count: str, options: str)
 
 def check_scales(llm: Any, model: str) -> None:
     """Check that an exported checkpoint's scales are in vLLM's layers."""
-    from fp8attn.integrations import checkpoints
+    from fp8attn_tools import checkpoints
 
     if "quantization_config" not in json.loads((Path(model) / "config.json").read_text()):
         return
@@ -272,8 +272,8 @@ def checkpoint(name: str) -> Path:
 def make(name: str, folder: Path) -> None:
     import torch
 
-    from fp8attn import calibrate
-    from fp8attn.evaluation import models
+    from fp8attn_tools import calibrate
+    from fp8attn_tools.evaluation import models
 
     from . import planted
 

@@ -15,8 +15,8 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.needle_systems import IMPLS
-from fp8attn.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
-from fp8attn.evaluation.paired import compare, wilson
+from fp8attn_tools.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
+from fp8attn_tools.evaluation.paired import compare, wilson
 
 from . import results
 from .fingerprint import ROOT, of_row

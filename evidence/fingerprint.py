@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"fp8attn": "src/fp8attn", "benchmarks": "benchmarks"}  # what absolute imports name
+PACKAGES = {"fp8attn": "src/fp8attn", "fp8attn_tools": "src/fp8attn_tools", "benchmarks": "benchmarks"}  # what absolute imports name
 FOLDERS = ("src", "benchmarks")
 MODEL = "models/stdlib-llama/model.safetensors"
 # What a results file depends on, where that is more than the benchmark of its name.
@@ -29,11 +29,11 @@ SOURCES = {
 }
 NEEDLE = (  # what answers of other systems depend on; of the layout and the numerics, what FP8 is and how it is rounded to
     *("benchmarks/needle_systems.py", "src/fp8attn/layout.py", "src/fp8attn/formats/codec.py", MODEL),
-    *(f"src/fp8attn/evaluation/{name}.py" for name in ("caches", "models", "needle", "outcomes", "ruler", "stress")),
+    *(f"src/fp8attn_tools/evaluation/{name}.py" for name in ("caches", "models", "needle", "outcomes", "ruler", "stress")),
 )
 STOCK_VLLM = (  # what vLLM without the plugin depends on: models that it is given, and exported scales
-    *("benchmarks/vllm.py", "benchmarks/planted.py", "src/fp8attn/evaluation/stress.py", MODEL),
-    *("src/fp8attn/calibration", "src/fp8attn/integrations/checkpoints"),
+    *("benchmarks/vllm.py", "benchmarks/planted.py", "src/fp8attn_tools/evaluation/stress.py", MODEL),
+    *("src/fp8attn_tools/calibration", "src/fp8attn_tools/checkpoints"),
 )
 
 

@@ -21,9 +21,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.problem import KEYS
-from fp8attn.cli.plots import needle_maps, thousands
-from fp8attn.evaluation.outcomes import load_outcomes
-from fp8attn.evaluation.stress import STRENGTHS
+from fp8attn_tools.cli.plots import needle_maps, thousands
+from fp8attn_tools.evaluation.outcomes import load_outcomes
+from fp8attn_tools.evaluation.stress import STRENGTHS
 
 from .lines import batches, line
 from .results import RESULTS

@@ -14,7 +14,7 @@ def main() -> None:
     """Run the command line. Ctrl-C ends it without a message, with exit code 130."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell or nohup ignores Ctrl-C
         signal.signal(signal.SIGINT, _interrupt)
-    from fp8attn.cli import main as run
+    from fp8attn_tools.cli import main as run
 
     run()
 

@@ -89,7 +89,7 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(tiny_model):
     """That model and its tokenizer, loaded."""
-    from fp8attn.evaluation import models
+    from fp8attn_tools.evaluation import models
 
     return models.load(tiny_model, device="cpu")
 
@@ -97,7 +97,7 @@ def loaded(tiny_model):
 @pytest.fixture(scope="module")
 def tokens(loaded, tiny_model):
     """That text as tokens."""
-    from fp8attn.evaluation import models
+    from fp8attn_tools.evaluation import models
 
     return models.tokenize(loaded[1], models.read_text(model=tiny_model))
 

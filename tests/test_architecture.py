@@ -3,16 +3,17 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import fp8attn
+import fp8attn_tools
 
 SOURCE = Path(fp8attn.__file__).parent
+TOOLS = Path(fp8attn_tools.__file__).parent
 
-# A module may import the modules in its row.
+# A module of `fp8attn` may import the modules in its row.
 ALLOWED = {
     "errors": set(),
     "files": set(),
@@ -26,7 +27,6 @@ ALLOWED = {
     "pages": {"checks", "formats", "layout", "params"},
     "scales": {"errors", "files", "formats", "layout", "numerics", "pages"},
     "overflow": {"formats", "layout", "pages", "scales"},
-    "calibration": {"errors", "files", "formats", "layout", "numerics", "pages", "scales"},
     "reference": {"formats", "layout", "numerics", "pages", "params"},
     "backends": {"errors", "formats", "kernels", "layout", "pages", "params", "reference"},
     "_torch_ops": {"backends", "contents", "formats", "layout", "pages", "params"},
@@ -37,36 +37,45 @@ ALLOWED = {
     "cache": {"checks", "dense", "errors", "files", "formats", "layout", "ops", "overflow", "pages", "params", "precompile", "scales"},
     "kernels": {"formats", "layout", "numerics", "pages", "params"},
     "straight_through": {"formats", "layout", "ops", "pages", "params", "reference"},
-    "plan": {"errors", "formats", "layout", "pages"},
     "precompile": {"backends", "errors", "formats", "kernels", "layout", "pages", "params"},
-    "integrations": {"cache", "calibration", "checks", "dense", "errors", "extras", "formats", "layout", "mode", "pages"}
-    | {"formats", "numerics", "ops", "overflow", "params", "plan", "precompile", "scales"},
-    "diagnostics": {"backends", "dense", "extras", "formats", "integrations", "kernels", "layout", "numerics", "pages", "scales"},
+    "integrations": {"cache", "checks", "dense", "errors", "extras", "formats", "layout", "mode", "pages"}
+    | {"formats", "numerics", "ops", "overflow", "params", "precompile", "scales"},
 }
 
-# What a module may import inside a function, when the module itself is long imported: code above it.
-LAZY = {"precompile": {"integrations"}}  # `warmup` of a transformers config
+# A module of `fp8attn_tools` may import the modules of `fp8attn_tools` in its row, and anything of `fp8attn`.
+ALLOWED_TOOLS = {
+    "plan": set(),
+    "shape": {"plan"},
+    "calibration": set(),
+    "checkpoints": set(),
+    "diagnostics": set(),
+    "evaluation": set(),
+    "cli": {"calibration", "checkpoints", "diagnostics", "evaluation", "plan", "shape"},
+}
 
 
-def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
-    """All nodes below a node. Without `lazy`, only those that run when the module is imported."""
-    for node in ast.iter_child_nodes(tree):
-        if lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield node
-            yield from nodes(node, lazy)
-
-
-def imports(path: Path, lazy: bool = True) -> set[str]:
-    """First components of what a file imports from fp8attn; with `lazy` inside functions as well."""
-    here = path.relative_to(SOURCE).with_suffix("").parts
+def imports(path: Path, source: Path = SOURCE) -> set[str]:
+    """First components of what a file imports from its package in `source`, also inside functions."""
+    here = path.relative_to(source).with_suffix("").parts
     found = set()
-    for node in nodes(ast.parse(path.read_text()), lazy):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             base = list(here[: len(here) - node.level]) if node.level else []
             full = base + (node.module or "").split(".") if node.level else (node.module or "").split(".")
-            if node.level or full[0] == "fp8attn":
-                full = [part for part in full if part not in ("", "fp8attn")]
+            if node.level or full[0] == source.name:
+                full = [part for part in full if part not in ("", source.name)]
                 found |= {full[0]} if full else {alias.name for alias in node.names}
+    return found
+
+
+def packages(path: Path) -> set[str]:
+    """The packages from which a file imports by name, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
     return found
 
 
@@ -74,33 +83,74 @@ def test_imports_point_one_way():
     for path in SOURCE.rglob("*.py"):
         part = path.relative_to(SOURCE).with_suffix("").parts[0]
         if part in ALLOWED:
-            extra = (imports(path) - LAZY.get(part, set()) | imports(path, lazy=False)) - ALLOWED[part] - {part}
+            extra = imports(path) - ALLOWED[part] - {part}
             assert not extra, f"{path.relative_to(SOURCE)} imports {sorted(extra)}; see docs/architecture.md"
 
 
+def test_imports_of_the_tools_point_one_way():
+    for path in TOOLS.rglob("*.py"):
+        part = path.relative_to(TOOLS).with_suffix("").parts[0]
+        if part != "__init__":
+            extra = imports(path, TOOLS) - ALLOWED_TOOLS[part] - {part}
+            assert not extra, f"{path.relative_to(TOOLS)} imports {sorted(extra)}; see docs/architecture.md"
+
+
+def test_the_library_does_not_import_the_tools():
+    for path in SOURCE.rglob("*.py"):
+        assert "fp8attn_tools" not in packages(path), path
+
+
 def test_the_core_does_not_import_integrations():
-    """`fp8attn.calibrate` and `warmup(config)` need transformers, and import it when they are called."""
+    """`__init__` hands their public names on."""
     for path in SOURCE.rglob("*.py"):
         part = path.relative_to(SOURCE).with_suffix("").parts[0]
         if "integrations" in imports(path):
-            assert part in ("integrations", "evaluation", "cli", "diagnostics", "precompile", "__init__"), path
+            assert part in ("integrations", "__init__"), path
+
+
+BLOCKED = """
+import importlib, importlib.abc, pkgutil, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+import fp8attn
+names = [m.name for m in pkgutil.walk_packages(fp8attn.__path__, "fp8attn.") if not m.name.startswith("fp8attn.integrations.")]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_the_library_works_without_the_tools_and_what_they_need():
+    """Every module of the core can be imported; what needs an optional library is in `integrations`."""
+    blocked = ("fp8attn_tools", "typer", "rich", "matplotlib", "transformers", "huggingface_hub", "diffusers", "vllm")
+    ended = subprocess.run([sys.executable, "-c", BLOCKED.format(blocked=blocked)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 80
 
 
 def test_importing_the_package_imports_no_optional_library():
-    code = "import sys, fp8attn; print([m for m in ('triton', 'transformers', 'diffusers', 'vllm', 'typer') if m in sys.modules])"
+    names = ("triton", "transformers", "diffusers", "vllm", "typer", "matplotlib", "fp8attn_tools")
+    code = f"import sys, fp8attn; print([m for m in {names} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-def test_public_functions_shadow_no_module():
-    modules = {path.name.removesuffix(".py") for path in SOURCE.iterdir()}
-    assert not modules & set(fp8attn.__all__)
+@pytest.mark.parametrize("package", [fp8attn, fp8attn_tools])
+def test_public_functions_shadow_no_module(package):
+    modules = {path.name.removesuffix(".py") for path in Path(package.__file__).parent.iterdir()}
+    assert not modules & set(package.__all__)
 
 
-def test_calibrate_is_a_function_and_shadows_no_module():
-    assert fp8attn.calibrate.__module__ == "fp8attn.integrations.transformers.calibrate"
-    assert callable(fp8attn.calibrate) and "calibrate" in fp8attn.__all__
-    with pytest.raises(AttributeError, match="has no attribute 'calibrates'"):
-        fp8attn.calibrates  # noqa: B018
+def test_lazy_names_are_functions_and_other_names_are_errors():
+    for name in fp8attn_tools.__all__:
+        assert getattr(fp8attn_tools, name).__name__ == name
+    for package in (fp8attn, fp8attn_tools):
+        with pytest.raises(AttributeError, match="has no attribute 'calibrates'"):
+            package.calibrates  # noqa: B018
 
 
 MAX_PARAMETERS = 20
@@ -126,10 +176,11 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg
 
 def test_functions_have_few_parameters():
     over = {}
-    for path in SOURCE.rglob("*.py"):
+    for path in (*SOURCE.rglob("*.py"), *TOOLS.rglob("*.py")):
         for function in functions(path):
-            if len(parameters(function)) > MAX_PARAMETERS and FLAT.get(function.name) != str(path.relative_to(SOURCE)):
-                over[f"{path.relative_to(SOURCE)}: {function.name}"] = len(parameters(function))
+            file = str(path.relative_to(SOURCE.parent))
+            if len(parameters(function)) > MAX_PARAMETERS and f"fp8attn/{FLAT.get(function.name)}" != file:
+                over[f"{file}: {function.name}"] = len(parameters(function))
     assert not over, f"more than {MAX_PARAMETERS} parameters: {over}; pass an aggregate (kernels), a dataclass or a NamedTuple"
 
 

@@ -50,7 +50,7 @@ def test_other_missing_modules_are_bugs():
     ("extra", "package", "code"),
     [
         ("hf", "transformers", "import fp8attn.integrations.transformers"),
-        ("hf", "transformers", "import fp8attn; fp8attn.calibrate"),
+        ("hf", "transformers", "import fp8attn_tools; fp8attn_tools.calibrate"),
         ("vllm", "vllm", "import fp8attn.integrations.vllm as plugin; plugin.register()"),
         ("diffusers", "diffusers", "import fp8attn.integrations.diffusers"),
         ("diffusers", "diffusers", "import runpy; runpy.run_path('examples/wan.py')"),

@@ -112,7 +112,7 @@ def test_scales_that_do_not_fit_are_a_warning_once(caplog):
     (record,) = caplog.records
     assert record.name == "fp8attn.overflow" and record.getMessage() == report.problem
     assert "layers 1, 3 saturate more than 0.1% of the values of K or V (the most: 1.56% of V in layer 1)" in report.problem
-    assert "calibrate again (fp8attn.calibrate(model, batches).save(path))" in report.problem
+    assert "calibrate again (fp8attn_tools.calibrate(model, batches).save(path))" in report.problem
     assert [row.fits for row in report.rows] == [True, True, True, False, True, True, True, False]
     assert str(report).splitlines()[0].split() == ["layer", "tokens", "saturated", "rescaled", "a", "page"]
     assert str(report).splitlines()[4].split() == ["1", "V", "1,024", "1.5625%", "0.000"]

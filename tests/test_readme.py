@@ -114,7 +114,7 @@ def test_export_runs(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 
-    from fp8attn import calibrate
+    from fp8attn_tools import calibrate
 
     shutil.copytree(ROOT / "models/stdlib-llama", tmp_path / "MODEL")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "MODEL")
@@ -151,7 +151,7 @@ def test_every_command_exists(page):
     pytest.importorskip("typer")
     from typer.main import get_command
 
-    from fp8attn.cli.app import app
+    from fp8attn_tools.cli.app import app
 
     for words in commands(page):
         command = get_command(app)

@@ -90,7 +90,7 @@ def accumulation() -> str:
 
 @block
 def doctor() -> str:
-    from fp8attn.diagnostics.accumulation import Accumulation
+    from fp8attn_tools.diagnostics.accumulation import Accumulation
 
     found = {f"accumulation of {impl}": Accumulation(errors) for impl, errors in sums().items()}
     lines = [f"{'ok ' if x.levels == 2 else '!  '} {name:{max(map(len, found))}s}  {x}" for name, x in found.items()]

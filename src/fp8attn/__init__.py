@@ -11,19 +11,18 @@ from .dense import (
     scaled_dot_product_attention_quantized,
 )
 from .errors import UsageError
+from .integrations.warmup import warmup
 from .layout import PAGE_SIZE
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention, from_dense
 from .overflow import OverflowCounts, OverflowReport
 from .pages import KVPages
 from .params import AttentionParams
-from .precompile import warmup
 from .scales import KVScales, LayerScales
 from .straight_through import fake_quantize
 
 if TYPE_CHECKING:
     from .integrations.transformers import FP8Cache as FP8Cache
-    from .integrations.transformers.calibrate import calibrate
 
 __version__ = "0.2.0.dev0"
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "UsageError",
     "append",
     "attention",
-    "calibrate",
     "fake_quantize",
     "fallback_reason",
     "fp8_attention",
@@ -58,13 +56,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `FP8Cache` and `calibrate` when they are first used, because they need transformers."""
+    """Import `FP8Cache` when it is first used, because it needs transformers."""
     if name == "FP8Cache":
         from .integrations.transformers import FP8Cache
 
         return FP8Cache
-    if name == "calibrate":
-        from .integrations.transformers.calibrate import calibrate
-
-        return calibrate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from .files import write_whole
 from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type, largest_code, needed_scale
 
 FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
-RECALIBRATE = "calibrate again (fp8attn.calibrate(model, batches).save(path))"
+RECALIBRATE = "calibrate again (fp8attn_tools.calibrate(model, batches).save(path))"
 TENSORS = ("k_scale", "v_scale", "k_mean", "v_mean")
 OPTIONAL = ("q_scale",)
 # A static mean is subtracted if it is at least this many deviations. A smaller one saves little, and it costs accuracy if a token with most

@@ -13,11 +13,11 @@ from benchmarks import needle as bench
 from benchmarks import needle_systems
 from benchmarks.needle_systems import IMPLS, KERNELS, Systems, Work
 from evidence import answers
-from fp8attn.evaluation import models
-from fp8attn.evaluation.caches import cache_factory, forward, prefill
-from fp8attn.evaluation.outcomes import save_outcomes, save_samples
-from fp8attn.evaluation.recall import recall_samples
 from fp8attn.formats.codec import FP8
+from fp8attn_tools.evaluation import models
+from fp8attn_tools.evaluation.caches import cache_factory, forward, prefill
+from fp8attn_tools.evaluation.outcomes import save_outcomes, save_samples
+from fp8attn_tools.evaluation.recall import recall_samples
 
 
 def rows_attention(shape, q, k, v):

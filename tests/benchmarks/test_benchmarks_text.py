@@ -11,10 +11,10 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import agreement, demo, drift, perplexity, real_model, speculative, texts
 from evidence import pictures
-from fp8attn import calibrate
-from fp8attn.evaluation import models
-from fp8attn.evaluation.caches import BF16Cache, E4M3Cache
-from fp8attn.evaluation.caches import forward as through
+from fp8attn_tools import calibrate
+from fp8attn_tools.evaluation import models
+from fp8attn_tools.evaluation.caches import BF16Cache, E4M3Cache
+from fp8attn_tools.evaluation.caches import forward as through
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from evidence import answers
-from fp8attn.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
+from fp8attn_tools.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 
 MACHINE = {"device": "H"}
 

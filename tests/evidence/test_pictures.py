@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.needle_systems import stressed
 from evidence import answers, pictures
-from fp8attn.evaluation.outcomes import Outcome, save_outcomes
+from fp8attn_tools.evaluation.outcomes import Outcome, save_outcomes
 
 
 def test_retrieval_is_drawn(tmp_path, monkeypatch):

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 import fp8attn
 from benchmarks import peers
-from fp8attn.diagnostics import accumulation
 from fp8attn.formats.codec import FP8
 from fp8attn.kernels import fa3
 from fp8attn.numerics import relative_error
+from fp8attn_tools.diagnostics import accumulation
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]

@@ -6,17 +6,15 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from fp8attn import UsageError  # noqa: E402
-from fp8attn.integrations.transformers.calibrate import calibrate  # noqa: E402
 from fp8attn.integrations.transformers.config import (  # noqa: E402
     LayerSpec,
-    count_weights,
+    attention_shape,
     has_sinks,
     has_softcap,
     layers_of,
-    shape_of,
     unsupported_reason,
 )
-from fp8attn.plan import CacheShape  # noqa: E402
+from fp8attn_tools.calibration.calibrate import calibrate  # noqa: E402
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128}
 
@@ -30,13 +28,13 @@ def gemma3(**changes):
 def test_llama():
     config = transformers.LlamaConfig(num_hidden_layers=3, num_attention_heads=8, hidden_size=512, num_key_value_heads=2)
     assert layers_of(config) == 3 * [LayerSpec("full_attention", 8, 2, 64)]
-    assert shape_of(config) == CacheShape(3, 2, 64)
+    assert attention_shape(config) == (8, 2, 64)
 
 
 def test_without_grouped_heads():
     config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=256)
     assert layers_of(config) == 2 * [LayerSpec("full_attention", 4, 4, 64)]
-    assert shape_of(config) == CacheShape(2, 4, 64)
+    assert attention_shape(config) == (4, 4, 64)
 
 
 def test_windows():
@@ -44,9 +42,7 @@ def test_windows():
     assert [*map(vars, layers_of(gemma3()))][:2] == 2 * [vars(sliding)]
     full = layers_of(gemma3())[2]
     assert (full.kind, full.window) == ("full_attention", None)
-    shape = shape_of(gemma3())
-    assert shape == CacheShape(1, 1, 256, windows=(512, 512))
-    assert shape.num_layers == 3
+    assert attention_shape(gemma3()) == (4, 1, 256)
 
 
 def test_layers_that_share_k_and_v_are_not_counted():
@@ -54,8 +50,6 @@ def test_layers_that_share_k_and_v_are_not_counted():
         num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2, sliding_window=32,
         intermediate_size=[96] * 4, activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
-    layers = layers_of(config)
-    assert shape_of(config).num_layers == len(layers)
     assert unsupported_reason(config) is None
 
 
@@ -79,7 +73,7 @@ REFUSED = {
 def test_models_are_refused_in_the_same_words_everywhere(words):
     config = REFUSED[words]()
     messages = set()
-    for use in (layers_of, shape_of, lambda config: calibrate(_Model(config), [torch.zeros(1, 4, dtype=torch.long)])):
+    for use in (layers_of, attention_shape, lambda config: calibrate(_Model(config), [torch.zeros(1, 4, dtype=torch.long)])):
         with pytest.raises(UsageError, match=words) as refused:
             use(config)
         messages.add(str(refused.value))
@@ -96,16 +90,4 @@ class _Model(torch.nn.Module):
 
 def test_the_cache_refuses_layers_that_it_does_not_hold():
     config = transformers.Qwen3NextConfig(num_hidden_layers=4)
-    assert shape_of(config) == CacheShape(1, config.num_key_value_heads, config.head_dim, other_layers=3)
     assert "layer 0 of 'qwen3_next' is of type 'linear_attention'" in unsupported_reason(config)
-
-
-def test_weights(tiny_model, tmp_path):
-    config = transformers.AutoConfig.from_pretrained(tiny_model)
-    size = (tiny_model / "model.safetensors").stat().st_size
-    assert count_weights(str(tiny_model), config) == (size, "size of the files")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
-    counted, source = count_weights(str(tmp_path), config)
-    assert counted == 2 * sum(p.numel() for p in model.parameters())
-    assert "counted from the architecture" in source
-    assert torch.get_default_device() == torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from fp8attn.evaluation import models
 from fp8attn.integrations.transformers import FP8Cache
+from fp8attn_tools.evaluation import models
 
 PROMPTS, LENGTH, NEW = 4, 200, 24
 

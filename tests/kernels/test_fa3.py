@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fp8attn.diagnostics import accumulation
-from fp8attn.diagnostics.accumulation import Accumulation, measure
 from fp8attn.formats.codec import FP8
 from fp8attn.kernels import fa3
 from fp8attn.numerics import relative_error
+from fp8attn_tools.diagnostics import accumulation
+from fp8attn_tools.diagnostics.accumulation import Accumulation, measure
 from tests.support.fa3 import UPSTREAM, VLLM, Fake, exact
 
 

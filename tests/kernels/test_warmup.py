@@ -7,7 +7,7 @@ import torch
 from transformers import GptOssConfig, LlamaConfig
 
 import fp8attn
-from fp8attn import precompile
+from fp8attn.integrations import warmup
 from fp8attn.precompile import compiler
 from tests.kernels.run_warmup import WITHOUT_DENSE
 from tests.support import compiling
@@ -17,7 +17,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from fp8attn.cli.app import app
+from fp8attn_tools.cli.app import app
 
 SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
@@ -86,10 +86,15 @@ def test_what_it_cannot_compile(options, message):
         fp8attn.warmup(**options)
 
 
-def test_a_config_says_the_shape_and_what_attention_has():
+def test_a_config_says_the_shape_and_what_attention_has(monkeypatch):
+    def read(config):
+        [layer] = fp8attn.warmup(config)
+        return (layer.num_q_heads, layer.num_kv_heads, layer.head_dim), layer.softcap, layer.sinks
+
+    monkeypatch.setattr(warmup, "compile_kernels", lambda layers, *_, **__: layers)
     llama = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
-    assert precompile._read(llama) == (tuple(SHAPE.values()), False, False)
+    assert read(llama) == (tuple(SHAPE.values()), False, False)
     sinks = GptOssConfig(num_attention_heads=64, num_key_value_heads=8, head_dim=64)
-    assert precompile._read(sinks) == ((64, 8, 64), False, True)
+    assert read(sinks) == ((64, 8, 64), False, True)
     llama.attn_logit_softcapping = 30.0
-    assert precompile._read(llama)[1]
+    assert read(llama)[1]

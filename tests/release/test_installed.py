@@ -4,6 +4,7 @@ In `make test` the wheel is of this checkout. `make release` tests the files tha
 `make demo` installs `cli` and `public` in CI.)
 """
 
+import ast
 import json
 import re
 
@@ -25,12 +26,15 @@ exact = torch.nn.functional.scaled_dot_product_attention(*repeated, is_causal=Tr
 print("error", float((out[:200] - exact).norm() / exact.norm()))
 cache.save("cache.safetensors")
 print("loaded", fp8attn.PagedKVCache.load("cache.safetensors").lengths)
-missing = []
 for name in fp8attn.__all__:
+    getattr(fp8attn, name)
+import fp8attn_tools
+missing = []
+for name in fp8attn_tools.__all__:
     try:
-        getattr(fp8attn, name)
+        getattr(fp8attn_tools, name)
     except ImportError as error:
-        missing.append((name, str(error)))
+        missing.append(str(error))
 print("missing", missing)
 for module in ("transformers", "diffusers"):
     try:
@@ -51,7 +55,8 @@ def test_without_an_extra(tmp_path):
         printed = run(python, "-c", CORE, cwd=tmp_path)
         assert 0.005 < float(re.search(r"error (\S+)", printed)[1]) < 0.05
         assert "loaded (200, 100)" in printed
-        assert "missing [('calibrate', '" in printed and HINT.format("hf") in printed.split("missing ")[1].splitlines()[0]
+        missing = ast.literal_eval(printed.split("missing ")[1].splitlines()[0])
+        assert missing == [f"transformers {HINT.format('hf')}"] * 4
         for module, extra in (("transformers", "hf"), ("diffusers", "diffusers"), ("vllm", "vllm")):
             assert f"\n{module} {module} {HINT.format(extra)}\n" in printed
         commands = run(python.parent / "fp8attn", "doctor", cwd=tmp_path, code=2)
@@ -96,7 +101,7 @@ def test_diffusers(tmp_path):
 def test_ruler(tmp_path):
     code = f"""
 from transformers import AutoTokenizer
-from fp8attn.evaluation.ruler import ruler_samples
+from fp8attn_tools.evaluation.ruler import ruler_samples
 tokenizer = AutoTokenizer.from_pretrained({str(MODEL)!r})
 [sample] = ruler_samples(tokenizer, "niah_multikey_2", lengths=[1024], samples=1)
 print("sample", len(sample.tokens), sample.answers)
@@ -115,7 +120,7 @@ def test_public(tmp_path):
     (stub / "pyproject.toml").write_text('[project]\nname = "llama-cpp-python"\nversion = "0.3.99"\n')
     (stub / "llama_cpp.py").touch()
     code = """
-from fp8attn.evaluation import models
+from fp8attn_tools.evaluation import models
 from fp8attn.integrations.transformers import FP8Cache
 model, tokenizer = models.load("smollm2", device="cpu")
 chat = [{"role": "user", "content": "What is the capital of France?"}]

@@ -13,9 +13,9 @@ import transformers
 pytest.importorskip("vllm")
 
 from benchmarks.planted import prepare
-from fp8attn import calibrate
-from fp8attn.evaluation import models
-from fp8attn.integrations.checkpoints import export
+from fp8attn_tools import calibrate
+from fp8attn_tools.checkpoints import export
+from fp8attn_tools.evaluation import models
 from tests.vllm.engines import engine
 
 

@@ -4,7 +4,7 @@
 
 There are several builds of this kernel (arXiv:2407.08608). Each registers its own torch op with its own schema. The op is found by its
 namespace and called by the names in its schema; nothing is registered or activated here. A build's version does not determine how it sums.
-`diagnostics/accumulation.py` measures this.
+`fp8attn_tools/diagnostics/accumulation.py` measures this.
 """
 
 from __future__ import annotations

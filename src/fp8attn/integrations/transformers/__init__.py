@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(path)
     model.generate(**inputs, past_key_values=fp8.FP8Cache(model))
 
-Importing this registers an attention function and a mask function under the new name `fp8_kv`, and under `fp8_observed` those with which
-calibration observes Q (`AttentionInterface.register`, `AttentionMaskInterface.register`). Nothing in transformers is replaced.
+Importing this registers an attention function and a mask function under the new name `fp8_kv` (`AttentionInterface.register`,
+`AttentionMaskInterface.register`). Nothing in transformers is replaced.
 `FP8Cache(model)` sets the model's attention implementation to `fp8_kv`. Under any other the cache returns dequantized tensors: the same
 answers in the same memory, but slower.
 """
@@ -17,28 +17,18 @@ with needs("hf"):
 
 from .attention import fp8_kv_attention
 from .cache import FP8Cache, edge_layers
-from .calibrate import check_scales
-from .config import count_weights, shape_of, unsupported_reason
+from .config import unsupported_reason
 from .masks import fp8_kv_mask
-from .observe import OBSERVED, observed_attention, observed_mask
-from .pack import context_of, pack_tokens
 from .tensors import ATTN_IMPLEMENTATION
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, fp8_kv_attention)
 AttentionMaskInterface.register(ATTN_IMPLEMENTATION, fp8_kv_mask)
-AttentionInterface.register(OBSERVED, observed_attention)
-AttentionMaskInterface.register(OBSERVED, observed_mask)
 
 __all__ = [
     "ATTN_IMPLEMENTATION",
     "FP8Cache",
-    "check_scales",
-    "context_of",
-    "count_weights",
     "edge_layers",
     "fp8_kv_attention",
     "fp8_kv_mask",
-    "pack_tokens",
-    "shape_of",
     "unsupported_reason",
 ]

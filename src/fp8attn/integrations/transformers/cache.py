@@ -160,7 +160,7 @@ class FP8Cache(Cache):
             warnings.warn(
                 f"biases of {type(model).__name__} that change K or V in layers {ranges(unread)} cannot be read, because the weights are "
                 "not loaded or the layers have a form that fp8attn does not know. These layers have no static means, and lose accuracy if "
-                "the biases are large. Calibrate: FP8Cache(model, scales=fp8attn.calibrate(model, batches))",
+                "the biases are large. Calibrate: FP8Cache(model, scales=fp8attn_tools.calibrate(model, batches))",
                 stacklevel=3,
             )
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import MODEL_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ...errors import UsageError
 from ...layout import HEAD_DIMS
-from ...plan import CacheShape
 
 FULL = "full_attention"
 WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")
@@ -134,22 +131,17 @@ def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
     return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def shape_of(config: PreTrainedConfig) -> CacheShape:
-    """The shape of a model's KV cache, for `plan`.
+def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """`(num_q_heads, num_kv_heads, head_dim)` of a model's full-attention layers.
 
     Raises:
         UsageError: as `layers_of`; or the full-attention layers have different shapes.
     """
-    layers = layers_of(config)
-    full = [layer for layer in layers if layer.kind == FULL]
+    full = [layer for layer in layers_of(config) if layer.kind == FULL]
     shapes = {(layer.num_kv_heads, layer.head_dim) for layer in full}
     if len(shapes) > 1:
-        raise UsageError(
-            f"the full-attention layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}; "
-            "call plan with one CacheShape for each"
-        )
-    windows = tuple(layer.window for layer in layers if layer.window is not None)
-    return CacheShape(len(full), *shapes.pop(), windows, len(layers) - len(full) - len(windows))
+        raise UsageError(f"the full-attention layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}")
+    return full[0].num_q_heads, full[0].num_kv_heads, full[0].head_dim
 
 
 def has_softcap(config: PreTrainedConfig) -> bool:
@@ -167,13 +159,3 @@ def has_sinks(config: PreTrainedConfig) -> bool:
 def calls_attention_interface(config: PreTrainedConfig) -> bool:
     """Whether the model with this decoder's config calls transformers' attention interface, or computes its attention itself."""
     return getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)()
-
-
-def count_weights(model: str, config: PreTrainedConfig) -> tuple[int, str]:
-    """Bytes of a model's parameters, and how they were found: from the files of a folder, or from the architecture in 16 bits."""
-    files = list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
-    if files:
-        return sum(file.stat().st_size for file in files), "size of the files"
-    with torch.device("meta"):  # shapes only: no memory, no download
-        built = AutoModelForCausalLM.from_config(config)
-    return 2 * sum(p.numel() for p in built.parameters()), "counted from the architecture, 16 bits each"

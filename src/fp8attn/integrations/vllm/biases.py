@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...errors import UsageError
-from ..checkpoints.folder import FLOATS, Checkpoint
+from ..checkpoint import FLOATS, Checkpoint
 from ..transformers.biases import LayerBiases, layer_biases
 from ..transformers.config import decoder_config
 

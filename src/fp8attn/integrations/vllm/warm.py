@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from ...precompile import AttentionOption, Kernel, warmup
+from ...precompile import Kernel
+from ..warmup import AttentionOption, warmup
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
 

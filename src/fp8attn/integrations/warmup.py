@@ -1,0 +1,115 @@
+"""`warmup`, of a transformers config or of the shape of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from ..errors import UsageError
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from ..params import BackendName
+from ..precompile import Kernel, compile_kernels
+from ..precompile.calls import DTYPES, Layer
+
+AttentionOption = Literal["window", "softcap", "sinks", "exact"]
+
+
+def warmup(
+    config: Any = None,
+    *,
+    num_q_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    backend: BackendName = "auto",
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
+    rotate_keys: bool = True,
+    means: bool = False,
+    static_scales: bool = False,
+    advance: bool = True,
+    overflows: bool = False,
+    attention: Collection[AttentionOption] = (),
+    target: str | None = None,
+    load_kernels: bool = False,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Kernel]:
+    """Compile all kernels that a model's attention layers and their caches use, in parallel, into Triton's cache on disk.
+
+    Kernels are compiled for:
+
+    - prompts of 1 to 32,768 tokens, whole or in chunks;
+    - decode and verification steps of 1 to 16 tokens;
+    - batches of up to 64 sequences of equal lengths, with padding on the left, or of different lengths (`cu_seqlens_q`);
+    - the appends of `FP8Cache` for all of these;
+    - dense calls (`scaled_dot_product_attention`, `fp8_attention`), if there are no softcap, sinks or calibrated scales and `advance` is
+      True.
+
+    Kernels are not compiled for calls that return the LSE, that pass tables of RoPE, or that have few queries and are not causal. Such a
+    call works, and compiles its kernel when it runs.
+
+    `warmup` uses no memory of the GPU and runs nothing on it. Kernels that are in Triton's cache already take milliseconds. Any process,
+    also this one, loads the kernels from the cache when it first launches them.
+
+    Args:
+        config: a transformers config, which has the shape, softcap and sinks. None: give the shape.
+        num_q_heads, num_kv_heads, head_dim: the shape of a layer, if there is no config.
+        device: the GPU to compile for.
+        dtype: the model's dtype, bfloat16 or float16.
+        backend: `"auto"`, `"hopper"` or `"triton"`, as in the calls.
+        key_dtype, rotate_keys: the options of the cache (`PagedKVCache`).
+        means: also compile for static means of K, of V and of both (models with biases), four times as many kernels.
+        static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
+        advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and neither those
+            of `FP8Cache` nor dense calls. Attention over pages has the same kernels, with and without `out`.
+        overflows: compile the appends that count overflows (`count_overflows=True` of a cache), and not the others.
+        attention: what attention has, besides what `config` says: `"window"` (these kernels, too; sliding layers of an `FP8Cache` are in 16
+            bits and do not use them), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact).
+        target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
+            machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
+            first launch, which needs the GPU's driver.)
+        load_kernels: also load the kernels in this process, so that no later call reads them from disk. Needs the GPU.
+        processes: number of processes that compile in parallel. Default: one for each core that this process may use.
+        progress: called with (kernels done, number of kernels).
+    Returns:
+        The kernels.
+    Raises:
+        TypeError: `config` is not the config of a model.
+        UsageError: the shape is missing, or there are no kernels for the device, target, dtype or shape.
+        RuntimeError: a kernel did not compile; the message is the compiler's.
+    """
+    given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != (3 if config is None else 0):
+        raise UsageError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {given or 'neither'}")
+    if isinstance(attention, str):
+        raise UsageError(f"attention is a collection of options: pass ({attention!r},)")
+    if config is not None:
+        from .transformers.config import attention_shape, has_sinks, has_softcap
+
+        num_q_heads, num_kv_heads, head_dim = attention_shape(config)
+        attention = [*attention, *(("softcap",) if has_softcap(config) else ()), *(("sinks",) if has_sinks(config) else ())]
+    assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
+    if unknown := sorted({*attention} - {*get_args(AttentionOption)}):
+        raise UsageError(f"attention may have {', '.join(get_args(AttentionOption))}; got {', '.join(unknown)}")
+    if load_kernels and target is not None:
+        raise UsageError(f"kernels for another GPU cannot be loaded here: leave out load_kernels or target={target!r}")
+    names = {value: name for name, value in DTYPES.items()}
+    if dtype not in names:
+        raise UsageError(f"dtype must be the model's, torch.bfloat16 or torch.float16, which the kernels take; got {dtype!r}")
+    layer = Layer(
+        num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
+        static_scales=static_scales, advance=advance, overflows=overflows, softcap="softcap" in attention,
+        sinks="sinks" in attention, exact="exact" in attention,
+    )  # fmt: skip
+    of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
+    layers = [
+        replace(layer, k_mean=k_mean, v_mean=v_mean, window=windowed)
+        for k_mean, v_mean in (of_k_and_v if means else of_k_and_v[:1])
+        for windowed in ((False, True) if "window" in attention else (False,))
+    ]
+    return compile_kernels(layers, device, target=target, load_kernels=load_kernels, processes=processes, progress=progress)

@@ -1,0 +1,11 @@
+"""Calibration: observers of Q, K and V, the scales that follow from them, and how well scales cover a text.
+
+`calibrate.py` and `run.py` run a transformers model and pass Q, K and V on. The other files need no model.
+"""
+
+from .layer import LayerObserver, Options
+from .mergeable import concatenate, select
+from .observer import METHODS, Method
+from .report import Coverage, ScalesReport, Worst, counters
+
+__all__ = ["METHODS", "Coverage", "LayerObserver", "Method", "Options", "ScalesReport", "Worst", "concatenate", "counters", "select"]

@@ -1,0 +1,204 @@
+"""Writing calibrated scales beside the weights of a checkpoint, as an overlay: links to the original files, and a few new ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from fp8attn.errors import UsageError
+from fp8attn.integrations.checkpoint import INDEX, Checkpoint
+from fp8attn.scales import KVScales, LayerScales
+
+from .attentions import Attention, attentions_of, heads_of, layers_text
+from .check import NOTE, SCALES, Export, check
+from .fold import moved_means, overwrite
+from .formats import Format, Strategy, check_choice, configs, names, to_tensor, values
+
+# Weights that a loader might take instead of those that the index names, and their config. The overlay has no links to them.
+_OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+# transformers reads a file of the first name without looking at the index, and would not see the scales.
+_RENAMED = {"model.safetensors": "model-00001-of-00001.safetensors"}
+_OTHER_FILES = {"params.json", "consolidated.safetensors.index.json", "pytorch_model.bin.index.json"}
+
+
+def export(
+    checkpoint: str | Path,
+    scales: KVScales,
+    out: str | Path,
+    *,
+    format: Format = "compressed-tensors",
+    strategy: Strategy = "tensor",
+    fold_v_mean: bool = True,
+    q_scale: float | None = None,
+    skip_layers: Collection[int] = (),
+    copy: bool = False,
+) -> Export:
+    """Write a checkpoint that stock vLLM serves with calibrated scales: `x_8bit = x / scale` in E4M3, for K, V and queries.
+
+    The new folder has the config, the index and the scales, and links to all other files. It is written under another name, read back
+    (`check`) and then renamed.
+
+    Args:
+        checkpoint: the folder of the original, with safetensors files. It is not changed.
+        scales: calibrated with key_dtype="e4m3" and rotate_keys=False. vLLM subtracts no means, so the scale of K is made larger by
+            `max |k_mean| / 448`.
+        out: the new folder.
+        format: `"compressed-tensors"`, or `"modelopt"`, which has one scale a layer.
+        strategy: `"tensor"`, one scale a layer: the largest of its heads'. `"attn_head"`, one a head, which FlashAttention-3 takes; vLLM's
+            FlashInfer and Triton refuse it, and its CPU backend takes the largest.
+        fold_v_mean: move static means of V into biases (`v_proj.bias -= m`, `o_proj.bias += W m`). The model is the same but for the
+            rounding of o_proj's bias to its dtype. Files with these biases are copied. False: the scale of V is made larger, as K's.
+        q_scale: the scale of queries, if `scales` has none: 1.0 represents magnitudes from 2^-6 to 448 with full precision.
+        skip_layers: indices of layers whose cache vLLM keeps in 16 bits: `Export.command` has the option. They get no scales.
+        copy: copy the files instead of linking to them; for another machine, or a container.
+    Raises:
+        UsageError: the scales do not fit the checkpoint or the format; a layer has none; a mean of V that no bias can take; names of an
+            unknown architecture; a checkpoint that is quantized in another way; a folder that cannot be written.
+    """
+    check_choice(format, strategy)
+    source, target = Checkpoint.read(checkpoint), Path(out)
+    attentions = _layers_to_write(source, scales, skip_layers)
+    new_configs = configs(source, format, strategy)
+    written: dict[str, torch.Tensor] = {}
+    moved: dict[str, torch.Tensor] = {}
+    moved_layers = []
+    for index, attention in attentions.items():
+        layer = scales.layer(index)
+        named = names(format, attention)
+        if fold_v_mean and layer.v_mean.any():
+            moved |= moved_means(source, attention, layer.v_mean)
+            moved_layers.append(index)
+        given = {"q": _q_scale(source, index, layer, q_scale), **values(layer, index in moved_layers)}
+        written |= {name: to_tensor(given[x], format, strategy) for x, name in named.items()}
+    if clash := sorted(written.keys() & source.tensors.keys()):
+        raise UsageError(f"{source.folder} has {clash[0]} already: it has scales of a cache; export the original checkpoint")
+    note = {
+        "format": format, "strategy": strategy, "skip_layers": sorted(set(skip_layers)), "moved": moved_layers,
+        "model_id": scales.model_id, "method": scales.method, "tokens": scales.tokens,
+    }  # fmt: skip
+
+    def write(folder: Path) -> None:
+        changed = {source.tensors[name].file for name in moved}
+        _link(source, folder, set(new_configs), copy, changed)
+        for file in changed:
+            new = {name: tensor for name, tensor in moved.items() if source.tensors[name].file == file}
+            overwrite(folder / _RENAMED.get(file, file), new)
+        # safetensors' own save_file ignores the umask and makes the file private.
+        (folder / SCALES).write_bytes(save(written, {"format": "pt", NOTE: json.dumps(note)}))
+        for name, config in new_configs.items():
+            _write_json(folder / name, config)
+        _write_json(folder / INDEX, _index(source, written))
+        check(folder, scales)
+
+    _write_folder(target, write)
+    return check(target, scales)
+
+
+def _layers_to_write(source: Checkpoint, scales: KVScales, skip_layers: Collection[int]) -> dict[int, Attention]:
+    """The attention modules that get scales, after the checks that the scales are this model's and of a kind that vLLM can use."""
+    if (scales.key_dtype, scales.rotate_keys) != ("e4m3", False):
+        raise UsageError(
+            f"stock vLLM stores keys in E4M3 without a rotation, and these scales are for key_dtype={scales.key_dtype!r}, "
+            f"rotate_keys={scales.rotate_keys}; calibrate again with key_dtype='e4m3', rotate_keys=False"
+        )
+    decoder, (_, kv_heads, head_dim) = source.decoder, heads_of(source)
+    if shared := decoder.get("num_kv_shared_layers"):
+        raise UsageError(
+            f"the last {shared} layers share K and V of others, and vLLM reads scales of their own for them; it has no such export"
+        )
+    scales.check(
+        num_layers=decoder.get("num_hidden_layers", scales.num_layers), num_kv_heads=kv_heads, head_dim=head_dim,
+        model_id=_model_id(source.folder),
+    )  # fmt: skip
+    attentions = attentions_of(source)
+    if strangers := set(skip_layers) - attentions.keys():
+        raise UsageError(f"skip_layers has {sorted(strangers)}, and {source.folder} has attention in {layers_text(attentions)}")
+    if homeless := scales.layers.keys() - attentions.keys():
+        raise UsageError(f"there are scales of {layers_text(homeless)}, and {source.folder} has attention in {layers_text(attentions)}")
+    if without := attentions.keys() - scales.layers.keys() - set(skip_layers):
+        needed = sorted(attentions.keys() - scales.layers.keys())
+        raise UsageError(
+            f"{source.folder}: no scales for {layers_text(without)} (sliding windows are not calibrated), and vLLM would take 1.0 "
+            f"in silence. Keep them in 16 bits: export with skip_layers={needed}, and serve with "
+            f"--kv-cache-dtype-skip-layers {' '.join(map(str, needed))}"
+        )
+    chosen = {index: attention for index, attention in attentions.items() if index not in skip_layers}
+    if not chosen:
+        raise UsageError("skip_layers has all layers, so there are no scales to write; serve the original checkpoint")
+    return chosen
+
+
+def _q_scale(source: Checkpoint, index: int, layer: LayerScales, given: float | None) -> torch.Tensor:
+    """The scale of each query head `[num_q_heads]`."""
+    q_heads = heads_of(source)[0]
+    found = layer.q_scale
+    if found is not None and given is not None:
+        raise UsageError("the scales have a q_scale; leave out the argument q_scale")
+    if found is None:
+        if given is None:
+            raise UsageError(
+                f"layer {index} has no scale for queries, and vLLM's FlashAttention-3, FlashInfer and Triton quantize them with 1.0 in "
+                "silence; calibrate again, or give q_scale=1.0 to choose that"
+            )
+        if not (math.isfinite(given) and given > 0):
+            raise UsageError(f"q_scale must be positive and finite; got {given}")
+        return torch.full((q_heads,), given)
+    if found.shape != (q_heads,):
+        raise UsageError(f"layer {index}: q_scale must be [{q_heads}], one for each query head; it is {list(found.shape)}")
+    return found
+
+
+def _model_id(folder: Path) -> str:
+    """The model's name: the folder's, or in the cache of the Hugging Face Hub (`models--org--name/snapshots/...`) the repository's."""
+    folder = folder.absolute()
+    return folder.parent.parent.name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
+
+
+def _link(source: Checkpoint, folder: Path, new: Collection[str], copy: bool, changed: Collection[str]) -> None:
+    """Links to the files of the checkpoint, or copies of all, or of `changed`; without those that are `new`, and without other weights."""
+    named = {tensor.file for tensor in source.tensors.values()}
+    for path in sorted(source.folder.iterdir()):
+        other = (path.suffix in _OTHER_WEIGHTS and path.name not in named) or path.name in _OTHER_FILES or path.name.startswith(".")
+        if other or path.name in {INDEX, *new}:
+            continue
+        new_path = folder / _RENAMED.get(path.name, path.name)
+        if path.is_dir() and copy:
+            shutil.copytree(path, new_path)
+        elif copy or path.name in changed:
+            shutil.copyfile(path, new_path)
+        else:
+            new_path.symlink_to(path.resolve())
+
+
+def _index(source: Checkpoint, written: dict[str, torch.Tensor]) -> dict[str, Any]:
+    weight_map = {name: _RENAMED.get(tensor.file, tensor.file) for name, tensor in source.tensors.items()} | dict.fromkeys(written, SCALES)
+    files = {source.folder / tensor.file for tensor in source.tensors.values()}
+    size = sum(file.stat().st_size for file in files) + 4 * sum(tensor.numel() for tensor in written.values())
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder under a temporary name beside `target`, and rename it when it is complete. A run that fails leaves nothing."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} exists; name a folder that does not, or remove it")
+    draft = target.absolute().with_name(f".{target.name}-{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        write(draft)
+        draft.replace(target)
+    except OSError as error:
+        raise UsageError(f"cannot write {target} ({error.strerror}: {error.filename}); name a folder that you can write to") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

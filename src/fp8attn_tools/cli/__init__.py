@@ -1,0 +1,26 @@
+"""The command line: `fp8attn generate | evaluate | calibrate | sensitivity | export | plan | warmup | doctor | demo`."""
+
+from __future__ import annotations
+
+import sys
+
+from fp8attn.extras import MissingPackageError, needs
+
+
+def main() -> None:
+    """Run a command.
+
+    A `UsageError` ends in one line on stderr and exit code 2. Every other exception is a bug and shows its traceback.
+    """
+    try:
+        with needs("cli"):
+            from .app import app
+    except MissingPackageError as error:
+        fail(error)
+        sys.exit(2)
+    app(prog_name="fp8attn")
+
+
+def fail(error: Exception) -> None:
+    """Show an error in one line on stderr."""
+    print("fp8attn:", " ".join(str(error).split()), file=sys.stderr)

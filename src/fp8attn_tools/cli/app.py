@@ -1,0 +1,294 @@
+"""The commands. Each imports what it needs itself, so that `--help` and `plan` do not import transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from fp8attn import __version__
+from fp8attn.errors import UsageError
+from fp8attn.extras import needs
+from fp8attn.formats.codec import DEFAULT_KEY_DTYPE
+
+from ..calibration import Method
+from . import fail
+from .evaluate import evaluate
+from .export import export
+from .generate import generate
+from .options import Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Text
+from .sensitivity import sensitivity
+from .shared import about, check_served, load, numbers, out, output, print_json, progress, read_text, sequences
+
+
+class Commands(TyperGroup):
+    """Shows errors that the user can correct in one line, with exit code 2. `--debug` shows their traceback, too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            with needs("cli"):
+                return super().invoke(ctx)
+        except UsageError as error:
+            if ctx.params.get("debug"):
+                raise
+            fail(error)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="An 8-bit KV cache and 8-bit attention: half the memory of BF16.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(evaluate, name="evaluate")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fp8attn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+) -> None:
+    """Options of `fp8attn` itself."""
+
+
+app.command()(generate)
+
+
+@app.command()
+def calibrate(
+    model: Model = None,
+    save: Annotated[Path, typer.Option("--out", help="The file to write (safetensors).")] = Path("out/scales.safetensors"),
+    text: Text = None,
+    context: Context = None,
+    count: Annotated[int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1)] = None,
+    method: Annotated[Method, typer.Option(help="With percentile and mse (least squared error), larger values saturate.")] = "absmax",
+    percentile: Annotated[
+        float | None, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100]. Default: 99.99.")
+    ] = None,
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
+    rotate_keys: RotateKeys = True,
+    means: Annotated[bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")] = True,
+    chunk: Chunk = 32768,
+    checkpoint: Annotated[Path | None, typer.Option(help="A file from which the same command continues after it was killed.")] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Another text: report which of its values saturate, and which are rounded to zero.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --held-out: write heat maps by layer and head (.png, .svg, .pdf).")] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Find static scales and means, what each layer loses in 8 bits, and the layers whose K has an offset that no mean removes.
+
+    The text's last tokens are used, in sequences of the model's context.
+    """
+    if percentile is not None and method != "percentile":
+        raise UsageError(f"--percentile {percentile:g} needs --method percentile; got --method {method}")
+    if plot:
+        from . import plots
+
+        plots.check_format(plot)
+        if held_out is None:
+            raise UsageError("--plot shows the report on a held-out text; add --held-out FILE")
+    write_scales, write_plot = output(save), output(plot)
+    output(checkpoint)  # it is written in the middle of the run
+    passage, other = read_text(text, model), None if held_out is None else read_text(held_out, model)
+    from ..calibration.calibrate import calibrate as run
+    from ..calibration.calibrate import check_scales
+    from ..diagnostics import offset_checks
+    from .tables import coverage_table, sensitivity_table
+
+    check_served(model)
+    loaded, tokenizer = load(model, device)
+    batches = sequences(tokenizer, passage, loaded, context, count, from_end=True)
+    with progress("sequences") as tick:
+        found = run(
+            loaded, batches, method=method, percentile=99.99 if percentile is None else percentile, key_dtype=key_dtype,
+            rotate_keys=rotate_keys, means=means, chunk=chunk, checkpoint=checkpoint, progress=tick,
+        )  # fmt: skip
+    write_scales(found.save)
+    covered = None
+    if other is not None:
+        with progress("held-out sequences") as tick:
+            covered = check_scales(loaded, sequences(tokenizer, other, loaded, context), found, chunk=chunk, progress=tick)
+        write_plot(lambda path: plots.save(plots.coverage_maps(covered), path))
+    if as_json:
+        rows = [
+            {"layer": index, "k_sqnr_db": k, "v_sqnr_db": v, "k_offset": found.k_offsets.get(index)}
+            for index, (k, v) in found.sqnr_db.items()
+        ]
+        how = {"scales": str(save), "tokens": found.tokens, "method": found.method, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
+        print_json({"meta": about(loaded), **how, "rows": rows, "report": None if covered is None else covered.rows()})
+        return
+    out.print(sensitivity_table(found))
+    for check in offset_checks(found.k_offsets):
+        out.print(f"{check.name}: {check.detail}", markup=False)
+    if covered is not None:
+        out.print(coverage_table(covered))
+    out.print(f"scales: {save}")
+
+
+app.command()(sensitivity)
+app.command()(export)
+
+
+@app.command()
+def plan(
+    model: Model = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of a model: the number of its attention layers.", min=1)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="With --layers: KV heads of a layer.", min=1)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="With --layers: the size of a head.", min=1)] = None,
+    memory: Annotated[str, typer.Option(help="Memory of the device, such as 80GB or 24GiB.")] = "80GB",
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of the parameters, such as 16GB. Default: counted, if there is a model.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 32768,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 1,
+    as_json: Json = False,
+) -> None:
+    """How much fits into memory: the longest context and the largest batch, with a BF16 and with an FP8 cache."""
+    from .. import plan as planning
+
+    given = (layers, kv_heads, head_dim)
+    if any(given) and (model or not all(given)):
+        raise UsageError("give --model, or all of --layers, --kv-heads and --head-dim")
+    if layers is not None and kv_heads is not None and head_dim is not None:
+        shape, counted, source = planning.CacheShape(layers, kv_heads, head_dim), 0, "not counted; give --weights"
+    else:
+        from ..evaluation.models import default_model, load_config
+        from ..shape import count_weights, shape_of
+
+        name = model or default_model()
+        config = load_config(name)
+        shape = shape_of(config)
+        counted, source = (0, "") if weights else count_weights(name, config)
+    if weights:
+        counted, source = planning.parse_bytes(weights), "--weights"
+    size = planning.parse_bytes(memory)
+    fits = planning.plan(shape, size, weights=counted, context=context, batch=batch)
+    if as_json:
+        print_json({"memory": size, "weights": counted, "context": context, "batch": batch, "shape": shape, "rows": fits})
+        return
+    table = Table(title=f"{planning.human(size)}, weights {planning.human(counted)} ({source})")
+    columns = (
+        "cache",
+        "bytes/token",
+        f"{batch} x {context:,} tokens take",
+        f"longest context, batch {batch}",
+        f"largest batch at {context:,}",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "cache" else "right")
+    for fit in fits:
+        taken = planning.human(fit.cache_bytes)
+        table.add_row(fit.cache.upper(), f"{fit.bytes_per_token:,.0f}", taken, f"{fit.longest_context:,}", f"{fit.largest_batch:,}")
+    out.print(table)
+    if shape.windows or shape.other_layers:
+        kept = f"{len(shape.windows)} sliding layers stay in 16 bits, {shape.other_layers} layers have no cache of K and V"
+        out.print(f"{shape.full_layers} full layers; {kept}")
+
+
+@app.command()
+def warmup(
+    model: Annotated[str | None, typer.Option(help="A model's folder, smollm2, or a Hugging Face id. Only its config is read.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Instead of a model: query heads, KV heads and head_dim, such as 32,8,128.")] = None,
+    device: Annotated[str, typer.Option(help="The GPU to compile for.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="The model's dtype: bfloat16 or float16.")] = "bfloat16",
+    backend: Annotated[Literal["auto", "hopper", "triton"], typer.Option(help="The backend.")] = "auto",
+    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
+    rotate_keys: RotateKeys = True,
+    means: Annotated[bool, typer.Option(help="Also kernels with static means, for models with biases.")] = False,
+    static_scales: Annotated[bool, typer.Option(help="Kernels for calibrated scales instead of the pages' own.")] = False,
+    window: Annotated[bool, typer.Option(help="Also kernels with windows.")] = False,
+    softcap: Annotated[bool, typer.Option(help="Attention has a softcap (read from a model's config).")] = False,
+    sinks: Annotated[bool, typer.Option(help="Attention has sinks (read from a model's config).")] = False,
+    exact: Annotated[bool, typer.Option(help="Exact attention (exact=True of a cache) instead of the other.")] = False,
+    target: Annotated[str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that compile at the same time. Default: one for each core.", min=1)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile every kernel that a model can use, in parallel, so that none compiles while it serves."""
+    import time
+
+    from fp8attn import warmup as run
+    from fp8attn.integrations.warmup import AttentionOption
+    from fp8attn.precompile.calls import DTYPES
+
+    if (model is None) == (shape is None):
+        raise UsageError("give --model, or --shape such as --shape 32,8,128 (query heads, KV heads, head_dim)")
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    layer: dict[str, Any] = {}
+    if model is not None:
+        from ..evaluation.models import load_config
+
+        layer = {"config": load_config(model)}
+    elif shape is not None:
+        if shape.count(",") != 2:
+            raise UsageError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
+        layer = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=True))
+    options: dict[AttentionOption, bool] = {"window": window, "softcap": softcap, "sinks": sinks, "exact": exact}
+    begun = time.monotonic()
+    with progress("kernels") as tick:
+        kernels = run(
+            **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
+            static_scales=static_scales, attention=[name for name, given in options.items() if given], target=target, processes=processes,
+            progress=tick,
+        )  # fmt: skip
+    seconds = time.monotonic() - begun
+    if as_json:
+        print_json({"seconds": seconds, "kernels": [kernel._asdict() for kernel in kernels]})
+        return
+    out.print(f"{len(kernels)} kernels in {seconds:.0f} s ({sum(kernel.seconds for kernel in kernels):.0f} s of one core)")
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="Whether fp8attn can serve this model, and how hard its K is to store: a folder, smollm2, or an id.")
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the installed FP8 kernels and report how exactly they sum.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Report what this machine can run, why it cannot run the rest, and how exactly its FP8 kernels sum."""
+    from ..diagnostics import diagnose, examine, served
+    from ..evaluation.models import load_config
+
+    checks = diagnose(measure)
+    if model is not None:
+        checks.append(served(load_config(model)))
+        if checks[-1].status == "ok":
+            checks += examine(load(model, "cpu")[0])
+    if as_json:
+        print_json(checks)
+        return
+    table = Table(box=None, show_header=False)
+    marks = {"ok": "[green]ok", "warn": "[yellow]!", "no": "[yellow]no", "info": ""}
+    for check in checks:
+        table.add_row(marks[check.status], check.name, escape(check.detail))
+    out.print(table)
+
+
+@app.command()
+def demo(
+    save: Annotated[Path, typer.Option("--out", help="Folder for demo.json and needle.png.")] = Path("out"),
+    device: Device = None,
+) -> None:
+    """What an 8-bit cache saves and costs: an answer, perplexity and needles through each cache. One to two minutes without a GPU."""
+    from .demo import run
+
+    run(save, device)

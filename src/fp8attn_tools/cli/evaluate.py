@@ -1,0 +1,203 @@
+"""`fp8attn evaluate`: caches compared on identical tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8attn.errors import UsageError
+
+from .options import CACHE_NAMES, CacheChoice, Chunk, Device, Json, Model, Scales, Seed, Stress, Tasks, Text
+from .shared import (
+    about,
+    ask_all,
+    choose,
+    load,
+    makers,
+    needle_samples,
+    numbers,
+    out,
+    output,
+    print_json,
+    progress,
+    read_text,
+    task_names,
+    windows,
+)
+
+evaluate = typer.Typer(
+    help="Compare caches on identical tokens: all evaluations but drift with --report, or one of them.", invoke_without_command=True
+)
+
+
+@evaluate.callback()
+def evaluate_all(
+    context_: typer.Context,
+    report: Annotated[
+        Path | None, typer.Option(help="Run all evaluations but drift, and write a page index.html into this folder.")
+    ] = None,
+    model: Model = None,
+    cache: CacheChoice = "both",
+    scales: Scales = None,
+    text: Text = None,
+    context: Annotated[int, typer.Option(help="Tokens of a window, for the perplexity.", min=1)] = 4096,
+    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1)] = 2,
+    decode: Annotated[int, typer.Option(help="Last tokens of the first window that are also decoded one at a time.", min=1)] = 128,
+    task: Tasks = "recall",
+    lengths: Annotated[str, typer.Option(help="Tokens of the questions' prompts.")] = "512,1024,2048,4096",
+    samples: Annotated[int, typer.Option(help="Questions for each length; for recall, for each of five depths, too.", min=1)] = 2,
+    chunk: Chunk = 512,
+    stress: Stress = 0,
+    device: Device = None,
+) -> None:
+    if context_.invoked_subcommand is not None:
+        return
+    if report is None:
+        raise UsageError("choose --report FOLDER, or one evaluation: perplexity, needle, drift (fp8attn evaluate --help)")
+    if decode > context:
+        raise UsageError(f"--decode {decode} must not exceed --context {context}")
+    write_html, write_report, write_outcomes = (output(report / file) for file in ("index.html", "report.json", "outcomes.jsonl"))
+    from ..evaluation.outcomes import save_outcomes
+    from ..evaluation.perplexity import perplexity
+    from ..evaluation.record import write_json
+    from . import page
+    from .tables import accuracy_tables, perplexity_table
+
+    tasks, sizes = task_names(task), numbers(lengths, int, "--lengths")
+    chosen, passage = choose(cache, scales), read_text(text, model)
+    loaded, tokenizer = load(model, device, stress)
+    caches = makers(chosen, loaded)
+    tokens = windows(tokenizer, passage, context + 1, count)
+    questions = needle_samples(tasks, tokenizer, passage, lengths=sizes, samples=samples)
+    runs = []
+    for what, decoded in (("prefill in chunks", 0), ("token by token", decode)):
+        with progress(what) as tick:
+            part = tokens[:1] if decoded else tokens
+            runs.append(perplexity(loaded, part, caches, chunk=chunk, decode_tokens=decoded, tokenizer=tokenizer, progress=tick))
+        out.print(perplexity_table(runs[-1]))
+    outcomes = ask_all("questions", loaded, tokenizer, questions, caches, chunk=chunk)
+    out.print(*accuracy_tables(outcomes))
+    meta = about(loaded)
+    write_outcomes(lambda path: save_outcomes(path, outcomes))
+    rows = [row for run in runs for row in run]
+    write_report(lambda path: write_json(path, {"meta": meta, "perplexity": rows, "needle": outcomes}))
+    write_html(lambda path: page.write_page(path, page.page(meta, runs, outcomes)))
+    out.print(f"{report}/index.html, {report}/report.json, {report}/outcomes.jsonl")
+
+
+@evaluate.command()
+def perplexity(
+    model: Model = None,
+    cache: CacheChoice = "both",
+    scales: Scales = None,
+    text: Text = None,
+    context: Annotated[int, typer.Option(help="Tokens of a window.", min=1)] = 2048,
+    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1)] = 8,
+    decode: Annotated[int, typer.Option(help="Predict only this many last tokens, one at a time. 0: all, in chunks.", min=0)] = 0,
+    chunk: Chunk = 512,
+    stress: Stress = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity and bits per byte of the same tokens through each cache."""
+    from ..evaluation.perplexity import perplexity
+    from .tables import perplexity_table
+
+    chosen, passage = choose(cache, scales), read_text(text, model)
+    loaded, tokenizer = load(model, device, stress)
+    tokens = windows(tokenizer, passage, context + 1, count)
+    with progress("windows") as tick:
+        rows = perplexity(loaded, tokens, makers(chosen, loaded), chunk=chunk, decode_tokens=decode, tokenizer=tokenizer, progress=tick)
+    if as_json:
+        print_json({"meta": about(loaded), "rows": rows})
+    else:
+        out.print(perplexity_table(rows))
+
+
+@evaluate.command()
+def needle(
+    model: Model = None,
+    cache: CacheChoice = "both",
+    scales: Scales = None,
+    task: Tasks = "recall",
+    text: Text = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096",
+    samples: Annotated[int, typer.Option(help="Prompts for each length; for recall, for each depth, too.", min=1)] = 2,
+    depths: Annotated[str, typer.Option(help="recall: positions of the needle: 0 is the start, 1 the end.")] = "0,0.25,0.5,0.75,1",
+    distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0)] = 3,
+    seed: Seed = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write heat maps to this file (.png, .svg, .pdf).")] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Write every answer to this file, as JSON lines.")] = None,
+    chunk: Chunk = 512,
+    stress: Stress = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Ask for sentences hidden at each length and depth, greedily. All caches get the same samples, and are compared in pairs."""
+    if plot:
+        from . import plots
+
+        plots.check_format(plot)
+    write_plot, write_outcomes = output(plot), output(save)
+    from ..evaluation.names import title
+    from ..evaluation.outcomes import cells, same_outcomes, save_outcomes, score
+    from ..evaluation.paired import compare, discordant
+    from .tables import accuracy_tables, needle_table
+
+    tasks, grid = task_names(task), {"lengths": numbers(lengths, int, "--lengths"), "depths": numbers(depths, float, "--depths")}
+    chosen, passage = choose(cache, scales), read_text(text, model)
+    loaded, tokenizer = load(model, device, stress)
+    caches = makers(chosen, loaded)
+    questions = needle_samples(tasks, tokenizer, passage, **grid, samples=samples, distractors=distractors, seed=seed)
+    outcomes = ask_all("answers", loaded, tokenizer, questions, caches, chunk=chunk)
+    first, *others = caches
+    heading = f"Needle in a haystack: {Path(loaded.config._name_or_path).name}"
+    write_outcomes(lambda path: save_outcomes(path, outcomes))
+    write_plot(lambda path: plots.save(plots.needle_maps(outcomes, heading=heading), path))
+    if as_json:
+        scores = {name: score(outcomes, name) for name in caches}
+        equal = {name: same_outcomes(outcomes, first, name) for name in others}
+        pairs = [compare(outcomes, first, name) for name in others]
+        print_json({"meta": about(loaded), "scores": scores, "equal_to_first": equal, "paired": pairs, "rows": cells(outcomes)})
+        return
+    out.print(needle_table(outcomes))
+    out.print(*accuracy_tables(outcomes))
+    for mine, theirs in discordant(outcomes):
+        where = f"{mine.task} {mine.length} #{mine.index}, {', '.join(mine.answers)}"
+        out.print(f"{where}: {title(first)} {mine.text!r}, {title(theirs.cache)} {theirs.text!r}", markup=False, highlight=False)
+
+
+@evaluate.command()
+def drift(
+    model: Model = None,
+    cache: Annotated[str, typer.Option(help=f"The cache to compare with bf16: one of {CACHE_NAMES}.")] = "fp8",
+    scales: Scales = None,
+    text: Text = None,
+    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1)] = 1024,
+    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2)] = 512,
+    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2)] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 2,
+    chunk: Chunk = 512,
+    stress: Stress = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Decode many tokens while the cache is copied, reordered and truncated: do predictions drift away from BF16?"""
+    from ..evaluation.drift import drift
+    from .tables import drift_table
+
+    if "," in cache or cache == "both":
+        raise UsageError(f"drift takes one cache at a time; got {cache!r}")
+    chosen, passage = choose(cache, scales), read_text(text, model)
+    loaded, tokenizer = load(model, device, stress)
+    (make,) = makers(chosen, loaded, max_cache_len=prompt + decode).values()
+    baseline = makers({"bf16": None}, loaded)["bf16"]
+    tokens = windows(tokenizer, passage, prompt + decode + 1, batch)
+    with progress("tokens") as tick:
+        rows = drift(loaded, tokens, make, baseline, prompt=prompt, segment=segment, chunk=chunk, progress=tick)
+    if as_json:
+        print_json({"meta": about(loaded), "cache": cache, "rows": rows})
+    else:
+        out.print(drift_table(rows))

@@ -1,0 +1,39 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8attn.formats import codec
+
+from ..evaluation.names import CACHES, TASKS
+
+CACHE_NAMES = ", ".join(CACHES)
+Model = Annotated[
+    str | None,
+    typer.Option(help="A model's folder, smollm2, or a Hugging Face id. Default: in a checkout its small model, elsewhere smollm2."),
+]
+Device = Annotated[str | None, typer.Option(help="The device. Default: the GPU if there is one.")]
+CacheChoice = Annotated[str, typer.Option("--cache", help=f"both (bf16 and fp8), or any of {CACHE_NAMES}, joined by commas.")]
+Scales = Annotated[
+    Path | None, typer.Option(help="Calibrated scales (fp8attn calibrate). Then fp8 means fp8-static, unless --cache has both.")
+]
+Text = Annotated[
+    Path | None,
+    typer.Option(help="A text file, plain or .xz. Default: the held-out text of the model in a checkout, or Python source code."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
+Context = Annotated[
+    int | None, typer.Option(help="Tokens of a sequence. Default: the model's context, at most 32,768; on a CPU, 4,096.", min=2)
+]
+Chunk = Annotated[int, typer.Option(help="Tokens of a forward during prefill.", min=1)]
+Stress = Annotated[
+    int, typer.Option(help="Make K and V harder to quantize, by offsets and outlier channels that cancel: 0 (off) to 3.", min=0, max=3)
+]
+Tasks = Annotated[str, typer.Option("--task", help=f"Any of {', '.join(TASKS)}, joined by commas. All but the first need the extra ruler.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything that is random.", min=0, max=2**64 - 1)]
+KeyDtype = Annotated[codec.KeyDtype, typer.Option(help="The format of keys in the cache.")]
+RotateKeys = Annotated[bool, typer.Option(help="Whether the cache rotates keys before it quantizes them.")]

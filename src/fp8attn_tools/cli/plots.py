@@ -1,0 +1,222 @@
+"""The results of evaluations as pictures: heat maps of needles, curves by position, the cost of 8 bits in each layer."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import rc_context
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure  # no pyplot: no display, no global state
+from matplotlib.ticker import MaxNLocator
+
+from fp8attn.errors import UsageError
+
+from ..calibration import ScalesReport
+from ..evaluation.names import title
+from ..evaluation.outcomes import Outcome, cells, score
+from ..evaluation.perplexity import Perplexity
+from ..evaluation.sensitivity import Sensitivity
+
+FORMATS = (".png", ".svg", ".pdf")
+COLORS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
+
+
+def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
+    """One heat map for each cache: length across, depth down, each cell with its mean score. Maps fill the width of a page."""
+    found = cells(outcomes)
+    caches = list(dict.fromkeys(cell.cache for cell in found))
+    lengths, depths = sorted({cell.length for cell in found}), sorted({cell.depth for cell in found})
+    colors = LinearSegmentedColormap.from_list("recall", ["#b2452f", "#f0d9b5", "#2a7f86"])
+    columns = min(len(caches), max(1, 20 // len(lengths)))
+    lines = -(-len(caches) // columns)
+    size = (1.6 + (0.85 * len(lengths) + 0.7) * columns, 1.1 + (1 + 0.5 * len(depths)) * lines)
+    figure = Figure(figsize=size, dpi=160, layout="constrained")
+    axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    for axis in axes.flat[len(caches) :]:
+        axis.set_visible(False)
+    for axis, cache in zip(axes.flat, caches, strict=False):
+        shares = torch.full((len(depths), len(lengths)), math.nan)
+        for cell in found:
+            if cell.cache == cache:
+                shares[depths.index(cell.depth), lengths.index(cell.length)] = cell.score
+        axis.set_facecolor("#eeeeee")  # cells without samples
+        image = axis.imshow(shares.numpy(), cmap=colors, vmin=0, vmax=1, aspect="auto")
+        for row in range(len(depths)):
+            for column in range(len(lengths)):
+                share = float(shares[row, column])
+                dark = share < 0.25 or share > 0.75
+                text = f"{share:.0%}" if not math.isnan(share) else "\N{EN DASH}"
+                axis.text(column, row, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
+        axis.set_title(f"{title(cache)}: {score(outcomes, cache):.1%}", fontsize=11)
+        axis.set_xticks(range(len(lengths)), [thousands(length) for length in lengths])
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axis.set_xticks([x - 0.5 for x in range(1, len(lengths))], minor=True)
+        axis.set_yticks([y - 0.5 for y in range(1, len(depths))], minor=True)
+        axis.grid(which="minor", color="white", linewidth=2)
+        axis.tick_params(which="both", length=0)
+        axis.spines[:].set_visible(False)
+        axis.set_xlabel("context (tokens)")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("needle's depth")
+    bar = figure.colorbar(image, ax=axes, shrink=0.9 / lines, pad=0.02, ticks=[0, 0.5, 1], format=lambda share, _: f"{share:.0%}")
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0)
+    bar.set_label("right answers")
+    figure.suptitle(heading, fontsize=12)
+    return figure
+
+
+def position_curves(rows: Sequence[Perplexity]) -> Figure:
+    """Each cache's loss by position in the context, and its KL divergence from the first cache's predictions."""
+    figure = Figure(figsize=(9.5, 3.4), dpi=160, layout="constrained")
+    loss, divergence = figure.subplots(1, 2)
+    for number, row in enumerate(rows):
+        at = [(p.start + p.stop) / 2 for p in row.positions]
+        look = {"color": COLORS[number % len(COLORS)], "marker": "o", "markersize": 3.5, "label": title(row.cache)}
+        loss.plot(at, [p.nll for p in row.positions], **look, linestyle="-" if number == 0 else "--")
+        if number:
+            divergence.plot(at, [p.kl for p in row.positions], **look)
+    loss.set_ylabel("loss (nats per token)")
+    divergence.set_ylabel(f"KL from {title(rows[0].cache)} (nats)")
+    stops = sorted({p.stop for row in rows for p in row.positions})
+    for axis in (loss, divergence):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(stops, [thousands(x) for x in stops])
+        axis.minorticks_off()
+        axis.set_xlabel("tokens before the predicted one")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=9)
+    divergence.set_ylim(bottom=0)
+    return figure
+
+
+def layer_bars(report: Sensitivity, chosen: Sequence[int] = (), max_kl: float | None = None) -> Figure:
+    """What 8 bits cost in each layer alone, and what is left as layers are put in 16 bits, the most sensitive first.
+
+    Args:
+        chosen: the layers to leave in 16 bits; one of the sets that the report measured.
+        max_kl: the budget, if it is one of KL divergence.
+    """
+    cost, chosen_color = COLORS[1:3]
+    others = "#b9c4c9" if chosen else cost
+    count = len(report.layers)
+    figure = Figure(figsize=(10.5, 3.9), dpi=160, layout="constrained")
+    alone, together = figure.subplots(1, 2, width_ratios=(3, 2))
+    for row in report.layers:
+        alone.bar(
+            row.layer, max(row.kl, 0.0), width=0.78, color=chosen_color if row.layer in chosen else others, zorder=2,
+            yerr=row.standard_error, error_kw={"elinewidth": 0.8, "ecolor": "#555555", "zorder": 3},
+        )  # fmt: skip
+    alone.set_title("only this layer in 8 bits", fontsize=10)
+    alone.set_xlabel("layer")
+    alone.set_ylabel("KL divergence (nats per token)")
+    alone.set_xticks([row.layer for row in report.layers][:: max(1, count // 15)])
+    alone.set_xlim(report.layers[0].layer - 0.7, report.layers[-1].layer + 0.7)
+    together.plot(range(count), report.cumulated_kl, color=cost, marker="o", markersize=3, linewidth=1.4, zorder=2)
+    together.set_title("the most sensitive layers in 16 bits, all others in 8", fontsize=10)
+    together.set_xlabel("layers in 16 bits")
+    together.set_xlim(-0.02 * count, 1.02 * (count - 1) if count > 1 else 0.5)
+    together.xaxis.get_major_locator().set_params(integer=True)
+    if chosen:
+        kept = ", ".join(map(str, sorted(chosen)[:8])) + (", ..." if len(chosen) > 8 else "")
+        kl = report.kl(chosen)
+        together.plot([len(chosen)], [kl], "o", markersize=8, color=chosen_color, zorder=3)
+        label = f"layer{'s' if len(chosen) > 1 else ''} {kept}\n{kl:.2g} nats, {report.bytes_per_token(chosen):,.0f} bytes/token"
+        beside: dict[str, Any] = {"xytext": (10, 8), "ha": "left", "va": "bottom"}
+        if len(chosen) > count / 2:  # the curve falls: there is room on its lower left
+            beside = {"xytext": (-10, -8), "ha": "right", "va": "top"}
+        together.annotate(label, (len(chosen), kl), textcoords="offset points", fontsize=9, color=chosen_color, **beside)
+    if max_kl is not None:
+        together.axhline(max_kl, color="#444444", linewidth=0.9, linestyle="--", zorder=1)
+        together.annotate(
+            "budget", (0, max_kl), xycoords=("axes fraction", "data"), xytext=(3, -3), textcoords="offset points", va="top",
+            fontsize=8.5, color="#444444",
+        )  # fmt: skip
+    shown = [kl for kl in (*report.cumulated_kl, *(row.kl for row in report.layers)) if kl > 0]
+    if shown:
+        bottom, top = min(shown) / 2, max((*shown, max_kl or 0.0)) * 2.5
+        for axis in (alone, together):
+            axis.set_yscale("log")
+            axis.set_ylim(bottom, top)
+        if report.floor > bottom:
+            alone.axhline(report.floor, color="#b2452f", linewidth=0.9, linestyle=":", zorder=4)
+            alone.annotate(
+                f"rounding in {report.dtype} alone", (1, report.floor), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                textcoords="offset points", ha="right", fontsize=8.5, color="#b2452f",
+            )  # fmt: skip
+    for axis in (alone, together):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.25, zorder=0)
+    kept = f"; {len(chosen)} of {count} layers in 16 bits" if chosen else ""
+    figure.suptitle(f"What 8 bits cost {Path(report.model).name or 'the model'} in each layer{kept}", fontsize=12)
+    return figure
+
+
+def coverage_maps(report: ScalesReport) -> Figure:
+    """Heat maps of saturated values and of underflow: layer down, head across, a column for each of K, V and Q. Zero is gray."""
+    norm = LogNorm(1e-6, 1)  # the same in every picture, so that a small share looks small
+    kinds = {"saturated": "saturated", "underflow": "rounded to zero"}
+    layers, heads = list(report.layers), [report.map(tensor, "saturated").shape[1] for tensor in report.tensors]
+    width, height = sum(min(4.5, 1.2 + 0.28 * count) for count in heads) + 1.6, 2 * min(5.0, 1.1 + 0.17 * len(layers))
+    figure = Figure(figsize=(max(6.0, width), height), dpi=160, layout="constrained")
+    axes = figure.subplots(2, len(heads), sharey=True, squeeze=False, width_ratios=[max(4, count) for count in heads])
+    for row, (what, label) in zip(axes, kinds.items(), strict=True):
+        shares = [report.map(tensor, what) for tensor in report.tensors]
+        for axis, tensor, values in zip(row, report.tensors, shares, strict=True):
+            axis.set_facecolor("#eeeeee")
+            shown = values.masked_fill(values == 0, math.nan).numpy()
+            image = axis.imshow(shown, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
+            axis.set_title(f"{tensor.upper()} {label}: {100 * float(values.mean()):.2g}%", fontsize=9)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            step = -(-len(layers) // 16)
+            axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+            axis.set_xlabel("head")
+            axis.spines[:].set_visible(False)
+            axis.tick_params(length=0)
+        row[0].set_ylabel("layer")
+        bar = figure.colorbar(image, ax=row, pad=0.02, format=lambda share, _: f"{100 * share:g}%")
+        bar.outline.set_visible(False)
+        bar.set_label("share of values")
+    figure.suptitle(f"Static scales on {report.tokens:,} tokens of held-out text", fontsize=12)
+    return figure
+
+
+def check_format(path: str | Path) -> None:
+    """Check that `save` can write the format that the path's suffix names.
+
+    Raises:
+        UsageError: the suffix is none of `FORMATS`.
+    """
+    if Path(path).suffix.lower() not in FORMATS:
+        raise UsageError(f"a plot must be a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; got {path}")
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure in the format that the path's suffix names, and make the folders above.
+
+    Raises:
+        UsageError: the suffix is none of `FORMATS`.
+    """
+    check_format(path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an `<svg>` element of an HTML page. The same figure gives the same bytes."""
+    text = io.StringIO()
+    with rc_context({"svg.hashsalt": "fp8attn", "svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def thousands(length: int) -> str:
+    """`4k` for 4096."""
+    return f"{length // 1024}k" if length % 1024 == 0 and length else str(length)

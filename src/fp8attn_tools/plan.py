@@ -1,0 +1,160 @@
+"""How much fits into memory: bytes per token, the longest context and the largest batch, with a BF16 and with an FP8 cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fp8attn.errors import UsageError
+from fp8attn.layout import HEAD_DIMS, PAGE_SIZE, page_bytes
+
+CACHES = ("bf16", "fp8")
+ENTRY = 4  # bytes of a page's entry in the page table, and of a length
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The shape of a model's KV cache.
+
+    Attributes:
+        full_layers: layers that keep every token.
+        num_kv_heads, head_dim: the shape of a layer's K, and of its V.
+        windows: the window of each sliding layer, in tokens. These layers stay in 16 bits in either cache.
+        other_layers: layers without K and V of their own (linear attention, or K and V shared with another layer). They are not counted.
+    """
+
+    full_layers: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int, ...] = ()
+    other_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.full_layers, self.num_kv_heads, self.head_dim, *self.windows) < 1:
+            raise UsageError(f"full_layers, num_kv_heads, head_dim and windows must be positive; got {self}")
+        if self.head_dim not in HEAD_DIMS:
+            raise UsageError(f"no FP8 cache for head_dim {self.head_dim}; it must be one of {HEAD_DIMS}")
+
+    @property
+    def num_layers(self) -> int:
+        return self.full_layers + len(self.windows) + self.other_layers
+
+    def bytes_per_token(self, cache: str) -> float:
+        """Bytes of one more token once sliding windows are full.
+
+        In FP8 this is a token's share of a page: a little over `2 * H * D` a layer.
+        """
+        if _check(cache) == "bf16":
+            return 4.0 * self.full_layers * self.num_kv_heads * self.head_dim
+        return (self.full_layers * self._page_cost + ENTRY) / PAGE_SIZE
+
+    def nbytes(self, cache: str, context: int, batch: int = 1) -> int:
+        """Bytes of a cache of `batch` sequences of `context` tokens, as `PagedKVCache.nbytes` counts them.
+
+        FP8, with INT8 or E4M3 keys: whole pages of 128 tokens, their entries in the page table, which serves all layers, and one length
+        per sequence and layer. Static means are not counted. BF16: the elements. Sliding layers: `min(context, window)` tokens in 16 bits.
+        """
+        per_head = 2 * self.num_kv_heads * self.head_dim
+        sliding = batch * 2 * per_head * sum(min(context, window) for window in self.windows)
+        if _check(cache) == "bf16":
+            return sliding + batch * 2 * per_head * context * self.full_layers
+        pages = -(-context // PAGE_SIZE)
+        return sliding + batch * (self.full_layers * (pages * self._page_cost + ENTRY) + pages * ENTRY)
+
+    @property
+    def _page_cost(self) -> int:
+        """Bytes of a page of all KV heads of a layer."""
+        return self.num_kv_heads * page_bytes(self.head_dim)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How much fits with one type of cache.
+
+    Attributes:
+        cache: `"bf16"` or `"fp8"`.
+        bytes_per_token: of one sequence.
+        cache_bytes: bytes of a cache of the given context and batch.
+        longest_context: tokens that fit at the given batch.
+        largest_batch: sequences that fit at the given context.
+    """
+
+    cache: str
+    bytes_per_token: float
+    cache_bytes: int
+    longest_context: int
+    largest_batch: int
+
+
+def plan(shape: CacheShape, memory: int, *, weights: int = 0, context: int = 32768, batch: int = 1) -> tuple[Fit, ...]:
+    """How much fits into memory beside the weights, with each of `CACHES`.
+
+    Activations and fragmentation are not counted: pass less `memory` than the device has.
+
+    Args:
+        shape: the model's cache (`fp8attn_tools.shape.shape_of(config)`).
+        memory: bytes of the device that the model may use.
+        weights: bytes of the parameters.
+        context: tokens of a sequence, for `largest_batch`.
+        batch: sequences, for `longest_context`.
+    Raises:
+        UsageError: the weights do not fit, or a number is not positive.
+    """
+    if min(memory, context, batch) < 1 or weights < 0:
+        raise UsageError(f"memory, context and batch must be positive; got {memory}, {context}, {batch} and weights {weights}")
+    free = memory - weights
+    if free <= 0:
+        raise UsageError(
+            f"the weights ({human(weights)}) do not fit into a memory of {human(memory)}; pass more memory, or the weights of one GPU"
+        )
+
+    def fit(cache: str) -> Fit:
+        return Fit(
+            cache,
+            shape.bytes_per_token(cache),
+            shape.nbytes(cache, context, batch),
+            _largest(lambda tokens: shape.nbytes(cache, tokens, batch), free),
+            _largest(lambda sequences: shape.nbytes(cache, context, sequences), free),
+        )
+
+    return tuple(fit(cache) for cache in CACHES)
+
+
+def parse_bytes(text: str) -> int:
+    """`"80GB"`, `"24GiB"` or a plain number of bytes.
+
+    Raises:
+        UsageError: the text is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]I?)?)B?\s*", text.upper())
+    if match is None:
+        raise UsageError(f"{text!r} is not a size; write it as 80GB, 24GiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def human(nbytes: float) -> str:
+    """Bytes in binary units: `14.9 GiB`."""
+    unit = min(4, max(0, int(nbytes).bit_length() - 1) // 10)
+    return f"{nbytes / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
+def _check(cache: str) -> str:
+    if cache not in CACHES:
+        raise UsageError(f"cache must be one of {CACHES}; got {cache!r}")
+    return cache
+
+
+def _largest(cost: Callable[[int], int], free: int) -> int:
+    """The largest n with `cost(n) <= free`, for a cost that grows with n."""
+    if cost(1) > free:
+        return 0
+    high = 1
+    while cost(high) <= free:
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle) <= free else (low, middle)
+    return low

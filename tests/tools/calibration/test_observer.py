@@ -1,0 +1,148 @@
+"""Observers against direct computation on all values at once."""
+
+import pytest
+import torch
+
+from fp8attn.errors import UsageError
+from fp8attn.formats.codec import FP8, encode, needed_scale
+from fp8attn.formats.rotation import rotate, rotate_many
+from fp8attn_tools.calibration.layer import LayerObserver, Options
+from fp8attn_tools.calibration.moments import Moments
+from fp8attn_tools.calibration.observer import PIECE, SAMPLED, Observer, Sample
+
+
+def values(tokens=500, heads=2, seed=0):
+    """`[tokens, heads, 64]`, with an outlier in head 1 and an offset of 30 deviations in channel 3 of head 0."""
+    x = torch.randn(tokens, heads, 64, generator=torch.Generator().manual_seed(seed))
+    x[tokens // 3, 1, 5] = -77.0
+    x[:, 0, 3] += 30.0
+    return x
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_matrix_is_the_rotation(head_dim, dtype):
+    x = torch.randn(5, 3, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    # 8 additions in two orders, of values that are about as large as the sum
+    torch.testing.assert_close(rotate_many(x), rotate(x.float()), rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("with_mean", [False, True])
+def test_planted_outliers_and_means(rotated, with_mean):
+    x = values()
+    observer = Observer(FP8, rotated, counted=True, sampled=True)
+    mean = torch.zeros(2, 64)
+    if with_mean:
+        mean[0, 3] = 30.0
+        observer.mean = mean
+    for part in x.split(130):
+        observer.add(part)
+    y = rotate(x - mean) if rotated else x - mean
+    amax = y.abs().amax((0, 2))
+    assert int(observer.tokens) == 500
+    torch.testing.assert_close(observer.scale("absmax", 0), amax / 448, rtol=1e-6, atol=0)
+    if not rotated:
+        assert observer.amax.tolist() == ([x[:, 0].sub(mean[0]).abs().max().item(), 77.0])
+    median = y.abs().transpose(0, 1).flatten(1).quantile(0.5, dim=1, interpolation="lower")
+    ratio = observer.scale("percentile", 50) * 448 / median
+    assert ((ratio >= 1 - 1e-6) & (ratio <= 1 + 2.0**-7)).all()
+    assert torch.equal(observer.scale("percentile", 100), observer.scale("absmax", 0))
+    signal, noise = observer.noise(observer.scale("absmax", 0)).unbind(1)
+    scale = needed_scale(amax, FP8)[:, None]
+    error = encode(y, 1 / scale, FP8) * scale - y
+    torch.testing.assert_close(noise, error.double().square().sum((0, 2)), rtol=1e-3, atol=0)  # some ties round otherwise
+    torch.testing.assert_close(signal, x.double().square().sum((0, 2)), rtol=1e-5, atol=0)  # with the mean
+
+
+def test_pieces_are_the_whole(monkeypatch):
+    x, whole, pieces = values(), Observer(torch.int8, counted=True), Observer(torch.int8, counted=True)
+    whole.add(x)
+    assert x.numel() < PIECE
+    monkeypatch.setattr("fp8attn_tools.calibration.observer.PIECE", 1000)
+    pieces.add(x)
+    assert torch.equal(whole.amax, pieces.amax) and torch.equal(whole.histogram.counts, pieces.histogram.counts)
+
+
+def test_two_observers_merged_are_one():
+    x, whole, first, second = values(), *(Observer(FP8, counted=True) for _ in range(3))
+    whole.add(x), first.add(x[:99]), second.add(x[99:])
+    first.merge(second)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, first.state_dict()[name]), name
+
+
+def test_a_sample_is_even_and_does_not_depend_on_how_it_was_cut():
+    tokens = torch.arange(10 * SAMPLED + 13.0)[:, None, None]
+    samples = []
+    for size in (len(tokens), 999, 64, 5000):
+        sample = Sample()
+        for part in tokens.split(size):
+            sample.add(part)
+            assert len(sample.kept) <= SAMPLED
+        samples.append(sample.kept)
+    assert all(torch.equal(sample, samples[0]) for sample in samples)
+    assert samples[0].flatten().tolist() == list(range(0, len(tokens), 16))
+    assert len(samples[0]) > SAMPLED / 2
+
+
+def test_moments_of_parts_are_those_of_the_whole():
+    x = values(3000).bfloat16()
+    whole, parts = Moments(rope=True), Moments(rope=True)
+    whole.add(x)
+    for part in x.split(700):
+        parts.add(part)
+    torch.testing.assert_close(whole.sums, parts.sums, rtol=1e-12, atol=1e-9)  # float64 sums in another order
+    wide = x.double()
+    torch.testing.assert_close(whole.sums[0], wide.sum(0), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(whole.sums[1], wide.square().sum(0), rtol=1e-12, atol=0)  # squares of BF16 are exact in FP32
+    pair = wide[..., :32].square() + wide[..., 32:].square()
+    torch.testing.assert_close(whole.sums[2], torch.cat([pair, pair], -1).sum(0), rtol=1e-7, atol=0)  # rounded to FP32
+    assert whole.mean().nonzero().tolist() == [[0, 3]]
+    assert whole.mean()[0, 3] == pytest.approx(30, abs=0.2)  # on the grid of BF16 numbers of 33: multiples of 1/4
+
+
+def test_the_state_of_a_layer_continues_bit_for_bit():
+    options = Options("percentile", 99.0, rotate_keys=False)
+    x = {which: values(800, seed=seed) for seed, which in enumerate("qkv")}
+    whole, begun, resumed = (LayerObserver(options) for _ in range(3))
+    for layer in (whole, begun):
+        for which, y in x.items():
+            layer.look(which, y[:200])
+        layer.settle()
+        assert layer.again
+        layer.forget()
+        for which, y in x.items():
+            layer.add(which, y[:300])
+    resumed.load_state_dict({name: tensor.clone() for name, tensor in begun.state_dict().items()})
+    for layer in (whole, resumed):
+        for which, y in x.items():
+            layer.add(which, y[300:])
+    want, got = whole.results(), resumed.results()
+    assert sorted(want) == sorted(["q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_noise", "v_noise", "k_offset"])
+    assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
+    assert want["v_mean"][0, 3] == pytest.approx(30, abs=0.5) and resumed.tokens == 800
+
+
+@pytest.mark.parametrize("method", ["percentile", "mse"])
+def test_tokens_are_counted_once_without_means(method):
+    """Histograms of `look` are used. K's and V's are exact, and Q's is of every seventh token."""
+    layer, x = LayerObserver(Options(method, 99.0, rotate_keys=False)), torch.randn(700, 2, 64, generator=torch.Generator().manual_seed(0))
+    for which in "qkv":
+        layer.look(which, x[:300])
+    layer.settle()
+    assert not layer.again and layer.tokens == 300
+    for part in (x[300:305], x[305:]):
+        for which in "qkv":
+            layer.add(which, part)
+    for which, every in (("q", 7), ("k", 1), ("v", 1)):
+        direct = Observer(layer.observers[which].dtype, counted=1)
+        direct.add(x[::every])
+        assert torch.equal(layer.observers[which].histogram.counts, direct.histogram.counts)
+        assert torch.equal(layer.observers[which].amax, x.abs().amax((0, 2)))  # of all tokens
+
+
+@pytest.mark.parametrize(("bad", "message"), [({"method": "best"}, "must be one of"), ({"percentile": 101.0}, r"in \(0, 100\]")])
+def test_options(bad, message):
+    with pytest.raises(UsageError, match=message):
+        Options(**bad)

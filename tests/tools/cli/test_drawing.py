@@ -1,0 +1,161 @@
+"""Tables, the HTML page and plots of results."""
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from fp8attn_tools.calibration import Coverage, ScalesReport
+from fp8attn_tools.cli import page, plots, tables
+from fp8attn_tools.cli.shared import about
+from fp8attn_tools.evaluation import models
+from fp8attn_tools.evaluation.caches import cache_factory
+from fp8attn_tools.evaluation.outcomes import Outcome
+from fp8attn_tools.evaluation.paired import discordant
+from fp8attn_tools.evaluation.perplexity import perplexity
+from fp8attn_tools.evaluation.sensitivity import LayerSensitivity, Sensitivity
+
+
+def outcomes():
+    made = []
+    for length in (512, 1024, 2048, 4096):
+        for index in range(10):
+            depth = index // 2 / 4
+            right = length < 4096 if index % 2 else depth > 0
+            made.append(Outcome("bf16", "recall", length, index, depth, ("12",), "12", 1.0))
+            made.append(Outcome("fp8", "recall", length, index, depth, ("12",), "12" if right else "<b>", float(right)))
+    return made
+
+
+def test_needle_plot(tmp_path):
+    path = tmp_path / "folder" / "needle.png"
+    plots.save(plots.needle_maps(outcomes(), heading="Needle"), path)
+    with pytest.raises(ValueError, match=r"a plot must be a \.png, \.svg or \.pdf file; got .*needle\.txt"):
+        plots.save(plots.needle_maps(outcomes(), heading="Needle"), tmp_path / "needle.txt")
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert 1000 < width < 3000
+    assert 400 < height < 1500
+
+
+def coverage_report():
+    """Two layers of 2 KV heads and 4 query heads; K of layer 3 saturates in head 1, and Q of layer 0 is rounded to zero in head 2."""
+    found = {}
+    for layer in (0, 3):
+        found[layer] = {
+            tensor: Coverage(torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64))
+            for tensor, heads in (("k", 2), ("v", 2), ("q", 4))
+        }
+    found[3]["k"].saturated[1] = 0.0123
+    found[0]["q"].underflow[2] = 0.2
+    return ScalesReport(found, 5000)
+
+
+def test_coverage(tmp_path):
+    lines = [line.split() for line in shown(tables.coverage_table(coverage_report())).splitlines()]
+    assert ["K", "all", "all", "0.3075%", "0"] in lines
+    assert ["Q", "all", "all", "0", "2.5000%"] in lines
+    assert lines[-2:] == [["K", "3", "1", "1.2300%", "0"], ["Q", "0", "2", "0", "20.0000%"]]
+    figure = plots.coverage_maps(coverage_report())
+    maps = [axis for axis in figure.axes if axis.get_title()]
+    assert [axis.get_title() for axis in maps[:3]] == ["K saturated: 0.31%", "V saturated: 0%", "Q saturated: 0%"]
+    drawn = maps[0].get_images()[0].get_array()
+    assert drawn[1, 1] == 0.0123 and drawn.mask.tolist() == [[True, True], [True, False]]
+    assert [label.get_text() for label in maps[0].get_yticklabels()] == ["0", "3"]
+    assert maps[0].get_images()[0].norm(0.008) < 0.7  # of the scale from 1e-6 to 1: a small share is no alarm
+    figure.draw_without_rendering()
+    above, below = (axis.yaxis.label.get_window_extent() for axis in figure.axes if not axis.get_title())
+    assert above.y0 > below.y1  # the labels of the color bars
+    plots.save(figure, tmp_path / "coverage.png")
+
+
+def shown(table):
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_needle_table():
+    rows = [line.split() for line in shown(tables.needle_table(outcomes())).splitlines()]
+    assert ["4096", "BF16"] + 5 * ["100%"] in rows
+    assert ["FP8", "0%", "50%", "50%", "50%", "50%"] in rows
+    assert ["FP8", "50%", "100%", "100%", "100%", "100%"] in rows
+
+
+def test_accuracy_table():
+    (table,) = tables.accuracy_tables(outcomes())
+    rows = [line.split() for line in shown(table).splitlines()]
+    assert ["4096", "BF16", "10/10", "72.2-100.0%"] in rows
+    assert ["4096", "FP8", "4/10", "16.8-68.7%", "-60.0", "(-83.2,", "-20.1)", "6", "0", "0.031"] in rows
+    assert len(discordant(outcomes())) == 3 * 1 + 6
+
+
+def test_page(loaded, tokens):
+    model, tokenizer = loaded
+    caches = {name: cache_factory(name, model) for name in ("bf16", "fp8")}
+    runs = [perplexity(model, models.windows(tokens, 601, 1), caches, decode_tokens=decode, tokenizer=tokenizer) for decode in (0, 3)]
+    html = page.page(about(model), runs, outcomes())
+
+    class Checker(HTMLParser):
+        tags, refers = [], []
+
+        def handle_starttag(self, tag, attributes):
+            self.tags.append(tag)
+            self.refers += [
+                value for name, value in attributes if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:"))
+            ]
+
+    Checker().feed(html)
+    assert Checker.refers == []  # self-contained
+    assert Checker.tags.count("svg") == 2  # curves by position (chunks alone have several), heat maps
+    assert "tiny-llama" in html and f"{runs[0][1].ppl:.4f}" in html and "256 to 512" in html
+    assert "&lt;b&gt;" in html and "<td><b>" not in html  # what models say is text
+    assert "Discordant samples: 9" in html
+
+
+def report():
+    """Of four layers; the third costs most, and the second nothing."""
+    rows = [LayerSensitivity(n, db, kl, kl / 9, 258.0, 512.0) for n, (db, kl) in enumerate([(30, 2e-4), (99, 0.0), (20, 3e-3), (31, 1e-4)])]
+    return Sensitivity(tuple(rows), (4e-3, 5e-4, 1e-4, 0.0), 1e-9, 512, 512, 64, (), "folder/tiny", "float32", "fp8", False)
+
+
+def test_layers_table():
+    rows = [line.split() for line in shown(tables.layers_table(report())).splitlines()]
+    assert ["none", "4.00e-03", "1,032"] in rows
+    at = rows.index(["2", "20.0", "3.00e-03", "±", "3e-04", "5.00e-04", "1,286"])
+    assert rows[at + 1] == ["0", "30.0", "2.00e-04", "±", "2e-05", "1.00e-04", "1,540"]
+    assert rows[at + 3] == ["1", "99.0", "0.00e+00", "±", "0e+00", "0.00e+00", "2,048"]  # all in 16 bits
+
+
+def test_layer_bars(tmp_path):
+    figure = plots.layer_bars(report(), (0, 2), 2e-4)
+    alone, together = figure.axes
+    colors = [bar.get_facecolor() for bar in alone.patches]
+    assert [bar.get_height() for bar in alone.patches] == [2e-4, 0.0, 3e-3, 1e-4]
+    assert colors[0] == colors[2] != colors[1] == colors[3]  # the chosen ones
+    assert list(together.lines[0].get_ydata()) == [4e-3, 5e-4, 1e-4, 0.0]
+    assert together.lines[1].get_xydata().tolist() == [[2, 1e-4]]
+    assert [text.get_text() for text in together.texts] == ["layers 0, 2\n0.0001 nats, 1,540 bytes/token", "budget"]
+    assert alone.get_yscale() == together.get_yscale() == "log"
+    assert not alone.texts  # the floor is below the picture
+    noisy = plots.layer_bars(replace(report(), floor=5e-4, dtype="bfloat16"))
+    assert [text.get_text() for text in noisy.axes[0].texts] == ["rounding in bfloat16 alone"]
+    nothing = replace(report(), layers=report().layers[1:2], cumulated_kl=(0.0,))
+    for number, drawn in enumerate((figure, noisy, plots.layer_bars(nothing))):
+        plots.save(drawn, tmp_path / f"{number}.png")
+
+
+def test_perplexity_table(loaded, tokens):
+    model, _ = loaded
+    rows = perplexity(model, models.windows(tokens, 33, 1), {"bf16": cache_factory("bf16", model)})
+    text = shown(tables.perplexity_table(rows))
+    assert f"{rows[0].ppl:.4f}" in text
+    assert "±" not in text  # the baseline has no difference
