@@ -29,7 +29,9 @@ KEPT = ROOT / ".cache/ptx"
 
 def names() -> list[str]:
     """Every compile case: `kind: case`."""
-    from tests.kernels import compile_kernels, compile_prefill, run_decode
+    from tests.kernels import compile_kernels
+    from tests.kernels.decode import run_decode
+    from tests.kernels.prefill import compile_prefill
 
     cases = {"prefill": compile_prefill.CASES, "decode": run_decode.COMPILED, "kernels": compile_kernels.cases()}
     return [f"{kind}: {case}" for kind, found in cases.items() for case in found]
@@ -40,7 +42,9 @@ def fingerprint(name: str) -> str:
     from triton import knobs
 
     from fp8attn.kernels.compile import compiled
-    from tests.kernels import compile_kernels, compile_prefill, run_decode
+    from tests.kernels import compile_kernels
+    from tests.kernels.decode import run_decode
+    from tests.kernels.prefill import compile_prefill
     from tests.support.ptx import digest, normalized, of_launches
 
     kind, case = name.split(": ")

@@ -2,7 +2,7 @@
 
 A CTA has `PrefillOptions.partitions`, of one warpgroup or two, that multiply `PrefillOptions.rows` query rows each (`multiply`), and one
 warp that claims work, reads the page table and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A
-comment that begins with `ptxas` explains an expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py`
+comment that begins with `ptxas` explains an expression whose form saves registers, and names the case of `compile_prefill.py`
 that spills without it.
 """
 

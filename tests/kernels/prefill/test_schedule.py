@@ -10,7 +10,7 @@ BLOCK = 192
 @pytest.fixture(scope="module")
 def batches() -> list[dict]:
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    return compiling.call("tests.kernels.run_prefill_order", "batches")
+    return compiling.call("tests.kernels.prefill.run_prefill_order", "batches")
 
 
 @pytest.mark.triton36

@@ -39,7 +39,7 @@ CASES = BOUNDS.get(triton.__version__.rpartition(".")[0], {})
 @pytest.mark.skipif(not CASES, reason=f"no bounds for Triton {triton.__version__}")
 @pytest.mark.parametrize("case", CASES)
 def test_hot_loop(case):
-    row = compiling.call("tests.kernels.compile_prefill", "compile_case", case)
+    row = compiling.call("tests.kernels.prefill.compile_prefill", "compile_case", case)
     loop, loop_spills, spills = CASES[case]
     assert row["serialized"] == "" and row["unset"] == "", row
     assert row["early"] == "", "a stage is released while products read it"
@@ -57,5 +57,5 @@ def test_hot_loop(case):
 
 def test_a_write_to_a_running_product_s_operand_is_found():
     """The fault of ptxas before 13.3, planted in the machine code of a loop."""
-    found, planted = compiling.call("tests.kernels.compile_prefill", "overwritten_if_planted", "d128")
+    found, planted = compiling.call("tests.kernels.prefill.compile_prefill", "overwritten_if_planted", "d128")
     assert found == planted and found.startswith("MOV R")

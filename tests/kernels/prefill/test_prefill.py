@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel without a GPU: its PTX, run on the CPU. (`test_compile_prefill.py` checks the compiled code.)"""
+"""The Hopper prefill kernel without a GPU: its PTX, run on the CPU. (`test_prefill_compile.py` checks the compiled code.)"""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_agrees_with_the_reference(case):
     parts without keys, pages that are NaN until the launch before has ended; NaN wherever no row may look. In each loop over tiles the ring
     wraps, so that the emulator sees what orders a stage's release and the next copy. A row of some 300 keys has not
     averaged the roundings of its weights: 3.5% by sqrt(300), of scores so unlike that a few keys count."""
-    row = compiling.call("tests.kernels.run_prefill", "emulate_case", case)
+    row = compiling.call("tests.kernels.prefill.run_prefill", "emulate_case", case)
     rel_err, row_err, lse_err = BOUNDS.get(case, BOUNDS["INT8 keys"])
     assert not row["nan"]
     assert row["rel_err"] < rel_err and row["row_err"] < row_err, row

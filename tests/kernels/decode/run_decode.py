@@ -2,8 +2,8 @@
 
 `test_decode.py` calls this in a process where Triton compiles. By hand:
 
-    python -m tests.kernels.run_decode compile [case substring ...] [--table]
-    python -m tests.kernels.run_decode emulate [case substring ...] [--table]
+    python -m tests.kernels.decode.run_decode compile [case substring ...] [--table]
+    python -m tests.kernels.decode.run_decode emulate [case substring ...] [--table]
 """
 
 from __future__ import annotations

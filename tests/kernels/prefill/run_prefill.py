@@ -2,7 +2,7 @@
 
 `test_prefill.py` calls this in a process where Triton compiles. By hand:
 
-    python -m tests.kernels.run_prefill [case ...]
+    python -m tests.kernels.prefill.run_prefill [case ...]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8attn.formats.codec import FP8, quantize
 from fp8attn.formats.rope import apply_rope
 from fp8attn.kernels import prefill
 from tests.emulator import emulate
-from tests.kernels.run_decode import filled_pages
+from tests.kernels.decode.run_decode import filled_pages
 from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import dry
 

@@ -1,6 +1,6 @@
 """The order in which `kernels.prefill` takes the sequences of a ragged batch: its search, compiled for sm_90 and emulated on the CPU.
 
-`test_prefill_order.py` calls this in a process where Triton compiles.
+`test_schedule.py` calls this in a process where Triton compiles.
 """
 
 from __future__ import annotations

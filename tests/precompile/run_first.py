@@ -2,7 +2,7 @@
 
 A process of its own (`test_first.py` runs it), because plans for the device "meta" are kept for one machine.
 
-    python -m tests.kernels.run_first TARGET
+    python -m tests.precompile.run_first TARGET
 """
 
 from __future__ import annotations

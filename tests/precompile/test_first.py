@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 def cases(request):
     if request.param == "sm_90":
         pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    return json.loads(compiling.run("-m", "tests.kernels.run_first", request.param))
+    return json.loads(compiling.run("-m", "tests.precompile.run_first", request.param))
 
 
 def test_all_kernels_of_a_prompt_and_of_decode_steps_are_prepared_before_it(cases):
@@ -33,7 +33,7 @@ def test_no_kernel_is_prepared_that_is_not_launched(cases):
 
 
 def test_kernels_are_compiled_in_threads_and_one_that_fails_is_left_to_its_launch():
-    found = json.loads(compiling.run("-m", "tests.kernels.run_side_by_side"))
+    found = json.loads(compiling.run("-m", "tests.precompile.run_side_by_side"))
     assert sorted(found["names"]) == ["portable_kernel", "_combine_kernel", "step_kernel"]
     assert sorted(found["compiled"]) == sorted(found["names"])  # each once: the failed one by the second call
     assert all(name.startswith("fp8attn-compile") for name in found["threads"])

@@ -1,6 +1,6 @@
 """Makes prompts, steps and dense calls on a GPU, and prints as JSON how many kernels they loaded and the names of those they compiled.
 
-python -m tests.kernels.run_cold_calls SHAPE STEPS PROMPTS BATCHES  # each numbers with commas
+python -m tests.gpu.run_cold_calls SHAPE STEPS PROMPTS BATCHES  # each numbers with commas
 """
 
 import json

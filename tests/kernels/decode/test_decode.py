@@ -27,7 +27,7 @@ SAMPLE = ("everything", "parts")
 @pytest.mark.triton36
 @pytest.mark.parametrize("case", LOOPS)
 def test_compiles_without_spills_in_the_loop(case):
-    row = compiling.call("tests.kernels.run_decode", "compile_case", case)
+    row = compiling.call("tests.kernels.decode.run_decode", "compile_case", case)
     assert row["warnings"] == "" and row["loop_spills"] == 0, row
     assert row["spill_bytes"] <= 40, row  # addresses that each head reloads once
     assert row["loop"] <= LOOPS[case], row
@@ -42,7 +42,7 @@ def test_agrees_with_the_reference(case):
     """Ragged and empty sequences, NaN in what must not be read, shared and whole heads, more CTAs than work, every option at once. NaN in a
     query and in the scale of a page, which reaches the rows that see it and no other. And a warp that comes late to everything, as others'
     instructions between its own (a sanitizer's) can make it."""
-    row = compiling.call("tests.kernels.run_decode", "emulate_case", case)
+    row = compiling.call("tests.kernels.decode.run_decode", "emulate_case", case)
     error, lse_error = ERRORS[row["keys"]]
     assert row["same_nan"] and row["same_inf"] and row["lse_err"] < lse_error, row
     assert row["counters"] == 0, "the counters must be left as they were found"

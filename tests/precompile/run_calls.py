@@ -1,8 +1,8 @@
 """Makes dry calls of many lengths and batches with the public functions, and prints as JSON which of their kernels `warmup` does not list.
 
-A process of its own (`test_warmup.py` runs it), because plans for the device "meta" are kept for one machine.
+A process of its own (`test_calls.py` runs it), because plans for the device "meta" are kept for one machine.
 
-    python -m tests.kernels.run_warmup TARGET [case substring]
+    python -m tests.precompile.run_calls TARGET [case substring]
 """
 
 from __future__ import annotations

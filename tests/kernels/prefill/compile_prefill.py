@@ -1,8 +1,8 @@
 """Compiles the launches of `kernels.prefill.attention` without a GPU, and checks the report of ptxas and the machine code.
 
-`test_compile_prefill.py` calls this in a process where Triton compiles. By hand:
+`test_prefill_compile.py` calls this in a process where Triton compiles. By hand:
 
-    python -m tests.kernels.compile_prefill [case substring ...] [--table] [--keep DIR]
+    python -m tests.kernels.prefill.compile_prefill [case substring ...] [--table] [--keep DIR]
 """
 
 from __future__ import annotations
