@@ -28,9 +28,9 @@ import fp8attn
 from fp8attn import KVPages, reference
 from fp8attn.dense.rope import apply_rope
 from fp8attn.formats.codec import FP8
+from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
-from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 
 from .measure import between_reads, graph_of, interleaved

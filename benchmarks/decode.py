@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.kernels import decode
-from fp8attn.layout import PAGE_SIZE
 
 from . import peers
 from .measure import checked, graph_of, timed

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from .formats.page_layout import PAGE_SIZE
 from .formats.rope import dense_tables
-from .layout import PAGE_SIZE
 from .ops import from_dense
 from .pages import KVPages
 from .params import BackendName

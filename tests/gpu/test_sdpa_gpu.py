@@ -11,7 +11,7 @@ from fp8attn import fallback_reason, rope_scaled_dot_product_attention, scaled_d
 from fp8attn.backends import load, select_backend
 from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import key_type
-from fp8attn.layout import unpack_k, unpack_v
+from fp8attn.formats.page_layout import unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
 from tests.support.kernel_cases import case_id, pairwise, poison_empty, random_tokens
 

@@ -22,10 +22,10 @@ from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_
 from fp8attn.dense import rope as dense_rope
 from fp8attn.dense import sdpa, strategies
 from fp8attn.formats.codec import key_type
+from fp8attn.formats.page_layout import PageLayout
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
-from fp8attn.layout import page_bytes
 from fp8attn.pages import KVPages
 from fp8attn.precompile.calls import DTYPES, Layer, launches
 from fp8attn.precompile.target import TARGETS
@@ -73,7 +73,7 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
     columns = -(-tokens // 128)
     mean = meta(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
     return KVPages(
-        meta(batch * columns, layer.num_kv_heads, page_bytes(layer.head_dim), dtype=torch.uint8),
+        meta(batch * columns, layer.num_kv_heads, PageLayout.of(layer.head_dim).nbytes, dtype=torch.uint8),
         meta(batch, columns + 3, dtype=torch.int32)[:, :columns], meta(batch, dtype=torch.int32), mean if layer.k_mean else None,
         mean if layer.v_mean else None, key_type(layer.key_dtype), layer.rotate_keys,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.formats import rotation
 from fp8attn.formats.codec import FP8, key_name
-from fp8attn.layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
+from fp8attn.formats.page_layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.numerics import relative_error
 
 KERNEL_ERROR = 3e-4  # relative, against float64 on the same bytes, besides the rounding of the output

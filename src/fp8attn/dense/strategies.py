@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ..backends import Backend, find, load_fa3
 from ..formats.codec import FP8, KeyDtype, key_type
-from ..layout import HEAD_DIMS
+from ..formats.page_layout import HEAD_DIMS
 from ..pages import KVPages
 from ..params import AttentionParams, DenseBackendName
 

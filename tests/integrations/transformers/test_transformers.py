@@ -7,9 +7,9 @@ import torch
 from transformers import CompileConfig, StaticCache
 
 from fp8attn import ops
+from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention, fp8_kv_mask
 from fp8attn.integrations.transformers.tensors import pages_of
-from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 from tests.support.transformers_models import (  # noqa: F401
     FAMILIES,

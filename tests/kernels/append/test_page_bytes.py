@@ -5,7 +5,7 @@ import torch
 
 from fp8attn import KVPages, PagedKVCache, ops
 from fp8attn.formats.codec import FP8
-from fp8attn.layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
+from fp8attn.formats.page_layout import PAGE_SIZE, engine_marks_of, unpack_k, unpack_v
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -78,11 +78,11 @@ def test_appends_leave_an_engines_mark_in_the_header(head_dim, key_dtype, rotate
     k, v = tokens(head_dim)
     pages = KVPages.empty(3, HEADS, head_dim, 1, 3, key_dtype=key_dtype, rotate_keys=rotate_keys)
     pages.page_table.copy_(torch.tensor([[2, 0, 1]]))
-    rest = pages.pool[:, :, 8 - HEADER : 16 - HEADER]
-    rest.fill_(0x7F)
+    marks = engine_marks_of(pages.pool)
+    marks.fill_(77)
     for cut in (130, 1, 149):
         ops.append(pages, k[:cut], v[:cut], max_seqlen=cut, backend=backend)
-    assert pages.cache_seqlens.tolist() == [280] and pages.k_scale.all() and (rest == 0x7F).all()
+    assert pages.cache_seqlens.tolist() == [280] and pages.k_scale.all() and (marks == 77).all()
 
 
 @each_format

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8attn.layout import V_ORDER
+from fp8attn.formats.page_layout import V_ORDER
 from tests.support import compiling
 
 triton = pytest.importorskip("triton")
