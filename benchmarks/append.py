@@ -25,12 +25,14 @@ import triton
 import triton.language as tl
 
 import fp8attn
-from fp8attn import KVPages, reference
+from evidence.fingerprint import of_call
+from fp8attn import KVPages, params, reference
 from fp8attn.dense.rope import apply_rope
 from fp8attn.formats.codec import FP8
-from fp8attn.formats.page_layout import PAGE_SIZE
+from fp8attn.formats.rope import Rope
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import constants, launch
+from fp8attn.layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 
 from .measure import between_reads, graph_of, interleaved
@@ -56,6 +58,10 @@ class Prepared(NamedTuple):
     restart: Callable[[], None] = lambda: None
 
 
+def new_counts() -> torch.Tensor:
+    return torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+
+
 @dataclass(frozen=True)
 class Append:
     """Appends new tokens at the ends of sequences."""
@@ -75,29 +81,26 @@ class Append:
         for (impl, name), row in zip(impls.items(), lengths, strict=True):
             pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=name)
             caches[impl] = replace(pages, cache_seqlens=row)
-        options = {"cu_seqlens": None, "static_scales": False, "rope_cos": None, "rope_sin": None, "rope_interleaved": False}
         before = [randn(self.batch * self.held, HEADS, DIM) for _ in "kv"]
         for pages in caches.values():
             pages.page_table.copy_(torch.randperm(num_pages, device=DEVICE).view(self.batch, columns))
-            append.append(pages, *before, max_seqlen=self.held, **options)
+            append.append(pages, *before, params.Append(None, self.held))
         k, v = (randn(count, HEADS, DIM) for _ in "kv")
-        options |= {"max_seqlen": self.new}
-        if self.rope:
-            options["rope_cos"], options["rope_sin"] = tables(count)
-        if step:
-            q = randn(count, GROUP * HEADS, DIM)
-            options |= {"q": q, "q_out": torch.empty_like(q)}
-        counts = {impl: {"overflows": torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)} for impl in caches if impl.endswith("-counted")}
+        rope = Rope(*tables(count)) if self.rope else None
+        q = randn(count, GROUP * HEADS, DIM) if step else None
+        q_out = torch.empty_like(q) if step else None
+        how = {impl: params.Append(None, self.new, rope, overflows=new_counts() if impl.endswith("-counted") else None) for impl in caches}
 
         def check() -> None:
             restart()
             for impl, pages in caches.items():
-                expected, counted = copy.deepcopy(pages), counts.get(impl, {})
-                others = {name: torch.zeros_like(x) for name, x in (counted | ({"q_out": options["q_out"]} if step else {})).items()}
-                append.append(pages, k, v, **options, **counted)
-                reference.append(expected, k, v, **options | others)
-                pairs = [(pages.pool, expected.pool), *(((options | counted)[name], x) for name, x in others.items())]
-                same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+                expected, expected_q = copy.deepcopy(pages), torch.zeros_like(q_out) if step else None
+                counts = how[impl].overflows
+                expected_counts = None if counts is None else counts.clone()
+                append.append(pages, k, v, how[impl], q, q_out)
+                reference.append(expected, k, v, how[impl]._replace(overflows=expected_counts), q, expected_q)
+                pairs = (pages.pool, expected.pool), (q_out, expected_q), (counts, expected_counts)
+                same = all(a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
                 assert same, f"{self}, {impl}: bytes are not the reference's"
 
         def restart() -> None:
@@ -105,12 +108,12 @@ class Append:
 
         nbytes = count * (2 * HEADS * DIM * 3 + (DIM * 2 if self.rope else 0))
 
-        def write(pages: KVPages, **counted: torch.Tensor) -> None:
+        def write(impl: str) -> None:
             if not step:  # a step has pages for every repetition
                 restart()
-            append.append(pages, k, v, **options, **counted)
+            append.append(caches[impl], k, v, how[impl], q, q_out)
 
-        calls = {impl: partial(write, pages, **counts.get(impl, {})) for impl, pages in caches.items()}
+        calls = {impl: partial(write, impl) for impl in caches}
         return Prepared(calls, nbytes, check, restart)
 
 
@@ -184,7 +187,7 @@ def measure(case: str) -> Iterator[dict]:
     if not step:  # the ceiling too pays for the small launch that sets the lengths back
         read_and_write = ceiling(made.bytes)
         found["ceiling"] = lambda: (made.restart(), read_and_write())
-    rows = {impl: {"case": case, "impl": impl} for impl in found}
+    rows = {impl: {"case": case, "impl": impl, "fingerprint": of_call(impl, call)} for impl, call in found.items()}
     made.restart()
     replays = {impl: graph_of(call)[0] for impl, call in found.items()}
     for impl, ms in interleaved(replays, ROUNDS, flush=True).items():

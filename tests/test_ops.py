@@ -10,10 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
+from fp8attn._torch_ops import flatten
 from fp8attn.backends import load
-from fp8attn.formats.rope import apply_rope
+from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.ops import run_from_dense
 from fp8attn.pages import FIELDS
+from fp8attn.params import Append
 from tests.support.kernel_cases import clone
 
 
@@ -105,8 +107,8 @@ def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
     for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
         with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
             fp8attn.from_dense(x, x, **options)
-    none = dict.fromkeys(("rope_cos", "rope_sin", "stored_k_mean", "v_mean"))
-    pages = run_from_dense("reference", x, x, **none, rope_interleaved=False, key_dtype=x.dtype, rotate_keys=False)
+    none = dict.fromkeys(("rope", "stored_k_mean", "v_mean"))
+    pages = run_from_dense("reference", x, x, **none, key_dtype=x.dtype, rotate_keys=False)
     for seq in range(2):
         assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
 
@@ -259,7 +261,7 @@ def test_append_turns_queries_as_it_turns_keys(cache, interleaved):
     options = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved}
     turned = fp8attn.append(cache.pages(0), k, k, q=q, **options)
     assert turned.dtype == q.dtype
-    assert torch.equal(turned, apply_rope(q, angle.cos(), angle.sin(), interleaved).bfloat16())
+    assert torch.equal(turned, apply_rope(q, Rope(angle.cos(), angle.sin(), interleaved)).bfloat16())
     assert cache.pages(0).cache_seqlens.tolist() == [12, 12]
     assert fp8attn.append(cache.pages(0), k, k, **options) is None
 
@@ -268,7 +270,7 @@ def test_append_turns_queries_as_it_turns_keys(cache, interleaved):
 def test_attention_turns_queries_first(cache, interleaved):
     q, angle = torch.randn(6, 4, 64).bfloat16(), torch.randn(6, 16)
     rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved}
-    turned = apply_rope(q, angle.cos(), angle.sin(), interleaved).bfloat16()
+    turned = apply_rope(q, Rope(angle.cos(), angle.sin(), interleaved)).bfloat16()
     expected = attention(turned, cache.pages(0))
     assert not torch.equal(attention(q, cache.pages(0)), expected)
     assert torch.equal(attention(q, cache.pages(0), **rope), expected)
@@ -294,11 +296,12 @@ def test_ops_pass_torch_opcheck(cache):
     cache.reserve(40)
     k = torch.randn(4, 2, 64)
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
-    options = (q, torch.zeros_like(q), None, 2, angle, angle, False, False, True, torch.zeros(2, 3).long(), "reference")
+    how = Append(None, 2, Rope(angle, angle), overflows=torch.zeros(2, 3).long())
+    options = q, torch.zeros_like(q), *flatten(how), "reference"
     torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *cache.pages(0).state, *options))
-    arguments = (torch.randn(4, 4, 64), *cache.pages(0).state, None, 2, True, 0.1, 0, 0.0, None, None, angle, angle, False)
     for return_lse in (False, True):
-        torch.library.opcheck(torch.ops.fp8attn.attention, (*arguments, return_lse, True, "reference"))
+        params = AttentionParams(None, 2, True, 0.1, rope=Rope(angle, angle), return_lse=return_lse, exact=True)
+        torch.library.opcheck(torch.ops.fp8attn.attention, (q, *cache.pages(0).state, *flatten(params), "reference"))
     x, mean, table = torch.randn(2, 2, 130, 64), torch.randn(2, 64), torch.randn(2, 130, 32)
     for key_dtype in (torch.int8, torch.float8_e4m3fn):
         torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x.clone(), table, table, False, mean, None, key_dtype, True, "reference"))
@@ -386,9 +389,10 @@ def test_a_step_compiles_whole_and_once(cache):
 
 
 def test_the_schema_lists_the_options():
-    """The torch op takes the fields of `AttentionParams` in their order, after the queries and the pages."""
+    """The torch op takes the fields of `AttentionParams` in their order, after the queries and the pages, and then those of RoPE."""
     names = [argument.name for argument in torch.ops.fp8attn.attention.default._schema.arguments]
-    assert names == ["q", *FIELDS, *AttentionParams._fields, "backend"]
+    fields = [name for name in AttentionParams._fields if name != "rope"]
+    assert names == ["q", *FIELDS, *fields, "rope_cos", "rope_sin", "rope_interleaved", "backend"]
 
 
 def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
@@ -401,12 +405,14 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
         "softcap": 9.0, "sinks": torch.randn(4), "leftpad_k": torch.tensor([0, 1], dtype=torch.int32), "rope_cos": torch.randn(4, 16),
         "rope_sin": torch.randn(4, 16), "rope_interleaved": True, "return_lse": True, "exact": True,
     }  # fmt: skip
-    assert tuple(given) == AttentionParams._fields
     q = torch.randn(4, 4, 64)
     attention(q, cache.pages(0), **given)
-    torch.ops.fp8attn.attention(q, *cache.pages(0).state, *given.values(), "reference")
+    rope = Rope(*(given.pop(f"rope_{name}") for name in Rope._fields))
+    expected = AttentionParams(**given, rope=rope)
+    torch.ops.fp8attn.attention(q, *cache.pages(0).state, *flatten(expected), "reference")
     assert len(seen) == 2
     for params in seen:
+        assert all(got is value or got == value for got, value in zip(params.rope, rope, strict=True))
         for name, value in given.items():
             assert getattr(params, name) is value or getattr(params, name) == value, name
 

@@ -6,17 +6,18 @@ call. The ops do not need these kernels: `ops` refuses gradients, no output is a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import find
 from .contents import at_hand, check_appended, check_attended
-from .formats.page_layout import PAGE_SIZE, PageLayout
+from .formats.rope import NO_ROPE, Rope, rope_of
+from .layout import PAGE_SIZE, page_bytes
 from .pages import FIELDS, KVPages
-from .params import AttentionParams, BackendName
+from .params import Append, AttentionParams, BackendName
 
 _LIBRARY = torch.library.Library("fp8attn", "DEF")
 
@@ -39,6 +40,11 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"fp8attn::{name}", fake, lib=_LIBRARY)
 
 
+Options = TypeVar("Options", Append, AttentionParams)
+_ARGUMENTS = {
+    torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool",
+}  # fmt: skip
+
 # The arguments that all ops on pages have: the fields of `KVPages.state`, in its order.
 _STATE = (
     "Tensor pool, Tensor page_table, Tensor cache_seqlens, Tensor? stored_k_mean, Tensor? v_mean, ScalarType key_dtype, bool rotate_keys"
@@ -46,21 +52,41 @@ _STATE = (
 _CHANGED_STATE = _STATE.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
 
 
+def flatten(options: Append | AttentionParams) -> tuple[Any, ...]:
+    """Options as arguments of a torch op: their fields in order, then those of RoPE."""
+    values = [value for name, value in zip(options._fields, options, strict=True) if name != "rope"]
+    return (*values, *(options.rope or NO_ROPE))
+
+
+def _unflatten(kind: type[Options], values: Sequence[Any]) -> Options:
+    """The options whose `flatten` is `values`."""
+    *values, cos, sin, interleaved = values
+    named = dict(zip([name for name in kind._fields if name != "rope"], values, strict=True))
+    return kind(**named, rope=None if cos is None else Rope(cos, sin, interleaved))
+
+
+def _schema(kind: type[Options], changed: Sequence[str] = ()) -> str:
+    """The arguments of `flatten` in a torch op's schema; the op writes to the tensors `changed`."""
+    aliases = dict(zip(changed, "wxyz", strict=False))
+    arguments: list[str] = []
+    for name, hint in get_type_hints(kind).items():
+        if name != "rope":
+            argument = _ARGUMENTS[hint]
+            arguments.append(f"{argument.replace('Tensor', f'Tensor({aliases[name]}!)') if name in aliases else argument} {name}")
+    return ", ".join([*arguments, "Tensor? rope_cos", "Tensor? rope_sin", "bool rope_interleaved"])
+
+
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
     pages = KVPages.trusted(*args[: len(FIELDS)])
-    q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, advance, overflows, backend = args[len(FIELDS) :]
-    found = find(backend, k.device, k.dtype)
+    q, q_out, *options, backend = args[len(FIELDS) :]
+    how, found = _unflatten(Append, options), find(backend, k.device, k.dtype)
     if at_hand(k, found.name):
-        check_appended(pages, k.shape[0], cu_seqlens, max_seqlen, advance)
-    found.append(
-        pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
-    )  # fmt: skip
+        check_appended(pages, k.shape[0], how)
+    found.append(pages, k, v, how, q, q_out)
 
 
 register(
-    f"append(Tensor k, Tensor v, {_CHANGED_STATE}, Tensor? q, Tensor(c!)? q_out, Tensor? cu_seqlens, SymInt max_seqlen, Tensor? rope_cos, "
-    "Tensor? rope_sin, bool rope_interleaved, bool static_scales, bool advance, Tensor(d!)? overflows, str backend) -> ()",
+    f"append(Tensor k, Tensor v, {_CHANGED_STATE}, Tensor? q, Tensor(c!)? q_out, {_schema(Append, ['overflows'])}, str backend) -> ()",
     _append,
     lambda *args: None,
 )
@@ -68,7 +94,7 @@ register(
 
 def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *options, backend = args[len(FIELDS) :]
-    params = AttentionParams(*options)
+    params = _unflatten(AttentionParams, options)
     found, pages = find(backend, q.device, q.dtype), KVPages.trusted(*args[: len(FIELDS)])
     if at_hand(q, found.name):
         check_attended(pages, q.shape[0], params)
@@ -77,14 +103,12 @@ def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _attention_fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    params = AttentionParams(*args[len(FIELDS) : -1])
+    params = _unflatten(AttentionParams, args[len(FIELDS) : -1])
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1] if params.return_lse else 0, dtype=torch.float32)
 
 
-register(  # after the pages, the fields of `AttentionParams`
-    f"attention(Tensor q, {_STATE}, Tensor? cu_seqlens_q, SymInt max_seqlen_q, bool causal, float softmax_scale, SymInt window, "
-    "float softcap, Tensor? sinks, Tensor? leftpad_k, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, bool return_lse, "
-    "bool exact, str backend) -> (Tensor, Tensor)",
+register(
+    f"attention(Tensor q, {_STATE}, {_schema(AttentionParams)}, str backend) -> (Tensor, Tensor)",
     _attention,
     _attention_fake,
 )
@@ -94,9 +118,9 @@ def _from_dense(
     k: torch.Tensor, v: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
     stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool, backend: BackendName,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    rope = rope_of(rope_cos, rope_sin, rope_interleaved)
     pages = find(backend, k.device, k.dtype).from_dense(
-        k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, stored_k_mean=stored_k_mean, v_mean=v_mean,
-        key_dtype=key_dtype, rotate_keys=rotate_keys,
+        k, v, rope=rope, stored_k_mean=stored_k_mean, v_mean=v_mean, key_dtype=key_dtype, rotate_keys=rotate_keys,
     )  # fmt: skip
     return pages.pool, pages.page_table, pages.cache_seqlens
 
@@ -104,7 +128,7 @@ def _from_dense(
 def _from_dense_fake(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
-    pool = k.new_empty((batch * columns, heads, PageLayout.of(head_dim).nbytes), dtype=torch.uint8)
+    pool = k.new_empty((batch * columns, heads, page_bytes(head_dim)), dtype=torch.uint8)
     return pool, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32)
 
 
@@ -116,14 +140,12 @@ register(
 )
 
 
-def _apply_rope(
-    x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool, backend: BackendName
-) -> torch.Tensor:
-    return find(backend, x.device, x.dtype).apply_rope(x, rope_cos, rope_sin, rope_interleaved)
+def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, backend: BackendName) -> torch.Tensor:
+    return find(backend, x.device, x.dtype).rope(x, Rope(cos, sin, interleaved))
 
 
 register(
-    "apply_rope(Tensor x, Tensor rope_cos, Tensor rope_sin, bool rope_interleaved, str backend) -> Tensor",
-    _apply_rope,
+    "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, str backend) -> Tensor",
+    _rope,
     lambda x, *args: torch.empty_like(x),
 )

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import torch
 
-from .formats.page_layout import PAGE_SIZE
+from .layout import PAGE_SIZE
 from .pages import KVPages
-from .params import AttentionParams, BackendName
+from .params import Append, AttentionParams, BackendName
 
 
 def at_hand(x: torch.Tensor, backend: BackendName) -> bool:
@@ -20,15 +20,15 @@ def at_hand(x: torch.Tensor, backend: BackendName) -> bool:
     return x.is_cpu or (backend == "reference" and not x.is_meta)
 
 
-def check_appended(pages: KVPages, tokens: int, cu_seqlens: torch.Tensor | None, max_seqlen: int, advance: bool) -> None:
+def check_appended(pages: KVPages, tokens: int, how: Append) -> None:
     """Check what `append` reads on the device.
 
     Raises:
         ValueError: tokens would be lost, written to other sequences' pages, or outside of the pool. Nothing was changed.
     """
-    new = _counts(pages, tokens, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
+    new = _counts(pages, tokens, how.cu_seqlens, how.max_seqlen, "cu_seqlens", "max_seqlen")
     before = _lengths(pages)
-    if not advance:  # the lengths count the new tokens already; a sequence with fewer is padding
+    if not how.advance:  # the lengths count the new tokens already; a sequence with fewer is padding
         new = [n if n <= length else 0 for n, length in zip(new, before, strict=True)]
         before = [length - n for n, length in zip(new, before, strict=True)]
     after = [length + n for n, length in zip(new, before, strict=True)]

@@ -12,16 +12,16 @@ from typing import Literal, Protocol, overload
 
 import torch
 
-from ._torch_ops import resolve, unobserved
+from ._torch_ops import flatten, resolve, unobserved
 from .backends import find, load
 from .checks import LARGEST, check_dense, check_flags, check_is_tensor, check_mean, check_number, check_tensor, check_tokens, is_whole
 from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
 from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
-from .formats.page_layout import HEAD_DIMS
-from .formats.rope import both, check_rope, tables_for
+from .formats.rope import NO_ROPE, Rope, check_rope, dense_rope, rope_of
+from .layout import HEAD_DIMS
 from .pages import KVPages, stored_mean
-from .params import AttentionParams, BackendName
+from .params import Append, AttentionParams, BackendName
 
 MOST_WINDOW = 2**63 - 1  # torch's ops take 64 bits; kernels clamp it
 
@@ -82,18 +82,17 @@ def append(
     """
     if not isinstance(pages, KVPages):
         raise _no_pages(pages, "append(pages, k, v)")
-    name = check_append(pages, k, v, q, rope_cos, rope_sin, backend)
+    rope = None if rope_cos is None and rope_sin is None else rope_of(rope_cos, rope_sin, rope_interleaved)
+    name = check_append(pages, k, v, q, rope, backend)
     if not type(rope_interleaved) is type(static_scales) is type(advance) is bool:
         check_flags(rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance)
     if overflows is not None:
         check_tensor(overflows, "overflows", (2, 3), torch.int64, k.device)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
+    how = Append(cu_seqlens, max_seqlen, rope, static_scales, advance, overflows)
     if unobserved(k) and at_hand(k, name):
-        check_appended(pages, k.shape[0], cu_seqlens, max_seqlen, advance)
-    return run_append(
-        name, pages, k, v, q=q, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-        rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
-    )  # fmt: skip
+        check_appended(pages, k.shape[0], how)
+    return run_append(name, pages, k, v, how, q)
 
 
 @overload
@@ -218,15 +217,15 @@ def attention(
         check_tensor(sinks, "sinks, one logit per query head,", (num_q_heads,), None, q.device)
     if leftpad_k is not None:
         check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
-    if rope_cos is not None or rope_sin is not None:
-        check_rope(q, *both(rope_cos, rope_sin))
+    rope = None if rope_cos is None and rope_sin is None else rope_of(rope_cos, rope_sin, rope_interleaved)
+    if rope is not None:
+        check_rope(q, rope)
     if out is not None:
         _check_out(out, q)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     params = AttentionParams(
-        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved,
-        return_lse, exact,
-    )  # fmt: skip
+        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope, return_lse, exact
+    )
     if direct:
         taken = out if out is None or not out.data_ptr() & 15 else None  # kernels write 16 bytes at a time
         found = find(backend, q.device, q.dtype)
@@ -234,7 +233,7 @@ def attention(
             check_attended(pages, q.shape[0], params)
         result, lse = found.attention(q, pages, params, taken)
     else:
-        result, lse = torch.ops.fp8attn.attention(q, *pages.state, *params, resolve(backend, q))
+        result, lse = torch.ops.fp8attn.attention(q, *pages.state, *flatten(params), resolve(backend, q))
     if out is not None and result is not out:
         result = out.copy_(result)
     return result if lse is None or not return_lse else (result, lse)
@@ -261,7 +260,7 @@ def from_dense(
     Args:
         k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), of any strides, not empty.
             The last dimension is contiguous.
-        rope_cos, rope_sin: `[S, R / 2]` and other forms (`rope.dense_tables`), tables of RoPE for K. None: no RoPE.
+        rope_cos, rope_sin: `[S, R / 2]` and other forms (`rope.dense_rope`), tables of RoPE for K. None: no RoPE.
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V, subtracted before
             quantization. None: zero.
@@ -287,50 +286,44 @@ def from_dense(
             f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
             "fp8attn.scaled_dot_product_attention_quantized"
         )
-    cos, sin = rope_cos, rope_sin
-    if rope_cos is not None or rope_sin is not None:
-        cos, sin = tables_for(k, *both(rope_cos, rope_sin), rope_interleaved)
+    rope = rope_of(rope_cos, rope_sin, rope_interleaved)
     return run_from_dense(
-        resolve(backend, k), k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved,
-        stored_k_mean=stored_mean(k_mean, rotate_keys), v_mean=v_mean, key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
+        resolve(backend, k), k, v, rope=None if rope is None else dense_rope(k, rope), stored_k_mean=stored_mean(k_mean, rotate_keys),
+        v_mean=v_mean, key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
     )  # fmt: skip
 
 
 def run_append(
-    name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, static_scales: bool,
-    advance: bool = True, overflows: torch.Tensor | None = None,
-) -> torch.Tensor | None:  # fmt: skip
-    """`append` with checked arguments and the resolved backend `name`. Without `cu_seqlens`, every sequence has `max_seqlen` new tokens."""
-    make = torch.empty if max_seqlen else torch.zeros  # a step without tokens writes nothing
+    name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append, q: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`append` with checked arguments and the resolved backend `name`."""
+    make = torch.empty if how.max_seqlen else torch.zeros  # a step without tokens writes nothing
     q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
     if unobserved(k):
-        load(name).append(
-            pages, k, v, q=q, q_out=q_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope_cos=rope_cos, rope_sin=rope_sin,
-            rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance, overflows=overflows,
-        )  # fmt: skip
+        load(name).append(pages, k, v, how, q, q_out)
     else:
-        torch.ops.fp8attn.append(
-            k, v, *pages.state, q, q_out, cu_seqlens, max_seqlen, rope_cos, rope_sin, rope_interleaved, static_scales, advance, overflows,
-            name,
-        )  # fmt: skip
+        torch.ops.fp8attn.append(k, v, *pages.state, q, q_out, *flatten(how), name)
     return q_out
 
 
 def run_from_dense(
-    name: BackendName, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
-    rope_interleaved: bool, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+    name: BackendName, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None, stored_k_mean: torch.Tensor | None,
+    v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
-    """`from_dense` with checked arguments, the resolved backend `name` and tables that `rope.dense_tables` made."""
+    """`from_dense` with checked arguments, the resolved backend `name` and tables of `dense_rope`."""
     if unobserved(k):
         return load(name).from_dense(
-            k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, stored_k_mean=stored_k_mean,
-            v_mean=v_mean, key_dtype=key_dtype, rotate_keys=rotate_keys,
-        )  # fmt: skip
-    pool, table, lengths = torch.ops.fp8attn.from_dense(
-        k, v, rope_cos, rope_sin, rope_interleaved, stored_k_mean, v_mean, key_dtype, rotate_keys, name
-    )
+            k, v, rope=rope, stored_k_mean=stored_k_mean, v_mean=v_mean, key_dtype=key_dtype, rotate_keys=rotate_keys
+        )
+    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *(rope or NO_ROPE), stored_k_mean, v_mean, key_dtype, rotate_keys, name)
     return KVPages(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
+
+
+def run_rope(name: BackendName, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """RoPE of a dense `x [B, H, S, D]`, with checked arguments, the resolved backend `name` and tables of `dense_rope`."""
+    if unobserved(x):
+        return load(name).rope(x, rope)
+    return torch.ops.fp8attn.rope(x, *rope, name)
 
 
 class HoldsKV(Protocol):
@@ -347,9 +340,8 @@ class HoldsKV(Protocol):
 
 
 def check_append(
-    cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, rope_cos: torch.Tensor | None,
-    rope_sin: torch.Tensor | None, backend: BackendName,
-) -> BackendName:  # fmt: skip
+    cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, rope: Rope | None, backend: BackendName
+) -> BackendName:
     """Make all checks of `append` that need no lengths, and return the resolved name of the backend. `cache` is a `KVPages`, or a
     `PagedKVCache`, which may have no pages yet."""
     device = cache.device
@@ -362,14 +354,14 @@ def check_append(
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
     check_tokens(v, "v", device)
-    if rope_cos is not None or rope_sin is not None:
-        check_rope(k, *both(rope_cos, rope_sin))
+    if rope is not None:
+        check_rope(k, rope)
     if q is not None:
         check_tokens(q, "q", device)
-        if rope_cos is None or q.shape[::2] != k.shape[::2]:
+        if rope is None or q.shape[::2] != k.shape[::2]:
             raise ValueError(
                 f"append applies RoPE to q, so q must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and needs rope_cos and rope_sin; "
-                f"got {tuple(q.shape)} {'without' if rope_cos is None else 'with'} them; leave q out if it needs no RoPE"
+                f"got {tuple(q.shape)} {'without' if rope is None else 'with'} them; leave q out if it needs no RoPE"
             )
     return resolve(backend, k)
 

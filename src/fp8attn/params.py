@@ -1,4 +1,4 @@
-"""The options of attention, and the names of backends."""
+"""The options of attention and of appends, and the names of backends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from .errors import UsageError
+from .formats.rope import Rope
 
 BackendName = Literal["auto", "hopper", "triton", "reference"]  # of calls over pages
 DenseBackendName = Literal["auto", "hopper", "triton", "reference", "fa3"]  # of calls on dense tensors
@@ -34,14 +35,12 @@ class AttentionParams(NamedTuple):
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118). 0: no softcap.
         sinks: `[num_q_heads]` of any floating dtype, a logit that every softmax row of a head has in addition, without a value (gpt-oss).
         leftpad_k: `[num_seqs]` int32, number of first tokens of each sequence that are padding. No query sees them.
-        rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for the queries, which are then rounded to their dtype. None: no RoPE.
-        rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
+        rope: RoPE of the queries, which are then rounded to their dtype. None: no RoPE.
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
         exact: multiply 16 bits of queries and of softmax weights for any number of rows, as decode steps always do. What remains is the
             error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may round them to 8 bits (`hopper`, in prompts).
     """
 
-    # A new option needs a field at the end, because kernels unpack this tuple. docs/architecture.md lists what else.
     cu_seqlens_q: torch.Tensor | None
     max_seqlen_q: int
     causal: bool
@@ -50,8 +49,27 @@ class AttentionParams(NamedTuple):
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     leftpad_k: torch.Tensor | None = None
-    rope_cos: torch.Tensor | None = None
-    rope_sin: torch.Tensor | None = None
-    rope_interleaved: bool = False
+    rope: Rope | None = None
     return_lse: bool = False
     exact: bool = False
+
+
+class Append(NamedTuple):
+    """The options of an append. `ops.append` makes this tuple once, and passes it through the backend to the kernel.
+
+    Attributes:
+        cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has `max_seqlen`.
+        max_seqlen: the largest number of new tokens of a sequence. With a smaller number, a GPU loses tokens.
+        rope: RoPE of K, and of Q if it is given. None: no RoPE.
+        static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
+        advance: `cache_seqlens` are the lengths before the new tokens, and the append adds the new tokens to them. False: they count the
+            new tokens already, and do not change; a sequence that is shorter than its new tokens pads the batch, and gets none.
+        overflows: `[2, 3]` int64, counts that the append adds to (`ops.append`). None: nothing is counted.
+    """
+
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int
+    rope: Rope | None = None
+    static_scales: bool = False
+    advance: bool = True
+    overflows: torch.Tensor | None = None

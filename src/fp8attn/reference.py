@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from .formats import rope, rotation
+from .formats import rotation
 from .formats.codec import FP8, encode, finite_amax, key_name, needed_scale
-from .formats.page_layout import PAGE_SIZE, pack_k, pack_v, unpack_k, unpack_v
+from .formats.rope import Rope, apply_rope, with_tables
+from .layout import PAGE_SIZE, pack_k, pack_v, unpack_k, unpack_v
 from .numerics import settle
 from .pages import KVPages
-from .params import AttentionParams
+from .params import Append, AttentionParams
 
 QUERY_BLOCK = 512  # rows of scores in memory at a time
 
@@ -21,38 +22,25 @@ def _bounds(cu_seqlens: torch.Tensor | None, max_seqlen: int, pages: KVPages) ->
 
 
 def append(
-    pages: KVPages,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    q: torch.Tensor | None = None,
-    q_out: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int,
-    rope_cos: torch.Tensor | None,
-    rope_sin: torch.Tensor | None,
-    rope_interleaved: bool,
-    static_scales: bool,
-    advance: bool = True,
-    overflows: torch.Tensor | None = None,
+    pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append, q: torch.Tensor | None = None, q_out: torch.Tensor | None = None
 ) -> None:
     """Quantize `k` and `v`, write them at the ends of the sequences, write `q` after RoPE to `q_out`, and advance `cache_seqlens`.
 
     `ops.append` describes the arguments.
     """
-    if rope_cos is None or rope_sin is None:
+    if how.rope is None:
         k = k.float()
     else:
-        k = rope.apply_rope(k, rope_cos, rope_sin, rope_interleaved)
+        k = apply_rope(k, how.rope)
         if q is not None and q_out is not None:
-            q_out.copy_(rope.apply_rope(q, rope_cos, rope_sin, rope_interleaved))
+            q_out.copy_(apply_rope(q, how.rope))
     k = rotation.rotate(k) if pages.rotate_keys else k
     k = k if pages.stored_k_mean is None else k - pages.stored_k_mean
     v = v.float() if pages.v_mean is None else v.float() - pages.v_mean
-    bounds = _bounds(cu_seqlens, max_seqlen, pages)
+    bounds = _bounds(how.cu_seqlens, how.max_seqlen, pages)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
-        if not advance:
+        if not how.advance:
             length -= end - start
         if start == end or length < 0:  # no new tokens, or a sequence that pads the batch
             continue
@@ -62,7 +50,7 @@ def append(
         taken = KVPages.trusted(pages.pool[ids], *pages.state[1:])
         begun = slice(0 if offset == 0 else 1, None)
         taken.v.view(torch.uint8)[begun] = 0  # the tokens past the end, too: attention multiplies them by zero, and 0 * NaN would be NaN
-        if taken.key_dtype == torch.int8 and not static_scales:
+        if taken.key_dtype == torch.int8 and not how.static_scales:
             taken.nan_in_k[begun] = 0.0
         for kind, (x, codes, scale, pack, unpack) in enumerate(
             (
@@ -70,20 +58,20 @@ def append(
                 (v[start:end], taken.v, taken.v_scale, pack_v, unpack_v),
             )
         ):
-            found = _append_tokens(x, codes, scale, offset, pack, unpack, static_scales)
-            if overflows is not None:
-                overflows[kind, 0] += end - start
-                overflows[kind, 1 if static_scales else 2] += found
-        if taken.key_dtype == torch.int8 and not static_scales:
+            found = _append_tokens(x, codes, scale, offset, pack, unpack, how.static_scales)
+            if how.overflows is not None:
+                how.overflows[kind, 0] += end - start
+                how.overflows[kind, 1 if how.static_scales else 2] += found
+        if taken.key_dtype == torch.int8 and not how.static_scales:
             _mark_nan(taken, k[start:end].isnan().any(-1), offset)
         pages.pool[ids] = taken.pool
-        if advance:
+        if how.advance:
             pages.cache_seqlens[seq] += end - start
 
 
 def from_dense(
-    k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-    stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+    k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None, stored_k_mean: torch.Tensor | None,
+    v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
     """Pages of dense K and V (`fp8attn.from_dense`), by an append to an empty cache. E4M3 inputs keep their bytes."""
     batch, heads, length, head_dim = k.shape
@@ -97,29 +85,24 @@ def from_dense(
         for scale in (pages.k_scale, pages.v_scale):
             scale.fill_(1.0)
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-    if rope_cos is not None and rope_sin is not None:
-        rope_cos, rope_sin = (x.flatten(0, 1) for x in (rope_cos, rope_sin))
-    append(
-        pages, k, v, cu_seqlens=None, max_seqlen=length, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-        static_scales=given_bytes,
-    )  # fmt: skip
+    flat = None if rope is None else with_tables(rope, lambda x: x.flatten(0, 1))
+    append(pages, k, v, Append(None, length, flat, static_scales=given_bytes))
     return pages
 
 
-def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """RoPE on a dense `[B, H, S, D]` (`dense.rope.apply_rope`)."""
-    rotated = rope.apply_rope(x.transpose(1, 2).flatten(0, 1), rope_cos.flatten(0, 1), rope_sin.flatten(0, 1), rope_interleaved)
+def rope_dense(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """RoPE on a dense `[B, H, S, D]` with tables `[B, S, R / 2]` (`Backend.rope`)."""
+    rotated = apply_rope(x.transpose(1, 2).flatten(0, 1), with_tables(rope, lambda x: x.flatten(0, 1)))
     return torch.empty_like(x).copy_(rotated.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
 
 
 def quantize_rows(
-    x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
-    subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
+    x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads."""
     y = x.float()
-    if rope_cos is not None and rope_sin is not None:
-        y = apply_rope(y, rope_cos, rope_sin, rope_interleaved)
+    if rope is not None:
+        y = rope_dense(y, rope)
     y = rotation.rotate(y) if rotate_keys else y
     mean = None
     if subtract_mean:
@@ -183,11 +166,11 @@ def attention(
 
     Kernel errors are differences from the result with `compute_dtype=torch.float64` and `out_dtype=torch.float64`.
     """
-    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
+    window, softcap, sinks = params.window, params.softcap, params.sinks
     out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype) if out is None else out.zero_()
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    bounds = _bounds(cu_seqlens_q, max_seqlen_q, pages)
-    skipped = leftpad_k.tolist() if leftpad_k is not None else [0] * pages.num_seqs
+    bounds = _bounds(params.cu_seqlens_q, params.max_seqlen_q, pages)
+    skipped = params.leftpad_k.tolist() if params.leftpad_k is not None else [0] * pages.num_seqs
     group = q.shape[1] // pages.num_kv_heads
     for seq, length in enumerate(pages.cache_seqlens.tolist()):
         q_len = bounds[seq + 1] - bounds[seq]
@@ -198,14 +181,14 @@ def attention(
         for start in range(0, q_len, QUERY_BLOCK):
             rows = slice(bounds[seq] + start, bounds[seq] + min(start + QUERY_BLOCK, q_len))
             block = q[rows].to(compute_dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [Hkv, G, S, D]
-            scores = _product(block.flatten(1, 2), k.transpose(1, 2)) * softmax_scale
+            scores = _product(block.flatten(1, 2), k.transpose(1, 2)) * params.softmax_scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             scores = scores.unflatten(1, (group, -1)).flatten(0, 1)  # [Hq, S, keys]
             # The last query has the position of the last key.
             position = (length - q_len + start + torch.arange(scores.shape[1], device=q.device))[:, None]
             seen = (key >= skipped[seq]).expand(len(position), -1)
-            if causal:
+            if params.causal:
                 seen = seen & (key <= position)
             if window:
                 seen = seen & (key > position - window)

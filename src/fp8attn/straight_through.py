@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from . import reference
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
-from .formats.page_layout import PAGE_SIZE
-from .formats.rope import dense_tables
+from .formats.rope import dense_rope, rope_of
+from .layout import PAGE_SIZE
 from .ops import from_dense
 from .pages import KVPages
 from .params import BackendName
-from .reference import apply_rope
 
 
 def fake_quantize(
@@ -65,9 +65,8 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        cos, sin, interleaved = (ctx.options[name] for name in ("rope_cos", "rope_sin", "rope_interleaved"))
-        if cos is not None:
-            batch, _, length, head_dim = grad_k.shape
-            cos, sin = dense_tables(cos, sin, batch, length, head_dim, interleaved)
-            grad_k = apply_rope(grad_k, cos, -sin, interleaved)  # the inverse
+        rope = rope_of(*(ctx.options[name] for name in ("rope_cos", "rope_sin", "rope_interleaved")))
+        if rope is not None:
+            rope = dense_rope(grad_k, rope)
+            grad_k = reference.rope_dense(grad_k, rope._replace(sin=-rope.sin))  # the inverse
         return grad_k, grad_v, None

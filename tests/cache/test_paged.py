@@ -9,9 +9,9 @@ import torch
 
 from fp8attn import KVScales, OutOfPagesError, PagedKVCache
 from fp8attn.formats.codec import E4M3
-from fp8attn.formats.page_layout import PAGE_SIZE
-from fp8attn.formats.rope import apply_rope
+from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate
+from fp8attn.layout import PAGE_SIZE
 from fp8attn.scales import LayerScales
 
 HEADS, DIM = 2, 64
@@ -123,7 +123,7 @@ def test_append_rotates_queries_or_does_nothing_at_all():
         cache.append(0, k, v, q=q)
     assert cache.lengths == (0,) and cache.num_pages == 0
     turned = cache.append(0, k, v, q=q, rope_cos=angle.cos(), rope_sin=angle.sin())
-    assert torch.equal(turned, apply_rope(q, angle.cos(), angle.sin())) and cache.lengths == (5,)
+    assert torch.equal(turned, apply_rope(q, Rope(angle.cos(), angle.sin()))) and cache.lengths == (5,)
 
 
 @pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])

@@ -12,8 +12,9 @@ from fp8attn import (
 from fp8attn.backends import load
 from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import FP8, power_of_two_scale, quantize
-from fp8attn.formats.page_layout import unpack_k, unpack_v
-from fp8attn.formats.rope import dense_tables
+from fp8attn.formats.rope import Rope
+from fp8attn.formats.rope import dense_rope as make_dense
+from fp8attn.layout import unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, INTERPRETED, X, bhsd, turned
 from tests.support.kernel_cases import random_tokens
@@ -70,7 +71,7 @@ def test_what_rope_refuses():
     table = torch.zeros(8, 32)
     for cos, sin in ((table[:5], table[:5]), (table, table[:, :16]), (torch.zeros(8, 65),) * 2, (torch.zeros(3, 8, 32),) * 2):
         with pytest.raises(ValueError, match="rotary tables must both be"):
-            dense_tables(cos, sin, 1, 8, 64)
+            make_dense(X, Rope(cos, sin))
     with pytest.raises(ValueError, match="key_rope_cos and key_rope_sin together"):
         rope_scaled_dot_product_attention(X, X, X, table, table, key_rope_cos=table)
     with pytest.raises(ValueError, match="cannot serve this call: query, key and value must have four dimensions"):
@@ -123,9 +124,9 @@ def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, inter
 def test_quantize_rows(heads_per_scale, means, rotary, backend):
     x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
     angle = torch.randn(150, rotary // 2)
-    cos, sin = dense_tables(angle.cos(), angle.sin(), 2, 150, 64) if rotary else (None, None)
+    rope = make_dense(x, Rope(angle.cos(), angle.sin())) if rotary else None
     x_fp8, scale, mean = load(backend).quantize_rows(
-        x, rope_cos=cos, rope_sin=sin, rope_interleaved=False, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale,
+        x, rope=rope, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale,
         dtype=FP8,
     )  # fmt: skip
     y = turned(x, angle.cos(), angle.sin(), False) if rotary else x.float()

@@ -8,6 +8,8 @@ from fp8attn import (
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
+from fp8attn._torch_ops import flatten
+from fp8attn.params import AttentionParams
 from tests.dense.inputs import INTERPRETED, bhsd
 
 
@@ -18,12 +20,12 @@ def test_ops_pass_torch_opcheck():
         y = x if backend == "reference" else x.half()
         pages_of = (y, y, angle, angle, False, None, None, torch.int8, True, backend)
         torch.library.opcheck(torch.ops.fp8attn.from_dense, pages_of, test_utils=checks[:2])
-        torch.library.opcheck(torch.ops.fp8attn.apply_rope, (y, angle, angle, False, backend), test_utils=checks)
+        torch.library.opcheck(torch.ops.fp8attn.rope, (y, angle, angle, False, backend), test_utils=checks)
         pages = fp8attn.from_dense(y, y, backend=backend)
         q = y.transpose(1, 2).flatten(0, 1)
         torch.library.opcheck(
             torch.ops.fp8attn.attention,
-            (q, *pages.state, None, 130, True, 0.1, 0, 0.0, None, None, None, None, False, False, False, backend),
+            (q, *pages.state, *flatten(AttentionParams(None, 130, True, 0.1)), backend),
             test_utils=checks,
         )
 

@@ -20,7 +20,7 @@ from fp8attn import (
     scaled_dot_product_attention,
 )
 from fp8attn.formats.codec import E4M3, quantize
-from fp8attn.formats.rope import apply_rope
+from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, X, bhsd
 from tests.support.kernel_cases import assert_kernel_error
@@ -239,7 +239,7 @@ def test_each_query_has_its_own_angles(q_len, kv_len, interleaved):
         q, k, v, *q_tables, key_rope_cos=k_tables[0], key_rope_sin=k_tables[1], rope_interleaved=interleaved, is_causal=True,
         backend="reference",
     )  # fmt: skip
-    rotated = (apply_rope(x[0].transpose(0, 1), *t, interleaved).transpose(0, 1)[None] for x, t in ((q, q_tables), (k, k_tables)))
+    rotated = (apply_rope(x[0].transpose(0, 1), Rope(*t, interleaved)).transpose(0, 1)[None] for x, t in ((q, q_tables), (k, k_tables)))
     assert sqnr_db(out, F.scaled_dot_product_attention(*rotated, v, is_causal=True)) > 25.0
 
 

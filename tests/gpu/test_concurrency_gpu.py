@@ -252,9 +252,7 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
         found[name] = tokens_of(pages, [700, 700])
     found["apply_rope"] = [dense_rope.apply_rope(q, *tables, backend=backend)]
     found["quantize_rows"] = list(
-        load(backend).quantize_rows(
-            k, rope_cos=None, rope_sin=None, rope_interleaved=False, rotate_keys=False, subtract_mean=True, heads_per_scale=1, dtype=FP8
-        )
+        load(backend).quantize_rows(k, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1, dtype=FP8)
     )
     q8, k8, v8 = (x.to(FP8) for x in (q, k, v))
     found["sdpa_quantized"] = [fp8attn.scaled_dot_product_attention_quantized(q8, k8, v8, True, backend=backend)]

@@ -8,10 +8,10 @@ pytest.importorskip("triton")
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, reference
 from fp8attn.formats.codec import FP8, KEY_TYPES
-from fp8attn.formats.page_layout import HEAD_DIMS
-from fp8attn.formats.rope import apply_rope
+from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate_back
 from fp8attn.kernels import counters, decode, prefill
+from fp8attn.layout import HEAD_DIMS
 from fp8attn.numerics import relative_error
 from tests.support.kernel_cases import LSE_ERROR, check_out, cumulative, empty_cache, fill
 
@@ -197,8 +197,8 @@ def test_fp8_queries_need_keys_like_them(keys):
 def test_rope_on_queries(keys):
     pages, angle = held([1000], keys=keys), torch.randn(700, 64, device=CUDA)
     q, cos, sin, given = queries(700), angle.cos(), angle.sin(), options(pages, 700)
-    result = prefill.attention(q, pages, AttentionParams(**given, rope_cos=cos, rope_sin=sin))
-    compare(result, apply_rope(q, cos, sin, False).to(q.dtype), pages, given, PROMPT, PROMPT_LSE[keys])
+    result = prefill.attention(q, pages, AttentionParams(**given, rope=Rope(cos, sin)))
+    compare(result, apply_rope(q, Rope(cos, sin)).to(q.dtype), pages, given, PROMPT, PROMPT_LSE[keys])
 
 
 @pytest.mark.parametrize("keys", KEYS)

@@ -10,8 +10,9 @@ from fp8attn import AttentionParams, rope_scaled_dot_product_attention
 from fp8attn.dense import rope as dense_rope
 from fp8attn.dense.sdpa import attend_dense
 from fp8attn.formats.codec import FP8
+from fp8attn.formats.rope import Rope, with_tables
 from fp8attn.kernels import prefill
-from fp8attn.kernels.append import apply_rope
+from fp8attn.kernels.append import rope_dense
 from fp8attn.kernels.common import power_of_two
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -42,12 +43,11 @@ def held(lengths: list[int], head_dim: int, heads: int = 2):
 
 
 def check(q, pages, tables, interleaved=False, causal=True, cu=None, longest=None) -> None:
-    params = AttentionParams(
-        cu_seqlens_q=cu, max_seqlen_q=longest or q.shape[1], causal=causal, softmax_scale=0.1, rope_interleaved=interleaved, return_lse=True
-    )
-    inside = prefill.attention(q, pages, params._replace(**tables))
+    params = AttentionParams(cu_seqlens_q=cu, max_seqlen_q=longest or q.shape[1], causal=causal, softmax_scale=0.1, return_lse=True)
+    rope = Rope(*tables.values(), interleaved)
+    inside = prefill.attention(q, pages, params._replace(rope=rope))
     dense = (lambda x: x) if q.dim() == 4 else (lambda x: x[None])
-    turned = apply_rope(dense(q).transpose(1, 2), *map(dense, tables.values()), interleaved).transpose(1, 2).reshape(q.shape)
+    turned = rope_dense(dense(q).transpose(1, 2), with_tables(rope, dense)).transpose(1, 2).reshape(q.shape)
     before = prefill.attention(turned, pages, params)
     assert not inside[0].isnan().any()
     for a, b in zip(inside, before, strict=True):
@@ -98,7 +98,7 @@ def test_whole_calls(lengths, head_dim, half, interleaved, causal):
             enable_gqa=True, **options,
         )  # fmt: skip
         turned = dense_rope.apply_rope(query, **q_rope, **options)
-        expected = attend_dense(turned, key, value, None, tuple(k_rope.values()), interleaved, causal, None, "int8", True, "auto")
+        expected = attend_dense(turned, key, value, None, Rope(*k_rope.values(), interleaved), causal, None, "int8", True, "auto")
         assert torch.equal(out, expected)
 
 

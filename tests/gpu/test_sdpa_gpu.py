@@ -8,11 +8,14 @@ pytest.importorskip("triton")
 
 import fp8attn
 from fp8attn import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
+from fp8attn._torch_ops import flatten
 from fp8attn.backends import load, select_backend
 from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import key_type
-from fp8attn.formats.page_layout import unpack_k, unpack_v
+from fp8attn.formats.rope import Rope
+from fp8attn.layout import unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
+from fp8attn.params import AttentionParams
 from tests.support.kernel_cases import case_id, pairwise, poison_empty, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -172,10 +175,10 @@ def test_ops_pass_torch_opcheck():
     name = select_backend("auto", CUDA, x.dtype)
     checks = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, angle, angle, False, None, None, torch.int8, True, name), test_utils=checks)
-    torch.library.opcheck(torch.ops.fp8attn.apply_rope, (x, angle, angle, False, name))
+    torch.library.opcheck(torch.ops.fp8attn.rope, (x, angle, angle, False, name))
     pages = fp8attn.from_dense(x, x)
-    options = (None, 300, True, 0.1, 0, 0.0, None, None, *(x.flatten(0, 1) for x in (angle, angle)), False, False, True, name)
-    torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *pages.state, *options), test_utils=checks)
+    options = flatten(AttentionParams(None, 300, True, 0.1, rope=Rope(angle.flatten(0, 1), angle.flatten(0, 1)), exact=True))
+    torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *pages.state, *options, name), test_utils=checks)
 
 
 @pytest.mark.parametrize("options", [{"backend": "inductor"}, {"mode": "reduce-overhead"}], ids=["inductor", "graphs"])

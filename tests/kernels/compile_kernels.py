@@ -17,12 +17,14 @@ from triton.backends.compiler import GPUTarget
 
 from fp8attn import AttentionParams, KVPages
 from fp8attn.formats.codec import FP8, key_name
-from fp8attn.formats.page_layout import HEAD_DIMS
+from fp8attn.formats.rope import Rope
 from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
 from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.machine import Machine
+from fp8attn.layout import HEAD_DIMS
+from fp8attn.params import Append
 from tests.support.machine_code import build, dry
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -65,10 +67,13 @@ def append_tokens(
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
     angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
-        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_name(key_dtype), rotate_keys=rotate), k, k, q=q, q_out=q, max_seqlen=tokens,
-        rope_cos=angle, rope_sin=angle,
-        cu_seqlens=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, rope_interleaved=interleaved,
-        static_scales=static, advance=advance, overflows=torch.zeros(2, 3, dtype=torch.int64) if overflows else None,
+        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_name(key_dtype), rotate_keys=rotate), k, k,
+        Append(
+            torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, tokens,
+            None if angle is None else Rope(angle, angle, interleaved),
+            static, advance, torch.zeros(2, 3, dtype=torch.int64) if overflows else None,
+        ),
+        q, q,
     )  # fmt: skip
 
 
@@ -80,23 +85,22 @@ def from_dense(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True
     append.from_dense(
         x,
         x,
-        rope_cos=angle,
-        rope_sin=angle,
-        rope_interleaved=False,
+        rope=None if angle is None else Rope(angle, angle),
         stored_k_mean=mean,
         v_mean=mean,
         key_dtype=key_dtype,
         rotate_keys=rotate,
     )
     if rotary:
-        append.apply_rope(x, angle, angle, False)
+        append.rope_dense(x, Rope(angle, angle))
 
 
 def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
     """Quantizes rows of a dense K. With RoPE they are rotated, in INT8 and with a mean."""
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     options = dict(
-        rope_cos=angle, rope_sin=angle, rope_interleaved=interleaved, rotate_keys=rotary > 0, subtract_mean=rotary > 0, heads_per_scale=4,
+        rope=None if angle is None else Rope(angle, angle, interleaved), rotate_keys=rotary > 0, subtract_mean=rotary > 0,
+        heads_per_scale=4,
         dtype=torch.int8 if rotary else FP8,
     )  # fmt: skip
     rows.quantize_rows(torch.zeros(2, 8, 300, head_dim, dtype=dtype), **options)

@@ -33,8 +33,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops  # noqa: E402
-from fp8attn.dense import rope as dense_rope  # noqa: E402
 from fp8attn.formats.codec import FP8  # noqa: E402
+from fp8attn.formats.rope import Rope  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, launch, recording  # noqa: E402
@@ -161,7 +161,7 @@ def attended(launches: list, compiled: dict) -> dict:
     decode.decode_kernel, prefill.prefill_kernel = stand_in(decode.decode_kernel), stand_in(prefill.prefill_kernel)
     append.num_sms = decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
     hopper = backends.load("hopper")
-    ops.find = dense_rope.find = _torch_ops.find = cache(lambda *_: hopper)
+    ops.find = _torch_ops.find = cache(lambda *_: hopper)
     ops.at_hand = lambda x, backend: False  # as on a GPU, which nothing waits for
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     kernels.launch.Constants = lambda device, **values: Constants(DEVICE, **values)
@@ -268,7 +268,7 @@ def planned() -> dict:
     table, wide = pages.page_table, torch.zeros(2, 64, dtype=torch.int32)
     angles, twice = torch.zeros(128, 32), torch.zeros(128, 64)
     off = torch.zeros(128, 8, 129, dtype=torch.bfloat16)[..., 1:]
-    dense, rope = q.unflatten(0, (2, 64)), {"rope_cos": angles, "rope_sin": angles}
+    dense, rope = q.unflatten(0, (2, 64)), Rope(angles, angles)
     cases = {
         "plain": {}, "heads first": {"q": torch.zeros(8, 128, 128, dtype=torch.bfloat16).transpose(0, 1)}, "misaligned": {"q": off},
         "dense": {"q": dense}, "dense, heads first": {"q": torch.zeros(2, 8, 64, 128, dtype=torch.bfloat16).transpose(1, 2)},
@@ -280,9 +280,9 @@ def planned() -> dict:
         "ragged": {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "longest": {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 5000},
         "full": {"causal": False}, "window": {"window": 1}, "wider window": {"window": 3000}, "softcap": {"softcap": 5.0},
         "scale": {"softmax_scale": 0.2}, "sinks": {"sinks": torch.zeros(8)}, "leftpad": {"leftpad_k": torch.zeros(2, dtype=torch.int32)},
-        "rope": rope, "interleaved": rope | {"rope_interleaved": True}, "half": {name: x[:, :16] for name, x in rope.items()},
-        "strided tables": dict.fromkeys(rope, twice[:, ::2]), "wider tables": dict.fromkeys(rope, twice[:, :32]),
-        "dense tables": {"q": dense, "rope_cos": angles.view(2, 64, 32), "rope_sin": angles.view(2, 64, 32)},
+        "rope": {"rope": rope}, "interleaved": {"rope": Rope(angles, angles, True)}, "half": {"rope": Rope(angles[:, :16], angles[:, :16])},
+        "strided tables": {"rope": Rope(twice[:, ::2], twice[:, ::2])}, "wider tables": {"rope": Rope(twice[:, :32], twice[:, :32])},
+        "dense tables": {"q": dense, "rope": Rope(angles.view(2, 64, 32), angles.view(2, 64, 32))},
     }  # fmt: skip
 
     def launched(name: str) -> list:

@@ -16,17 +16,20 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
+from fp8attn._torch_ops import flatten
 from fp8attn.formats.codec import FP8, quantize
-from fp8attn.formats.page_layout import PageLayout
+from fp8attn.formats.rope import Rope
 from fp8attn.kernels import combine as combining
 from fp8attn.kernels import portable
-from fp8attn.kernels.append import append, apply_rope, from_dense
+from fp8attn.kernels.append import append, from_dense, rope_dense
 from fp8attn.kernels.combine import MAX_SPLITS, combine, num_splits
 from fp8attn.kernels.fp8 import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import Machine
 from fp8attn.kernels.quantize_rows import quantize_rows
+from fp8attn.layout import page_bytes
 from fp8attn.numerics import relative_error
+from fp8attn.params import Append
 from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
@@ -146,9 +149,7 @@ def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
     from_dense(
         k,
         k,
-        rope_cos=held[0],
-        rope_sin=held[1],
-        rope_interleaved=interleaved,
+        rope=Rope(held[0], held[1], interleaved),
         stored_k_mean=None,
         v_mean=None,
         key_dtype=torch.int8,
@@ -163,9 +164,8 @@ def test_append_of_nothing():
     pages = empty_cache([128, 128], 2, 64)
     before = clone(pages)
     nothing = torch.zeros(0, 2, 64, dtype=torch.float16)
-    arguments = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "static_scales": False}
-    append(pages, nothing, nothing, cu_seqlens=None, max_seqlen=0, **arguments)
-    append(pages, nothing, nothing, cu_seqlens=cumulative([0, 0]), max_seqlen=5, **arguments)
+    append(pages, nothing, nothing, Append(None, 0))
+    append(pages, nothing, nothing, Append(cumulative([0, 0]), 5))
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before.state[:3], pages.state[:3], strict=True))
 
 
@@ -318,9 +318,9 @@ def test_a_pool_beyond_tma_s_coordinates_is_refused():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from fp8attn.kernels.pages import _views
 
-    assert _views((2**31 - 1, 1, PageLayout.of(128).nbytes), torch.int8, 128, 128)
+    assert _views((2**31 - 1, 1, page_bytes(128)), torch.int8, 128, 128)
     with pytest.raises(ValueError, match="split them over several pools"):
-        _views((2**28, 8, PageLayout.of(128).nbytes), torch.int8, 128, 128)
+        _views((2**28, 8, page_bytes(128)), torch.int8, 128, 128)
 
 
 def test_decode_has_work_for_a_slice_of_a_gpu():
@@ -357,20 +357,18 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     batch, half = 70_000, {"dtype": torch.float16, "device": "meta"}
     x = torch.empty(batch, 2, 16, 64, **half)
     angle = torch.empty(batch, 16, 32, device="meta")
-    tables = {"rope_cos": angle, "rope_sin": angle, "rope_interleaved": False}
+    rope = Rope(angle, angle)
     tokens, prompt = torch.empty(batch, 2, 64, **half), torch.empty(40 * batch, 2, 64, **half)
     bounds = torch.empty(batch + 1, dtype=torch.int32, device="meta")
-    none = {"rope_cos": None, "rope_sin": None, "rope_interleaved": False, "static_scales": False}
     with recording(dry=True) as launches:
         form = {"stored_k_mean": None, "v_mean": None, "key_dtype": torch.int8, "rotate_keys": True}
-        pages = from_dense(x, x, **tables, **form)
-        as_it_is = {"rope_cos": None, "rope_sin": None, "key_dtype": FP8, "rotate_keys": False}
-        from_dense(x.to(FP8), x.to(FP8), **{**tables, **form, **as_it_is})
-        apply_rope(x, angle, angle, False)
-        quantize_rows(x, **tables, rotate_keys=True, subtract_mean=True, heads_per_scale=1, dtype=FP8)
-        append(pages, tokens, tokens, cu_seqlens=None, max_seqlen=1, **none)
-        append(pages, prompt, prompt, cu_seqlens=None, max_seqlen=40, **none)
-        append(pages, prompt, prompt, cu_seqlens=bounds, max_seqlen=40, **none)
+        pages = from_dense(x, x, rope=rope, **form)
+        from_dense(x.to(FP8), x.to(FP8), rope=None, **form | {"key_dtype": FP8, "rotate_keys": False})
+        rope_dense(x, rope)
+        quantize_rows(x, rope=rope, rotate_keys=True, subtract_mean=True, heads_per_scale=1, dtype=FP8)
+        append(pages, tokens, tokens, Append(None, 1))
+        append(pages, prompt, prompt, Append(None, 40))
+        append(pages, prompt, prompt, Append(bounds, 40))
         portable.attention(tokens.repeat(1, 2, 1), pages, AttentionParams(**ARGUMENTS))
     assert len({note.kernel.fn.__name__ for note in launches}) == 8
     for note in launches:
@@ -416,11 +414,11 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     pages, q = _cache_and_queries()
     expected = fp8attn.attention(q, pages, backend="reference")
     assert torch.allclose(fp8attn.attention(q, pages, backend="triton").float(), expected.float(), atol=2e-3)
-    options = (None, 1, True, 0.125, 0, 0.0, None, None, None, None, False, True, True, "triton")
-    torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.state, *options))
+    options = flatten(AttentionParams(None, 1, True, 0.125, return_lse=True, exact=True))
+    torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.state, *options, "triton"))
     token = torch.randn(2, 2, 64).half()
     overflows = torch.zeros(2, 3, dtype=torch.int64)
-    arguments = (token, token.clone(), *pages.state, None, None, None, 1, None, None, False, False, True, overflows, "triton")
+    arguments = (token, token.clone(), *pages.state, None, None, *flatten(Append(None, 1, overflows=overflows)), "triton")
     torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 

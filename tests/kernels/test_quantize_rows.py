@@ -6,7 +6,7 @@ import torch
 from fp8attn import reference
 from fp8attn.formats import rotation
 from fp8attn.formats.codec import FP8, encode, finite_amax, needed_scale
-from fp8attn.formats.rope import apply_rope
+from fp8attn.formats.rope import Rope, apply_rope, with_tables
 
 pytest.importorskip("triton")
 
@@ -15,11 +15,11 @@ from fp8attn.kernels.quantize_rows import quantize_rows
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU; tests/gpu has the compiled kernels")
 
 
-def check(x, heads_per_scale=1, means=False, cos=None, sin=None, interleaved=False, rotate=False, dtype=FP8):
+def check(x, heads_per_scale=1, means=False, rope=None, rotate=False, dtype=FP8):
     """Check that the kernels' bytes follow from their means by the definition in this test. The reference's means must be near; without
     means, all bytes are the reference's."""
     options = dict(
-        rope_cos=cos, rope_sin=sin, rope_interleaved=interleaved, rotate_keys=rotate, subtract_mean=means, heads_per_scale=heads_per_scale,
+        rope=rope, rotate_keys=rotate, subtract_mean=means, heads_per_scale=heads_per_scale,
         dtype=dtype,
     )  # fmt: skip
     codes, scale, mean = quantize_rows(x, **options)
@@ -27,8 +27,8 @@ def check(x, heads_per_scale=1, means=False, cos=None, sin=None, interleaved=Fal
     assert codes.dtype == dtype and codes.stride() == x.stride()
     if means:
         y = x.float()
-        if cos is not None:
-            turned = apply_rope(x.transpose(1, 2).flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1), interleaved)
+        if rope is not None:
+            turned = apply_rope(x.transpose(1, 2).flatten(0, 1), with_tables(rope, lambda x: x.flatten(0, 1)))
             y = turned.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
         y = (rotation.rotate(y) if rotate else y) - mean[:, :, None]
         torch.testing.assert_close(mean, expected_mean, rtol=1e-5, atol=1e-6)
@@ -70,7 +70,7 @@ def test_with_rope(rotary, interleaved, rotate, dtype):
     torch.manual_seed(0)
     x, angle = torch.randn(2, 2, 21, 64).half(), torch.randn(2, 21, rotary // 2)
     for means in (False, True):
-        check(x, means=means, cos=angle.cos(), sin=angle.sin(), interleaved=interleaved, rotate=rotate, dtype=dtype)
+        check(x, means=means, rope=Rope(angle.cos(), angle.sin(), interleaved), rotate=rotate, dtype=dtype)
 
 
 def test_what_is_not_finite_influences_nothing_else():

@@ -14,8 +14,10 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.formats import rotation
 from fp8attn.formats.codec import FP8, key_name
-from fp8attn.formats.page_layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
+from fp8attn.formats.rope import Rope
+from fp8attn.layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.numerics import relative_error
+from fp8attn.params import Append
 
 KERNEL_ERROR = 3e-4  # relative, against float64 on the same bytes, besides the rounding of the output
 LSE_ERROR = 5e-4  # absolute; half a unit in the last place of FP16, in which a softmax's weights are summed
@@ -110,9 +112,7 @@ def fill(pages: KVPages, k: torch.Tensor, v: torch.Tensor, lengths: list[int], s
     """Append with the reference: the first tokens of every sequence."""
     if sum(lengths):
         cu = cumulative(lengths, k.device)
-        reference.append(
-            pages, k, v, cu_seqlens=cu, max_seqlen=max(lengths), rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=static
-        )
+        reference.append(pages, k, v, Append(cu, max(lengths), static_scales=static))
 
 
 # Append
@@ -175,33 +175,25 @@ def check_append(append, case: dict, device="cpu") -> None:
         fused = torch.cat([v, k, v], -1)
         k, v = fused[..., head_dim : 2 * head_dim], fused[..., 2 * head_dim :]
     rotary = min(head_dim, case["rotary"]) if case["rotary"] != "all" else head_dim
-    cos = sin = None
+    rope = None
     if rotary:
         angle = torch.randn(tokens, rotary // 2, device=device) * 10
-        cos, sin = angle.cos().to(dtype), angle.sin()
+        rope = Rope(angle.cos().to(dtype), angle.sin(), case["interleaved"])
     cu = None if len(set(new)) == 1 else cumulative(new, device)
     q = None
     if rotary and case["group"]:
         q = random_tokens(tokens, heads * case["group"], head_dim, dtype, device)
         q[torch.rand(q.shape, device=device) < 0.001] = torch.nan
         q = torch.cat([q, q], -1)[..., :head_dim] if case["strided"] else q
-    arguments = {
-        "q": q,
-        "cu_seqlens": cu,
-        "max_seqlen": max(new),
-        "rope_cos": cos,
-        "rope_sin": sin,
-        "rope_interleaved": case["interleaved"],
-        "static_scales": case["static"],
-    }
+    how = Append(cu, max(new), rope, case["static"])
     actual = clone(expected)
     expected_overflows, overflows = (torch.zeros(2, 3, dtype=torch.int64, device=device) for _ in range(2))
     expected_q, actual_q = (None if q is None else torch.full(q.shape, torch.inf, dtype=dtype, device=device) for _ in range(2))
     uncounted = clone(expected)
-    reference.append(expected, k, v, q_out=expected_q, overflows=expected_overflows, **arguments)
-    append(actual, k, v, q_out=actual_q, overflows=overflows, **arguments)
+    reference.append(expected, k, v, how._replace(overflows=expected_overflows), q, expected_q)
+    append(actual, k, v, how._replace(overflows=overflows), q, actual_q)
     assert overflows.tolist() == expected_overflows.tolist()
-    append(uncounted, k, v, q_out=actual_q, **arguments)
+    append(uncounted, k, v, how, q, actual_q)
     assert torch.equal(uncounted.pool, actual.pool), "counting changes bytes"
     assert actual.cache_seqlens.tolist() == expected.cache_seqlens.tolist() == totals
     if q is not None:
@@ -297,9 +289,7 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
         torch.randn(heads, head_dim, device=device) * case["mean"] if case["mean"] and not given_bytes else None for _ in "kv"
     )
     options = {
-        "rope_cos": angle.cos() if rotary else None,
-        "rope_sin": angle.sin() if rotary else None,
-        "rope_interleaved": case["interleaved"],
+        "rope": Rope(angle.cos(), angle.sin(), case["interleaved"]) if rotary else None,
         "stored_k_mean": k_mean,
         "v_mean": v_mean,
         "key_dtype": FP8 if given_bytes else case["key_dtype"],

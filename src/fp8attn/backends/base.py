@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 
+from ..formats.rope import Rope, with_tables
 from ..pages import KVPages
-from ..params import AttentionParams, BackendName
+from ..params import Append, AttentionParams, BackendName
 
 Attention = Callable[[torch.Tensor, KVPages, AttentionParams, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-ApplyRope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+ApplyRope = Callable[[torch.Tensor, Rope], torch.Tensor]
 
 
 class Backend(Protocol):
@@ -27,26 +28,29 @@ class Backend(Protocol):
         """Why the backend cannot serve `dtype` inputs on `device`; None if it can."""
 
     def append(
-        self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, *, q: torch.Tensor | None, q_out: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None, max_seqlen: int, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None,
-        rope_interleaved: bool, static_scales: bool, advance: bool, overflows: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`. Add to `overflows`."""
+        self,
+        pages: KVPages,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        how: Append,
+        q: torch.Tensor | None = None,
+        q_out: torch.Tensor | None = None,
+    ) -> None:
+        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`."""
 
     def from_dense(
-        self, k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-        stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+        self, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None,
+        key_dtype: torch.dtype, rotate_keys: bool,
     ) -> KVPages:  # fmt: skip
         """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, with scales of one."""
         ...
 
-    def apply_rope(self, x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
+    def rope(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """RoPE on a dense `[B, H, S, D]` with tables `[B, S, R / 2]`."""
         ...
 
     def quantize_rows(
-        self, x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
-        subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
+        self, x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """The codes, scales and means of a dense `[B, H, S, D]`."""
         ...
@@ -77,13 +81,13 @@ def empty_rows(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor,
 
 def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> tuple[torch.Tensor, AttentionParams]:
     """Apply RoPE to queries in a separate launch, for kernels that do not apply it. Returns the queries and the options without RoPE."""
-    cos, sin, interleaved = params.rope_cos, params.rope_sin, params.rope_interleaved
-    assert cos is not None and sin is not None
+    rope = params.rope
+    assert rope is not None
     if q.dim() == 4:
-        q = apply_rope(q.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
+        q = apply_rope(q.transpose(1, 2), rope).transpose(1, 2)
     else:
-        q = apply_rope(q.transpose(0, 1)[None], cos[None], sin[None], interleaved)[0].transpose(0, 1)
-    return q, params._replace(rope_cos=None, rope_sin=None)
+        q = apply_rope(q.transpose(0, 1)[None], with_tables(rope, lambda x: x[None]))[0].transpose(0, 1)
+    return q, params._replace(rope=None)
 
 
 def attend_tokens(
@@ -92,7 +96,7 @@ def attend_tokens(
     """`Backend.attention` with a kernel that takes only queries `[T, num_q_heads, head_dim]`, has no RoPE and always returns an LSE."""
     if not params.max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: all rows are padding
         return empty_rows(q, out)
-    if params.rope_cos is not None:
+    if params.rope is not None:
         q, params = rotated(apply_rope, q, params)
     if q.dim() == 3:
         return kernel(q, pages, params, out)

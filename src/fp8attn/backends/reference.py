@@ -16,7 +16,7 @@ class Reference:
     name: BackendName = "reference"
     append = staticmethod(reference.append)
     from_dense = staticmethod(reference.from_dense)
-    apply_rope = staticmethod(reference.apply_rope)
+    rope = staticmethod(reference.rope_dense)
     quantize_rows = staticmethod(reference.quantize_rows)
 
     @staticmethod
@@ -31,4 +31,4 @@ class Reference:
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return attend_tokens(reference.attention, self.apply_rope, q, pages, params, out)
+        return attend_tokens(reference.attention, self.rope, q, pages, params, out)

@@ -18,12 +18,12 @@ class Writer:
     """The methods that write pages and rows, with the same kernels on every GPU."""
 
     def __init__(self) -> None:
-        from ..kernels.append import append, apply_rope, from_dense
+        from ..kernels.append import append, from_dense, rope_dense
         from ..kernels.quantize_rows import quantize_rows
 
         self.append = append
         self.from_dense = from_dense
-        self.apply_rope = apply_rope
+        self.rope = rope_dense
         self.quantize_rows = quantize_rows
 
 
@@ -54,4 +54,4 @@ class Triton(Writer):
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return attend_tokens(self._kernel, self.apply_rope, q, pages, params, out)
+        return attend_tokens(self._kernel, self.rope, q, pages, params, out)

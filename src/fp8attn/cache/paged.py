@@ -11,9 +11,9 @@ import torch
 
 from .. import ops
 from ..checks import check_is_tensor
-from ..dense.rope import apply_rope
+from ..formats.rope import Rope, rope_of, with_tables
 from ..pages import KVPages
-from ..params import BackendName
+from ..params import Append, BackendName
 from . import storage
 from .ahead import Attention
 from .sequences import DROP, Sequences
@@ -29,7 +29,7 @@ class PagedKVCache(Sequences):
     A cache is not thread-safe.
 
     Args:
-        num_kv_heads, head_dim: the shape of every layer; head_dim is one of `page_layout.HEAD_DIMS`.
+        num_kv_heads, head_dim: the shape of every layer; head_dim is one of `layout.HEAD_DIMS`.
         num_layers: number of layers. `append` and `attention` take the number of a layer, from 0.
         num_seqs: number of sequences (the batch).
         num_pages: pages of 128 tokens that each layer allocates at the start. Its pool never grows. None: the pools grow with the tokens.
@@ -95,22 +95,21 @@ class PagedKVCache(Sequences):
                 self._layer_pages(layer), k, v, q=q, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
                 static_scales=static_scales, overflows=overflows, backend=self.backend,
             )  # fmt: skip
-        name = ops.check_append(self, k, v, q, rope_cos, rope_sin, self.backend)
+        rope = rope_of(rope_cos, rope_sin, rope_interleaved)
+        name = ops.check_append(self, k, v, q, rope, self.backend)
         step = self._join(layer, k.shape[0], lengths)
         try:
             if not step.pages:
-                self.ahead.begin(self, name, k.dtype, step, rope_cos is not None)
+                self.ahead.begin(self, name, k.dtype, step, rope is not None)
             if step.begins:
-                rotated = self._begin(name, layer, k, v, q, step.longest, rope_cos, rope_sin, rope_interleaved)
+                rotated = self._begin(name, layer, k, v, q, step.longest, rope)
                 pages = self._layer_pages(layer)
             else:
                 pages = self._pages[layer] or self._layer_pages(layer)
                 if step.columns is not None:
                     pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
-                rotated = ops.run_append(
-                    name, pages, k, v, q=q, cu_seqlens=step.cu_seqlens, max_seqlen=step.longest, rope_cos=rope_cos, rope_sin=rope_sin,
-                    rope_interleaved=rope_interleaved, static_scales=static_scales, overflows=overflows,
-                )  # fmt: skip
+                how = Append(step.cu_seqlens, step.longest, rope, static_scales, overflows=overflows)
+                rotated = ops.run_append(name, pages, k, v, how, q)
         except BaseException:
             if not step.pages:  # no layer has the tokens
                 self._abandon(step)
@@ -309,22 +308,18 @@ class PagedKVCache(Sequences):
         return new
 
     def _begin(
-        self, name: BackendName, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, length: int,
-        rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-    ) -> torch.Tensor | None:  # fmt: skip
+        self, name: BackendName, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, length: int, rope: Rope | None
+    ) -> torch.Tensor | None:
         """The first append of a layer without pages, with the resolved backend `name`."""
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        if rope_cos is not None and rope_sin is not None:
-            rope_cos, rope_sin = rope_cos.unflatten(0, (-1, length)), rope_sin.unflatten(0, (-1, length))
-        self.layers[layer].pool = ops.run_from_dense(
-            name, k, v, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, **self.layers[layer].format
-        ).pool
+        if rope is not None:
+            rope = with_tables(rope, lambda x: x.unflatten(0, (-1, length)))
+        self.layers[layer].pool = ops.run_from_dense(name, k, v, rope=rope, **self.layers[layer].format).pool
         self._pages[layer] = None
-        if q is None or rope_cos is None or rope_sin is None:  # queries have tables
+        if q is None or rope is None:  # queries have tables
             return None
         q = q.unflatten(0, (-1, length)).transpose(1, 2)
-        q = apply_rope(q, rope_cos, rope_sin, rope_interleaved=rope_interleaved, backend=self.backend)
-        return q.transpose(1, 2).flatten(0, 1)
+        return ops.run_rope(name, q, rope).transpose(1, 2).flatten(0, 1)
 
     def _trace_append(self, layer: int, k: torch.Tensor, lengths: Sequence[int] | None) -> None:
         """The bookkeeping of `append` in compiled code. It is work of the device only, so it compiles once."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .._torch_ops import resolve, unobserved
-from ..backends import find
+from .._torch_ops import resolve
 from ..checks import check_dense
-from ..formats.rope import both, tables_for
+from ..formats.rope import dense_rope, rope_of
+from ..ops import run_rope
 from ..params import BackendName
 
 
@@ -27,7 +27,7 @@ def apply_rope(
         RuntimeError: an input requires a gradient.
     """
     check_dense(x, "x")
-    cos, sin = tables_for(x, *both(rope_cos, rope_sin), rope_interleaved)
-    if unobserved(x):
-        return find(backend, x.device, x.dtype).apply_rope(x, cos, sin, rope_interleaved)
-    return torch.ops.fp8attn.apply_rope(x, cos, sin, rope_interleaved, resolve(backend, x))
+    rope = rope_of(rope_cos, rope_sin, rope_interleaved)
+    if rope is None:
+        raise ValueError("give rope_cos and rope_sin")
+    return run_rope(resolve(backend, x), x, dense_rope(x, rope))

@@ -19,11 +19,11 @@ from ..backends import find, unsupported_reason
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
-from ..formats.page_layout import HEAD_DIMS
-from ..formats.rope import both, check_device, dense_tables
+from ..formats.rope import NO_ROPE, Rope, dense_rope, rope_of, with_tables
+from ..layout import HEAD_DIMS
 from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from ..precompile import calls, first
-from .strategies import Tables, padded, padded_size, strategy
+from .strategies import padded, padded_size, strategy
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def scaled_dot_product_attention(
     Args:
         query: `[..., Hq, L, E]` bfloat16 or float16 (also float32 on a CPU), any strides. `torch.autocast` casts all three, as in torch.
         key, value: `[..., H, S, E]` and `[..., H, S, Ev]` in query's dtype. E and Ev are at most 256. If they differ or are not in
-            `page_layout.HEAD_DIMS`, the tensors are copied and padded with zeros.
+            `layout.HEAD_DIMS`, the tensors are copied and padded with zeros.
         attn_mask, dropout_p: a call with a mask or with dropout goes to torch's SDPA, like every call that has a `fallback_reason`. The
             reason is logged at the level DEBUG.
         is_causal: query i sees keys 0 to i, aligned to the first key, as in torch.
@@ -174,7 +174,7 @@ def scaled_dot_product_attention(
         log_fallback(reason, query, key, value)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = batched(query), batched(key), batched(value)
-    out = _run(q, k, v, None, None, False, is_causal, scale, key_dtype, rotate_keys, backend)
+    out = _run(q, k, v, None, None, is_causal, scale, key_dtype, rotate_keys, backend)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
 
@@ -202,7 +202,7 @@ def rope_scaled_dot_product_attention(
 
     Args:
         query, key, value: `[B, H, S, D]`, as `scaled_dot_product_attention` takes them.
-        rope_cos, rope_sin: `[L, R / 2]` and other forms (`rope.dense_tables`), tables for the queries. For a position offset, pass a slice
+        rope_cos, rope_sin: `[L, R / 2]` and other forms (`rope.dense_rope`), tables for the queries. For a position offset, pass a slice
             of longer tables.
         key_rope_cos, key_rope_sin: tables for the keys, `[S, R / 2]` and other forms. None: those of the queries.
         rope_interleaved: pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
@@ -213,9 +213,7 @@ def rope_scaled_dot_product_attention(
         ValueError: the tables do not fit, the key_dtype is unknown, the backend cannot run here, or the call has a `fallback_reason` (then
             apply RoPE first, and call `scaled_dot_product_attention`).
     """
-    if (key_rope_cos is None) != (key_rope_sin is None):
-        missing = "key_rope_cos" if key_rope_cos is None else "key_rope_sin"
-        raise ValueError(f"give key_rope_cos and key_rope_sin together, or neither; {missing} is None")
+    key_rope = rope_of(key_rope_cos, key_rope_sin, rope_interleaved, prefix="key_")
     key_type(key_dtype)  # raises ValueError
     check_backend(backend, DENSE_BACKENDS)
     _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
@@ -228,27 +226,25 @@ def rope_scaled_dot_product_attention(
             f"FP8 attention cannot serve this call: {reason}; apply RoPE to query and key, and call scaled_dot_product_attention. "
             f"Got {_described(query, key, value)}"
         )
-    if key_rope_cos is None or key_rope_sin is None:
-        key_rope_cos, key_rope_sin = rope_cos, rope_sin
-    check_device(query, *both(rope_cos, rope_sin))
-    check_device(query, key_rope_cos, key_rope_sin)
+    rope = rope_of(rope_cos, rope_sin, rope_interleaved)
+    if rope is None:
+        raise ValueError("give rope_cos and rope_sin together; scaled_dot_product_attention needs none")
     q, k, v = batched(query), batched(key), batched(value)
-    batch, _, q_len, head_dim = q.shape
-    q_rope = dense_tables(rope_cos, rope_sin, batch, q_len, head_dim, rope_interleaved)
-    k_rope = dense_tables(key_rope_cos, key_rope_sin, batch, k.shape[2], head_dim, rope_interleaved)
-    return _run(q, k, v, q_rope, k_rope, rope_interleaved, is_causal, scale, key_dtype, rotate_keys, backend)
+    q_rope, k_rope = dense_rope(q, rope), dense_rope(k, key_rope or rope)
+    return _run(q, k, v, q_rope, k_rope, is_causal, scale, key_dtype, rotate_keys, backend)
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, *options: Any) -> torch.Tensor:
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None, k_rope: Rope | None, *options: Any) -> torch.Tensor:
     """`attend_dense`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would fix."""
     if unobserved(q):
         return attend_dense(q, k, v, q_rope, k_rope, *options)
-    return torch.ops.fp8attn.sdpa(q, k, v, *(q_rope or (None, None)), *(k_rope or (None, None)), *options)
+    (q_cos, q_sin, interleaved), (k_cos, k_sin, _) = q_rope or NO_ROPE, k_rope or NO_ROPE
+    return torch.ops.fp8attn.sdpa(q, k, v, q_cos, q_sin, k_cos, k_sin, interleaved, *options)
 
 
 def attend_dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Tables, k_rope: Tables, rope_interleaved: bool, is_causal: bool,
-    scale: float | None, key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None, k_rope: Rope | None, is_causal: bool, scale: float | None,
+    key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of checked tensors `[B, H, S, D]` of one batch size: cut, pad, quantize, attend."""
     q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
@@ -261,7 +257,7 @@ def attend_dense(
         q, k, v = padded(q, size), padded(k, size), padded(v, size)
     if backend != "fa3" and q_rope is None and k_rope is None and q.is_cuda:
         _prepare(q.device, q.dtype, backend, q.shape, k.shape[1], kv_len, is_causal, key_dtype, rotate_keys)
-    attend = strategy(backend, k, v, k_rope, rope_interleaved, scale, key_dtype, rotate_keys)
+    attend = strategy(backend, k, v, k_rope, scale, key_dtype, rotate_keys)
     if is_causal and q_len > kv_len:  # rows after the last key see all keys
         out = torch.empty_like(q)
         for rows, causal in ((slice(kv_len), True), (slice(kv_len, None), False)):
@@ -288,8 +284,8 @@ def _prepare(
     first.prepare(device, [attend, partial(calls.quantize, layer, kv_len)])
 
 
-def _rows(tables: Tables, rows: slice) -> Tables:
-    return tables and (tables[0][:, rows], tables[1][:, rows])
+def _rows(rope: Rope | None, rows: slice) -> Rope | None:
+    return rope and with_tables(rope, lambda x: x[:, rows])
 
 
 def batched(x: torch.Tensor) -> torch.Tensor:
@@ -303,10 +299,9 @@ def batched(x: torch.Tensor) -> torch.Tensor:
 
 def _sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_cos: torch.Tensor | None, q_sin: torch.Tensor | None, k_cos: torch.Tensor | None,
-    k_sin: torch.Tensor | None, *options: Any,
+    k_sin: torch.Tensor | None, interleaved: bool, *options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    q_rope, k_rope = (None if cos is None or sin is None else (cos, sin) for cos, sin in ((q_cos, q_sin), (k_cos, k_sin)))
-    return attend_dense(q, k, v, q_rope, k_rope, *options)
+    return attend_dense(q, k, v, rope_of(q_cos, q_sin, interleaved), rope_of(k_cos, k_sin, interleaved), *options)
 
 
 def sdpa_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -13,28 +13,27 @@ import torch.nn.functional as F
 
 from ..backends import Backend, find, load_fa3
 from ..formats.codec import FP8, KeyDtype, key_type
-from ..formats.page_layout import HEAD_DIMS
+from ..formats.rope import Rope
+from ..layout import HEAD_DIMS
 from ..pages import KVPages
 from ..params import AttentionParams, DenseBackendName
 
-Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin `[B, S, R / 2]`, as `rope.dense_tables` makes them
-Attend = Callable[[torch.Tensor, Tables, bool], torch.Tensor]  # from queries, their tables and whether attention is causal
+Attend = Callable[[torch.Tensor, Rope | None, bool], torch.Tensor]  # from queries, their `dense_rope` and whether attention is causal
 Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
 
 
 def strategy(
-    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, k_rope: Tables, rope_interleaved: bool, softmax_scale: float,
-    key_dtype: KeyDtype, rotate_keys: bool,
+    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softmax_scale: float, key_dtype: KeyDtype,
+    rotate_keys: bool,
 ) -> Attend:  # fmt: skip
     """Attention over 16-bit K and V, which are quantized here."""
     if backend == "fa3":
-        return _quantized_rows(k, v, k_rope, rope_interleaved, softmax_scale, rotate_keys)
-    paged, (cos, sin) = find(backend, k.device, k.dtype), k_rope or (None, None)
+        return _quantized_rows(k, v, k_rope, softmax_scale, rotate_keys)
+    paged = find(backend, k.device, k.dtype)
     pages = paged.from_dense(
-        k, v, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, stored_k_mean=None, v_mean=None, key_dtype=key_type(key_dtype),
-        rotate_keys=rotate_keys,
+        k, v, rope=k_rope, stored_k_mean=None, v_mean=None, key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
     )  # fmt: skip
-    return _over_pages(paged, pages, softmax_scale, rope_interleaved, k.shape[2])
+    return _over_pages(paged, pages, softmax_scale, k.shape[2])
 
 
 def fp8_strategy(
@@ -47,9 +46,7 @@ def fp8_strategy(
     paged = find(backend, k.device, torch.bfloat16)
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
     # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
-    pages = paged.from_dense(
-        k, v, rope_cos=None, rope_sin=None, rope_interleaved=False, stored_k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False
-    )
+    pages = paged.from_dense(k, v, rope=None, stored_k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False)
     batch, heads = k.shape[:2]
     both = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
     least = 2.0**-40 / max(abs(softmax_scale), 1.0)
@@ -58,7 +55,7 @@ def fp8_strategy(
             scales.unflatten(0, (batch, -1)).copy_(_positive(factor, zero)[:, None])
     attend = _over_pages(paged, pages, softmax_scale)
 
-    def in_taken_dtype(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
+    def in_taken_dtype(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
         takes_fp8 = paged.takes_fp8_queries(q.shape[2] * (q.shape[1] // heads))
         return attend(q if takes_fp8 else q.to(torch.bfloat16), rope, causal)
 
@@ -71,40 +68,35 @@ def _positive(factor: torch.Tensor, zero: float) -> torch.Tensor:
     return torch.where(factor >= 0.0, factor.clamp_min(zero), torch.nan)
 
 
-def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, rope_interleaved: bool = False, new_keys: int = 0) -> Attend:
-    def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
-        cos, sin = rope or (None, None)
-        params = AttentionParams(None, q.shape[2], causal, softmax_scale, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved)
+def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, new_keys: int = 0) -> Attend:
+    def attend(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
+        params = AttentionParams(None, q.shape[2], causal, softmax_scale, rope=rope)
         out, _ = backend.attention(q.transpose(1, 2), pages, params, new_keys=new_keys)
         return out.transpose(1, 2)
 
     return attend
 
 
-def _quantized_rows(
-    k: torch.Tensor, v: torch.Tensor, k_rope: Tables, rope_interleaved: bool, softmax_scale: float, rotate_keys: bool
-) -> Attend:
+def _quantized_rows(k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softmax_scale: float, rotate_keys: bool) -> Attend:
     """Attention by FlashAttention-3 over K and V that are quantized here, without their means.
 
     Single-level accumulation loses accuracy if V has a mean (`accumulation`), so V's mean is subtracted and added to the output. K's mean
     shifts all scores of a query by the same number, which cancels in the softmax.
     """
-    fa3, rows, (cos, sin) = load_fa3(k.device, k.dtype), find("auto", k.device, k.dtype), k_rope or (None, None)
+    fa3, rows = load_fa3(k.device, k.dtype), find("auto", k.device, k.dtype)
     k, k_scale, _ = rows.quantize_rows(
-        k, rope_cos=cos, rope_sin=sin, rope_interleaved=rope_interleaved, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1,
+        k, rope=k_rope, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1,
         dtype=FP8,
     )  # fmt: skip
-    v, v_scale, v_mean = rows.quantize_rows(
-        v, rope_cos=None, rope_sin=None, rope_interleaved=False, rotate_keys=False, subtract_mean=True, heads_per_scale=1, dtype=FP8
-    )
+    v, v_scale, v_mean = rows.quantize_rows(v, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1, dtype=FP8)
     assert v_mean is not None
 
-    def attend(q: torch.Tensor, rope: Tables, causal: bool) -> torch.Tensor:
+    def attend(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
         if rope is not None:
-            q = rows.apply_rope(q, *rope, rope_interleaved)
+            q = rows.rope(q, rope)
         q_fp8, q_scale, _ = rows.quantize_rows(
-            q, rope_cos=None, rope_sin=None, rope_interleaved=False, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group,
+            q, rope=None, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group,
             dtype=FP8,
         )  # fmt: skip
         out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)

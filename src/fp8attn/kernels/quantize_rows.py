@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..formats.rope import Rope
 from .constexpr import ConstexprFields
 from .fp8 import finite, inverse, is_native, needed_scale, to_codes
 from .launch import constants, launch
@@ -143,13 +144,12 @@ def _rows_kernel(
 
 
 def quantize_rows(
-    x: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool, rotate_keys: bool,
-    subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
+    x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`reference.quantize_rows` with the same bits, except for the sign of NaN, and for means, which are summed in another order."""
     device = x.device
     batch, heads, length, head_dim = x.shape
-    row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
+    row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope)
     width = row.width
     tokens = ELEMENTS // width
     size = -(-length // (PARTS * tokens)) * tokens  # of a part, in tokens

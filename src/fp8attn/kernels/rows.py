@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..formats.rope import Rope
 from .common import power_of_two
 from .constexpr import ConstexprFields
 from .fp8 import from_e4m3
@@ -136,15 +137,16 @@ def load_rotated(rows, cos, sin, ROW: tl.constexpr):
 
 
 def row_of(
-    head_dim: int, cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
+    head_dim: int, rope: Rope | None
 ) -> tuple[Row, tuple[torch.Tensor | None, torch.Tensor | None], tuple[tuple[int, ...], tuple[int, ...]]]:
     """A kernel's arguments about a row and its RoPE: the row, the tables, and the tables' strides except the last."""
-    half, step, strides = 0, 1, ((0, 0), (0, 0))
-    if cos is not None:
-        if cos.stride(-1) != sin.stride(-1):
-            cos, sin = cos.contiguous(), sin.contiguous()
-        half, step, strides = cos.shape[-1], cos.stride(-1), (cos.stride()[:-1], sin.stride()[:-1])
-    return _row(head_dim, half, interleaved and half > 0, step), (cos, sin), strides
+    if rope is None:
+        return _row(head_dim, 0, False, 1), (None, None), ((0, 0), (0, 0))
+    cos, sin, interleaved = rope
+    if cos.stride(-1) != sin.stride(-1):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    half = cos.shape[-1]
+    return _row(head_dim, half, interleaved and half > 0, cos.stride(-1)), (cos, sin), (cos.stride()[:-1], sin.stride()[:-1])
 
 
 @cache  # making one takes a microsecond

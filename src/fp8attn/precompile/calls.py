@@ -12,9 +12,9 @@ import torch
 from ..backends import load
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
-from ..formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
+from ..layout import HEAD_DIMS, PAGE_SIZE, page_bytes
 from ..pages import KVPages
-from ..params import AttentionParams, BackendName
+from ..params import Append, AttentionParams, BackendName
 
 if TYPE_CHECKING:
     from ..kernels.launch import Launch
@@ -137,7 +137,7 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
-    pool = _empty(batch * columns, layer.num_kv_heads, PageLayout.of(layer.head_dim).nbytes, dtype=torch.uint8)
+    pool = _empty(batch * columns, layer.num_kv_heads, page_bytes(layer.head_dim), dtype=torch.uint8)
     table = _empty(batch, columns, dtype=torch.int32)
     lengths = torch.zeros(batch, dtype=torch.int32)  # `append` adds to them, and torch's `diff` on "meta" takes seconds to import
     return KVPages.trusted(pool, table, lengths, *_means(layer), key_type(layer.key_dtype), layer.rotate_keys)
@@ -178,10 +178,11 @@ def append(layer: Layer, tokens: int, ragged: bool) -> None:
     """Append to a cache of two sequences that has tokens."""
     x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
     load(layer.backend).append(
-        _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x, q=None, q_out=None,
-        cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens,
-        rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=layer.static_scales, advance=layer.advance,
-        overflows=_empty(2, 3, dtype=torch.int64) if layer.overflows else None,
+        _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x,
+        Append(
+            cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens, static_scales=layer.static_scales,
+            advance=layer.advance, overflows=_empty(2, 3, dtype=torch.int64) if layer.overflows else None,
+        ),
     )  # fmt: skip
 
 
@@ -190,7 +191,7 @@ def quantize(layer: Layer, tokens: int) -> None:
     x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
     k_mean, v_mean = _means(layer)
     load(layer.backend).from_dense(
-        x, x, rope_cos=None, rope_sin=None, rope_interleaved=False, stored_k_mean=k_mean, v_mean=v_mean,
+        x, x, rope=None, stored_k_mean=k_mean, v_mean=v_mean,
         key_dtype=key_type(layer.key_dtype), rotate_keys=layer.rotate_keys,
     )  # fmt: skip
 

@@ -21,8 +21,10 @@ from functools import lru_cache
 import torch
 
 from ...formats.codec import FP8
-from ...formats.page_layout import PAGE_SIZE, PageLayout
+from ...formats.rope import Rope
+from ...layout import PAGE_SIZE, page_bytes
 from ...pages import KVPages
+from ...params import Append
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
 from ..fp8 import is_native
@@ -41,29 +43,17 @@ QUERY_ELEMENTS = 2048  # of Q, likewise
 
 
 def append(
-    pages: KVPages,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    q: torch.Tensor | None = None,
-    q_out: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int,
-    rope_cos: torch.Tensor | None,
-    rope_sin: torch.Tensor | None,
-    rope_interleaved: bool,
-    static_scales: bool,
-    advance: bool = True,
-    overflows: torch.Tensor | None = None,
+    pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append, q: torch.Tensor | None = None, q_out: torch.Tensor | None = None
 ) -> None:
     """`reference.append` with the same bits, except for the sign of NaN."""
+    cu_seqlens, max_seqlen, advance = how.cu_seqlens, how.max_seqlen, how.advance
     if not k.shape[0] or not max_seqlen:
         return
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
     heads, head_dim = pages.num_kv_heads, pages.head_dim
-    row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
-    stored = row, is_native(device), pages.key_dtype == torch.int8, pages.rotate_keys, static_scales, advance
-    held = pages.pool, pages.stored_k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, overflows
+    row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(head_dim, how.rope)
+    stored = row, is_native(device), pages.key_dtype == torch.int8, pages.rotate_keys, how.static_scales, advance
+    held = pages.pool, pages.stored_k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, how.overflows
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
         queries, query_strides, query_shape = (None, None), (0, 0, 0, 0), (0, 0)
@@ -95,15 +85,15 @@ def append(
 
 
 def from_dense(
-    k: torch.Tensor, v: torch.Tensor, *, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-    stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
+    k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None, stored_k_mean: torch.Tensor | None,
+    v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
 ) -> KVPages:  # fmt: skip
     """`reference.from_dense` with the same bits, except for the sign of NaN."""
     device = k.device
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
-    row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope_cos, rope_sin, rope_interleaved)
-    pool = torch.empty(batch * columns, heads, PageLayout.of(head_dim).nbytes, dtype=torch.uint8, device=device)
+    row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope)
+    pool = torch.empty(batch * columns, heads, page_bytes(head_dim), dtype=torch.uint8, device=device)
     table = torch.empty(batch, columns, dtype=torch.int32, device=device)
     lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
@@ -114,7 +104,7 @@ def from_dense(
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
         # Targets without native E4M3 have no type for it, so its bytes are copied.
-        given = constants("e4m3", device, ROW=_without_rope(row), LAYOUT=PageLayout.of(head_dim), num_warps=row.width // 16)
+        given = constants("e4m3", device, ROW=_without_rope(row), num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
     else:
@@ -129,11 +119,11 @@ def from_dense(
     return KVPages.trusted(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
 
 
-def apply_rope(x: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, rope_interleaved: bool) -> torch.Tensor:
-    """`reference.apply_rope` with the same bits."""
+def rope_dense(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """`reference.rope_dense` with the same bits."""
     out = torch.empty_like(x)
     if x.numel():
-        row, angles, angle_strides = row_of(x.shape[3], rope_cos, rope_sin, rope_interleaved)
+        row, angles, angle_strides = row_of(x.shape[3], rope)
         _rotate_dense(x.transpose(1, 2), out.transpose(1, 2), row, angles, angle_strides)
     return out
 
@@ -171,7 +161,6 @@ class Codes(ConstexprFields):
     """How K or V is stored in pages."""
 
     row: Row
-    layout: PageLayout
     is_v: bool
     int8: bool  # or else E4M3
     native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
@@ -226,7 +215,7 @@ def _page_constants(device: torch.device, hip: bool, row: Row, *stored: bool, de
 
 
 def _options(row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
-    keys = Codes(row, PageLayout.of(row.head_dim), False, int8, native, static, dense)
+    keys = Codes(row, False, int8, native, static, dense)
     return AppendOptions(keys, replace(keys, row=_without_rope(row), is_v=True, int8=False), rotate_keys, advance)
 
 

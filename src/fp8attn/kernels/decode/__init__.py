@@ -43,7 +43,8 @@ def attention(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` for up to 128 rows (query tokens x GQA group) per sequence, in one launch without a read-back to the host."""
-    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
+    cu_seqlens_q, max_seqlen_q, causal = params.cu_seqlens_q, params.max_seqlen_q, params.causal
+    window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     device = q.device
     num_tokens, num_q_heads, head_dim = q.shape
     num_pages, heads, num_seqs = pages.num_pages, pages.num_kv_heads, pages.num_seqs
@@ -67,7 +68,7 @@ def attention(
         # The lengths are passed instead of arguments that are not given; the kernel does not read them.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
         out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
-        float(softmax_scale), softcap * LOG2E.value,
+        float(params.softmax_scale), softcap * LOG2E.value,
     )  # fmt: skip
     launch(decode_kernel, grid, args, given)
     return out, lse

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...formats.page_layout import PAGE_SIZE, PageLayout
+from ...layout import PAGE_SIZE
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..combine import combine, num_splits
@@ -57,7 +57,6 @@ class PortableOptions(ConstexprFields):
     int8: bool  # keys; or else E4M3
     rotate: bool  # queries, as the keys are
     head_dim: int
-    layout: PageLayout
     width: int  # head_dim, padded to a power of two
     group: int  # query heads of a KV head
     rows: int  # of a program
@@ -104,7 +103,8 @@ def attention(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention`, with a relative error of up to 3e-4 plus the rounding of the output's dtype."""
-    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
+    cu_seqlens_q, max_seqlen_q, causal = params.cu_seqlens_q, params.max_seqlen_q, params.causal
+    window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     num_tokens, num_q_heads, head_dim = q.shape
     device = q.device
     if out is None:
@@ -129,12 +129,12 @@ def attention(
     args = (
         q, pages.pool, pages.stored_k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0),
-        max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(softmax_scale), float(softcap), window,
+        max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, layout=PageLayout.of(head_dim),
-        width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
-        softcap=softcap > 0, split=splits > 1, native=is_native(device),
+        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, width=power_of_two(head_dim), group=group,
+        rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1,
+        native=is_native(device),
     )  # fmt: skip
     given = constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     programs = pages.num_seqs * pages.num_kv_heads * blocks * splits

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from ...formats.codec import FP8
+from ...formats.rope import Rope
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..combine import combine
@@ -25,7 +26,7 @@ from . import cut, plan
 from .kernel import prefill_kernel
 from .plan import make_plan, second_launch, tma_takes
 
-__all__ = ["attention", "cut", "plan", "takes_tables"]
+__all__ = ["attention", "cut", "plan", "takes_rope"]
 
 
 def attention(
@@ -43,7 +44,7 @@ def attention(
     Args:
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]`. bfloat16 or float16 queries are rotated if K is, scaled
             by row and rounded to K's dtype. float8_e4m3fn queries are used without a change.
-        params: `rope_cos` and `rope_sin` are `[T, R / 2]` or `[num_seqs, S, R / 2]`, and `takes_tables` is True for them.
+        params: tables of RoPE are `[T, R / 2]` or `[num_seqs, S, R / 2]`, and `takes_rope` is True for them.
         new_keys: as `Backend.attention` takes it.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32, in the memory order of `ops.attention`. Without
@@ -53,9 +54,9 @@ def attention(
     """
     if params.softmax_scale <= 0.0:  # the kernel finds a row's largest score before it multiplies by the scale, which must be positive
         return attention(_times_sign(q, params.softmax_scale), pages, params._replace(softmax_scale=abs(params.softmax_scale) or 1.0), out)
-    cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, *_ = params
-    rope_cos, rope_sin, rope_interleaved, return_lse = params[8:12]
-    if rope_cos is not None and q.dtype == FP8:
+    cu_seqlens_q, max_seqlen_q, causal, return_lse = params.cu_seqlens_q, params.max_seqlen_q, params.causal, params.return_lse
+    window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
+    if params.rope is not None and q.dtype == FP8:
         raise ValueError("FP8 queries are rounded already, so the kernel cannot apply RoPE to them: rotate them before they are quantized")
     if q.dtype == FP8 and (pages.rotate_keys or pages.key_dtype != FP8):
         raise ValueError("FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to these pages")
@@ -85,15 +86,16 @@ def attention(
         last = second_launch(device, len(table), max_seqlen_q, *q.shape[-2:], table.shape[1], params.exact, q.dtype == FP8)
         if last:
             return _two_launches(q, pages, params, out, last), None
-    rope = None
-    if rope_cos is not None:
-        if rope_cos.stride() != rope_sin.stride() or any(stride % 8 for stride in rope_cos.stride()[:-1]):
-            rope_cos, rope_sin = rope_cos.contiguous(), rope_sin.contiguous()
+    angles, cos, sin = None, None, None
+    if params.rope is not None:
+        cos, sin, interleaved = params.rope
+        if cos.stride() != sin.stride() or any(stride % 8 for stride in cos.stride()[:-1]):
+            cos, sin = cos.contiguous(), sin.contiguous()
             new_keys = 0
-        rope = rope_cos.shape[-1], rope_cos.stride(), rope_interleaved
+        angles = cos.shape[-1], cos.stride(), interleaved
     queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, given = make_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, rope, pages.rotate_keys, params.exact, q.dtype == FP8, return_lse,
+        window, softcap > 0, leftpad_k is not None, angles, pages.rotate_keys, params.exact, q.dtype == FP8, return_lse,
     )  # fmt: skip
     if not early:
         new_keys = 0
@@ -109,7 +111,7 @@ def attention(
         *((None, target) if outputs is None else (Tiles(out, outputs), None)),
         target_lse, pages.pool, pages.stored_k_mean, pages.v_mean, *((None, None) if new_keys else (table, pages.cache_seqlens)),
         cu_seqlens_q, None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
-        *numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value, rope_cos, rope_sin, *angle_strides, new_keys,
+        *numbers, params.softmax_scale * LOG2E.value, softcap * LOG2E.value, cos, sin, *angle_strides, new_keys,
     )  # fmt: skip
     launch(prefill_kernel, grid, args, given)
     if splits > 1:
@@ -133,11 +135,11 @@ def _two_launches(q: torch.Tensor, pages: KVPages, params: AttentionParams, out:
         return (x if x.dim() == dims else x.unflatten(0, (len(pages.page_table), -1)))[:, part]
 
     for part, count in ((slice(last, None), params.max_seqlen_q - last), (slice(last), last)):
-        tables = {name: some(getattr(params, name), 3, part) for name in ("rope_cos", "rope_sin")}
-        attention(some(q, 4, part), pages, params._replace(max_seqlen_q=count, **tables), some(out, 4, part))
+        rope = params.rope and Rope(some(params.rope.cos, 3, part), some(params.rope.sin, 3, part), params.rope.interleaved)
+        attention(some(q, 4, part), pages, params._replace(max_seqlen_q=count, rope=rope), some(out, 4, part))
     return out
 
 
-def takes_tables(rope_cos: torch.Tensor) -> bool:
+def takes_rope(rope: Rope) -> bool:
     """Whether the kernel can apply RoPE to queries with these tables. It reads their rows 16 bytes at a time."""
-    return rope_cos.shape[-1] % 8 == 0
+    return rope.cos.shape[-1] % 8 == 0

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...formats.page_layout import PageLayout
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
 from ..devices import chip
@@ -30,7 +29,6 @@ class PrefillOptions(ConstexprFields):
     """
 
     head_dim: int
-    layout: PageLayout
     width: int  # head_dim, padded; TMA pads with zeros
     partitions: int  # that multiply: each has its own copy of the instructions, and
     rows: int  # so many query rows of an item, 64 for each of its warpgroups
@@ -83,18 +81,18 @@ def make_plan(
     window: int,
     softcap: bool,
     leftpad: bool,
-    rope: tuple[int, tuple[int, ...], bool] | None,
+    angles: tuple[int, tuple[int, ...], bool] | None,
     rotate_keys: bool,
     exact: bool,
     q8: bool,
     lse: bool,
 ) -> PrefillPlan:
-    """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `rope` is R / 2, the
-    tables' strides and `rope_interleaved`; `q8`: queries are in FP8; `lse`: it gives an LSE."""
+    """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `angles` is R / 2, the
+    tables' strides and `Rope.interleaved`; `q8`: queries are in FP8; `lse`: it gives an LSE."""
     *_, num_q_heads, head_dim = shape
     num_seqs, table_width = table
     q_strides, out_strides = _strides(shape, strides), _strides(shape, out_strides)
-    rope_pairs, (*angle_strides, rope_step), interleaved = rope or (0, (0,) * (len(shape) - 2) + (1,), False)
+    rope_pairs, (*angle_strides, rope_step), interleaved = angles or (0, (0,) * (len(shape) - 2) + (1,), False)
     if len(shape) == 4:
         batch, tokens = shape[:2]
     else:  # the batch: sequences of one length, or one packed batch that `cu_seqlens_q` divides
@@ -125,10 +123,10 @@ def make_plan(
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
     options = PrefillOptions(
-        head_dim=head_dim, layout=PageLayout.of(head_dim), width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
-        cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
-        mask_left=window > 0 or leftpad, softcap=softcap, exact=exact, split=splits > 1, rope_pairs=rope_pairs,
-        rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
+        head_dim=head_dim, width=width, partitions=cut.partitions, rows=rows, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics,
+        registers=cut.registers, producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap,
+        exact=exact, split=splits > 1, rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step,
+        rotate=rotate_keys,
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
     tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else lse or splits > 1)
