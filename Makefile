@@ -19,9 +19,8 @@ demo: .venv/.cli .venv/.public
 test: check .venv/.dev
 	$(PYTEST) --ignore tests/kernels -m "not release" -n 2 --dist worksteal --durations 20 --cov --cov-report=term:skip-covered --cov-fail-under=90
 	$(PYTEST) tests/kernels -n 2 --dist worksteal --durations 20
-	PYTHONPATH=$(COMPAT) $(PYTEST) tests/integrations/test_transformers.py tests/integrations/test_transformers_edges.py -n 2
-	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/evidence/test_ptx.py -m triton36 -n 2 --dist worksteal
-	@$(BIN)/python -m evidence.check --count
+	PYTHONPATH=$(COMPAT) $(PYTEST) $(addprefix tests/integrations/transformers/test_,transformers.py cache.py masks.py) -n 2
+	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/support/test_ptx.py -m triton36 -n 2 --dist worksteal
 
 # vLLM, in an environment of its own: its CPU build, 3.4 GB, some 2 minutes to install and 10 to test. CI has it as a job of its own.
 test-vllm: .venv/.vllm
@@ -48,9 +47,9 @@ release: .venv/.release
 	$(BIN)/twine check --strict dist/*
 	FP8ATTN_DIST=dist $(PYTEST) tests/release --durations 20
 
-# Lists the rows of results whose code has changed since they were measured; needs no GPU, but minutes where kernels have changed.
+# Lists the kernels whose machine code has changed since the files in results/ were measured; needs no GPU, but minutes for each commit.
 check-results: .venv/.dev
-	$(BIN)/python -m evidence.check
+	$(BIN)/python tests/same_ptx.py --results
 
 # Other systems' kernels for the benchmarks, into .peers, partly compiled with nvcc: what cannot be had is named and left out.
 peers:
@@ -58,12 +57,8 @@ peers:
 
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there. Without git, FP8ATTN_COMMIT says what is measured.
 gpu:
-	$(PYTHON) -m tests.gpu --save
-	for name in accumulation accuracy prefill decode engine sdpa append portable overhead llama_decode llama_prefill wan perplexity drift \
-		real_model agreement speculative; do \
-		$(PYTHON) -m benchmarks.run $$name --save || exit; \
-	done
-	$(PYTHON) -m tests.gpu.sanitizer --save
+	$(PYTHON) -m benchmarks.set 1
+	$(PYTHON) -m benchmarks.set 2
 	$(PYTHON) -m evidence.pictures
 
 .venv/.python:

@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 
-from evidence.fingerprint import of_call
 from fp8attn import ops
 
 from . import peers
@@ -27,6 +26,8 @@ from .problem import K, Run, Shape, hold, offsets
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHORTEST, LONGEST = 512, 16 * K  # tokens of the decode steps
 DECODES = (32, 64, 128, 256)
+WHOLE = ("vllm-fa3-fp8-paged", "vllm-fa3-bf16-paged")  # peers whose kernel takes a whole step
+PAIRS = ("flashinfer", "hpc-ops")  # peers with a kernel for decode steps and one for prompts
 MOST_ERROR = 0.05  # P in FP8: 2.5% with values of mean zero
 
 
@@ -82,8 +83,8 @@ def theirs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> d
     """Peers with one call for all, and with one for each part."""
     few, many = split(shape)
     decodes, first = len(few.keys), sum(few.keys)
-    whole = peers.runs(shape, q, k, v, ("vllm-fa3-fp8-paged", "vllm-fa3-bf16-paged"))
-    names = (*whole, "flashinfer", "hpc-ops")
+    whole = peers.runs(shape, q, k, v, WHOLE)
+    names = (*whole, *PAIRS)
     found_few = peers.runs(few, q[:decodes], k[:first], v[:first], names)
     found_many = peers.runs(many, q[decodes:], k[first:], v[first:], names)
     steps = {name.removesuffix("-paged"): Step(((shape, run),)) for name, run in whole.items()}
@@ -107,7 +108,7 @@ def measure(case: str) -> Iterator[dict]:
         replays[impl], held = graph_of(step.call)
         replays[impl]()
         torch.cuda.synchronize()
-        rows[impl] = {"case": case, "impl": impl, "fingerprint": of_call(impl, step.call)} | step.errors(held)
+        rows[impl] = {"case": case, "impl": impl} | step.errors(held)
         if impl == "fp8attn" and not (
             all(torch.equal(*pair) for pair in zip(held, outs, strict=True)) and max(step.errors(held).values()) <= MOST_ERROR
         ):

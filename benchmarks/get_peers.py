@@ -14,33 +14,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
-from evidence.fingerprint import ROOT
+from evidence.results import ROOT
 
 from . import build_peers
-from .build_peers import HEADERS, LIBRARIES, TVM_FFI, run
+from .build_peers import HEADERS, run
+from .peers import PEERS
+from .peers.peer import FOLDER, Source, Wheel
 
-FOLDER = ROOT / ".peers"
 PACKING = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 128 << 20}]
-# Of a wheel of 517 MB, what attention needs: the graphs, and the engines that are compiled when a plan is built. NVIDIA's own small cuDNN,
-# `nvidia-cudnn-jit-cu13`, holds the same libraries, and appears later.
-CUDNN = ("cudnn_graph", "cudnn_engines_runtime_compiled")
-# A release, and the libraries in its wheel, each kept as FOLDER/NAME.so.xz; none: the wheel is kept.
-RELEASES: dict[str, dict[str, str]] = {
-    "fa3-fwd==0.0.3": {"fa3_fwd": "fa3_fwd/_C.abi3.so"},
-    "vllm==0.22.0": {"vllm_fa3": "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"},
-    "nvidia-cudnn-cu13==9.28.1.4": {name: f"nvidia/cudnn/lib/lib{name}.so.9" for name in CUDNN},
-    "nvidia-cudnn-frontend==1.18.0": {},
-    "torchao==0.18.0": {},
-    TVM_FFI: {},  # calls FlashInfer's modules
-}
-# What is measured otherwise, or not at all.
-OTHERS = {
-    "transformers' FP8 cache": "no kernel as of 5.23: each step dequantizes all of it and attends in 16 bits; real_model has its loss",
-}  # fmt: skip
 # The GPU machine's: PyTorch 2.11 on Python 3.12.
 PYTHON = ("--python-version=3.12", "--implementation=cp", "--abi=cp312", "--abi=abi3", "--abi=none")
 PLATFORMS = (
@@ -72,20 +56,20 @@ def keep(name: str, contents: bytes) -> Path:
     return unfinished.rename(FOLDER / f"{name}.so.xz")
 
 
-def collect(release: str) -> list[Path]:
+def collect(wanted: Wheel) -> list[Path]:
     """The paths of a release's libraries, or of its wheel.
 
     Raises:
         LookupError: they are not there and cannot be downloaded, with the reason.
     """
-    name, version = release.split("==")
-    libraries = RELEASES[release]
+    name, version = wanted.release.split("==")
+    libraries = wanted.libraries
     kept = [FOLDER / f"{library}.so.xz" for library in libraries]
     found = kept or list(FOLDER.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
     if found and all(path.exists() for path in found):
         return found
     with tempfile.TemporaryDirectory() as folder:
-        wheel = download(release, Path(folder))
+        wheel = download(wanted.release, Path(folder))
         if not libraries:
             return [Path(shutil.copy(wheel, FOLDER))]
         with zipfile.ZipFile(wheel) as held:
@@ -95,24 +79,23 @@ def collect(release: str) -> list[Path]:
             return [keep(library, held.read(path)) for library, path in libraries.items()]
 
 
-def compile(name: str, work: Path) -> list[Path]:
+def compile(library: Source, work: Path) -> list[Path]:
     """The path of a library that is compiled, alone in a list. Sources and headers go into `work`, for the other libraries, too.
 
     Raises:
         LookupError: its source cannot be had, or does not compile; with the reason.
     """
-    library = LIBRARIES[name]
     extra = library.keep[1] if library.keep else None
-    if (found := FOLDER / f"{name}.so.xz").exists() and (extra is None or (FOLDER / extra).exists()):
+    if (found := FOLDER / f"{library.name}.so.xz").exists() and (extra is None or (FOLDER / extra).exists()):
         return [found]
     headers = [unpacked(release, work, inside) / inside for release, inside in HEADERS.items()]
     source = checkout(library.source, work) if "://" in library.source else unpacked(library.source, work, "flashinfer/")
-    folder = work / name
+    folder = work / library.name
     folder.mkdir()
     made = build_peers.build(library, source, headers, folder)
     if library.keep:
         shutil.copy(source / library.keep[0], FOLDER / library.keep[1])
-    return [keep(name, made.read_bytes())]
+    return [keep(library.name, made.read_bytes())]
 
 
 @lru_cache
@@ -143,19 +126,16 @@ def checkout(source: str, work: Path) -> Path:
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     missing = 0
+    wanted = {str(each): each for peer in PEERS.values() for each in peer.needs}
     with tempfile.TemporaryDirectory() as work:
-        ways: dict[str, Callable[[], list[Path]]] = {release: partial(collect, release) for release in RELEASES}
-        for name, library in LIBRARIES.items():
-            ways[f"{name} of {library.source}"] = partial(compile, name, Path(work))
-        for name, way in ways.items():
+        for name, each in wanted.items():
             try:
-                print(f"{name}:", *(path.relative_to(ROOT) for path in way()), flush=True)
+                found = collect(each) if isinstance(each, Wheel) else compile(each, Path(work))
+                print(f"{name}:", *(path.relative_to(ROOT) for path in found), flush=True)
             except LookupError as problem:
                 missing += 1
                 print(f"{name}: {problem}", flush=True)
-    for name, reason in OTHERS.items():
-        print(f"{name}: {reason}", flush=True)
-    sys.exit(f"{missing} peers are missing: benchmarks leave them out" if missing else None)
+    sys.exit(f"{missing} files of peers are missing: benchmarks leave them out" if missing else None)
 
 
 if __name__ == "__main__":

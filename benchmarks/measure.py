@@ -10,8 +10,6 @@ from unittest import mock
 
 import torch
 
-from evidence.fingerprint import of_call
-
 from .problem import DEVICE, Run, Shape
 
 L2_FLUSH = 256 << 20  # bytes written or read between runs: five times an H100's L2
@@ -77,10 +75,7 @@ def between_reads(call: Callable, rounds: int, *, steps: int = 16, before: Calla
 
 def graph_of(call: Callable) -> tuple[Callable, object]:
     """The call as a CUDA graph, so that the host's speed does not matter: (replay, the result, which every replay overwrites). The graph
-    does not keep the tensors alive that the call reads.
-
-    The graph does not keep alive what the call reads.
-    """
+    does not keep the tensors alive that the call reads."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -198,7 +193,7 @@ def checked(case: str, shape: Shape, runs: Mapping[str, Run], most: float, *, gr
             calls[impl]()
             torch.cuda.synchronize()
         off = round(error(shape, result, run), 7)
-        rows[impl] = {"case": case, "impl": impl, "fingerprint": of_call(impl, run.call), "rel_err": off}
+        rows[impl] = {"case": case, "impl": impl, "rel_err": off}
         if impl.startswith("fp8attn") and not (off <= most and torch.equal(result, out)):
             raise AssertionError(f"{case}: {impl} is wrong, {off:.1e}")
     return rows, calls

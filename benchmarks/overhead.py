@@ -18,15 +18,17 @@ from fp8attn import PagedKVCache
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.kernels.launch import Counters, Tiles, launch, recording
 
-from . import models
-from .problem import randn
+from .problem import DEVICE, randn
 
 CASES = ("calls", "model")
 CALLS, TURNS = 100, 30  # of a turn; turns
 STEPS = 20
 PROMPT = 2048
 # Llama-3.1-8B's layers, but for narrow MLPs and a small vocabulary: as many calls, and less for the GPU to do.
-SHAPE = models.LLAMA | {"intermediate_size": 1024, "vocab_size": 1024}
+SHAPE = dict(
+    hidden_size=4096, intermediate_size=1024, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    vocab_size=1024, max_position_embeddings=131072,
+)  # fmt: skip
 
 
 def microseconds(calls: dict[tuple[str, str], Callable]) -> dict[tuple[str, str], float]:
@@ -59,28 +61,28 @@ def waited(call: Callable, calls: int) -> float:
     return statistics.median(once() for _ in range(calls))
 
 
-def ops() -> Iterator[dict]:
+def ops() -> dict[tuple[str, str], Callable]:
     """The public ops, including their checks, on four sequences of 300 tokens, and on one that is so long that prefill splits its keys."""
-    cache, long, growing = (PagedKVCache(8, 128, num_seqs=num_seqs, device="cuda") for num_seqs in (4, 1, 4))
+    cache, long, growing = (PagedKVCache(8, 128, num_seqs=num_seqs, device=DEVICE) for num_seqs in (4, 1, 4))
     cache.append(0, randn(1200, 8, 128), randn(1200, 8, 128))
     long.append(0, randn(4096, 8, 128), randn(4096, 8, 128))
     growing.reserve(2 * CALLS * TURNS)  # enough for every append below
     pages, q, prompt, k, v = cache.pages(0), randn(4, 32, 128), randn(256, 32, 128), randn(4, 8, 128), randn(4, 8, 128)
     chunk = prompt[:64]
-    with recording() as launches:
+    with recording(dry=True) as launches:
         fp8attn.attention(chunk, long.pages(0))
     assert len(launches) == 2, "64 queries over 4,096 tokens are not cut into parts, which a second launch combines"
-    with recording() as launches:
+    with recording(dry=True) as launches:
         fp8attn.attention(q, pages)
     [made] = launches
     given = [x.descriptor() if isinstance(x, Tiles) else x for x in made.args]
-    given = [torch.zeros(x.count, dtype=torch.int32, device="cuda") if isinstance(x, Counters) else x for x in given]
+    given = [torch.zeros(x.count, dtype=torch.int32, device=DEVICE) if isinstance(x, Counters) else x for x in given]
     dense = [randn(1, 4, 256, 128) for _ in "qkv"]
-    table = torch.randn(256, 64, device="cuda")
+    table = torch.randn(256, 64, device=DEVICE)
     query, key = q[:1, :, None], randn(1, 8, 300, 128).repeat_interleave(4, 1)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     tokens_256 = "scaled_dot_product_attention of 256 tokens"
-    calls = {
+    return {
         ("attention of 1 query", "fp8attn"): lambda: fp8attn.attention(q, pages),
         ("attention of 64 queries", "fp8attn"): lambda: fp8attn.attention(prompt, pages),
         ("attention of 64 queries over 4,096 tokens, in parts", "fp8attn"): lambda: fp8attn.attention(chunk, long.pages(0)),
@@ -93,14 +95,18 @@ def ops() -> Iterator[dict]:
         ("attention of 1 query", "torch-sdpa"): lambda: sdpa(query, key, key),
         ("relu", "torch"): lambda: torch.relu(k),
     }
-    for (case, impl), us in microseconds(calls).items():
-        yield {"case": case, "impl": impl, "us": us}
 
 
 def model_steps() -> Iterator[dict]:
     """A prompt of 2,048 tokens and the decode step after it, batch 1, uncompiled: the wall time."""
-    model = models.build(lambda: LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa"))
-    ids = torch.randint(0, SHAPE["vocab_size"], (1, PROMPT), device="cuda")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(DEVICE):
+            model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa").eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, SHAPE["vocab_size"], (1, PROMPT), device=DEVICE)
     for impl, attention, make in (
         ("bf16-dynamic", "sdpa", lambda: DynamicCache(config=model.config)),
         ("bf16-static", "sdpa", lambda: StaticCache(config=model.config, max_cache_len=2 * PROMPT)),
@@ -127,4 +133,8 @@ def model_steps() -> Iterator[dict]:
 
 @torch.inference_mode()
 def measure(case: str) -> Iterator[dict]:
-    yield from ops() if case == "calls" else model_steps()
+    if case == "model":
+        yield from model_steps()
+        return
+    for (name, impl), us in microseconds(ops()).items():
+        yield {"case": name, "impl": impl, "us": us}

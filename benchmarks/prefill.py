@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from evidence.fingerprint import of_call
 from fp8attn import AttentionParams, KVPages
 from fp8attn.kernels import prefill
 
@@ -68,7 +67,7 @@ def measure(case: str) -> Iterator[dict]:
         inputs, found = shape.inputs(mean), {}
         runs = runs_of_ours(shape, *inputs) | peers.runs(shape, *inputs)
         for impl, run, out in outputs(case, runs):
-            row = rows.setdefault(impl, {"case": case, "impl": impl, "fingerprint": of_call(impl, run.call)})
+            row = rows.setdefault(impl, {"case": case, "impl": impl})
             row[name], found[impl] = round(error(shape, out, run), 6), run.call
         del inputs, runs
     yield from timed(shape, rows, found, 9, sample_ms=20)

@@ -10,7 +10,7 @@ import torch
 
 from fp8attn import AttentionParams, KVPages, ops
 from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES
-from fp8attn.layout import PAGE_SIZE
+from fp8attn.formats.page_layout import PAGE_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "meta" in a dry run (`dry`)
 POISON = 0x7F  # NaN in E4M3, the largest number in INT8

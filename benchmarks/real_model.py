@@ -19,19 +19,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
+from evidence.results import ROOT
 from fp8attn.formats.codec import quantize
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache, fp8_kv_attention, fp8_kv_mask
+from fp8attn_tools.evaluation import models
 from fp8attn_tools.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
 from fp8attn_tools.evaluation.perplexity import by_token
+from fp8attn_tools.evaluation.public import PUBLIC, find
 
-from . import texts
-
+CODE, PROSE = None, ROOT / "models/prose/sherlock.txt.xz"  # None: the held-out modules of the committed model
 OURS: dict[str, dict[str, Any]] = {
     "fp8attn-int8-keys": {"key_dtype": "int8"},
     "fp8attn-e4m3-keys": {"key_dtype": "e4m3"},
@@ -40,7 +45,47 @@ OURS: dict[str, dict[str, Any]] = {
 IMPLS = ("bf16", *(f"{name}-{how}" for name in (*OURS, "scale-1", "transformers-fp8") for how in ("prefill", "decode")))
 E4M3_QUERIES = "fp8_kv_e4m3_queries"  # what transformers calls attention with queries cast to E4M3
 CHUNK = 8192  # tokens of a forward
-CASES = texts.TEXTS
+LONG_CHUNK = 2048  # in longer contexts: exact attention makes all scores of a forward
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows of a text, and the model that reads them."""
+
+    model: str | None  # `smollm2` (SmolLM2-135M-Instruct, `fp8attn[public]`); None: the committed one
+    path: Path | None
+    context: int  # tokens of a window
+    count: int
+
+    def windows(self, tokenizer: Any) -> torch.Tensor:
+        """Windows of ids, `[count, context + 1]`."""
+        return models.windows(tokens(tokenizer, self.path), self.context + 1, self.count)
+
+
+CASES = {
+    "smollm2-S2048": Text("smollm2", CODE, 2048, 16),
+    "smollm2-S8192": Text("smollm2", CODE, 8192, 8),
+    "smollm2-prose-S8192": Text("smollm2", PROSE, 8192, 8),
+    "stdlib-S4096": Text(None, CODE, 4096, 32),
+    "stdlib-S131072": Text(None, CODE, 131072, 1),
+}
+
+
+@cache
+def load(name: str | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any] | None:
+    """A model (None: the committed one) and its tokenizer; None where a public model is not installed, which is printed."""
+    if name in PUBLIC:
+        try:
+            find(name)
+        except ValueError as problem:
+            print(f"left out: {problem}", flush=True)
+            return None
+    return models.load(name, dtype=dtype)
+
+
+def tokens(tokenizer: Any, path: Path | None = CODE) -> torch.Tensor:
+    """The ids of a text, `[N]`."""
+    return models.tokenize(tokenizer, models.read_text(path))
 
 
 class Through:
@@ -126,7 +171,8 @@ def rows(case: str, model: Any, exact: Any, windows: torch.Tensor, impls: tuple[
 @torch.no_grad()
 def measure(case: str) -> Iterator[dict]:
     text = CASES[case]
-    if (loaded := texts.load(text.model)) is not None:
+    if (loaded := load(text.model)) is not None:
         model, tokenizer = loaded
-        exact = model if model.dtype == torch.float32 else texts.load(text.model, torch.float32)[0]
-        yield from rows(case, model, exact, text.windows(tokenizer))
+        exact = model if model.dtype == torch.float32 else load(text.model, torch.float32)[0]
+        chunk = CHUNK if text.context <= CHUNK else LONG_CHUNK
+        yield from rows(case, model, exact, text.windows(tokenizer), chunk=chunk)

@@ -3,7 +3,7 @@
     python -m benchmarks.run                               lists the benchmarks
     python -m benchmarks.run NAME --list                   lists its cases
     python -m benchmarks.run NAME [CASE ...]               measures the cases that have one of the words in their names; all without words
-    python -m benchmarks.run NAME [CASE ...] --save        also keeps the rows in results/<device>/NAME.json
+    python -m benchmarks.run NAME --save                   also writes the rows to results/<device>/NAME.json
     python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside another revision's; keeps nothing
 
 README.md says what a benchmark consists of.
@@ -16,11 +16,13 @@ import ast
 import re
 import sys
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from evidence import results
-from evidence.dry import compile_ahead
+
+from .ahead import compile_ahead
 
 
 def benchmarks() -> dict[str, str]:
@@ -45,11 +47,34 @@ class Table:
             print(f"\n{self.case}")
         cells = [f"{row['impl']:24s}"]
         for name, value in row.items():
-            if name not in ("case", "impl", "fingerprint") and not isinstance(value, list | tuple):
+            if name not in ("case", "impl") and not isinstance(value, list | tuple):
                 cells.append(f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}")
         if "ms" in row:
             cells.append(f"{row['ms'] / self.first.setdefault(row.get('timed'), row['ms']):.3f} of the first's time")
         print("  " + "  ".join(cells), flush=True)
+
+
+def measured(name: str, cases: Sequence[str], deadline: float = float("inf")) -> tuple[list[dict], dict[str, str]]:
+    """Measure cases of a benchmark, and print its rows as they come. Returns them, and the releases of the peers among them.
+
+    Raises:
+        TimeoutError: `time.monotonic()` was past `deadline` before a case.
+    """
+    import torch  # here, because listing does not need it
+
+    from . import peers
+
+    benchmark, table, rows = import_module(f"benchmarks.{name}"), Table(), []
+    if hasattr(benchmark, "start"):
+        benchmark.start(cases)
+    for case in cases:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no time is left for {name} {case}")
+        for row in benchmark.measure(case):
+            table.add(row)
+            rows.append(row)
+        torch.cuda.empty_cache()
+    return rows, peers.releases(row["impl"] for row in rows)
 
 
 def main() -> None:
@@ -71,6 +96,8 @@ def main() -> None:
     cases = [case for case in benchmark.CASES if not args.cases or any(word in case for word in args.cases)]
     if not cases:
         sys.exit(f"{name} has no case with {' or '.join(args.cases)} in its name: --list lists them")
+    if args.save and len(cases) < len(benchmark.CASES):
+        sys.exit(f"a results file is written whole: leave out {' '.join(args.cases)}, or --save")
     if args.list:
         print(*cases, sep="\n")
         return
@@ -79,25 +106,15 @@ def main() -> None:
             sys.exit("--base compares revisions and keeps nothing: leave out --save")
         if not hasattr(benchmark, "calls"):
             sys.exit(f"--base compares calls of kernels, and {name} has none (no calls(case))")
-        from evidence.revisions import compare
+        from .sides import compare
 
         compare(name, cases, args.base)
         return
-    import torch  # here, because listing does not need it
-
-    start, table, kept = time.time(), Table(), []
-    compile_ahead(name, cases)
-    if hasattr(benchmark, "start"):
-        benchmark.start(cases)
-    try:
-        for case in cases:
-            for row in benchmark.measure(case):
-                table.add(row)
-                kept.append(row)
-            torch.cuda.empty_cache()
-    finally:  # what is measured is kept, whatever happens to the rest
-        if args.save and kept:
-            results.save(name, kept)
+    start = time.time()
+    compile_ahead({name: cases})
+    rows, releases = measured(name, cases)
+    if args.save:
+        results.save(name, rows, releases)
     print(f"\n{time.time() - start:.0f} s")
 
 

@@ -1,11 +1,11 @@
 """One attention layer as a model calls it, K and V quantized within the call, beside BF16 attention and torchao's FP8.
 
-Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous, or transposed from `[B, S, H, D]`. `fp8attn` has keys of the
-default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; `fp8attn-rope` is `fp8attn` with RoPE on queries and keys. `timed` says
-what was timed together: CUDA graphs of the peers and of ours (`fp8attn-graph` is the graph of `fp8attn`), or calls from Python. Below 64k
-tokens `fp8attn` alone is called, apart from the graphs: its time includes the host's, and is compared with nothing. From 64k tokens on
-everything is called, since the host's time is nothing there. Times are medians of samples of several calls; `sqnr_db` is over sampled rows
-of the first and the last head, against float64 on the inputs before quantization.
+Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous. `fp8attn` has keys of the default format, `fp8attn-e4m3-keys` (or
+`-int8-keys`) of the other; `fp8attn-rope` is `fp8attn` with RoPE on queries and keys. `timed` says what was timed together: CUDA graphs of
+the peers and of ours (`fp8attn-graph` is the graph of `fp8attn`), or calls from Python. Below 64k tokens only `fp8attn` is called, apart
+from the graphs: its time includes the host's, and is compared with nothing. From 64k tokens on everything is called, since the host's time
+is then negligible. Times are medians of samples of several calls; `sqnr_db` is over sampled rows of the first and the last head, against
+float64 on the inputs before quantization.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 import fp8attn
-from evidence.fingerprint import of_call
 from fp8attn.dense.rope import apply_rope
 from fp8attn.numerics import sqnr_db
 
@@ -26,7 +25,7 @@ from .measure import exact, graph_of, left_out, outputs, sampled_queries, timed
 from .problem import DEVICE, KEYS, K, Run, Shape, square
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-LONG = 64 * K  # tokens from which on calls are long: nothing is a graph, for the host's time is nothing beside the GPU's
+LONG = 64 * K  # tokens from which on everything is called: the host's time is negligible
 PEERS = ("torchao", "fa3-bf16", "cudnn-bf16")
 LEAST_DB = 15.0  # below, an output is wrong
 
@@ -36,7 +35,6 @@ class Case:
     length: int
     causal: bool
     kv_heads: int = HEADS
-    transposed: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -44,8 +42,7 @@ class Case:
 
     def inputs(self) -> list[torch.Tensor]:
         """Q, K and V, `[1, H, S, D]` BF16."""
-        xs = [x[None].transpose(1, 2) for x in self.shape.inputs()]
-        return xs if self.transposed else [x.contiguous() for x in xs]
+        return [x[None].transpose(1, 2).contiguous() for x in self.shape.inputs()]
 
 
 MASKS = {"full": False, "causal": True}
@@ -54,7 +51,7 @@ CASES = {
     for group, kv_heads in (("", HEADS), ("gqa-", KV_HEADS))
     for mask, causal in MASKS.items()
     for n in (1, 2, 4, 8, 16, 32, 64, 128)
-} | {f"{mask}-S{n * K}-transposed": Case(n * K, causal, transposed=True) for mask, causal in MASKS.items() for n in (2, 4, 16)}
+}
 
 
 def tables(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +106,6 @@ def measure(case: str) -> Iterator[dict]:
         given = rotated if impl == "fp8attn-rope" else (q, k)
         how = "called" if impl == "fp8attn" or here.length >= LONG else "graph"
         rows[impl] = {"case": case, "impl": impl, "timed": how, "sqnr_db": round(decibels(here, out, *given, v), 2)}
-        rows[impl]["fingerprint"] = of_call(impl, run.call)
         if not rows[impl]["sqnr_db"] > LEAST_DB:
             raise AssertionError(f"{case}: {impl} is wrong, {rows[impl]['sqnr_db']} dB")
         groups[how][impl] = run.call if how == "called" else captured(impl, run.call)

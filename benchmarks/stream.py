@@ -44,7 +44,7 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
         lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, OPTIONS.group, False, False, False,
         OPTIONS.whole_pages, OPTIONS.head_pages,
     )  # fmt: skip
-    source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
+    source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.layout)
     ring = make_ring(k_desc, OPTIONS.width, OPTIONS.stages)
     ring.open()
     gdc_wait()

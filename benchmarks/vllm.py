@@ -19,7 +19,6 @@ alone on a GPU; others run at once (`at_once`).
 | `equal-chunks` ... | of 20 prompts, how many greedy answers are those of the plain engine: with prompts in chunks, prefix caching, |
 | | speculation, blocks in the CPU's memory or in files (from a GPU), or the model on two GPUs or two cores |
 | `perplexity-stdlib`, `-smollm2` | of held-out text, from the engine's own log-probabilities of prompts |
-| `export` | likewise, of a model with planted offsets (`planted`), and of checkpoints with calibrated scales in stock vLLM |
 
 Times are of a user's calls, `LLM.generate`, with all that vLLM does around attention. The answers of random weights mean nothing, so
 `equal-*` and `perplexity-*` check the same kernels with trained models.
@@ -27,10 +26,8 @@ Times are of a user's calls, `LLM.generate`, with all that vLLM does around atte
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from fp8attn.errors import UsageError
 from fp8attn_tools.evaluation.public import find
@@ -46,13 +43,7 @@ OTHERS = ("vllm-fp8", "fp8attn-static")  # that answer in these ways, too:
 STEPS = ("prefix-caching", "chunks", "ngram", "tp2")
 AGAIN = ("prefix-caching", "offload", "connector")  # the same prompts again are read from blocks
 WINDOWS = {"stdlib": (4096, 8), "smollm2": (2048, 8)}  # tokens of a window, windows
-PLANTED = {  # by the row's implementation, the engine's, and the checkpoint in the folder of a strategy of export
-    **{impl: (impl, "model") for impl in STORED},
-    "vllm-fp8-covered": ("vllm-bf16", "covered"),  # the checkpoint says that the cache is FP8
-    "vllm-fp8-folded": ("vllm-bf16", "folded"),
-}
-STRATEGIES = {"attn_head": "", "tensor": "-tensor"}  # of export, and the ends of their rows' names
-CASES = ("perplexity-smollm2", "export", "load", *(f"equal-{way}" for way in WAYS), "perplexity-stdlib", "llama")
+CASES = ("perplexity-smollm2", "load", *(f"equal-{way}" for way in WAYS), "perplexity-stdlib", "llama")
 
 
 def start(cases: Iterable[str]) -> None:
@@ -83,11 +74,11 @@ def measure(case: str) -> Iterator[dict]:
         elif name == "equal":
             yield from equal(of, impl, *(rows[0] for rows in found))
         else:
-            length, count = WINDOWS[of or "stdlib"]
+            length, count = WINDOWS[of]
             values[impl] = math.exp(-found[0][0]["mean"])
             over = {"over_bf16": round(values[impl] / values[STORED[0]] - 1, 6)} if STORED[0] in values else {}
             yield {
-                "case": f"{case if of else 'export-planted'}-S{length}", "impl": impl, "perplexity": round(values[impl], 5),
+                "case": f"{case}-S{length}", "impl": impl, "perplexity": round(values[impl], 5),
                 "tokens": found[0][0]["tokens"], **over, "windows": count,
             }  # fmt: skip
 
@@ -100,15 +91,7 @@ def engines(case: str) -> dict[str, list[Engine]]:
     if name == "equal":
         impls = (*ANSWERING, *OTHERS) if of in STEPS else ANSWERING
         return {impl: [answers(impl, "plain"), answers(impl, of)] for impl in impls}
-    if name == "perplexity":
-        return {impl: [likelihood(impl, of, of)] for impl in STORED}
-    found = {impl: [likelihood(engine, f"planted-attn_head/{folder}", "stdlib")] for impl, (engine, folder) in PLANTED.items()}
-    means = {"scales": "planted-attn_head/means.safetensors"}
-    found["fp8attn-means"] = [likelihood("fp8attn", "planted-attn_head/model", "stdlib", means)]
-    for impl, (engine, folder) in PLANTED.items():
-        if engine != impl:
-            found[f"{impl}-tensor"] = [likelihood(engine, f"planted-tensor/{folder}", "stdlib")]
-    return found
+    return {impl: [likelihood(impl, of)] for impl in STORED}
 
 
 def missing(case: str) -> str | None:
@@ -129,8 +112,8 @@ def answers(impl: str, way: str, options: str = "{}") -> Engine:
     return Engine("answers", (impl, way, options), gpus=2 if way in ("tp2", "pp2") else 1)
 
 
-def likelihood(impl: str, model: str, windows: str, options: dict[str, Any] | None = None) -> Engine:
-    return Engine("log_likelihood", (impl, model, *map(str, WINDOWS[windows]), json.dumps(options or {})))
+def likelihood(impl: str, model: str) -> Engine:
+    return Engine("log_likelihood", (impl, model, *map(str, WINDOWS[model])))
 
 
 def equal(way: str, impl: str, plain: dict, found: dict) -> Iterator[dict]:

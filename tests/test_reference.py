@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8attn import AttentionParams, KVPages, PagedKVCache, append, attention, reference
 from fp8attn.formats.codec import FP8, key_name
-from fp8attn.layout import PAGE_SIZE
+from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
 
 EXACT = 2e-6  # FP32 arithmetic against float64

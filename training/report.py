@@ -1,6 +1,6 @@
-"""Measure the trained model as one of text: bits per byte against general compressors. (`benchmarks/needle.py` measures retrieval.)
+"""Measure the trained model as one of text: bits per byte against general compressors.
 
-    python training/report.py [--model FOLDER] [--save]
+    python training/report.py [--model FOLDER]
 
 Everything is measured through transformers with the BF16 weights that are committed, on the held-out modules only.
 """
@@ -9,17 +9,12 @@ import argparse
 import gzip
 import lzma
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from data import MODEL, ROOT, is_test, load_tokenizer, read_held_out, tokenize
+from data import MODEL, is_test, load_tokenizer, read_held_out, tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.append(str(ROOT))
-
-from evidence import results
 
 WINDOW, STRIDE = 4096, 2048
 
@@ -70,19 +65,15 @@ def print_table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results.add_save(parser)
     parser.add_argument("--model", type=Path, default=MODEL, help="folder with config.json and model.safetensors")
-    args = results.parse(parser)
+    args = parser.parse_args()
     cuda = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if cuda else torch.float32)
     model = model.to("cuda" if cuda else "cpu").eval()
     tokenizer, documents = load_tokenizer(), read_held_out()
     assert AutoTokenizer.from_pretrained(MODEL).encode(documents[0][1]) == tokenizer.encode(documents[0][1]).ids
 
-    rows = compression_rows(model, tokenizer, documents)
-    print_table(rows)
-    if args.save:
-        results.save("model", rows)
+    print_table(compression_rows(model, tokenizer, documents))
 
 
 if __name__ == "__main__":

@@ -1,68 +1,67 @@
 """The peers: other systems' attention, as callables on one problem.
 
-Binaries come from `.peers/` (`make peers`). What is not there, or cannot do a case, is left out with the reason printed. Pages hold 64
-tokens.
-
-| name | is | scales | accumulates FP8 products |
-|---|---|---|---|
-| `fa3-fp8`, `fa3-bf16` | FlashAttention-3 (`fa3-fwd`), the kernel behind PyTorch's quantized SDPA | a KV head | in the tensor core |
-| `vllm-fa3-fp8`, `vllm-fa3-bf16` | vLLM's FlashAttention-3; `-paged` over pages | a KV head | in two levels |
-| `cudnn-fp8` | cuDNN's FP8 graph, the newest cuDNN if it is collected; its output is FP8 too | a tensor, P by 256 | in the tensor core |
-| `hpc-ops` | Tencent's HPC-Ops over pages: two kernels, as `flashinfer` | Q: a token and head; K, V: a tensor | in two levels |
-| `flashinfer` | FlashInfer over pages: TensorRT-LLM's fmha_v2 for prompts, XQA for decode steps | a tensor | in the tensor core |
-| `sage` | SageAttention's SM90 kernel, quantization excluded; Q and K in INT8 | rows of a thread; V: a channel | in two levels |
-| `cudnn-bf16`, `flash-bf16` | `scaled_dot_product_attention` by cuDNN, and by torch's FlashAttention-2 | | |
-| `torchao` | torchao's FP8 attention over `fa3-fp8`'s kernel: BF16 in and out, quantization included | a head | in the tensor core |
-
-A module a system has the calls and says what they are given; `binaries` loads what they need.
+A file of this folder with a `PEER` is one system (`peer.Peer` says what it consists of); a new file adds a system everywhere: to
+`make peers`, the benchmarks, tables and pictures. Libraries come from `.peers/`. A system whose libraries are missing, or that cannot do a
+case, is left out, with the reason printed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 
 import torch
 
 from ..measure import left_out
 from ..problem import Run, Shape
-from . import dense, fa3, flashinfer, hpc, sage
-from .binaries import available
+from .peer import Call, Peer
 
 
-class Peer(NamedTuple):
-    run: Callable[..., Run]  # `run(shape, q, k, v)` of 16 bits gives a run of the peer, which rounds them as it needs them
-    needs: str | None = None  # one of `available()`; None: torch has it
+def _found() -> dict[str, Peer]:
+    modules = {each.name: import_module(f"{__name__}.{each.name}") for each in iter_modules(__path__)}
+    return {name: module.PEER for name, module in modules.items() if hasattr(module, "PEER")}
 
 
-PEERS = {
-    "fa3-fp8": Peer(fa3.runs_in_fp8(lambda *args, **options: fa3.attention(*args, **options)), "fa3"),
-    "cudnn-fp8": Peer(dense.cudnn_fp8, "cudnn"),
-    "vllm-fa3-fp8": Peer(fa3.runs_in_fp8(fa3.vllm_dense), "vllm-fa3"),
-    "vllm-fa3-fp8-paged": Peer(fa3.runs_in_fp8(fa3.vllm_paged), "vllm-fa3"),
-    "hpc-ops": Peer(hpc.attention, "hpc-ops"),
-    "flashinfer": Peer(flashinfer.attention, "flashinfer"),
-    "sage": Peer(sage.attention, "sage"),
-    "fa3-bf16": Peer(fa3.runs_of(lambda *args: fa3.attention(*args)), "fa3"),
-    "vllm-fa3-bf16": Peer(fa3.runs_of(fa3.vllm_dense), "vllm-fa3"),
-    "vllm-fa3-bf16-paged": Peer(fa3.runs_of(fa3.vllm_paged), "vllm-fa3"),
-    "cudnn-bf16": Peer(dense.cudnn_bf16),
-    "flash-bf16": Peer(dense.flash_bf16),
-    "torchao": Peer(dense.torchao, "torchao"),
-}
-PREFILL = ("fa3-fp8", "cudnn-fp8", "vllm-fa3-fp8", "hpc-ops", "flashinfer", "sage", "fa3-bf16", "cudnn-bf16")
-DECODE = ("vllm-fa3-fp8", "vllm-fa3-fp8-paged", "hpc-ops", "flashinfer", "vllm-fa3-bf16")
+PEERS = _found()  # by file
+CALLS: dict[str, Call] = {impl: call for peer in PEERS.values() for impl, call in peer.calls.items()}
+PREFILL = tuple(impl for impl, call in CALLS.items() if call.prefill)
+DECODE = tuple(impl for impl, call in CALLS.items() if call.decode)
+
+
+def of(impl: str) -> str | None:
+    """The file of the peer that an implementation is a call of. In `engine`, `-split` is a call of two parts, and pages are not named."""
+    plain = impl.removesuffix("-split")
+    return next((name for name, peer in PEERS.items() if {plain, f"{plain}-paged"} & peer.calls.keys()), None)
+
+
+@cache
+def available() -> frozenset[str]:
+    """The files of the peers that load here. The reason why another does not is printed once."""
+    found = set()
+    for name, peer in PEERS.items():
+        try:
+            peer.load()
+            found.add(name)
+        except Exception as problem:  # of any type: torchao's activation is of several libraries
+            print(f"without {name}, which `make peers` collects: {type(problem).__name__}: {problem}", flush=True)
+    return frozenset(found)
+
+
+def releases(impls: Iterable[str]) -> dict[str, str]:
+    """The releases of the peers among implementations, by file."""
+    return {name: PEERS[name].release() for name in sorted({of(impl) for impl in impls} & available())}
 
 
 def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = PREFILL) -> dict[str, Run]:
     """The installed peers that support the problem, on the same `q`, `k` and `v` in 16 bits."""
     found = {}
     for name in names:
-        peer = PEERS[name]
-        if peer.needs is not None and peer.needs not in available():
+        if of(name) not in available():
             continue
         try:
-            found[name] = peer.run(shape, q, k, v)
+            found[name] = CALLS[name].run(shape, q, k, v)
         except Exception as problem:  # cuDNN's graphs raise types of their own
             left_out(name, problem)
     return found

@@ -7,6 +7,8 @@ that holds rows of Q (two rows of 16, 8 apart) and of K (32 of 128); a scale for
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,7 +16,16 @@ from fp8attn.formats.codec import E4M3, FP8
 
 from ..problem import DEVICE, Run, Shape
 from . import dense
+from .peer import TORCH_LIBRARIES, Call, Peer, Source, load_ops
 
+SOURCE = Source(
+    name="sage_sm90",
+    source="https://github.com/thu-ml/SageAttention@d1a57a5",
+    files=(str(Path(__file__).with_suffix(".cu")),),
+    includes=(".",),
+    flags=("--use_fast_math",),
+    needs=(*TORCH_LIBRARIES, "cuda"),
+)
 ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)  # of 16 tokens in V
 BLOCK = 128  # keys
 
@@ -57,3 +68,11 @@ def _by_thread(x: torch.Tensor, block: int, owner: Callable, threads: int) -> tu
     scale = scale.scatter_reduce(2, thread.expand_as(largest), largest, "amax") / 127 + 1e-7
     of_rows = scale[:, :, thread[:length], None]
     return (x.float() / of_rows).round().to(torch.int8), scale, of_rows
+
+
+PEER = Peer(
+    calls={"sage": Call(attention, "SageAttention", "#b392ac", prefill=True, levels=2)},
+    needs=(SOURCE,),
+    load=partial(load_ops, "sage_sm90"),
+    release=lambda: SOURCE.source.removeprefix("https://github.com/"),
+)

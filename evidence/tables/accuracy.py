@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 from benchmarks.problem import KEYS
 
-from ..rows import every, latest, lengths, measured
+from ..rows import latest, lengths
 from .kernels import PREFILL_IMPLS, SINGLE_LEVEL
-from .writing import block, span, table
+from .writing import block, measured, span, table
 
 
-@block
+@block("accuracy")
 def prefill_rounding() -> str:
     """128 queries of 4,096 keys and more, by V's mean and implementation."""
     errors: dict[tuple[str, str], list[float]] = {}
-    for row in every("accuracy"):
+    for row in latest("accuracy")[1].values():
         if (match := re.fullmatch(r"full-(mean\d)-D128-S(\d+)", row["case"])) and int(match[2]) >= 4096:
             errors.setdefault((match[1], row["impl"]), []).append(row["rel_err"])
     q8, plain = (span((100 * error for error in errors["mean0", impl]), ".1f") for impl in ("fp8attn-q8", "fp8attn"))
@@ -24,7 +24,7 @@ def prefill_rounding() -> str:
     return f"normal V without a mean is {q8}% off ({plain}% with Q in 16 bits, whose rounding then counts), V of mean 1 at most {most:.2%}"
 
 
-@block
+@block("decode")
 def decode_by_keys() -> str:
     """The largest errors of decode, by the dtype of keys."""
     title, found = latest("decode")
@@ -46,23 +46,23 @@ def single_level_off(found: Iterable[tuple[str, str, float]], length: int) -> st
     return span((error for case, impl, error in found if impl in SINGLE_LEVEL and case.endswith(f"S{length}")), ".0%")
 
 
-@block
+@block("prefill", "accuracy")
 def prefill_error() -> str:
     """The error for V of mean 1, from both benchmarks that measure it."""
-    found = errors(every("prefill"), "rel_err_mean1")
-    found += errors((row for row in every("accuracy") if re.match("(causal|full)-mean1", row["case"])), "rel_err")
+    found = errors(latest("prefill")[1].values(), "rel_err_mean1")
+    found += errors((row for row in latest("accuracy")[1].values() if re.match("(causal|full)-mean1", row["case"])), "rel_err")
     short, long = (single_level_off(found, n) for n in (16384, 131072))
     return f"single-level kernels are {short} off at 16k tokens and {long} at 128k, ours at most {ours_off(found)} at any length"
 
 
-@block
+@block("prefill")
 def long_error() -> str:
     """The error of single-level kernels over 131,072 tokens, for V of mean 1."""
     title, found = latest("prefill")
     return f"{single_level_off(errors(found.values(), 'rel_err_mean1'), 131072)} off ({title}, values of mean 1)"
 
 
-@block
+@block("real_model")
 def cast_loss() -> str:
     """What a plain cast to E4M3 costs the public model, at 8,192 tokens."""
     title, found = latest("real_model")
@@ -77,18 +77,18 @@ def sums() -> dict[str, dict[int, float]]:
     return {impl: {n: here[case, impl]["rel_err"] for n, case in cases.items()} for impl in dict.fromkeys(impl for _, impl in here)}
 
 
-@block
+@block("accumulation")
 def accumulation_measured() -> str:
     return measured("accumulation")
 
 
-@block
+@block("accumulation")
 def accumulation() -> str:
     body = [[impl, *(f"{error:.1%}" for error in errors.values())] for impl, errors in sums().items()]
     return table([f"{latest('accumulation')[0]}; keys", *(f"{n:,}" for n in next(iter(sums().values())))], body)
 
 
-@block
+@block("accumulation")
 def doctor() -> str:
     from fp8attn_tools.diagnostics.accumulation import Accumulation
 

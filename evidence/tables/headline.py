@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ..rows import commits, devices, latest, over
+from ..rows import devices, latest, over
 from .accuracy import errors, ours_off, single_level_off
 from .kernels import SINGLE_LEVEL, STEP, TWO_LEVEL, engine_over, two_level
 from .texts import memory
-from .writing import block, number, span, table
+from .writing import at, block, number, span, table
 
 LONG_STEP = "decode-B1-S131072"
 
 
-@block
+@block("real_model", "needle", "vllm", "decode", "prefill", "engine", "demo")
 def headline() -> str:
     """Results: of fp8attn, and of the system with which it is compared."""
     title, model = latest("real_model")
@@ -60,37 +58,31 @@ def headline() -> str:
             "speed of attention in decode steps: 8k to 128k tokens, 16-bit arithmetic",
             f"{span(steps)} times that of vLLM's FP8 kernel for pages",
             f"{span(best)} times that of the fastest of four FP8 kernels",
-            at("decode"),
+            at("decode", step.values()),
         ],
         [
             "speed of attention in mixed steps: 2k or 8k tokens of a prompt, and 32 to 256 decode steps",
             f"{engine_over('vllm-fa3-fp8', 'vllm-fa3-fp8-split')} times that of vLLM's FP8 kernel",
             f"{engine_over('flashinfer')} times FlashInfer's, {engine_over('hpc-ops')} times HPC-Ops'",
-            at("engine"),
+            at("engine", latest("engine")[1].values()),
         ],
         [
             "speed of attention in causal prompts: 16k to 128k tokens, head_dim 128",
             f"{span(single)} times that of the best single-level FP8 kernel",
             f"{span(double)} times that of {two_level()}",
-            at("prefill"),
+            at("prefill", prompt.values()),
         ],
         [
             "relative error of the output in prompts of 1k to 128k tokens, values of mean 1",
             f"at most {ours_off(off)}",
             f"single-level FP8 {single_level_off(off, 131072)} at 128k",
-            at("prefill"),
+            at("prefill", prompt.values()),
         ],
     ]
-    return table(["", f"fp8attn ({title})", "", "commit"], body)
+    return table(["", f"fp8attn ({title})", "", "commit (Triton)"], body)
 
 
-def at(name: str, found: Iterable[dict] | None = None) -> str:
-    """The commits that rows were measured at; by default all rows of the device that `latest` chooses."""
-    made, found = commits(name), latest(name)[1].values() if found is None else found
-    return ", ".join(dict.fromkeys(made[row["provenance"]] for row in found))
-
-
-@block
+@block("real_model")
 def smollm2_beside() -> str:
     """Cells of a row, of the same text: fp8attn, transformers' cache and a plain cast, which is FP8 with scales of one."""
     found = latest("real_model")[1]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+from benchmarks import engine as engine_benchmark
+from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from ..rows import devices, every, latest, lengths, measured, over, over_bf16
-from .writing import Cell, beside, block, number, span, table, tokens, value
+from ..rows import devices, latest, lengths, over, over_bf16
+from .writing import Cell, beside, block, measured, number, span, table, tokens, value
 
 PREFILL = {
     "D128-full-S4096": "4 x 4k full", "D128-full-S16384": "16k full", "D128-full-S65536": "64k full",
@@ -18,22 +20,16 @@ PREFILL = {
     "D64-causal-S16384": "16k causal, head_dim 64", "D256-full-S16384": "16k full, head_dim 256",
     "D256-causal-S16384": "16k causal, head_dim 256", "D192-causal-S16384": "16k causal, head_dim 192",
 }  # fmt: skip
-SINGLE_LEVEL = ("fa3-fp8", "cudnn-fp8", "flashinfer")
-TWO_LEVEL = ("vllm-fa3-fp8", "hpc-ops", "sage")
-PEERS = {  # names in tables; `benchmarks.peers` says what they are
-    "fa3-fp8": "FA3", "cudnn-fp8": "cuDNN", "flashinfer": "FlashInfer", "vllm-fa3-fp8": "vLLM's FA3", "hpc-ops": "HPC-Ops",
-    "sage": "SageAttention", "fa3-bf16": "FA3 BF16", "cudnn-bf16": "cuDNN BF16",
-}  # fmt: skip
+FP8 = {impl: call.title for impl, call in CALLS.items() if call.prefill and call.levels}  # peers in prompts, and their names in tables
+SINGLE_LEVEL, TWO_LEVEL = (tuple(impl for impl in FP8 if CALLS[impl].levels == levels) for levels in (1, 2))
+BF16 = {impl: call.title for impl, call in CALLS.items() if call.prefill and not call.levels}
+STEP = {impl: call.title for impl, call in CALLS.items() if call.decode and call.levels}
+# Ways to compute an engine's step: a kernel over pages in one call or, as `-split`, in two; kernels for decode steps and for prompts.
 ENGINE = {
-    "vllm-fa3-fp8": "vLLM's FA3 FP8, one call", "vllm-fa3-fp8-split": "vLLM's FA3 FP8, two calls", "flashinfer": "FlashInfer FP8",
-    "hpc-ops": "HPC-Ops FP8", "vllm-fa3-bf16": "vLLM's FA3 BF16, one call", "vllm-fa3-bf16-split": "vLLM's FA3 BF16, two calls",
-}  # fmt: skip
-STEP = {
-    "vllm-fa3-fp8-paged": "vLLM's FA3, paged",
-    "vllm-fa3-fp8": "vLLM's FA3, dense",
-    "flashinfer": "FlashInfer XQA",
-    "hpc-ops": "HPC-Ops",
-}
+    impl.removesuffix("-paged") + end: f"{CALLS[impl].title.removesuffix(', paged')}{' FP8' if CALLS[impl].levels else ''}{calls}"
+    for impl in engine_benchmark.WHOLE
+    for end, calls in (("", ", one call"), ("-split", ", two calls"))
+} | {impl: f"{CALLS[impl].title} FP8" for impl in engine_benchmark.PAIRS}
 PREFILL_IMPLS = (*KEYS, "fp8attn-q8")  # queries in 16 bits, and in FP8
 
 
@@ -41,7 +37,7 @@ def over_peer(impl: str) -> Cell:
     return lambda here, case: number(over(here, case, "fp8attn", impl))
 
 
-@block
+@block("decode")
 def decode() -> str:
     cases = {case: case.replace("-", ", ") for here in devices("decode").values() for case, _ in here}
     return beside("decode", "batch x context", cases, {
@@ -51,10 +47,11 @@ def decode() -> str:
     })  # fmt: skip
 
 
-@block
+@block("decode")
 def decode_error() -> str:
-    ours = max(row["rel_err"] for row in every("decode") if row["impl"] in KEYS)
-    even = [row for row in every("decode") if "ragged" not in row["case"]]  # whose last sequence is one token
+    found = latest("decode")[1].values()
+    ours = max(row["rel_err"] for row in found if row["impl"] in KEYS)
+    even = [row for row in found if "ragged" not in row["case"]]  # whose last sequence is one token
     theirs = [row["rel_err"] for row in even if row["impl"].startswith("vllm-fa3-fp8")]
     return f"at most {ours:.1e} off; vLLM's FP8, which rounds Q and the weights, {span(theirs, '.1e')}"
 
@@ -68,11 +65,11 @@ def prompts() -> dict[str, str]:
 def two_level() -> str:
     """The peers that sum in two levels, as far as they were measured."""
     _, here = latest("prefill")
-    found = [PEERS[impl] for impl in TWO_LEVEL if any(impl == each for _, each in here)]
+    found = [FP8[impl] for impl in TWO_LEVEL if any(impl == each for _, each in here)]
     return f"the best two-level FP8 ({', '.join(found)})" if len(found) > 1 else f"{found[0]}, two-level"
 
 
-@block
+@block("prefill")
 def prefill() -> str:
     def tflops(impl: str) -> Cell:
         return lambda here, case: value(here, case, impl, "tflops", ".0f")
@@ -85,30 +82,30 @@ def prefill() -> str:
     })  # fmt: skip
 
 
-@block
+@block("prefill")
 def prefill_peers() -> str:
     """TFLOPS of ours and of every peer, on the last device that has them."""
     title, here = latest("prefill")
-    impls = {"fp8attn-q8": title, "fp8attn": "16-bit queries", "fp8attn-exact": "exact"} | PEERS
+    impls = {"fp8attn-q8": title, "fp8attn": "16-bit queries", "fp8attn-exact": "exact"} | FP8 | BF16
     body = [[label, *(value(here, case, impl, "tflops", ".0f") for impl in impls)] for case, label in prompts().items()]
     return table(["tokens", *impls.values()], body)
 
 
-@block
+@block("prefill")
 def exact_cost() -> str:
     """What exact prompts take, over prompts whose queries are rounded to 8 bits."""
     _, here = latest("prefill")
     return f"{span(over(here, case, 'fp8attn', 'fp8attn-exact') for case, impl in here if impl == 'fp8attn-exact')} times as long"
 
 
-@block
+@block("prefill")
 def exact_over_bf16() -> str:
     """The speed of exact prompts over FlashAttention-3's in BF16, at most and at least."""
     title, here = latest("prefill")
     return f"{span(over(here, case, 'fp8attn-exact', 'fa3-bf16') for case, impl in here if impl == 'fp8attn-exact')} ({title})"
 
 
-@block
+@block("engine")
 def engine() -> str:
     """A step of an engine: our time, and over it the others'."""
     title, here = latest("engine")
@@ -131,7 +128,7 @@ def engine_over(*impls: str) -> str:
     return span(over(here, case, "fp8attn", *impls) for case in dict.fromkeys(case for case, _ in here))
 
 
-@block
+@block("prefill")
 def prefill_256() -> str:
     made = [
         f"{number(over(here, case, 'fp8attn-q8', 'fa3-fp8'))} ({mask}, {title})"
@@ -141,7 +138,7 @@ def prefill_256() -> str:
     return ", ".join(made)
 
 
-@block
+@block("sdpa")
 def sdpa() -> str:
     """One table for all devices: kinds of calls by lengths."""
     kinds = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
@@ -153,9 +150,9 @@ def sdpa() -> str:
     return table(["over BF16, tokens", *map(tokens, at)], body)
 
 
-@block
+@block("append")
 def append() -> str:
-    words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "`quantize`"}
+    words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "dense tensors"}
     named = {"e4m3": "E4M3 keys", "counted": "overflows counted"}
     found, lines = {key for here in devices("append").values() for key in here}, {}
     for case in dict.fromkeys(case for here in devices("append").values() for case, _ in here):
@@ -171,34 +168,38 @@ def append() -> str:
     })  # fmt: skip
 
 
-@block
+@block("portable")
 def portable() -> str:
-    found = [row for row in every("portable") if row["impl"] == "fp8attn-triton"]
+    found = [row for row in latest("portable")[1].values() if row["impl"] == "fp8attn-triton"]
     gbps, tflops = ([row[unit] for row in found if unit in row] for unit in ("gbps", "tflops"))
     return f"decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS ({measured('portable')})"
 
 
-@block
+@block("triton")
 def triton() -> str:
     """Two versions of Triton beside each other, on the last device that has them."""
     title, here = latest("triton")
-    versions = {row["triton"]: row["ptxas"] for row in here.values()}
+    versions = {impl.rpartition("-triton-")[2]: row["ptxas"] for (_, impl), row in here.items()}
     first, second = sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
-    keys = dict.fromkeys((case, impl.rpartition("-triton-")[0]) for case, impl in here)
     body = []
-    for case, impl in keys:
+    for case, impl in dict.fromkeys((case, impl.rpartition("-triton-")[0]) for case, impl in here):
         old, new = (f"{impl}-triton-{version}" for version in (first, second))
-        unit = next(name for name in ("seconds", "tflops", "gbps") if name in here[case, old])
-        if " step-" in case:
-            unit = "ms"
-        word, form, factor = {
-            "seconds": ("s", ".1f", 1),
-            "tflops": ("TFLOPS", ".0f", 1),
-            "gbps": ("GB/s", ".0f", 1),
-            "ms": ("us", ".1f", 1e3),
-        }[unit]
-        speeds = [value(here, case, each, unit, form, factor) for each in (old, new)]
-        ratio = "" if unit == "seconds" else number(over(here, case, new, old))
-        body.append([case, impl.removeprefix("fp8attn").removeprefix("-") or "default", word, *speeds, ratio])
-    heads = [f"Triton {version}, ptxas {versions[version]}" for version in (first, second)]
-    return table([title, "queries, keys", "", *heads, "second over first"], body)
+        us = [value(here, case, each, "ms", ".1f", 1e3) for each in (old, new)]
+        body.append([case, impl.removeprefix("fp8attn").removeprefix("-") or "default", *us, number(over(here, case, new, old))])
+    heads = [f"us: Triton {version}, ptxas {versions[version]}" for version in (first, second)]
+    return table([title, "queries, keys", *heads, "speed of the second over the first"], body)
+
+
+@block("triton")
+def triton_measured() -> str:
+    return measured("triton")
+
+
+@block("prefill", "decode", "engine", "sdpa", "append", "accuracy")
+def kernels_measured() -> str:
+    """One line for the tables of kernels: with which torch and Triton they were measured."""
+    files = ("prefill", "decode", "engine", "sdpa", "append", "accuracy")
+    made = {name: measured(name) for name in files}
+    if len(set(made.values())) == 1:
+        return made["prefill"]
+    return "; ".join(f"{', '.join(name for name in files if made[name] == one)}: {one}" for one in dict.fromkeys(made.values()))

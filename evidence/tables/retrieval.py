@@ -14,7 +14,6 @@ SYSTEMS = {
     "vllm-fa3-fp8:calibrated": "vLLM's FA3, calibrated",
 }  # fmt: skip
 PAIR = {name: name for name in ("bf16", "fp8attn")}
-OTHERS = "niah_single_1", "niah_multikey_3", "ruler_vt"
 STRESS = {"as trained": "niah_multikey_2-S131072"} | {f"stress {n}": f"niah_multikey_2-stress{n}-S131072" for n in (1, 2, 3)}
 
 
@@ -43,23 +42,11 @@ def needle_lengths(task: str) -> dict[str, str]:
     return {f"{n:,}": case for n, case in lengths(found, rf"{task}-S(\d+)").items() if (case, "fp8attn") in found}
 
 
-@block
-def other_tasks() -> str:
-    """A sentence and a table; nothing until `fp8attn` has answered one of these tasks."""
-    found = latest("needle")[1]
-    body = [
-        [f"`{task}`, {n}", *(answers(found.get((case, impl))) for impl in PAIR)]
-        for task in OTHERS for n, case in needle_lengths(task).items()
-    ]  # fmt: skip
-    head = "The other tasks. A chain of `ruler_vt` is right as a whole; RULER's own score is the share of its variables:"
-    return f"{head}\n\n{table(['% right (samples)', *PAIR], body)}" if body else ""
-
-
-@block
+@block("needle")
 def retrieval() -> str:
     return right(STRESS, SYSTEMS, "131,072 tokens")
 
 
-@block
+@block("needle")
 def retrieval_lengths() -> str:
     return right(needle_lengths("niah_multikey_2"), PAIR, "`niah_multikey_2`", paired=True)

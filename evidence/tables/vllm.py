@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..rows import Rows, commits, devices, latest, lengths, over, together
+from ..rows import Rows, devices, latest, lengths, over, together
 from .writing import beside, block, number, table, tokens, value
 
 IMPLS = {"vllm-bf16": "BF16", "vllm-fp8": "vLLM's FP8", "fp8attn": "fp8attn"}
@@ -18,17 +18,11 @@ WAYS = {
     "connector-hits": "blocks written to files, the same prompts again", "tp2": "tensor parallel, 2 processes",
     "pp2": "pipeline parallel, 2 processes",
 }  # fmt: skip
-EXPORTS = IMPLS | {
-    "vllm-fp8-covered": "vLLM's FP8, exported scales of heads", "vllm-fp8-folded": "vLLM's FP8, scales of heads, V's mean in the biases",
-    "vllm-fp8-covered-tensor": "vLLM's FP8, exported scales of layers",
-    "vllm-fp8-folded-tensor": "vLLM's FP8, scales of layers, V's mean in the biases",
-    "fp8attn-means": "fp8attn, calibrated means",
-}  # fmt: skip
 MODELS = {"stdlib": "our model", "smollm2": "SmolLM2"}  # of perplexity
 RATIO = "vLLM's FP8 over fp8attn"
 
 
-@block
+@block("vllm")
 def vllm_equal() -> str:
     """Answers that equal the plain engine's: fp8attn's fewest first."""
     body = []
@@ -41,7 +35,7 @@ def vllm_equal() -> str:
     return table(["", "answers equal to those of the plain engine", *ANSWERING.values()], body)
 
 
-@block
+@block("vllm")
 def vllm_chunks() -> str:
     """What other chunks of a prompt change."""
     _, here = latest("vllm")
@@ -49,7 +43,7 @@ def vllm_chunks() -> str:
     return f"{ours['equal']} of {ours['prompts']} stay equal (BF16: {bf16['equal']})"
 
 
-@block
+@block("vllm")
 def vllm_times() -> str:
     """Milliseconds of a user's calls: prompts, then decode steps."""
     found = dict.fromkeys(case for here in devices("vllm").values() for case, _ in here)
@@ -62,14 +56,14 @@ def vllm_times() -> str:
     return beside("vllm", "", lines, columns | {RATIO: lambda here, case: number(over(here, case, "fp8attn", "vllm-fp8"))})
 
 
-@block
+@block("vllm")
 def vllm_prompts() -> str:
     _, here = latest("vllm")
     speeds = {n: over(here, case, "fp8attn", "vllm-fp8") for n, case in lengths(here, r"prefill-S(\d+)").items()}
     return ", ".join(f"{number(speed)} at {tokens(n)}" for n, speed in speeds.items() if speed)
 
 
-@block
+@block("vllm")
 def vllm_load() -> str:
     lines = {case: label for case, (label, _) in LOAD.items()}
     columns = {label: lambda here, case, impl=impl: value(here, case, impl, LOAD[case][1], ",.0f") for impl, label in IMPLS.items()}
@@ -82,20 +76,7 @@ def more(here: Rows, case: str, key: str) -> str:
     return f"{ours[key] / theirs[key]:.3f}" if ours and theirs and together(ours, theirs) else ""
 
 
-@block
-def vllm_runs() -> str:
-    """The cases whose rows are not all of one run, and the commits of their runs."""
-    at, made = commits("vllm"), []
-    for title, here in devices("vllm", cpus=True).items():
-        for case in dict.fromkeys(case for case, _ in here if not case.startswith("equal-")):  # counts have no ratio
-            found = {label: here[case, impl] for impl, label in IMPLS.items() if (case, impl) in here}
-            if not all(together(row, next(iter(found.values()))) for row in found.values()):
-                runs = ", ".join(f"{label} at commit {at[row['provenance']]}" for label, row in found.items())
-                made.append(f"`{case}` ({title}) is of several runs, so it has no ratio: {runs}.")
-    return " ".join(made) or "One run measured all rows of a case."
-
-
-@block
+@block("vllm")
 def vllm_perplexity() -> str:
     body = []
     for title, here in devices("vllm", cpus=True).items():
@@ -112,20 +93,3 @@ def perplexity(here: Rows, case: str, impl: str) -> str:
     if row is None:
         return ""
     return f"{row['perplexity']:.3f}" + (f" ({row['over_bf16']:+.2%})" if base and row is not base and together(row, base) else "")
-
-
-@block
-def vllm_export() -> str:
-    """A line for each engine of the model with planted offsets."""
-    body = []
-    for title, here in devices("vllm", cpus=True).items():
-        for case in dict.fromkeys(case for case, _ in here if case.startswith("export-")):
-            body += [[title, label, perplexity(here, case, impl)] for impl, label in EXPORTS.items() if (case, impl) in here]
-    return table(["", "planted offsets", "perplexity, over BF16"], body)
-
-
-@block
-def calibration() -> str:
-    _, here = latest("calibration")
-    shares = {impl: row for (_, impl), row in here.items() if impl != "forward"}
-    return ", ".join(f"{row['share']:.1%} of its speed for {impl} ({row['tokens_per_s']:,} tokens/s)" for impl, row in shares.items())

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 
-from ..rows import Rows, devices
+from ..rows import Rows, commit_of, devices, header
 
 BLOCKS: dict[str, Callable[[], str]] = {}
 Cell = Callable[[Rows, str], str]  # of a device's rows and a case
 
 
-def block(make: Callable[[], str]) -> Callable[[], str]:
-    """Registers what gives the text of a block: `long_error` fills the blocks named `long-error`."""
-    BLOCKS[make.__name__.replace("_", "-")] = make
-    return make
+def block(*names: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """Registers a function that writes a block: `long_error` fills the blocks named `long-error`.
+
+    Args:
+        names: the results files that it reads. While one does not exist, the block says so.
+    """
+
+    def register(make: Callable[[], str]) -> Callable[[], str]:
+        @wraps(make)
+        def made() -> str:
+            missing = [name for name in names if not devices(name, cpus=True)]
+            return f"(not measured yet: `{missing[0]}`)" if missing else make()
+
+        BLOCKS[make.__name__.replace("_", "-")] = made
+        return make
+
+    return register
+
+
+def measured(name: str) -> str:
+    """Where, when and with what the rows of the device that `latest` chooses were measured."""
+    head = header(name)
+    device, torch = head["device"].removeprefix("NVIDIA "), head["torch"].partition("+")[0]
+    return f"{device}, torch {torch}, Triton {head['triton']}, commit {head['commit']} of {head['date']}"
+
+
+def at(name: str, found: Iterable[dict]) -> str:
+    """The commits that rows were measured at, and with which Triton."""
+    head = header(name, cpus=name == "demo")
+    commits = ", ".join(dict.fromkeys(commit_of(head, row) for row in found))
+    return f"{commits} ({head['triton']})" if head["device"] != "cpu" else commits
 
 
 def number(x: float | None, form: str = ".2f") -> str:

@@ -11,8 +11,8 @@ from .dense import (
     scaled_dot_product_attention_quantized,
 )
 from .errors import UsageError
+from .formats.page_layout import PAGE_SIZE
 from .integrations.warmup import warmup
-from .layout import PAGE_SIZE
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention, from_dense
 from .overflow import OverflowCounts, OverflowReport

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import find
 from .contents import at_hand, check_appended, check_attended
+from .formats.page_layout import PAGE_SIZE, PageLayout
 from .formats.rope import NO_ROPE, Rope, rope_of
-from .layout import PAGE_SIZE, page_bytes
 from .pages import FIELDS, KVPages
 from .params import Append, AttentionParams, BackendName
 
@@ -128,7 +128,7 @@ def _from_dense(
 def _from_dense_fake(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
-    pool = k.new_empty((batch * columns, heads, page_bytes(head_dim)), dtype=torch.uint8)
+    pool = k.new_empty((batch * columns, heads, PageLayout.of(head_dim).nbytes), dtype=torch.uint8)
     return pool, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32)
 
 

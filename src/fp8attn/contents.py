@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from .layout import PAGE_SIZE
+from .formats.page_layout import PAGE_SIZE
 from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 

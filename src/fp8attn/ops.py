@@ -18,8 +18,8 @@ from .checks import LARGEST, check_dense, check_flags, check_is_tensor, check_me
 from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
 from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
+from .formats.page_layout import HEAD_DIMS
 from .formats.rope import NO_ROPE, Rope, check_rope, dense_rope, rope_of
-from .layout import HEAD_DIMS
 from .pages import KVPages, stored_mean
 from .params import Append, AttentionParams, BackendName
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .layout import PAGE_SIZE
+from .formats.page_layout import PAGE_SIZE
 from .scales import RECALIBRATE, ranges
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,20 @@ import torch
 
 from .checks import check_flags, check_mean, check_size, check_tensor
 from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES, KeyDtype, key_name, key_type
+from .formats.page_layout import (
+    HEAD_DIMS,
+    HEADER,
+    PAGE_SIZE,
+    PageLayout,
+    head_dim_of,
+    k_of,
+    nan_in_k_of,
+    scales_of,
+    unpack_k,
+    unpack_v,
+    v_of,
+)
 from .formats.rotation import rotate, rotate_back
-from .layout import HEAD_DIMS, HEADER, PAGE_SIZE, V_GROUP, page_bytes, unpack_k, unpack_v
 
 
 def stored_mean(k_mean: torch.Tensor | None, rotate_keys: bool) -> torch.Tensor | None:
@@ -69,7 +81,8 @@ class KVPages:
             x = getattr(self, name)
             if not isinstance(x, torch.Tensor) and not (x is None and name.endswith("mean")):
                 raise ValueError(f"{name} must be a tensor; got {type(x).__name__}")
-        if self.pool.dim() != 3 or self.pool.shape[2] not in map(page_bytes, HEAD_DIMS) or self.page_table.dim() != 2:
+        sizes = [PageLayout.of(head_dim).nbytes for head_dim in HEAD_DIMS]
+        if self.pool.dim() != 3 or self.pool.shape[2] not in sizes or self.page_table.dim() != 2:
             raise ValueError(
                 f"pool must be [num_pages, num_kv_heads, 256 * head_dim + {HEADER}] with head_dim one of {HEAD_DIMS}, and page_table "
                 f"[num_seqs, max_pages]; got {tuple(self.pool.shape)} and {tuple(self.page_table.shape)}"
@@ -124,7 +137,7 @@ class KVPages:
 
         Args:
             num_pages: pages in the pool.
-            num_kv_heads, head_dim: the shape of K and V; head_dim is one of `layout.HEAD_DIMS`.
+            num_kv_heads, head_dim: the shape of K and V; head_dim is one of `page_layout.HEAD_DIMS`.
             num_seqs, max_pages: number of sequences, and of pages that each may have: the shape of the page table.
             device: the device of all tensors.
             key_dtype: the format of keys, `"int8"` or `"e4m3"`.
@@ -138,7 +151,7 @@ class KVPages:
         for size, name in ((num_pages, "num_pages"), (num_kv_heads, "num_kv_heads"), (num_seqs, "num_seqs"), (max_pages, "max_pages")):
             check_size(size, name, 0)
         check_flags(rotate_keys=rotate_keys)
-        pool = torch.zeros(num_pages, num_kv_heads, page_bytes(head_dim), dtype=torch.uint8, device=device)
+        pool = torch.zeros(num_pages, num_kv_heads, PageLayout.of(head_dim).nbytes, dtype=torch.uint8, device=device)
         entries = torch.arange(num_seqs * max_pages, dtype=torch.int32, device=device).view(num_seqs, max_pages)
         for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
             check_mean(mean, name, (num_kv_heads, head_dim), pool.device)
@@ -173,7 +186,7 @@ class KVPages:
 
     @property
     def head_dim(self) -> int:
-        return (self.pool.shape[2] - HEADER) // (2 * PAGE_SIZE)
+        return head_dim_of(self.pool.shape[2])
 
     @property
     def num_seqs(self) -> int:
@@ -186,33 +199,28 @@ class KVPages:
     @property
     def k(self) -> torch.Tensor:
         """`[num_pages, num_kv_heads, 128, head_dim]` of `key_dtype`, a view of the pool."""
-        return self.pool[:, :, : PAGE_SIZE * self.head_dim].view(self.key_dtype).unflatten(2, (PAGE_SIZE, self.head_dim))
+        return k_of(self.pool, self.key_dtype)
 
     @property
     def v(self) -> torch.Tensor:
         """`[num_pages, num_kv_heads, 8, head_dim, 16]` float8_e4m3fn, a view of the pool."""
-        v = self.pool[:, :, PAGE_SIZE * self.head_dim : 2 * PAGE_SIZE * self.head_dim].view(FP8)
-        return v.unflatten(2, (PAGE_SIZE // V_GROUP, self.head_dim, V_GROUP))
+        return v_of(self.pool, FP8)
 
     @property
     def k_scale(self) -> torch.Tensor:
         """`[num_pages, num_kv_heads]` float32, a view of the pool."""
-        return self._header[:, :, 0]
+        return scales_of(self.pool)[:, :, 0]
 
     @property
     def v_scale(self) -> torch.Tensor:
         """`[num_pages, num_kv_heads]` float32, powers of two, a view of the pool."""
-        return self._header[:, :, 1]
+        return scales_of(self.pool)[:, :, 1]
 
     @property
     def nan_in_k(self) -> torch.Tensor:
         """`[num_pages, num_kv_heads, 2]` float32, a view of the pool: of an INT8 page whose `k_scale` is NaN, the scale of its codes, and
         its first token with a NaN. Zeros in other pages."""
-        return self._header[:, :, 4:6]
-
-    @property
-    def _header(self) -> torch.Tensor:
-        return self.pool[:, :, 2 * PAGE_SIZE * self.head_dim :].view(torch.float32)
+        return nan_in_k_of(self.pool)
 
     @property
     def state(self) -> tuple[Any, ...]:

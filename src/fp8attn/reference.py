@@ -8,8 +8,8 @@ import torch
 
 from .formats import rotation
 from .formats.codec import FP8, encode, finite_amax, key_name, needed_scale
+from .formats.page_layout import PAGE_SIZE, pack_k, pack_v, unpack_k, unpack_v
 from .formats.rope import Rope, apply_rope, with_tables
-from .layout import PAGE_SIZE, pack_k, pack_v, unpack_k, unpack_v
 from .numerics import settle
 from .pages import KVPages
 from .params import Append, AttentionParams

@@ -8,8 +8,8 @@ import torch
 
 from . import reference
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from .formats.page_layout import PAGE_SIZE
 from .formats.rope import dense_rope, rope_of
-from .layout import PAGE_SIZE
 from .ops import from_dense
 from .pages import KVPages
 from .params import BackendName

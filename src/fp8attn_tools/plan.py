@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8attn.errors import UsageError
-from fp8attn.layout import HEAD_DIMS, PAGE_SIZE, page_bytes
+from fp8attn.formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
 
 CACHES = ("bf16", "fp8")
 ENTRY = 4  # bytes of a page's entry in the page table, and of a length
@@ -66,7 +66,7 @@ class CacheShape:
     @property
     def _page_cost(self) -> int:
         """Bytes of a page of all KV heads of a layer."""
-        return self.num_kv_heads * page_bytes(self.head_dim)
+        return self.num_kv_heads * PageLayout.of(self.head_dim).nbytes
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import zipfile
 import pytest
 
 from benchmarks import get_peers, run
+from benchmarks.peers import cudnn, peer
 from evidence import results
 
 
@@ -21,7 +22,7 @@ def runner(monkeypatch, tmp_path):
     made.measure = lambda case: iter([{"case": case, "impl": "fp8attn", "ms": made.CASES[case]}])
     monkeypatch.setitem(sys.modules, "benchmarks.made", made)
     monkeypatch.setattr(run, "benchmarks", lambda: {"made": "Something measured."})
-    monkeypatch.setattr(results, "save", lambda name, rows: kept.append((name, rows)))
+    monkeypatch.setattr(results, "save", lambda name, rows, peers: kept.append((name, rows)))
     monkeypatch.setenv("FP8ATTN_COMMIT", "abc")
     results.commit.cache_clear()
 
@@ -39,8 +40,11 @@ def runner(monkeypatch, tmp_path):
 def test_cases_are_chosen_by_parts_of_their_names_and_kept_on_request(runner, capsys):
     assert runner("made", "a-") == []
     assert capsys.readouterr().out.startswith("\na-1\n  fp8attn                   ms 1  1.000 of the first's time\n\na-2\n")
-    [(name, rows)] = runner("made", "a-", "--save")
-    assert name == "made" and [(row["case"], row["ms"]) for row in rows] == [("a-1", 1.0), ("a-2", 2.0)]
+    [(name, rows)] = runner("made", "--save")
+    assert name == "made" and [(row["case"], row["ms"]) for row in rows] == [("a-1", 1.0), ("a-2", 2.0), ("b", 3.0)]
+    with pytest.raises(SystemExit, match="a results file is written whole: leave out a-, or --save"):
+        runner("made", "a-", "--save")
+    capsys.readouterr()
     assert runner("made", "--list") == [] and capsys.readouterr().out.endswith("a-1\na-2\nb\n")
     with pytest.raises(SystemExit, match="made has no case with nothing in its name: --list lists them"):
         runner("made", "nothing")
@@ -50,21 +54,10 @@ def test_cases_are_chosen_by_parts_of_their_names_and_kept_on_request(runner, ca
         runner("made", "--base", "HEAD")
 
 
-def test_what_is_measured_before_a_failure_is_kept(runner):
-    def measure(case):
-        yield {"case": case, "impl": "fp8attn"}
-        sys.exit("wrong")
-
-    runner.made.measure = measure
-    with pytest.raises(SystemExit, match="wrong"):
-        runner("made", "--save")
-    assert [row["case"] for _, rows in runner.kept for row in rows] == ["a-1"]
-
-
 def test_every_benchmark_is_listed(capsys, monkeypatch):
     found = run.benchmarks()
-    assert {"prefill", "decode", "append", "sdpa", "portable", "accuracy", "accumulation", "overhead", "wan"} <= found.keys()
-    assert {"run", "measure", "problem", "models"}.isdisjoint(found) and found["prefill"] == "Prefill attention, compared with its peers."
+    assert {"prefill", "decode", "append", "sdpa", "portable", "accuracy", "accumulation", "overhead", "triton"} <= found.keys()
+    assert {"run", "measure", "problem", "sides"}.isdisjoint(found) and found["prefill"] == "Prefill attention, compared with its peers."
     monkeypatch.setattr(sys, "argv", ["run", "nothing"])
     with pytest.raises(SystemExit, match="there is no benchmark nothing"):
         run.main()
@@ -74,7 +67,7 @@ def test_every_benchmark_is_listed(capsys, monkeypatch):
 def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
     """The index serves an extension module, two libraries of one wheel, and two wheels. A wheel lacks its module, and it has no torchao."""
 
-    cudnn = "nvidia-cudnn-cu13==9.28.1.4"
+    paths = {name: f"nvidia/cudnn/lib/lib{name}.so.9" for name in cudnn.LIBRARIES}
 
     def download(command, **options):
         folder, release = command[-2], command[-1]
@@ -82,25 +75,25 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
         if name == "torchao":
             return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: No matching distribution found for torchao==0.18.0\n")
         with zipfile.ZipFile(f"{folder}/{name}-{release.split('==')[1]}-py3-none-any.whl", "w") as wheel:
-            for path in ("fa3_fwd/_C.abi3.so", *get_peers.RELEASES[cudnn].values()):
+            for path in ("fa3_fwd/_C.abi3.so", *paths.values()):
                 wheel.writestr(path, b"library of " + path.encode())
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(get_peers, "ROOT", tmp_path)
     monkeypatch.setattr(get_peers, "FOLDER", tmp_path / ".peers")
-    monkeypatch.setattr(get_peers, "LIBRARIES", {})
+    monkeypatch.setattr(get_peers, "compile", lambda library, work: [])
     monkeypatch.setattr(subprocess, "run", download)
-    with pytest.raises(SystemExit, match="2 peers are missing"):
+    with pytest.raises(SystemExit, match="2 files of peers are missing"):
         get_peers.main()
-    for name, path in {"fa3_fwd": "fa3_fwd/_C.abi3.so", **get_peers.RELEASES[cudnn]}.items():
+    for name, path in {"fa3_fwd": "fa3_fwd/_C.abi3.so", **paths}.items():
         assert lzma.decompress((tmp_path / f".peers/{name}.so.xz").read_bytes()) == b"library of " + path.encode()
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said[6:]] == list(get_peers.OTHERS)
-    assert said[:6] == [
+    wanted = {
         "fa3-fwd==0.0.3: .peers/fa3_fwd.so.xz",
         "vllm==0.22.0: vllm-0.22.0-py3-none-any.whl holds no vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
-        f"{cudnn}: .peers/cudnn_graph.so.xz .peers/cudnn_engines_runtime_compiled.so.xz",
+        "nvidia-cudnn-cu13==9.28.1.4: .peers/cudnn_graph.so.xz .peers/cudnn_engines_runtime_compiled.so.xz",
         "nvidia-cudnn-frontend==1.18.0: .peers/nvidia_cudnn_frontend-1.18.0-py3-none-any.whl",
         "torchao==0.18.0: ERROR: No matching distribution found for torchao==0.18.0",
-        f"{get_peers.TVM_FFI}: .peers/apache_tvm_ffi-{get_peers.TVM_FFI.split('==')[1]}-py3-none-any.whl",
-    ]
+        f"{peer.TVM_FFI}: .peers/apache_tvm_ffi-{peer.TVM_FFI.split('==')[1]}-py3-none-any.whl",
+    }
+    assert wanted <= set(said) and len(said) == len(wanted) + 4  # compiled ones

@@ -1,27 +1,34 @@
 """The peers, as far as they need no GPU: what they are given, what they refuse, how they are compiled."""
 
 import lzma
-import re
 import subprocess
 
 import pytest
 import torch
 
 from benchmarks import build_peers, get_peers, peers, problem
-from benchmarks.peers import binaries, dense, fa3, flashinfer, hpc, pages, rounded, sage
-from benchmarks.problem import DEVICE, Shape
-from evidence import fingerprint
+from benchmarks.peers import cudnn, flash, flashinfer, hpc_ops, pages, peer, rounded, sage, torch_sdpa, vllm_fa3
+from benchmarks.problem import Shape
 from fp8attn.formats.codec import FP8
 
 STEP = Shape((70, 130, 5), (1, 1, 1), 8, 2, 128, True)
 PROMPT = Shape((200,), (200,), 4, 2, 128, True)
 
 
-def test_every_peer_is_described_and_loadable():
-    described = set(re.findall(r"`([\w-]+)`", "\n".join(re.findall(r"^\| (.*?) \|", peers.__doc__, re.MULTILINE))))
-    assert described - {"name"} == {name.removesuffix("-paged") for name in peers.PEERS}
-    assert {peer.needs for peer in peers.PEERS.values()} - {None} == binaries.LOADERS.keys()
-    assert set(peers.PREFILL) | set(peers.DECODE) <= peers.PEERS.keys()
+def test_a_file_is_a_peer(monkeypatch, tmp_path):
+    """A new file is in `make peers`, in the benchmarks and in the tables, with no other file changed."""
+    (tmp_path / "made.py").write_text(
+        "from benchmarks.peers.peer import Call, Peer, Wheel\n"
+        "PEER = Peer({'made': Call(None, 'Made', '#123456', prefill=True, levels=1)}, (Wheel('made==1.0'),), release=lambda: 'made 1.0')\n"
+    )
+    monkeypatch.setattr(peers, "__path__", [*peers.__path__, str(tmp_path)])
+    found = peers._found()
+    assert found.keys() == {*peers.PEERS, "made"}
+    assert {"cudnn", "fa3", "flashinfer", "hpc_ops", "sage", "torch_sdpa", "torchao", "vllm_fa3"} == peers.PEERS.keys()
+    monkeypatch.setattr(peers, "PEERS", found)
+    monkeypatch.setattr(peers, "available", lambda: found.keys())
+    assert peers.of("made") == "made" and peers.of("vllm-fa3-fp8-split") == "vllm_fa3" and peers.of("fp8attn") is None
+    assert peers.releases(["fp8attn", "made", "fa3-bf16"]) == {"made": "made 1.0", "fa3": "fa3-fwd==0.0.3"}
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -70,20 +77,19 @@ def test_sage_shares_a_scale_among_the_rows_of_a_thread():
 @pytest.mark.parametrize(
     ("module", "shape", "reason"),
     [
-        (hpc, problem.square(128, False, 300), "its mask is causal"),
-        (hpc, problem.square(64, True, 300), "head_dim is 128"),
-        (hpc, problem.steps(300, queries=4), "one query a sequence"),
+        (hpc_ops, problem.square(128, False, 300), "its mask is causal"),
+        (hpc_ops, problem.square(64, True, 300), "head_dim is 128"),
+        (hpc_ops, problem.steps(300, queries=4), "one query a sequence"),
         (flashinfer, problem.square(64, True, 300), "head_dim"),
         (flashinfer, problem.steps(300, dim=64), "head_dim 128"),
         (flashinfer, problem.steps(300, group=8), "4 query heads"),
         (sage, problem.square(128, True, 30, 40), "no ragged batches"),
-        (dense, Shape((4,), (2,), 2, 2, 64, True), "aligned to the start"),
+        (torch_sdpa, Shape((4,), (2,), 2, 2, 64, True), "aligned to the start"),
     ],
 )
 def test_what_a_peer_cannot_do_is_refused_by_name(module, shape, reason):
-    attention = module.cudnn_fp8 if module is dense else module.attention
     with pytest.raises(ValueError, match=reason):
-        attention(shape, *shape.inputs())
+        next(iter(module.PEER.calls.values())).run(shape, *shape.inputs())
 
 
 def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
@@ -102,10 +108,10 @@ def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
             "Build", (), {"neutral": (None,) * len(names), "positions": {n: i for i, n in enumerate(names)}, "op": staticmethod(op)}
         )
 
-    monkeypatch.setattr(fa3.builds, "find", find)
+    monkeypatch.setattr(flash.builds, "find", find)
     q, k, v = STEP.inputs()
     k *= 3
-    run = peers.PEERS["vllm-fa3-fp8-paged"].run(STEP, q, k, v)
+    run = peers.CALLS["vllm-fa3-fp8-paged"].run(STEP, q, k, v)
     assert run.call().shape == (3, 8, 128)
     assert given["q"].dtype == given["k"].dtype == FP8 and given["num_splits"] == 0 and given["seqused_k"].tolist() == [70, 130, 5]
     assert [given[f"{name}_descale"].shape for name in "qkv"] == [(3, 2)] * 3
@@ -114,7 +120,7 @@ def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
     assert torch.equal(stored, run.held(2)[0])
     assert float((run.held(1)[0] - STEP.split(k)(1)[0]).norm() / k.norm()) < 0.03
     for mixed, splits in ((Shape((70, 90), (1, 90), 8, 2, 128, True), 0), (problem.square(128, True, 90, q_heads=8, kv_heads=2), 1)):
-        fa3.vllm_attention(mixed, *(x.to(FP8) for x in mixed.inputs()))()
+        vllm_fa3.dense(mixed, *mixed.inputs())()
         assert given["num_splits"] == splits
 
 
@@ -128,7 +134,7 @@ def test_a_library_is_linked_with_names_alone(monkeypatch, tmp_path):
         return subprocess.CompletedProcess(command, 0, out, "")
 
     monkeypatch.setattr(subprocess, "run", execute)
-    library = build_peers.Library("r==1", ("a.cu",), (".",), (), ("torch", "cuda"), missing="_Zneed")
+    library = peer.Source("made", "r==1", ("a.cu",), (".",), (), ("torch", "cuda"), missing="_Zneed")
     build_peers.build(library, tmp_path / "source", [tmp_path / "headers"], tmp_path)
     assert any("-Wl,-soname,libcuda.so.1" in command for command in commands)
     assert [x for x in commands[-1] if "defsym" in x] == ["--defsym=_Zneeded=0"] and "-ltorch" in commands[-1]
@@ -143,26 +149,20 @@ def test_sources_are_checkouts_where_github_is_not_reached(monkeypatch, tmp_path
     monkeypatch.setattr(get_peers, "FOLDER", tmp_path / ".peers")
     monkeypatch.setattr(get_peers, "unpacked", lambda release, work, inside: work)
     with pytest.raises(LookupError, match="holds no hpc-ops"):
-        get_peers.compile("hpc_ops", tmp_path)
-
-
-def test_libraries_have_fingerprints():
-    made = {name for names in fingerprint.LIBRARIES.values() for name in names}
-    assert made == build_peers.LIBRARIES.keys() | {name for kept in get_peers.RELEASES.values() for name in kept} - {*get_peers.CUDNN}
-    assert DEVICE in ("cpu", "cuda")
+        get_peers.compile(hpc_ops.SOURCE, tmp_path)
 
 
 def test_the_newest_cudnn_is_loaded_whole_or_not_at_all(monkeypatch, tmp_path):
     """The frontend is loaded in any case. A library that is not there leaves torch's own."""
     loaded = []
-    monkeypatch.setattr(binaries, "FOLDER", tmp_path)
-    monkeypatch.setattr(binaries, "UNPACKED", tmp_path / "unpacked")
-    monkeypatch.setattr(binaries.ctypes, "CDLL", loaded.append)
-    monkeypatch.setattr(binaries, "_wheel", lambda module, name: loaded.append(module))
-    for count, name in enumerate((*get_peers.CUDNN, None)):
+    monkeypatch.setattr(peer, "FOLDER", tmp_path)
+    monkeypatch.setattr(peer, "UNPACKED", tmp_path / "unpacked")
+    monkeypatch.setattr(cudnn.ctypes, "CDLL", loaded.append)
+    monkeypatch.setattr(cudnn, "import_wheel", lambda module, name: loaded.append(module))
+    for count, name in enumerate((*cudnn.LIBRARIES, None)):
         loaded.clear()
-        binaries._cudnn()
-        paths = [str(tmp_path / f"unpacked/{each}.so") for each in get_peers.CUDNN] if count == len(get_peers.CUDNN) else []
+        cudnn.load()
+        paths = [str(tmp_path / f"unpacked/{each}.so") for each in cudnn.LIBRARIES] if count == len(cudnn.LIBRARIES) else []
         assert loaded == [*paths, "cudnn"]
         if name:
             (tmp_path / f"{name}.so.xz").write_bytes(lzma.compress(b"library"))

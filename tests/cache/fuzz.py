@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fp8attn import KVPages, PagedKVCache
-from fp8attn.layout import PAGE_SIZE, unpack_k, unpack_v
+from fp8attn.formats.page_layout import PAGE_SIZE, unpack_k, unpack_v
 
 HEADS, DIM, LAYERS = 1, 64, 2
 LENGTHS = (0, 0, 1, 1, 1, 2, 5, 17, 100, 127, 128, 130)

@@ -9,9 +9,9 @@ import torch
 
 from fp8attn import KVScales, OutOfPagesError, PagedKVCache
 from fp8attn.formats.codec import E4M3
+from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate
-from fp8attn.layout import PAGE_SIZE
 from fp8attn.scales import LayerScales
 
 HEADS, DIM = 2, 64

@@ -12,9 +12,9 @@ from fp8attn import (
 from fp8attn.backends import load
 from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import FP8, power_of_two_scale, quantize
+from fp8attn.formats.page_layout import unpack_k, unpack_v
 from fp8attn.formats.rope import Rope
 from fp8attn.formats.rope import dense_rope as make_dense
-from fp8attn.layout import unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, INTERPRETED, X, bhsd, turned
 from tests.support.kernel_cases import random_tokens

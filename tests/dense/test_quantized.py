@@ -215,9 +215,7 @@ def test_fp8_goes_to_pages_by_the_kernel_as_by_the_reference(head_dim):
     (_, k, v), _ = operands(kv_len=130, head_dim=head_dim)
     k.view(torch.uint8)[0, 0, :3, :2] = torch.tensor([[0x01, 0x81], [0x7E, 0xFE], [0x00, 0x80]], dtype=torch.uint8)
     options = dict(
-        rope_cos=None,
-        rope_sin=None,
-        rope_interleaved=False,
+        rope=None,
         stored_k_mean=None,
         v_mean=None,
         key_dtype=torch.float8_e4m3fn,

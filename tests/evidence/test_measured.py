@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.problem import KEYS
-from evidence.fingerprint import ROOT
+from evidence.results import ROOT
 from evidence.tables.kernels import PREFILL_IMPLS
 
 
@@ -46,15 +46,7 @@ def test_accuracy_does_not_depend_on_length(rows):
         if row["impl"] in PREFILL_IMPLS and row["case"].startswith(("causal-mean1", "full-mean1"))
     }
     assert len(decode) >= 48 and max(decode) <= 5e-4
-    assert len(prefill) > 60 and max(prefill.values()) <= 3e-3, prefill
-
-
-@pytest.mark.parametrize("rows", measured("sanitize"))
-def test_the_sanitizer_found_what_was_planted_and_nothing_else(rows):
-    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    from tests.gpu.sanitizer import faults
-
-    assert not faults(rows)
+    assert len(prefill) > 48 and max(prefill.values()) <= 3e-3, prefill
 
 
 @pytest.mark.parametrize("rows", measured("accumulation"))

@@ -1,6 +1,6 @@
 """NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of uninitialized memory.
 
-    python -m tests.gpu.sanitizer [TOOL ...] [--save]
+    python -m tests.gpu.sanitizer [TOOL ...]
 
 The grids (`sanitized.py`) are small, since every access is checked: ragged batches with empty sequences and lengths that are no
 multiple of anything, every head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, padded,
@@ -28,8 +28,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from evidence import results
-from evidence.fingerprint import ROOT
+from evidence.results import ROOT
 
 TOOLS = {  # with their options
     "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far
@@ -112,7 +111,7 @@ def faults(rows: list[dict]) -> list[dict]:
     """The rows that are not as they should be.
 
     A tool that takes `ordered` for a race does not follow mbarriers from warp to warp. Then what it says of the kernels whose warps
-    pass memory by them is kept in the results, and proves nothing.
+    pass memory by them proves nothing.
     """
     follows = all(as_it_should(row) for row in rows if row["case"] == "racecheck-ordered")
     unjudged = () if follows else ("racecheck-ordered", *(f"racecheck-{kernel}" for kernel in BY_MBARRIERS))
@@ -130,12 +129,9 @@ def check(tool: str) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"some of {', '.join(TOOLS)}; default: all")
-    results.add_save(parser)
-    args = results.parse(parser)
+    args = parser.parse_args()
     rows = [row for tool in args.tools or TOOLS for row in check(tool)]
     print(*rows, sep="\n")
-    if args.save:
-        results.save("sanitize", rows)
     if wrong := faults(rows):
         sys.exit(f"not as they should be: {', '.join(row['case'] for row in wrong)}")
 

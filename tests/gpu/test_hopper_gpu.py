@@ -8,10 +8,10 @@ pytest.importorskip("triton")
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, reference
 from fp8attn.formats.codec import FP8, KEY_TYPES
+from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate_back
 from fp8attn.kernels import counters, decode, prefill
-from fp8attn.layout import HEAD_DIMS
 from fp8attn.numerics import relative_error
 from tests.support.kernel_cases import LSE_ERROR, check_out, cumulative, empty_cache, fill
 

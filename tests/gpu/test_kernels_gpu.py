@@ -17,6 +17,7 @@ from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
 from fp8attn.kernels.fp8 import from_e4m3, is_native, to_e4m3
 from fp8attn.numerics import relative_error
+from fp8attn.params import Append
 from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
@@ -110,7 +111,7 @@ def test_token_by_token_equals_the_reference():
         k, v = (random_tokens(2, 2, 128, torch.bfloat16, CUDA) * 2.0 ** (step // 30) for _ in "kv")
         for pages, function in ((ours, append), (theirs, reference.append)):
             function(
-                pages, k, v, cu_seqlens=None, max_seqlen=1, rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=False
+                pages, k, v, Append(None, 1)
             )  # fmt: skip
     for name in ("k_scale", "v_scale"):
         held = theirs.page_table.flatten().long()
@@ -220,7 +221,7 @@ def test_pages_beyond_two_gigabytes_are_reached():
     pages.page_table.copy_(torch.tensor([[0, 1], [num_pages - 2, num_pages - 1]]))
     k, v = (random_tokens(200, 8, 128, torch.bfloat16, CUDA).repeat(2, 1, 1) for _ in "kv")
     append(
-        pages, k, v, cu_seqlens=None, max_seqlen=200, rope_cos=None, rope_sin=None, rope_interleaved=False, static_scales=False
+        pages, k, v, Append(None, 200)
     )  # fmt: skip
     q = torch.randn(1, 8, 128, device=CUDA).half().repeat(2, 1, 1)
     out = fp8attn.attention(q, pages, backend="triton")

@@ -12,8 +12,8 @@ from fp8attn._torch_ops import flatten
 from fp8attn.backends import load, select_backend
 from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import key_type
+from fp8attn.formats.page_layout import unpack_k, unpack_v
 from fp8attn.formats.rope import Rope
-from fp8attn.layout import unpack_k, unpack_v
 from fp8attn.numerics import sqnr_db
 from fp8attn.params import AttentionParams
 from tests.support.kernel_cases import case_id, pairwise, poison_empty, random_tokens

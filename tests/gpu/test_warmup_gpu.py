@@ -25,6 +25,6 @@ def test_calls_load_what_warmup_compiled(tmp_path):
     program = f"import fp8attn; {modules}; compiler.SERVE = {serve!r}; print(len({warmup}))"
     kernels = int(compiling.run("-c", program, TRITON_CACHE_DIR=str(tmp_path)))
     arguments = (",".join(map(str, numbers)) for numbers in ((8, 2, 128), steps, prompts, batches))
-    called = json.loads(compiling.run("-m", "tests.kernels.run_cold_calls", *arguments, TRITON_CACHE_DIR=str(tmp_path)))
+    called = json.loads(compiling.run("-m", "tests.gpu.run_cold_calls", *arguments, TRITON_CACHE_DIR=str(tmp_path)))
     assert called["compiled"] == []
     assert 10 <= called["loaded"] <= kernels

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fp8attn import KVScales, LayerScales, UsageError
+from fp8attn.formats.page_layout import PageLayout, engine_marks_of
 from fp8attn.formats.rotation import rotate
 from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm import NEWEST, OLDEST, refused, register, unsupported_release, warm
 from fp8attn.integrations.vllm.biases import identity, means_of
-from fp8attn.integrations.vllm.connectors import check_marks, exchanges_blocks, mark_of, marks, unsupported_connector
+from fp8attn.integrations.vllm.connectors import check_marks, exchanges_blocks, mark_of, unsupported_connector
 from fp8attn.integrations.vllm.options import Calibrated, Options
-from fp8attn.layout import page_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,14 +200,14 @@ def test_marks_differ_where_bytes_do(tmp_path):
 
 
 def test_a_page_with_another_mark_is_an_error():
-    pool = torch.full((9, 2, page_bytes(64)), 0x7F, dtype=torch.uint8)
-    marks(pool).fill_(77)
+    pool = torch.full((9, 2, PageLayout.of(64).nbytes), 0x7F, dtype=torch.uint8)
+    engine_marks_of(pool).fill_(77)
     table = torch.tensor([[3, 5, -1], [0, 8, 1]], dtype=torch.int32)
     check_marks(pool, table, 77)
-    marks(pool)[4] = 78  # not in the table
+    engine_marks_of(pool)[4] = 78  # not in the table
     check_marks(pool, table, 77)
-    assert (pool[:, :, : page_bytes(64) - 120] == 0x7F).all() and (pool[:, :, page_bytes(64) - 112 :] == 0x7F).all()
-    marks(pool)[8] = 78
+    assert (pool[:, :, : PageLayout.of(64).nbytes - 120] == 0x7F).all() and (pool[:, :, PageLayout.of(64).nbytes - 112 :] == 0x7F).all()
+    engine_marks_of(pool)[8] = 78
     with pytest.raises(RuntimeError, match=r"brought blocks of another format\. Engines .* must have the same options"):
         check_marks(pool, table, 77)
 

@@ -17,13 +17,13 @@ from triton.backends.compiler import GPUTarget
 
 from fp8attn import AttentionParams, KVPages
 from fp8attn.formats.codec import FP8, key_name
+from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rope import Rope
 from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
 from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.machine import Machine
-from fp8attn.layout import HEAD_DIMS
 from fp8attn.params import Append
 from tests.support.machine_code import build, dry
 

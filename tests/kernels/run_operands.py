@@ -15,7 +15,8 @@ from triton import knobs
 from fp8attn.kernels import operands
 from fp8attn.kernels.compile import HOPPER, compiled
 from fp8attn.kernels.launch import Constants
-from tests.kernels import compile_kernels, compile_prefill
+from tests.kernels import compile_kernels
+from tests.kernels.prefill import compile_prefill
 
 NO_CODE = "no machine code"
 

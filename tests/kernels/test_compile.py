@@ -15,7 +15,7 @@ OTHER_WIDTHS = ("rows4", "rows64 e4m3", "rows128", "step rope", "prompt rope", "
 HOPPER = tuple(case for case in compile_kernels.cases() if case.split()[0] in ("D64", "D128") or case.partition(" ")[2] in OTHER_WIDTHS)
 OTHERS = [target for target in TARGETS if target != "sm_90"]
 KERNELS = {
-    *("attention_kernel", "combine_kernel"),
+    *("portable_kernel", "combine_kernel"),
     *("step_kernel", "page_kernel", "rope_kernel", "e4m3_kernel"),
     *("statistics_kernel", "scales_kernel", "rows_kernel"),
 }

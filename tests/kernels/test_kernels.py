@@ -18,6 +18,7 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
 from fp8attn._torch_ops import flatten
 from fp8attn.formats.codec import FP8, quantize
+from fp8attn.formats.page_layout import PageLayout
 from fp8attn.formats.rope import Rope
 from fp8attn.kernels import combine as combining
 from fp8attn.kernels import portable
@@ -27,7 +28,6 @@ from fp8attn.kernels.fp8 import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import Machine
 from fp8attn.kernels.quantize_rows import quantize_rows
-from fp8attn.layout import page_bytes
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 from tests.support.kernel_cases import (
@@ -318,9 +318,9 @@ def test_a_pool_beyond_tma_s_coordinates_is_refused():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from fp8attn.kernels.pages import _views
 
-    assert _views((2**31 - 1, 1, page_bytes(128)), torch.int8, 128, 128)
+    assert _views((2**31 - 1, 1, PageLayout.of(128).nbytes), torch.int8, 128, 128)
     with pytest.raises(ValueError, match="split them over several pools"):
-        _views((2**28, 8, page_bytes(128)), torch.int8, 128, 128)
+        _views((2**28, 8, PageLayout.of(128).nbytes), torch.int8, 128, 128)
 
 
 def test_decode_has_work_for_a_slice_of_a_gpu():

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from evidence.beside import Beside
+from benchmarks.beside import Beside
 
 ROOT = Path(__file__).parents[2]
 HANG = 3600  # seconds. However busy a machine is, only what never ends takes so long.

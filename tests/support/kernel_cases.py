@@ -14,8 +14,8 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.formats import rotation
 from fp8attn.formats.codec import FP8, key_name
+from fp8attn.formats.page_layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.formats.rope import Rope
-from fp8attn.layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 

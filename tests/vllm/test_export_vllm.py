@@ -12,11 +12,11 @@ import transformers
 
 pytest.importorskip("vllm")
 
-from benchmarks.planted import prepare
 from fp8attn_tools import calibrate
 from fp8attn_tools.checkpoints import export
 from fp8attn_tools.evaluation import models
 from tests.vllm.engines import engine
+from tests.vllm.planted import prepare
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from fp8attn.formats.page_layout import PageLayout
 from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
 from fp8attn.integrations.vllm.options import Options
 from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer
-from fp8attn.layout import page_bytes
 from tests.vllm.layers import HEADS, PLAIN, D, connected
 
 
@@ -67,7 +67,7 @@ def test_a_block_is_a_page_of_each_head(window):
         assert FP8AttentionBackend.customize_spec(found) == found
     else:
         found = specs.of_layer(lambda config: spec)(None)
-    assert found.page_size_bytes == HEADS * page_bytes(D) == spec.page_size_bytes + HEADS * 128
+    assert found.page_size_bytes == HEADS * PageLayout.of(D).nbytes == spec.page_size_bytes + HEADS * 128
     assert isinstance(found, type(spec))
     shape = FP8AttentionBackend.get_kv_cache_shape(7, 128, HEADS, D)
     assert torch.Size(shape).numel() == 7 * found.page_size_bytes

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from fp8attn import UsageError
+from fp8attn.formats.page_layout import engine_marks_of
 from fp8attn.integrations.vllm import metrics as metrics_module
-from fp8attn.integrations.vllm.connectors import marks
 from fp8attn.integrations.vllm.impl import overflows
 from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from tests.integrations.test_vllm import qwen2
@@ -69,7 +69,7 @@ def test_blocks_of_an_engine_with_other_options_are_an_error(builder, monkeypatc
     made, layer = layer_impl(monkeypatch, connector=connector)
     written = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
     prompt(builder, made, layer, written)
-    assert (marks(made._pool) == made._mark).all()  # and appends leave it
+    assert (engine_marks_of(made._pool) == made._mark).all()  # and appends leave it
     for options, ends in (({}, False), ({"key_dtype": "e4m3"}, True), ({"scales": file_of_scales}, True), ({"exact": True}, False)):
         other, layer = layer_impl(monkeypatch, {"fp8attn": options}, connector=connector)
         cache = torch.zeros_like(written)
@@ -98,7 +98,7 @@ def test_without_a_connector_pages_have_no_mark(builder, monkeypatch):
     for connector in (None, connected("OffloadingConnector")):
         made, layer = layer_impl(monkeypatch, connector=connector)
         prompt(builder, made, layer, torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8))
-        assert made._mark is None and not marks(made._pool).any()
+        assert made._mark is None and not engine_marks_of(made._pool).any()
 
 
 def test_counts_need_the_option(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from ..checks import check_finite, check_is_tensor
 from ..formats.codec import KeyDtype, key_type
-from ..layout import HEADER, PAGE_SIZE, V_GROUP, V_ORDER, page_bytes
+from ..formats.page_layout import PAGE_SIZE, V_GROUP, V_ORDER, PageLayout, scales_of
 from ..pages import KVPages, stored_mean
 from ..scales import LayerScales
 from .page_table import Change, PageTable
@@ -71,7 +71,7 @@ class LayerPages:
             None if mean is None else mean.to(device, non_blocking=True) for mean in (stored_mean(k_mean, rotate_keys), v_mean)
         )
         self.key_dtype, self.rotate_keys = key_type(key_dtype), rotate_keys
-        self.shape = num_kv_heads, page_bytes(head_dim)
+        self.shape = num_kv_heads, PageLayout.of(head_dim).nbytes
         self.scales, self.device = scales, device
         self.pool: torch.Tensor | None = None
 
@@ -95,9 +95,9 @@ class LayerPages:
         if self.pool is not None:
             pool[: len(self.pool)] = self.pool
         if self.scales is not None:
-            header = pool[:, :, -HEADER:].view(torch.float32)
+            scales = scales_of(pool)
             for column, calibrated in enumerate(self.scales.page_scales):
-                header[:, :, column] = calibrated.to(self.device, non_blocking=True)
+                scales[:, :, column] = calibrated.to(self.device, non_blocking=True)
         self.pool = pool
         return pool
 

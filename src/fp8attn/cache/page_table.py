@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import LARGEST
-from ..layout import PAGE_SIZE
+from ..formats.page_layout import PAGE_SIZE
 
 
 class OutOfPagesError(RuntimeError):

@@ -29,7 +29,7 @@ class PagedKVCache(Sequences):
     A cache is not thread-safe.
 
     Args:
-        num_kv_heads, head_dim: the shape of every layer; head_dim is one of `layout.HEAD_DIMS`.
+        num_kv_heads, head_dim: the shape of every layer; head_dim is one of `page_layout.HEAD_DIMS`.
         num_layers: number of layers. `append` and `attention` take the number of a layer, from 0.
         num_seqs: number of sequences (the batch).
         num_pages: pages of 128 tokens that each layer allocates at the start. Its pool never grows. None: the pools grow with the tokens.

@@ -10,7 +10,7 @@ import torch
 from ..checks import LARGEST, check_flags, is_whole
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
-from ..layout import HEAD_DIMS
+from ..formats.page_layout import HEAD_DIMS
 from ..overflow import OverflowCounts, OverflowReport
 from ..pages import KVPages
 from ..params import BackendName, check_backend

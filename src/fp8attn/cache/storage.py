@@ -4,7 +4,7 @@ A file holds, for `n` sequences:
 
 | tensor | shape | |
 |---|---|---|
-| `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `layout` describes them |
+| `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `page_layout` describes them |
 | `page_table` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one |
 | `lengths` | `[n]` int32 | tokens |
 | `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVPages.stored_k_mean` and `v_mean`; absent: zero |
@@ -28,7 +28,7 @@ from safetensors.torch import save as to_bytes
 from ..checks import check_tensor
 from ..errors import UsageError
 from ..files import write_whole
-from ..layout import PAGE_SIZE, page_bytes
+from ..formats.page_layout import PAGE_SIZE, PageLayout
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
 from .page_table import num_pages_of
@@ -119,7 +119,7 @@ def _pools(
     tensors: dict[str, torch.Tensor], num_pages: int, num_layers: int, num_kv_heads: int, head_dim: int, key_dtype: str
 ) -> list[torch.Tensor]:
     """The pages of each layer of a file. Raises ValueError for other shapes, which a copy would broadcast."""
-    pool, scale, mean = (num_pages, num_kv_heads, page_bytes(head_dim)), (num_kv_heads,), (num_kv_heads, head_dim)
+    pool, scale, mean = (num_pages, num_kv_heads, PageLayout.of(head_dim).nbytes), (num_kv_heads,), (num_kv_heads, head_dim)
     for index in range(num_layers):
         check_tensor(tensors[f"pages.{index}"], f"pages.{index}", pool, torch.uint8, CPU)
         for name in (f"{x}_mean.{index}" for x in "kv"):

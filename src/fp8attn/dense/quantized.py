@@ -12,7 +12,7 @@ from .._torch_ops import register, unobserved
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import check_derivatives, derivative_reason
 from ..formats.codec import FP8
-from ..layout import HEAD_DIMS
+from ..formats.page_layout import HEAD_DIMS
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
 from .strategies import Scale, fp8_strategy, padded, padded_size
 

@@ -19,8 +19,8 @@ from ..backends import find, unsupported_reason
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ..formats.page_layout import HEAD_DIMS
 from ..formats.rope import NO_ROPE, Rope, dense_rope, rope_of, with_tables
-from ..layout import HEAD_DIMS
 from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from ..precompile import calls, first
 from .strategies import padded, padded_size, strategy
@@ -143,7 +143,7 @@ def scaled_dot_product_attention(
     Args:
         query: `[..., Hq, L, E]` bfloat16 or float16 (also float32 on a CPU), any strides. `torch.autocast` casts all three, as in torch.
         key, value: `[..., H, S, E]` and `[..., H, S, Ev]` in query's dtype. E and Ev are at most 256. If they differ or are not in
-            `layout.HEAD_DIMS`, the tensors are copied and padded with zeros.
+            `page_layout.HEAD_DIMS`, the tensors are copied and padded with zeros.
         attn_mask, dropout_p: a call with a mask or with dropout goes to torch's SDPA, like every call that has a `fallback_reason`. The
             reason is logged at the level DEBUG.
         is_causal: query i sees keys 0 to i, aligned to the first key, as in torch.

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from ..backends import Backend, find, load_fa3
 from ..formats.codec import FP8, KeyDtype, key_type
+from ..formats.page_layout import HEAD_DIMS
 from ..formats.rope import Rope
-from ..layout import HEAD_DIMS
 from ..pages import KVPages
 from ..params import AttentionParams, DenseBackendName
 

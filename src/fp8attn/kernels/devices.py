@@ -55,7 +55,7 @@ class Chip:
     decode_head_pages: int
 
 
-# The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which `test_prefill_cut.py` has, and
+# The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which `test_cut.py` has, and
 # `combine` to others. The bandwidth is the best copy's of results/h100/append.json. The others are the fastest of those tried.
 H100 = Chip(
     name="NVIDIA H100 80GB HBM3",
@@ -70,7 +70,7 @@ H100 = Chip(
     decode_head_pages=2,
 )
 # The H100's multiprocessors and L2 cache with faster memory. Prefill at head_dim 128 is fitted to launches with 16-bit queries over rotated
-# INT8 keys, which `test_prefill_cut.py` has, and the bandwidth is measured. The others are the H100's.
+# INT8 keys, which `test_cut.py` has, and the bandwidth is measured. The others are the H100's.
 H200 = replace(H100, name="NVIDIA H200", bandwidth=4300, prefill={**H100.prefill, (128, 2): Cost(1.26, 3.0), (128, 3): Cost(1.68, 6.25)})
 
 DEFAULT = H100

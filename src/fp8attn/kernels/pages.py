@@ -6,16 +6,16 @@ from functools import lru_cache
 
 import torch
 
-from .. import layout
 from ..formats.codec import FP8
-from ..layout import HEADER, PAGE_SIZE, V_GROUP
+from ..formats.page_layout import K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE, PageLayout, head_dim_of
 from ..pages import KVPages
 from .gluon import fetch, gl, gluon, reinterpret
 from .launch import Tiles
 from .view import View
 
-page_bytes = gluon.constexpr_function(layout.page_bytes)
 PAGE = gl.constexpr(PAGE_SIZE)
+K_SCALE_WORD = gl.constexpr(K_SCALE // 4)  # of the header, in words of four bytes
+V_SCALE_WORD = gl.constexpr(V_SCALE // 4)
 ROW = 256  # bytes in a row of V's blocks: TMA has no longer ones
 BUNDLE = ROW // V_GROUP  # channels of a row
 
@@ -34,16 +34,17 @@ def tiles(pages: KVPages, width: int, part: int) -> tuple[Tiles, Tiles]:
 def _views(shape: tuple[int, ...], key_dtype: torch.dtype, width: int, part: int) -> tuple[View, View]:
     """The arguments of `tiles`, for a pool of this shape."""
     num_pages, heads, nbytes = shape
-    head_dim = (nbytes - HEADER) // (2 * PAGE_SIZE)
+    page = PageLayout.of(head_dim_of(nbytes))
+    head_dim = page.head_dim
     slots, parts = num_pages * heads, -(-head_dim // part)
     if slots >= 2**31:
         raise ValueError(f"{num_pages} pages of {heads} KV heads are too many for TMA's 32-bit coordinates; split them over several pools")
     bundles = min(part, head_dim) // BUNDLE
     return (
-        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, PAGE_SIZE, width), dtype=key_dtype),
+        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, PAGE_SIZE, width), dtype=key_dtype, offset=page.k_offset),
         View(
             (slots, parts, PAGE_SIZE // V_GROUP, bundles, ROW), (nbytes, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
-            (1, width // part, PAGE_SIZE // V_GROUP, part // BUNDLE, ROW), swizzled=False, dtype=FP8, offset=PAGE_SIZE * head_dim,
+            (1, width // part, PAGE_SIZE // V_GROUP, part // BUNDLE, ROW), swizzled=False, dtype=FP8, offset=page.v_offset,
         ),
     )  # fmt: skip
 

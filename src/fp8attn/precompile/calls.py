@@ -12,7 +12,7 @@ import torch
 from ..backends import load
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
-from ..layout import HEAD_DIMS, PAGE_SIZE, page_bytes
+from ..formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
 from ..pages import KVPages
 from ..params import Append, AttentionParams, BackendName
 
@@ -137,7 +137,7 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
-    pool = _empty(batch * columns, layer.num_kv_heads, page_bytes(layer.head_dim), dtype=torch.uint8)
+    pool = _empty(batch * columns, layer.num_kv_heads, PageLayout.of(layer.head_dim).nbytes, dtype=torch.uint8)
     table = _empty(batch, columns, dtype=torch.int32)
     lengths = torch.zeros(batch, dtype=torch.int32)  # `append` adds to them, and torch's `diff` on "meta" takes seconds to import
     return KVPages.trusted(pool, table, lengths, *_means(layer), key_type(layer.key_dtype), layer.rotate_keys)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8attn.errors import UsageError
-from fp8attn.layout import PAGE_SIZE
+from fp8attn.formats.page_layout import PAGE_SIZE
 
 from .options import CacheChoice, Device, Json, Model, Scales, Seed
 from .shared import choose, encode, load, makers, out, print_json

@@ -21,8 +21,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from fp8attn.errors import UsageError
+from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.integrations.transformers.config import decoder_config
-from fp8attn.layout import PAGE_SIZE
 from fp8attn.pages import KVPages
 
 from .caches import CHUNK, MakeCache, forward, prefill

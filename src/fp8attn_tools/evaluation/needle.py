@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.layout import PAGE_SIZE
 
 from .caches import CHUNK, BF16Cache, MakeCache, decode_greedily, prefill
 from .outcomes import Outcome, Sample, found

@@ -34,9 +34,9 @@ from transformers.cache_utils import Cache
 
 from fp8attn import backends
 from fp8attn.errors import UsageError
+from fp8attn.formats.page_layout import PAGE_SIZE, PageLayout
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers.config import FULL, WINDOWED_LAYER_TYPES, LayerSpec, layers_of
-from fp8attn.layout import PAGE_SIZE, page_bytes
 from fp8attn.params import BackendName
 
 from .caches import CHUNK
@@ -159,7 +159,7 @@ def check_budget(config: Any, max_bytes_per_token: float) -> None:
 
 
 def _bytes_8_bit(spec: LayerSpec) -> float:
-    return spec.num_kv_heads * page_bytes(spec.head_dim) / PAGE_SIZE
+    return spec.num_kv_heads * PageLayout.of(spec.head_dim).nbytes / PAGE_SIZE
 
 
 def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_token: float | None = None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
 from ...errors import UsageError
 from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
-from ...layout import HEAD_DIMS
+from ...formats.page_layout import HEAD_DIMS
 from ...overflow import OverflowReport
 from ...pages import KVPages
 from ...params import BackendName, check_backend

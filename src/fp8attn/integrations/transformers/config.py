@@ -9,7 +9,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ...errors import UsageError
-from ...layout import HEAD_DIMS
+from ...formats.page_layout import HEAD_DIMS
 
 FULL = "full_attention"
 WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")

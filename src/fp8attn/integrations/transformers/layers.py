@@ -15,7 +15,7 @@ from ...cache import PagedKVCache
 from ...cache.ahead import Attention
 from ...dense.sdpa import autocast
 from ...formats.codec import KeyDtype
-from ...layout import HEAD_DIMS
+from ...formats.page_layout import HEAD_DIMS
 from ...params import BackendName
 from ...scales import LayerScales
 from .config import FULL, LayerSpec, has_sinks, has_softcap, layers_of

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ...formats.page_layout import PAGE_SIZE
 from ...formats.rotation import rotate_back
-from ...layout import PAGE_SIZE
 from ...pages import FIELDS, KVPages
 from ...params import BackendName
 
@@ -35,7 +35,7 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
     x = codes.view(torch.uint8)[ids].view(codes.dtype).float()
     if which == "v":
-        # `layout.V_ORDER` as axes: position 4a + 2b + c holds token 8b + 2a + c. Indices and aranges would be real tensors where this is
+        # `V_ORDER` as axes: position 4a + 2b + c holds token 8b + 2a + c. Indices and aranges would be real tensors where this is
         # traced with fake ones.
         x = x.unflatten(-1, (4, 2, 2)).transpose(-2, -3).flatten(-3).transpose(-1, -2).flatten(-3, -2)
     x = x * scale[ids][..., None, None]

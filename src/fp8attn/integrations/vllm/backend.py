@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from ...layout import HEAD_DIMS, PAGE_SIZE
+from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
 from . import NAME
 from .impl import FP8AttentionImpl
 from .metadata import FP8AttentionMetadataBuilder

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...layout import HEADER
+from ...formats.page_layout import engine_marks_of
 from .biases import identity
 from .options import Options
 
@@ -64,11 +64,6 @@ def mark_of(options: Options, model: str, revision: str | None, context: int) ->
     return int.from_bytes(found[:8], "little") >> 1 or 1
 
 
-def marks(pool: torch.Tensor) -> torch.Tensor:
-    """The marks `[num_pages, num_kv_heads]` int64 of a layer's pages, a view of the pool: the 8 bytes after the scales."""
-    return pool[:, :, -HEADER:].view(torch.int64)[:, :, 1]
-
-
 def check_marks(pool: torch.Tensor, page_table: torch.Tensor, mark: int) -> None:
     """Raise RuntimeError if a page of the table has another mark.
 
@@ -78,7 +73,7 @@ def check_marks(pool: torch.Tensor, page_table: torch.Tensor, mark: int) -> None
         pool: a layer's pages, as of `KVPages`.
         page_table: `[num_seqs, max_pages]` int32. Entries past a sequence's length name any page, or none (-1).
     """
-    taken = marks(pool)[:, 0].index_select(0, page_table.clamp_min(0).flatten())
+    taken = engine_marks_of(pool)[:, 0].index_select(0, page_table.clamp_min(0).flatten())
     # No public function of torch asserts without waiting for the device.
     torch._assert_async(
         (taken == mark).all(),

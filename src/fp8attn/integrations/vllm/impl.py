@@ -12,12 +12,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from ... import ops
 from ...errors import UsageError
 from ...formats.codec import key_type
+from ...formats.page_layout import PageLayout, engine_marks_of, scales_of
 from ...formats.rotation import rotate
-from ...layout import HEADER, page_bytes
 from ...overflow import OverflowCounts, OverflowReport
 from ...pages import KVPages
 from .biases import means_of
-from .connectors import check_marks, exchanges_blocks, mark_of, marks
+from .connectors import check_marks, exchanges_blocks, mark_of
 from .metadata import FP8AttentionMetadata
 from .options import Calibrated, Options, layer_number
 from .specs import BACKEND_IS_ASKED, of_layer
@@ -176,7 +176,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
 
     def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:
         """Make the pool of pages from vLLM's allocation for the layer."""
-        heads, size = self.num_kv_heads, page_bytes(self.head_size)
+        heads, size = self.num_kv_heads, PageLayout.of(self.head_size).nbytes
         blocks = kv_cache.shape[0]
         if kv_cache.nbytes != blocks * heads * size or not kv_cache.is_contiguous():
             raise RuntimeError(
@@ -188,10 +188,10 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         if self._page_scales is not None or self._mark is not None:
             self._check_own_blocks(layer, kv_cache)
         if self._page_scales is not None:
-            self._pool[:, :, -HEADER:].view(torch.float32)[:, :, :2] = self._page_scales
+            scales_of(self._pool).copy_(self._page_scales)
         if self._mark is not None:
-            found = marks(self._pool)
-            found.copy_(torch.where(found == 0, self._mark, found))  # a connector may have brought pages before
+            marks = engine_marks_of(self._pool)
+            marks.copy_(torch.where(marks == 0, self._mark, marks))  # a connector may have brought pages before
 
     def _check_own_blocks(self, layer: Any, kv_cache: torch.Tensor) -> None:
         """What is written once stays in blocks that nothing else writes to."""

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from ...layout import PAGE_SIZE
+from ...formats.page_layout import PAGE_SIZE
 from .metrics import OverflowMetrics
 from .warm import warm_up
 

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from prometheus_client import Counter
 
-from ...layout import PAGE_SIZE
+from ...formats.page_layout import PAGE_SIZE
 from ...overflow import OverflowCounts
 
 INTERVAL = 10.0  # seconds, as vLLM's own log

@@ -1,4 +1,4 @@
-"""The bytes of a vLLM block: `layout.page_bytes` for each KV head of 128 tokens.
+"""The bytes of a vLLM block: those of a page (`PageLayout`) for each KV head of 128 tokens.
 
 vLLM budgets, allocates, hashes and moves blocks by its `KVCacheSpec`. Its own FP8 blocks have `2 * head_dim` bytes a token and head. A page
 has one byte more, 128 for the page, which hold its header. vLLM 0.28 and later ask the backend (`customize_spec`). Earlier ones ask the
@@ -14,14 +14,14 @@ from typing import Any
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from ...errors import UsageError
-from ...layout import HEADER, PAGE_SIZE, page_bytes
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 
 BACKEND_IS_ASKED = "state_content_bytes" in {field.name for field in fields(AttentionSpec)}  # from vLLM 0.28
 
 
 def token_bytes(head_dim: int) -> int:
     """Bytes of a token of one KV head: K, V and its share of the header."""
-    return 2 * head_dim + HEADER // PAGE_SIZE
+    return PageLayout.of(head_dim).nbytes // PAGE_SIZE
 
 
 def with_header(spec: Any) -> Any:
@@ -35,7 +35,7 @@ class PageSpec(FullAttentionSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.num_kv_heads * page_bytes(self.head_size)
+        return self.num_kv_heads * PageLayout.of(self.head_size).nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class WindowPageSpec(SlidingWindowSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.num_kv_heads * page_bytes(self.head_size)
+        return self.num_kv_heads * PageLayout.of(self.head_size).nbytes
 
 
 def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionType
 
-from ...layout import HEAD_DIMS, PAGE_SIZE
+from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
 from .connectors import exchanges_blocks, unsupported_connector
 from .options import Options
 

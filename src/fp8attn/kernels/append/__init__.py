@@ -21,8 +21,8 @@ from functools import lru_cache
 import torch
 
 from ...formats.codec import FP8
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...formats.rope import Rope
-from ...layout import PAGE_SIZE, page_bytes
 from ...pages import KVPages
 from ...params import Append
 from ..common import power_of_two
@@ -93,7 +93,7 @@ def from_dense(
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope)
-    pool = torch.empty(batch * columns, heads, page_bytes(head_dim), dtype=torch.uint8, device=device)
+    pool = torch.empty(batch * columns, heads, PageLayout.of(head_dim).nbytes, dtype=torch.uint8, device=device)
     table = torch.empty(batch, columns, dtype=torch.int32, device=device)
     lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
@@ -104,7 +104,7 @@ def from_dense(
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
         # Targets without native E4M3 have no type for it, so its bytes are copied.
-        given = constants("e4m3", device, ROW=_without_rope(row), num_warps=row.width // 16)
+        given = constants("e4m3", device, ROW=_without_rope(row), LAYOUT=PageLayout.of(head_dim), num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
     else:
@@ -161,6 +161,7 @@ class Codes(ConstexprFields):
     """How K or V is stored in pages."""
 
     row: Row
+    layout: PageLayout
     is_v: bool
     int8: bool  # or else E4M3
     native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
@@ -215,7 +216,7 @@ def _page_constants(device: torch.device, hip: bool, row: Row, *stored: bool, de
 
 
 def _options(row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
-    keys = Codes(row, False, int8, native, static, dense)
+    keys = Codes(row, PageLayout.of(row.head_dim), False, int8, native, static, dense)
     return AppendOptions(keys, replace(keys, row=_without_rope(row), is_v=True, int8=False), rotate_keys, advance)
 
 

@@ -15,7 +15,7 @@ from ..launch import MAX_GRID
 from ..rotation import hadamard
 from ..rows import load_lanes, load_rotated, load_rows, quarters, store_rows
 from .settle import bits_of, float_of, settle_page
-from .slot import PAGE, launch_dependents, new_tokens, slot_bytes, store_words, word_token
+from .slot import PAGE, codes_ptr_of, launch_dependents, new_tokens, store_words, word_token
 
 _MAX_GRID = tl.constexpr(MAX_GRID)
 
@@ -55,10 +55,10 @@ def _round(x, CODES: tl.constexpr):
 
 
 @triton.jit
-def _store_keys(x, position, page_ptr, old, end, CODES: tl.constexpr):
+def _store_keys(x, position, codes_ptr, old, end, CODES: tl.constexpr):
     ROW: tl.constexpr = CODES.row
     C: tl.constexpr = ROW.width
-    rows = page_ptr + (position * ROW.head_dim)[:, None]
+    rows = codes_ptr + (position * ROW.head_dim)[:, None]
     valid = ((position >= old) & (position < end))[:, None]
     if ROW.head_dim == C:
         # In the parts that were loaded, and not more bytes than the eight channels that a thread has in a row: nothing changes threads.
@@ -97,8 +97,9 @@ def _write_keys(
         x0 -= mean
         x1 -= mean
     x0, x1 = settle_page(x0, x1, 0.0, slot_ptr, old, end, counting, CODES)
-    _store_keys(x0, t0, slot_ptr, old, end, CODES)
-    _store_keys(x1, t1, slot_ptr, old, end, CODES)
+    codes_ptr = codes_ptr_of(slot_ptr, CODES)
+    _store_keys(x0, t0, codes_ptr, old, end, CODES)
+    _store_keys(x1, t1, codes_ptr, old, end, CODES)
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting
     x0, x1 = settle_page(x0, x1, first_amax, slot_ptr, old, end, counting, CODES)
     a, b = _take_apart(x0)
     c, d = _take_apart(x1)
-    store_words(slot_ptr + PAGE * ROW.head_dim, pack_e4m3(a, b, c, d, CODES.native), first, old, end, ROW)
+    store_words(codes_ptr_of(slot_ptr, CODES), pack_e4m3(a, b, c, d, CODES.native), first, old, end, ROW)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])
@@ -202,7 +203,7 @@ def page_kernel(
         ahead = 0
     row = (start + first - length).to(tl.int64)
     head = head.to(tl.int64)
-    slot_ptr = pool_ptr + (page.to(tl.int64) * num_kv_heads + head) * slot_bytes(D)
+    slot_ptr = pool_ptr + (page.to(tl.int64) * num_kv_heads + head) * K.layout.nbytes
     if is_v == 0:
         if HALF > 0:
             cos_ptr += row * cos_stride

@@ -11,7 +11,20 @@ import triton
 import triton.language as tl
 
 from ..fp8 import finite, inverse, magnitude, needed_scale, saturate_int8, with_headroom
-from .slot import HEADER_WORDS, PAGE, add_overflows, rescale, round_again, saturated, scale_ptr_of, word_token
+from .slot import (
+    HEADER_WORDS,
+    NAN_WORD,
+    PAGE,
+    SCALE_WORDS,
+    add_overflows,
+    codes_ptr_of,
+    header_ptr_of,
+    rescale,
+    round_again,
+    saturated,
+    scale_ptr_of,
+    word_token,
+)
 
 _INF = tl.constexpr(0x7F800000)  # the bits of infinity; those of NaN are more
 _LARGE = tl.constexpr(2.0**38)  # values below it do not saturate with a scale that was settled for them
@@ -173,12 +186,11 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     """
     overflows_ptr, head = counting
     COUNT: tl.constexpr = overflows_ptr is not None
-    D: tl.constexpr = CODES.row.head_dim
     IS_V: tl.constexpr = CODES.is_v
     INT8: tl.constexpr = CODES.int8
     DENSE: tl.constexpr = CODES.dense
-    scale_ptr = scale_ptr_of(slot_ptr, D, IS_V)
-    codes_ptr = slot_ptr + PAGE * D if IS_V else slot_ptr
+    scale_ptr = scale_ptr_of(slot_ptr, CODES)
+    codes_ptr = codes_ptr_of(slot_ptr, CODES)
     if IS_V:
         amax = first, first, first, first  # rows' maxima are needed only if the scale grows
         worst = tl.max(tl.maximum(tl.abs(x0), tl.abs(x1)))
@@ -228,12 +240,13 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
             marked = broken & (scale == scale)
             tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
             i = tl.arange(0, HEADER_WORDS)
-            note = tl.where(i == 4, scale, tl.where(i == 5, nan_token, 0.0))
-            words = HEADER_WORDS if DENSE else tl.where(marked | (old == 0), 6, 0)
-            tl.store(scale_ptr + i, tl.where(marked, note, 0.0), mask=(i > (1 if DENSE else 3)) & (i < words))
+            note = tl.where(i == NAN_WORD, scale, tl.where(i == NAN_WORD + 1, nan_token, 0.0))
+            words = HEADER_WORDS if DENSE else tl.where(marked | (old == 0), NAN_WORD + 2, 0)
+            inside = (i >= (SCALE_WORDS if DENSE else NAN_WORD)) & (i < words)
+            tl.store(header_ptr_of(slot_ptr, CODES.layout) + i, tl.where(marked, note, 0.0), mask=inside)
         else:
             tl.store(scale_ptr, scale)
-            if DENSE:  # the rest of the header, by K's program
+            if DENSE and not IS_V:  # the rest of the header
                 i = tl.arange(0, HEADER_WORDS)
-                tl.store(scale_ptr + i, tl.zeros(i.shape, tl.float32), mask=(i > 1) & (not IS_V))
+                tl.store(header_ptr_of(slot_ptr, CODES.layout) + i, tl.zeros(i.shape, tl.float32), mask=i >= SCALE_WORDS)
     return x0, x1

@@ -1,7 +1,7 @@
 """What the kernels that write pages share: positions of tokens and scales in a slot, new scales for its codes, words of V, counts of
 overflows.
 
-A slot is a page of one head, `[K | V | header]` (`layout`). V is 32-bit words of four tokens of a channel.
+A slot is a page of one head, `[K | V | header]` (`formats.page_layout`). V is 32-bit words of four tokens of a channel.
 """
 
 from __future__ import annotations
@@ -10,45 +10,55 @@ import triton
 import triton.language as tl
 
 from ...formats.codec import E4M3, INT8_MAX
-from ...layout import HEADER, PAGE_SIZE, V_GROUP
+from ...formats.page_layout import HEADER, K_SCALE, NAN_IN_K, PAGE_SIZE, V_GROUP, V_SCALE
 from ..fp8 import encode, from_codes, round_where, to_codes
 
 PAGE = tl.constexpr(PAGE_SIZE)
 GROUP = tl.constexpr(V_GROUP)
+# Words of four bytes of the header
 HEADER_WORDS = tl.constexpr(HEADER // 4)
-_HEADER = tl.constexpr(HEADER)
+K_SCALE_WORD = tl.constexpr(K_SCALE // 4)
+V_SCALE_WORD = tl.constexpr(V_SCALE // 4)
+SCALE_WORDS = tl.constexpr(V_SCALE // 4 + 1)  # the first words are the scales
+NAN_WORD = tl.constexpr(NAN_IN_K // 4)  # the scale of the codes; the first token is in the next word
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
 _E4M3_MAX = tl.constexpr(E4M3.max)
 _INT8_MAX = tl.constexpr(float(INT8_MAX))
 
 
 @triton.jit
-def slot_bytes(D: tl.constexpr):
-    """The size of a slot."""
-    return 2 * PAGE * D + _HEADER
+def header_ptr_of(slot_ptr, LAYOUT: tl.constexpr):
+    """The pointer to the header of the slot at `slot_ptr`, in words. LAYOUT: its `PageLayout`."""
+    return (slot_ptr + LAYOUT.header_offset).to(_FLOATS)
 
 
 @triton.jit
-def scale_ptr_of(slot_ptr, D: tl.constexpr, IS_V: tl.constexpr):
+def scale_ptr_of(slot_ptr, CODES: tl.constexpr):
     """The pointer to the scale of K or V in the slot at `slot_ptr`."""
-    return (slot_ptr + 2 * PAGE * D).to(_FLOATS) + (1 if IS_V else 0)
+    return header_ptr_of(slot_ptr, CODES.layout) + (V_SCALE_WORD if CODES.is_v else K_SCALE_WORD)
+
+
+@triton.jit
+def codes_ptr_of(slot_ptr, CODES: tl.constexpr):
+    """The pointer to K or V in the slot at `slot_ptr`."""
+    return slot_ptr + (CODES.layout.v_offset if CODES.is_v else CODES.layout.k_offset)
 
 
 @triton.jit
 def v_position(token):
-    """The position of a token in its group of V (`layout.V_POSITION`)."""
+    """The position of a token in its group of V (`page_layout.V_POSITION`)."""
     return (token & 1) | ((token >> 2) & 2) | ((token << 1) & 12)
 
 
 @triton.jit
 def v_token(position):
-    """The token of a group of V at a position (`layout.V_ORDER`)."""
+    """The token of a group of V at a position (`page_layout.V_ORDER`)."""
     return (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
 
 
 @triton.jit
 def word_token(word):
-    """The first token of a 32-bit word of V. The others are the tokens 1, 8 and 9 after it (`layout.V_ORDER`)."""
+    """The first token of a 32-bit word of V. The others are the tokens 1, 8 and 9 after it (`page_layout.V_ORDER`)."""
     return word // (GROUP // 4) * GROUP + v_token(word % (GROUP // 4) * 4)
 
 

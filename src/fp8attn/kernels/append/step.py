@@ -15,15 +15,17 @@ from ..rows import load_rotated, load_rows, store_rows
 from .queries import rotate_queries
 from .slot import (
     GROUP,
+    K_SCALE_WORD,
+    NAN_WORD,
     PAGE,
     add_overflows,
+    codes_ptr_of,
     launch_dependents,
     new_tokens,
     rescale,
     round_again,
     saturated,
     scale_ptr_of,
-    slot_bytes,
     v_position,
 )
 
@@ -102,7 +104,7 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.con
             first_fresh = tl.where(grows, index, first_fresh)
         ratio = tl.where(grows, scale * inverse(grown, INT8), ratio)
         if old > 0:
-            codes_ptr = slot_ptr + PAGE * CODES.row.head_dim if CODES.is_v else slot_ptr
+            codes_ptr = codes_ptr_of(slot_ptr, CODES)
             for head in range(HEADS):
                 this = (tl.arange(0, HEADS) == head) & grows & held
                 if tl.max(this.to(tl.int32)) > 0:
@@ -126,18 +128,19 @@ def _store_scale(scale_ptr, scale, nan, position, old, held, CODES: tl.constexpr
         marked = (first < PAGE) & (scale == scale)
         noted = held & (marked | (first * 0 + old == 0))
         tl.store(scale_ptr, tl.where(first < PAGE, float("nan"), scale), mask=held)
-        tl.store(scale_ptr + 4, tl.where(marked, scale, 0.0), mask=noted)
-        tl.store(scale_ptr + 5, tl.where(marked, first.to(tl.float32), 0.0), mask=noted)
+        nan_ptr = scale_ptr + (NAN_WORD - K_SCALE_WORD)
+        tl.store(nan_ptr, tl.where(marked, scale, 0.0), mask=noted)
+        tl.store(nan_ptr + 1, tl.where(marked, first.to(tl.float32), 0.0), mask=noted)
     else:
         tl.store(scale_ptr, scale, mask=held)
 
 
 @triton.jit
-def _clear_values(slot_ptr, held, D: tl.constexpr):
+def _clear_values(slot_ptr, held, LAYOUT: tl.constexpr):
     """Set V of some heads' slots to zero. Attention multiplies tokens past the end by zero, and 0 * NaN would be NaN."""
     WORDS: tl.constexpr = 512  # at a time, a divisor of every page's
-    first = (slot_ptr + PAGE * D).to(tl.pointer_type(tl.int32))
-    for word in range(0, PAGE * D // 4, WORDS):
+    first = (slot_ptr + LAYOUT.v_offset).to(tl.pointer_type(tl.int32))
+    for word in range(0, LAYOUT.v_bytes // 4, WORDS):
         i = word + tl.arange(0, WORDS)
         tl.store(first[:, None] + i[None, :], tl.zeros((1, WORDS), tl.int32), mask=held[:, None])
     tl.debug_barrier()  # other threads' codes are stored over it
@@ -165,14 +168,14 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     length = _advance(seqlens_ptr, new, programs) if ADVANCE else tl.load(seqlens_ptr) - new
     old = length % PAGE
     table_ptr += length // PAGE
-    slot_ptr = pool_ptr + (tl.load(table_ptr).to(tl.int64) * num_kv_heads + head) * slot_bytes(D)
-    scale_ptr = scale_ptr_of(slot_ptr, D, IS_V)
+    slot_ptr = pool_ptr + (tl.load(table_ptr).to(tl.int64) * num_kv_heads + head) * CODES.layout.nbytes
+    scale_ptr = scale_ptr_of(slot_ptr, CODES)
     scale = tl.load(scale_ptr)
     next_ptr = slot_ptr
     crosses = T > 1 and old + new > PAGE
     if crosses:
-        next_ptr = pool_ptr + (tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head) * slot_bytes(D)
-    next_scale_ptr = scale_ptr_of(next_ptr, D, IS_V)
+        next_ptr = pool_ptr + (tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head) * CODES.layout.nbytes
+    next_scale_ptr = scale_ptr_of(next_ptr, CODES)
     tokens = tl.broadcast_to(token[None, :], (HEADS, T))
     here = old + tokens < PAGE
     nan = tl.reshape(tl.max((x != x).to(tl.int32), 1), (HEADS, T)) > 0
@@ -199,10 +202,11 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
             _store_scale(next_scale_ptr, next_scale, nan & ~here, position, 0, held, CODES)
     if IS_V:
         if old == 0:
-            _clear_values(slot_ptr, held, D)
+            _clear_values(slot_ptr, held, CODES.layout)
         if crosses:
-            _clear_values(next_ptr, held, D)
-    offset = PAGE * D + position // GROUP * (D * GROUP) + v_position(position) if IS_V else position * D
+            _clear_values(next_ptr, held, CODES.layout)
+    LAYOUT: tl.constexpr = CODES.layout
+    offset = LAYOUT.v_offset + position // GROUP * (D * GROUP) + v_position(position) if IS_V else LAYOUT.k_offset + position * D
     rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
     valid = held[:, None] & (tl.arange(0, T) < new)[None, :]
     if COUNT:

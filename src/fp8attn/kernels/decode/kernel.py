@@ -29,7 +29,7 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
     first = row_tile * (2 * workers) * ROWS
     sums_ptr = part_ptr + plane * OPTIONS.width
     parts = Parts(part_ptr + first * OPTIONS.width, sums_ptr + 2 * first, sums_ptr + 2 * plane + first, state_ptr + row_tile * workers)
-    source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.head_dim)
+    source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.layout)
     queries = DecodeQueries(q_ptr, q_stride_t, q_stride_h, k_mean_ptr, scale)
     output = DecodeOutput(out_ptr, lse_ptr, v_mean_ptr, sinks_ptr)
     # Before warp specialization, do only the work that the first page waits for, and load the first queries. Later they would wait for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..gluon import aggregate, arrive_with_words, fence_async_shared, fetch_words, gl, gluon, mbarrier, tensor_descriptor
-from ..pages import PAGE, allocate_k, fetch_k, fetch_v, page_bytes, v_layout
+from ..pages import PAGE, allocate_k, fetch_k, fetch_v, v_layout
 
 PRODUCER_REGISTERS = gl.constexpr(40)
 
@@ -51,18 +51,18 @@ class DecodeSource:
     pool: gl.tensor  # pointers
     table: gl.tensor
     table_stride: gl.tensor
-    D: gl.constexpr
+    LAYOUT: gl.constexpr  # `PageLayout`
 
     @gluon.jit
     def request(self, ring, stage, slot):
         """Starts to copy K and V of `slot` (page x heads + head), and their scales, to a stage that is free."""
-        header = self.pool + slot.to(gl.int64) * page_bytes(self.D) + 2 * PAGE * self.D
+        header = self.pool + slot.to(gl.int64) * self.LAYOUT.nbytes + self.LAYOUT.header_offset
         two = gl.arange(0, 2, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
         fetch_words(ring.scales.index(stage), header.to(gl.pointer_type(gl.float32), bitcast=True) + two)
         arrive_with_words(ring.k_full.index(stage))
         mbarrier.expect(ring.k_full.index(stage), self.k_desc.block_type.nbytes)
         fetch_k(self.k_desc, slot, ring.k_full.index(stage), ring.k.index(stage))
-        mbarrier.expect(ring.v_full.index(stage), self.k_desc.block_type.nbytes)
+        mbarrier.expect(ring.v_full.index(stage), self.v_desc.block_type.nbytes)
         fetch_v(self.v_desc, slot, ring.v_full.index(stage), ring.v, stage, ring.STAGES)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...formats.page_layout import PageLayout
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
 from ..devices import DEFAULT, Chip, chip
@@ -21,6 +22,7 @@ class DecodeOptions(ConstexprFields):
     """The one constexpr parameter of the kernel. The host makes it, and device code reads it."""
 
     head_dim: int
+    layout: PageLayout
     width: int  # head_dim, padded to a power of two; TMA pads with zeros
     group: int  # query heads of a KV head
     rows: int  # query rows of a tile
@@ -91,7 +93,7 @@ class DecodeShape:
     def constants(self) -> dict[str, Any]:
         """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its threads."""
         options = DecodeOptions(
-            head_dim=self.head_dim, width=self.width, group=self.group, rows=self.rows,
+            head_dim=self.head_dim, layout=PageLayout.of(self.head_dim), width=self.width, group=self.group, rows=self.rows,
             used_rows=min(self.rows, power_of_two(self.max_rows)), one_row_tile=self.tiles == 1, stages=self.stages,
             block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window, softcap=self.softcap,
             sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, whole_pages=self.chip.decode_whole_pages,

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...layout import PAGE_SIZE
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..combine import combine, num_splits
@@ -57,6 +57,7 @@ class PortableOptions(ConstexprFields):
     int8: bool  # keys; or else E4M3
     rotate: bool  # queries, as the keys are
     head_dim: int
+    layout: PageLayout
     width: int  # head_dim, padded to a power of two
     group: int  # query heads of a KV head
     rows: int  # of a program
@@ -132,9 +133,9 @@ def attention(
         max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, width=power_of_two(head_dim), group=group,
-        rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1,
-        native=is_native(device),
+        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, layout=PageLayout.of(head_dim),
+        width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
+        softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip
     given = constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     programs = pages.num_seqs * pages.num_kv_heads * blocks * splits

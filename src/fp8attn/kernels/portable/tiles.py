@@ -3,27 +3,29 @@
 import triton
 import triton.language as tl
 
-from ...layout import HEADER, PAGE_SIZE, V_GROUP
+from ...formats.page_layout import K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE
 from ..common import HIDDEN
 from ..fp8 import from_e4m3, from_int8
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
-_HEADER = tl.constexpr(HEADER)
+_K_SCALE_WORD = tl.constexpr(K_SCALE // 4)
+_V_SCALE_WORD = tl.constexpr(V_SCALE // 4)
 WEIGHT_BITS = tl.constexpr(15)  # P is multiplied by 2^15: at most 32768 in FP16
 
 
 @triton.jit
-def _page(pool_ptr, page, num_kv_heads, kv_head, D: tl.constexpr):
-    """Pointers to the parts of one head's page: K `[128, D]`, V `[8, D, 16]`, and the header with their scales."""
-    return pool_ptr + (page.to(tl.int64) * num_kv_heads + kv_head) * (2 * _PAGE * D + _HEADER)
+def _page(pool_ptr, page, num_kv_heads, kv_head, LAYOUT: tl.constexpr):
+    """The pointer to the page of one head, whose parts LAYOUT (`PageLayout`) names."""
+    return pool_ptr + (page.to(tl.int64) * num_kv_heads + kv_head) * LAYOUT.nbytes
 
 
 @triton.jit
-def _scales(page_ptr, mask, D: tl.constexpr):
+def _scales(page_ptr, mask, LAYOUT: tl.constexpr):
     """k_scale and v_scale of a page, or 1 if `mask` is False."""
-    scale_ptr = (page_ptr + 2 * _PAGE * D).to(tl.pointer_type(tl.float32))
-    return tl.load(scale_ptr, mask=mask, other=1.0), tl.load(scale_ptr + 1, mask=mask, other=1.0)
+    header_ptr = (page_ptr + LAYOUT.header_offset).to(tl.pointer_type(tl.float32))
+    k_scale = tl.load(header_ptr + _K_SCALE_WORD, mask=mask, other=1.0)
+    return k_scale, tl.load(header_ptr + _V_SCALE_WORD, mask=mask, other=1.0)
 
 
 @triton.jit
@@ -36,6 +38,7 @@ def add_tiles(
     If several warps split the keys, every tensor has a first axis of warps. Each warp has a part of the tile's keys and its own state.
     """
     INT8: tl.constexpr = OPTIONS.int8
+    LAYOUT: tl.constexpr = OPTIONS.layout
     D: tl.constexpr = OPTIONS.head_dim
     DP: tl.constexpr = OPTIONS.width
     TILE: tl.constexpr = OPTIONS.tile
@@ -64,15 +67,15 @@ def add_tiles(
 
     # A page's number and scales are loaded one tile ahead, because the pipeline does not hide their latency.
     some = first < last
-    page_ptr = _page(pool_ptr, tl.load(table_ptr + first // TILES, mask=some, other=0), num_kv_heads, kv_head, D)
-    k_scale, v_scale = _scales(page_ptr, some, D)
+    page_ptr = _page(pool_ptr, tl.load(table_ptr + first // TILES, mask=some, other=0), num_kv_heads, kv_head, LAYOUT)
+    k_scale, v_scale = _scales(page_ptr, some, LAYOUT)
     ratio = unit / v_scale
     for tile in range(first, last):
         tile_ptr = page_ptr + (tile * TILE - tile // TILES * _PAGE) * D
-        k_ptrs = tile_ptr + k_offsets
-        v_ptrs = tile_ptr + _PAGE * D + v_offsets
-        page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, last - 1) // TILES), num_kv_heads, kv_head, D)
-        next_k_scale, next_v_scale = _scales(page_ptr, True, D)
+        k_ptrs = tile_ptr + LAYOUT.k_offset + k_offsets
+        v_ptrs = tile_ptr + LAYOUT.v_offset + v_offsets
+        page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, last - 1) // TILES), num_kv_heads, kv_head, LAYOUT)
+        next_k_scale, next_v_scale = _scales(page_ptr, True, LAYOUT)
 
         k = tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0)
         k = from_int8(k) if INT8 else from_e4m3(k, NATIVE)

@@ -2,14 +2,14 @@
 
 A CTA has `PrefillOptions.partitions`, of one warpgroup or two, that multiply `PrefillOptions.rows` query rows each (`multiply`), and one
 warp that claims work, reads the page table and loads the operands by TMA (`producer`). Registers are scarce; shared memory is not. A
-comment that begins with `ptxas` explains an expression whose form saves registers, and names the case of `tests/kernels/compile_prefill.py`
+comment that begins with `ptxas` explains an expression whose form saves registers, and names the case of `compile_prefill.py`
 that spills without it.
 """
 
 from __future__ import annotations
 
 from ..gluon import fence_async_shared, gdc_wait, gl, gluon, mbarrier, reinterpret
-from ..pages import PAGE, allocate_k, v_layout
+from ..pages import allocate_k, v_layout
 from .epilogue import PrefillOutput
 from .items import FIELDS, Items, Means
 from .multiply import multiply
@@ -46,7 +46,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     address = address_of(barriers)
     Q16: gl.constexpr = q_desc.dtype.primitive_bitwidth == 16
     USES_K: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or OPTIONS.softcap or sinks_ptr is not None)
-    headers = (pool_ptr + 2 * PAGE * OPTIONS.head_dim).to(gl.pointer_type(gl.float32))
+    headers = (pool_ptr + OPTIONS.layout.header_offset).to(gl.pointer_type(gl.float32))
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_desc.dtype)
     ITEMS: gl.constexpr = 1 if Q16 else 2  # the memory of 16-bit rows is free after rounding, that of FP8 rows after the products
     blocks = gl.allocate_shared_memory(q_desc.dtype, [ITEMS * PARTITIONS, 1, ROWS, 1, WIDTH], q_desc.layout)

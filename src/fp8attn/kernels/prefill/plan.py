@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...formats.page_layout import PageLayout
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
 from ..devices import chip
@@ -29,6 +30,7 @@ class PrefillOptions(ConstexprFields):
     """
 
     head_dim: int
+    layout: PageLayout
     width: int  # head_dim, padded; TMA pads with zeros
     partitions: int  # that multiply: each has its own copy of the instructions, and
     rows: int  # so many query rows of an item, 64 for each of its warpgroups
@@ -123,10 +125,10 @@ def make_plan(
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
     options = PrefillOptions(
-        head_dim=head_dim, width=width, partitions=cut.partitions, rows=rows, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics,
-        registers=cut.registers, producer_registers=cut.producer_registers, mask_left=window > 0 or leftpad, softcap=softcap,
-        exact=exact, split=splits > 1, rope_pairs=rope_pairs, rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step,
-        rotate=rotate_keys,
+        head_dim=head_dim, layout=PageLayout.of(head_dim), width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
+        cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
+        mask_left=window > 0 or leftpad, softcap=softcap, exact=exact, split=splits > 1, rope_pairs=rope_pairs,
+        rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
     tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else lse or splits > 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..common import HIDDEN
 from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
-from ..pages import fetch_k, fetch_v, page_bytes
+from ..pages import K_SCALE_WORD, V_SCALE_WORD, fetch_k, fetch_v
 from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
 from .registers import TILE
 from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place
@@ -19,7 +19,7 @@ class PrefillSource:
     k: tensor_descriptor
     v: tensor_descriptor
     queries: gl.shared_memory_descriptor  # `PrefillQueries.given`, as blocks of TMA
-    headers: gl.tensor  # float32, a pointer to the first page's scale of K; V's follows it
+    headers: gl.tensor  # float32, a pointer to the first page's header
     table: gl.tensor | gl.constexpr  # int32 [num_seqs, table_width], a pointer: pages. None: they are in this order
     table_width: gl.tensor
     num_kv_heads: gl.tensor
@@ -33,9 +33,9 @@ class PrefillSource:
         return page
 
     @gluon.jit
-    def header(self, slot, HEAD_DIM: gl.constexpr):
-        """The scales of `slot` (page x heads + head)."""
-        return self.headers + slot.to(gl.int64) * (page_bytes(HEAD_DIM) // 4)
+    def header(self, slot, options: gl.constexpr):
+        """The header of `slot` (page x heads + head)."""
+        return self.headers + slot.to(gl.int64) * (options.layout.nbytes // 4)
 
 
 @aggregate
@@ -155,11 +155,11 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     if source.table is None:
         gdc_wait()  # PrefillQueries are rounded while the pages are written.
     at = page * source.num_kv_heads + kv_head
-    scales = source.header(at + none, options.head_dim)
-    k_scale = gl.load(scales, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
-    v_scale = gl.load(scales + 1)
+    header = source.header(at + none, options)
+    k_scale = gl.load(header + K_SCALE_WORD, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
+    v_scale = gl.load(header + V_SCALE_WORD)
     # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
-    before = gl.load(scales + 1, cache_modifier=".ca")
+    before = gl.load(header + V_SCALE_WORD, cache_modifier=".ca")
     ticket = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     for j in range(last - bottom + 1):
         # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others. Nor after this tile
@@ -174,15 +174,15 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         items.v_unit.index(slot).store(v_scale)
         before = v_scale
         sync()  # one lane's arrival announces what all lanes wrote
-        mbarrier.expect(ring.barrier(K_FULL, place), TILE * options.width)
+        mbarrier.expect(ring.barrier(K_FULL, place), source.k.block_type.nbytes)
         here = at
         at = ahead * source.num_kv_heads + kv_head
-        scales = source.header(at + none, options.head_dim)
-        k_scale = gl.load(scales)
-        v_scale = gl.load(scales + 1)
+        header = source.header(at + none, options)
+        k_scale = gl.load(header + K_SCALE_WORD)
+        v_scale = gl.load(header + V_SCALE_WORD)
         ahead = source.page(block.row, gl.maximum(last - 2 - j, bottom))
         mbarrier.wait(ring.barrier(V_EMPTY, place), place.phase)
-        mbarrier.expect(ring.barrier(V_FULL, place), TILE * options.width)
+        mbarrier.expect(ring.barrier(V_FULL, place), source.v.block_type.nbytes)
         fetch_v(source.v, here, ring.barrier(V_FULL, place), ring.v, place.stage, ring.STAGES)
         place = ring.next(place)
     return place, ticket

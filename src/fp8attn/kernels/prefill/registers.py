@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...layout import PAGE_SIZE
+from ...formats.page_layout import PAGE_SIZE
 from ..gluon import gl, gluon
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
@@ -45,6 +45,6 @@ def whole(a, b, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def as_operand(p, P: gl.constexpr):
-    """Weights as the left operand of P V. V's tokens are in `layout.V_ORDER`, so a thread already has its part."""
+    """Weights as the left operand of P V. V's tokens are in `page_layout.V_ORDER`, so a thread already has its part."""
     p = p.reshape([p.shape[0], TILE // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([p.shape[0], TILE])
     return gl.convert_layout(p, P, assert_trivial=True)

@@ -1,0 +1,35 @@
+"""The host's time."""
+
+from __future__ import annotations
+
+from ..rows import devices, latest
+from .writing import block, table
+
+
+@block("overhead")
+def overhead() -> str:
+    def cell(us: float | None) -> str:
+        return "" if us is None else f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"
+
+    found = devices("overhead")
+    keys = dict.fromkeys(key for here in found.values() for key in here)
+    return table(["call", "by", *found], [[*key, *(cell(here.get(key, {}).get("us")) for here in found.values())] for key in keys])
+
+
+@block("first_token")
+def first_token() -> str:
+    """Seconds until the first and the second token, and of a warm-up, from an empty cache of Triton."""
+    title, found = latest("first_token")
+    labels = {
+        "llama": "Llama-3.1-8B's shape, a prompt of 8,192 tokens",
+        "qwen-means-exact": "Qwen2.5-0.5B's shape, means, `exact`, 1,000 tokens",
+    }
+    body = []
+    for (case, impl), row in found.items():
+        if case == "warmup":
+            body.append(["`warmup` of Llama-3.1-8B's shape", f"{row['seconds']:.1f}", "", ""])
+        else:
+            again = ", a second process" if impl.endswith("again") else ""
+            kernels = f"{row['compiled']} compiled, {row['loaded']} from disk"
+            body.append([labels[case] + again, f"{row['first_token_s']:.1f}", f"{row['second_token_s']:.1f}", kernels])
+    return table([title, "s to the first token", "to the second", "kernels"], body)

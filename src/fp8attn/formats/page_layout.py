@@ -1,0 +1,127 @@
+"""The page layout, which every writer and every kernel uses: the only place that says where a byte of a page is.
+
+A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their scales.
+
+V has groups of 16 tokens, and each group is transposed. An FP8 tensor-core operand must be contiguous along the contracted axis, which is
+V's tokens. 8 channels of a group are 128 contiguous bytes, the unit that a tensor core reads (a core matrix). A token that is appended
+touches `D / 8` of these units. The tokens of a group are in `V_ORDER`, so that the registers of a softmax accumulator are the operand of
+P·V without a shuffle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PAGE_SIZE = 128
+V_GROUP = 16  # tokens of a group of V
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+# Bytes of the header, and where its fields begin in it. The rest is zero.
+HEADER = 128
+K_SCALE = 0  # float32
+V_SCALE = 4  # float32
+ENGINE_MARK = 8  # int64, which a serving engine may write
+NAN_IN_K = 16  # two float32 (`KVPages.nan_in_k`)
+
+# V_ORDER[position] is the token at a position of a group; V_POSITION is the inverse.
+V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+V_POSITION = tuple(V_ORDER.index(token) for token in range(V_GROUP))
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where the parts of a page of one KV head are: offsets from its first byte, and numbers of bytes. `PageLayout.of` makes it.
+
+    Kernels take it as a compile-time option. It has plain fields, so that a kernel's key in Triton's cache covers them.
+
+    Attributes:
+        k_offset, k_bytes: K, `[128, head_dim]` codes.
+        v_offset, v_bytes: V, `[8, head_dim, 16]` codes, the tokens of a group in `V_ORDER`.
+        header_offset: the header, `HEADER` bytes.
+        nbytes: the page.
+    """
+
+    head_dim: int
+    k_offset: int
+    k_bytes: int
+    v_offset: int
+    v_bytes: int
+    header_offset: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, head_dim: int) -> PageLayout:
+        """The layout of pages of keys and values with `head_dim` channels."""
+        codes = PAGE_SIZE * head_dim  # one byte each
+        return cls(head_dim, 0, codes, codes, codes, 2 * codes, 2 * codes + HEADER)
+
+    @classmethod
+    def of_pool(cls, pool: torch.Tensor) -> PageLayout:
+        """The layout of the pages of a pool `[num_pages, num_kv_heads, nbytes]`."""
+        return cls.of(head_dim_of(pool.shape[2]))
+
+
+def head_dim_of(nbytes: int) -> int:
+    """The head_dim of pages of `nbytes` bytes."""
+    return (nbytes - HEADER) // (2 * PAGE_SIZE)
+
+
+# Views of a pool `[num_pages, num_kv_heads, nbytes]` uint8
+
+
+def k_of(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """K `[num_pages, num_kv_heads, 128, head_dim]` of `dtype`, which has one byte."""
+    page = PageLayout.of_pool(pool)
+    return pool[:, :, page.k_offset : page.k_offset + page.k_bytes].view(dtype).unflatten(2, (PAGE_SIZE, page.head_dim))
+
+
+def v_of(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """V `[num_pages, num_kv_heads, 8, head_dim, 16]` of `dtype`, which has one byte."""
+    page = PageLayout.of_pool(pool)
+    v = pool[:, :, page.v_offset : page.v_offset + page.v_bytes].view(dtype)
+    return v.unflatten(2, (PAGE_SIZE // V_GROUP, page.head_dim, V_GROUP))
+
+
+def scales_of(pool: torch.Tensor) -> torch.Tensor:
+    """The scales of K and V `[num_pages, num_kv_heads, 2]` float32."""
+    return _header(pool, torch.float32)[:, :, K_SCALE // 4 : V_SCALE // 4 + 1]
+
+
+def engine_marks_of(pool: torch.Tensor) -> torch.Tensor:
+    """What a serving engine has written `[num_pages, num_kv_heads]` int64; zero if it has not."""
+    return _header(pool, torch.int64)[:, :, ENGINE_MARK // 8]
+
+
+def nan_in_k_of(pool: torch.Tensor) -> torch.Tensor:
+    """`KVPages.nan_in_k` `[num_pages, num_kv_heads, 2]` float32."""
+    return _header(pool, torch.float32)[:, :, NAN_IN_K // 4 : NAN_IN_K // 4 + 2]
+
+
+def _header(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return pool[:, :, PageLayout.of_pool(pool).header_offset :].view(dtype)
+
+
+# Tokens to pages, and back
+
+
+def pack_k(x: torch.Tensor) -> torch.Tensor:
+    """Tokens `[P * 128, H, D]` to K pages `[P, H, 128, D]`; any dtype."""
+    return x.unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).contiguous()
+
+
+def unpack_k(pages: torch.Tensor) -> torch.Tensor:
+    """K pages `[P, H, 128, D]` to tokens `[P * 128, H, D]`."""
+    return pages.transpose(1, 2).flatten(0, 1)
+
+
+def pack_v(x: torch.Tensor) -> torch.Tensor:
+    """Tokens `[P * 128, H, D]` to V pages `[P, H, 8, D, 16]`, transposed and in `V_ORDER`; any dtype."""
+    groups = x.unflatten(0, (-1, PAGE_SIZE // V_GROUP, V_GROUP))
+    return groups[:, :, list(V_ORDER)].permute(0, 3, 1, 4, 2).contiguous()
+
+
+def unpack_v(pages: torch.Tensor) -> torch.Tensor:
+    """V pages `[P, H, 8, D, 16]` to tokens `[P * 128, H, D]`."""
+    return pages.permute(0, 2, 4, 1, 3)[:, :, list(V_POSITION)].flatten(0, 2)

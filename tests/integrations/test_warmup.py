@@ -1,0 +1,86 @@
+"""`warmup` compiles kernels that are then found, and its errors say what it needs. No GPU is needed."""
+
+import json
+
+import pytest
+import torch
+from transformers import GptOssConfig, LlamaConfig
+
+import fp8attn
+from fp8attn.integrations import warmup
+from fp8attn.precompile import compiler
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from fp8attn_tools.cli.app import app
+
+SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+
+
+def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
+    """All steps, for a few calls of the portable kernels."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    few_calls = (
+        "from fp8attn.precompile import calls, compiler; calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.HELD = (1,), (), (1,), (0,); "
+        "compiler.serve()"
+    )
+    monkeypatch.setattr(compiler, "SERVE", few_calls)
+    reported = []
+    first = fp8attn.warmup(**SHAPE, target="sm_80", progress=lambda done, total: reported.append((done, total)))
+    assert {kernel.name for kernel in first} == {"portable_kernel", "step_kernel", "page_kernel", "_combine_kernel"}
+    assert reported == [(done, len(first)) for done in range(len(first) + 1)]
+    assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
+    again = json.loads(CliRunner().invoke(app, ["warmup", "--shape", "32,8,128", "--target", "sm_80", "--json"]).stdout)
+    assert sorted(kernel["name"] for kernel in again["kernels"]) == sorted(kernel.name for kernel in first)
+    assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
+
+
+@pytest.mark.parametrize("shape", ["32,8", "32,8,128,1", "32,x,128"])
+def test_a_shape_is_three_numbers(shape):
+    result = CliRunner().invoke(app, ["warmup", "--shape", shape, "--target", "sm_80"], catch_exceptions=False)
+    assert result.exit_code == 2 and "--shape must be" in result.output
+
+
+def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
+    monkeypatch.setattr(compiler, "SERVE", "raise SystemExit('no compiler here')")
+    with pytest.raises(RuntimeError, match="exit code 1; its message is above"):
+        fp8attn.warmup(**SHAPE, target="sm_80")
+    assert "no compiler here" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give a transformers config, or all of"),
+        ({"num_q_heads": 32, "target": "sm_90"}, "give a transformers config, or all of"),
+        (SHAPE | {"device": "cpu"}, "cpu is not a GPU. Run it on the machine that will serve"),
+        (SHAPE | {"target": "sm_9"}, "target must be one of sm_80"),
+        (SHAPE | {"target": "sm_80", "backend": "hopper"}, "'hopper' has no kernels for sm_80"),
+        (SHAPE | {"target": "sm_90", "dtype": torch.float32}, "torch.bfloat16 or torch.float16, which the kernels take; got torch.float32"),
+        (SHAPE | {"target": "sm_90", "dtype": "bfloat16"}, "torch.bfloat16 or torch.float16, which the kernels take; got 'bfloat16'"),
+        (SHAPE | {"target": "sm_90", "attention": "window"}, r"pass \('window',\)"),
+        (SHAPE | {"target": "sm_90", "head_dim": 100}, "head_dim one of"),
+        (SHAPE | {"target": "sm_90", "num_kv_heads": 5}, "multiple of num_kv_heads"),
+        (SHAPE | {"target": "sm_90", "key_dtype": "int4"}, "key_dtype must be one of"),
+    ],
+)
+def test_what_it_cannot_compile(options, message):
+    with pytest.raises(ValueError, match=message):
+        fp8attn.warmup(**options)
+
+
+def test_a_config_says_the_shape_and_what_attention_has(monkeypatch):
+    def read(config):
+        [layer] = fp8attn.warmup(config)
+        return (layer.num_q_heads, layer.num_kv_heads, layer.head_dim), layer.softcap, layer.sinks
+
+    monkeypatch.setattr(warmup, "compile_kernels", lambda layers, *_, **__: layers)
+    llama = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
+    assert read(llama) == (tuple(SHAPE.values()), False, False)
+    sinks = GptOssConfig(num_attention_heads=64, num_key_value_heads=8, head_dim=64)
+    assert read(sinks) == ((64, 8, 64), False, True)
+    llama.attn_logit_softcapping = 30.0
+    assert read(llama)[1]

@@ -1,0 +1,22 @@
+"""The kernels that are compiled ahead are all that calls use, and not many more. No GPU is needed."""
+
+import json
+
+import pytest
+
+from tests.precompile.run_calls import WITHOUT_DENSE
+from tests.support import compiling
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+def test_no_call_launches_a_kernel_that_is_not_listed(target):
+    """Prompts of 1 to 32k tokens, steps of 1 to 16, batches of 1 to 64, of random lengths and pasts, dense, padded and ragged."""
+    cases = json.loads(compiling.run("-m", "tests.precompile.run_calls", target))
+    for case, found in cases.items():
+        assert found["launches"] > 1000, case
+        assert not found["missing"], (case, found["missing"])
+    for case in WITHOUT_DENSE:
+        assert not cases[case]["only dense"], case
+        assert len(cases[case]["kernels"]) < len(cases["llama"]["kernels"])
