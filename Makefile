@@ -10,12 +10,20 @@ COMPAT := .venv/compat
 TRITON36 := .venv/triton36
 VLLM := .venv/vllm
 
-.PHONY: demo test test-vllm check style docs release check-results peers gpu clean
+.PHONY: demo quick quick-tests test test-vllm check style docs release check-results peers gpu clean
 
 demo: .venv/.cli .venv/.public
 	$(BIN)/fp8attn demo
 
-# `--durations` shows where the minutes are. Coverage does not see kernels, and nearly doubles the time of the interpreter that runs them.
+# While you work, about two minutes: style, types, and the tests of the files that differ from main (of all, if none do), but for those that
+# are marked `slow`. `tests/mirror.py` knows which tests these are.
+quick: .venv/.dev
+	+$(MAKE) --no-print-directory -j 2 style quick-tests
+
+quick-tests: .venv/.dev
+	$(PYTEST) -m "not slow and not release" -n 2 --dist worksteal $$($(BIN)/python -m tests.mirror --changed) || [ $$? = 5 ] # 5: all are slow
+
+# `--durations` shows where the minutes are.
 test: check .venv/.dev
 	$(PYTEST) --ignore tests/kernels -m "not release" -n 2 --dist worksteal --durations 20 --cov --cov-report=term:skip-covered --cov-fail-under=90
 	$(PYTEST) tests/kernels -n 2 --dist worksteal --durations 20

@@ -3,6 +3,7 @@
 import lzma
 import os
 import string
+import sys
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,7 +20,8 @@ torch.set_num_threads(1)
 
 def pytest_configure():
     """Triton's interpreter replaces the functions of `triton.language` by its own at every launch, and again wherever a kernel calls a
-    `triton.jit` function. Those calls find all replaced: without this, kernels take nearly twice the time."""
+    `triton.jit` function. Those calls find all replaced: without this, kernels take nearly twice the time. Coverage does not measure
+    kernels, and its trace function, which would be called for each of their lines, would take as long again."""
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
     from triton.runtime import interpreter
@@ -39,7 +41,12 @@ def pytest_configure():
 
     def launch_anew(executor, *args, **kwargs):
         replaced.clear()
-        return launch(executor, *args, **kwargs)
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return launch(executor, *args, **kwargs)
+        finally:
+            sys.settrace(trace)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
 
