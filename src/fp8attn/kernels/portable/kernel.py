@@ -28,6 +28,128 @@ def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs
             tl.store(lse_ptr + row, tl.full((1,), HIDDEN, tl.float32))
 
 
+@triton.jit
+def _keys_of(length, first_position, last_position, leftpad_ptr, seq, window, OPTIONS: tl.constexpr):
+    """Keys that some row of a block sees, `[any_first, any_end)`, and keys that every row sees, `[all_first, all_end)`.
+
+    `first_position` and `last_position` are those of the block's first and last query.
+    """
+    any_first = 0
+    if leftpad_ptr is not None:
+        any_first = tl.load(leftpad_ptr + seq)
+    all_first = any_first
+    any_end = length
+    all_end = length
+    if OPTIONS.causal:
+        any_end = tl.minimum(length, last_position + 1)
+        all_end = tl.minimum(length, first_position + 1)
+    if OPTIONS.window:
+        all_first = tl.maximum(any_first, last_position - window + 1)
+        any_first = tl.maximum(any_first, first_position - window + 1)
+    return any_first, any_end, all_first, all_end
+
+
+@triton.jit
+def _tiles_of(any_first, any_end, split, num_splits, OPTIONS: tl.constexpr):
+    """The tiles of keys `[first_tile, end_tile)` of a part of the keys; an empty part's are none."""
+    TILE: tl.constexpr = OPTIONS.tile
+    first_tile = tl.maximum(any_first, 0) // TILE
+    num_tiles = tl.maximum(tl.cdiv(any_end, TILE) - first_tile, 0)
+    end_tile = first_tile + num_tiles
+    if OPTIONS.split:
+        end_tile = first_tile + num_tiles * (split + 1) // num_splits
+        first_tile += num_tiles * split // num_splits
+    return first_tile, end_tile
+
+
+@triton.jit
+def _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, OPTIONS: tl.constexpr):
+    """A block of queries as the operand of Q K, in FP16.
+
+    Args:
+        q_offsets: `[rows]`, of the first channel of each row; those that are `real [rows]` exist.
+    Returns:
+        `q [rows, width]`; the factors of its scores, which become exponents of two; and the scores of K's mean.
+    """
+    D: tl.constexpr = OPTIONS.head_dim
+    d = tl.arange(0, OPTIONS.width)
+    q_mask = real[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    if OPTIONS.rotate:
+        q = hadamard(q, D)
+    # factor * q16 = |softmax_scale| * log2(e) * q. q16 is q times the power of two that brings its largest value to 2^8.
+    exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
+    grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)
+    shrink = ((exponent - _Q_BITS) << 23).to(tl.float32, bitcast=True)
+    scale_log2 = tl.abs(softmax_scale) * LOG2E
+    q = tl.where(softmax_scale < 0, -q, q)
+    # Above zero, so that -inf keeps its meaning: scores this small are zero whatever the factor.
+    factor = tl.maximum(shrink * scale_log2, 1e-25)
+    mean_score = tl.zeros_like(factor)
+    if k_mean_ptr is not None:
+        k_mean = tl.load(k_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)
+        mean_score = tl.sum(q * k_mean[None, :], 1) * scale_log2
+    return (q * grow[:, None]).to(tl.float16), factor, mean_score
+
+
+@triton.jit
+def _with_warps(queries, row_keys, OPTIONS: tl.constexpr):
+    """The queries and keys of rows with the axes that `add_tiles` takes: of keys, and of warps if several split the keys."""
+    q, factor, shift, cap = queries
+    first, end = row_keys
+    if OPTIONS.warps > 1:
+        q = tl.broadcast_to(q[None, :, :], (OPTIONS.warps, OPTIONS.rows, OPTIONS.width))
+        return (q, factor[None, :], shift[None, :], cap), (first[None, :, None], end[None, :, None])
+    else:
+        return queries, (first[:, None], end[:, None])
+
+
+@triton.jit
+def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, OPTIONS: tl.constexpr):
+    """The sums of a block of rows over tiles of keys.
+
+    Args:
+        queries, row_keys: of `_with_warps`.
+        pages: as `add_tiles` takes them.
+        tiles: the tiles of `_tiles_of`.
+        all_keys: the keys that all rows see, `[all_first, all_end)`.
+        HAS_START: keys on the left may be hidden.
+    Returns:
+        `acc [rows, width]`, denominators and maxima `[rows]`, and the unit of `acc`.
+    """
+    ROWS: tl.constexpr = OPTIONS.rows
+    DP: tl.constexpr = OPTIONS.width
+    TILE: tl.constexpr = OPTIONS.tile
+    WARPS: tl.constexpr = OPTIONS.warps
+    first_tile, end_tile = tiles
+    v_unit = tl.full((), 1.0, tl.float32)
+    if WARPS > 1:
+        # One loop: a mask over a few rows costs less than filling the pipeline twice.
+        state = (
+            tl.zeros((WARPS, ROWS, DP), tl.float32),
+            tl.zeros((WARPS, ROWS), tl.float32),
+            tl.full((WARPS, ROWS), UNSEEN, tl.float32),
+            v_unit,
+        )
+        acc, denom, m, v_unit = add_tiles(state, queries, row_keys, pages, first_tile, end_tile, HAS_START, True, OPTIONS)
+        top = tl.max(m, 0)
+        weight = tl.exp2(m - top[None, :])
+        denom = tl.sum(denom * weight, 0)
+        return tl.sum(acc * weight[:, :, None], 0), denom, top, v_unit
+    else:
+        state = tl.zeros((ROWS, DP), tl.float32), tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), UNSEEN, tl.float32), v_unit
+        all_first, all_end = all_keys
+        # All rows see all keys of the tiles `[free_tile, masked_tile)`.
+        masked_tile = tl.minimum(tl.maximum(all_end // TILE, first_tile), end_tile)
+        free_tile = first_tile
+        if HAS_START:
+            free_tile = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(all_first, 0), TILE), first_tile), end_tile)
+            masked_tile = tl.maximum(masked_tile, free_tile)
+            state = add_tiles(state, queries, row_keys, pages, first_tile, free_tile, True, True, OPTIONS)
+        state = add_tiles(state, queries, row_keys, pages, free_tile, masked_tile, False, False, OPTIONS)
+        return add_tiles(state, queries, row_keys, pages, masked_tile, end_tile, HAS_START, True, OPTIONS)
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_seqs", "num_blocks", "num_splits", "num_rows", "window"]
 )
@@ -38,15 +160,8 @@ def portable_kernel(
 ):  # fmt: skip
     """The kernel. A program computes some rows of one KV head of a sequence over a part of the keys. The last programs clear other rows."""
     D: tl.constexpr = OPTIONS.head_dim
-    DP: tl.constexpr = OPTIONS.width
     G: tl.constexpr = OPTIONS.group
     ROWS: tl.constexpr = OPTIONS.rows
-    TILE: tl.constexpr = OPTIONS.tile
-    WARPS: tl.constexpr = OPTIONS.warps
-    CAUSAL: tl.constexpr = OPTIONS.causal
-    WINDOW: tl.constexpr = OPTIONS.window
-    SOFTCAP: tl.constexpr = OPTIONS.softcap
-    SPLIT: tl.constexpr = OPTIONS.split
     # The last queries see the most keys and start first.
     split = tl.program_id(0) % num_splits
     item = tl.program_id(0) // num_splits
@@ -55,8 +170,8 @@ def portable_kernel(
     seq = item // num_blocks // num_kv_heads
     if cu_seqlens_ptr is not None and seq >= num_seqs:
         programs = num_seqs * num_kv_heads * num_blocks * num_splits
-        first = tl.load(cu_seqlens_ptr + num_seqs) * (num_kv_heads * G)
-        _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, tl.program_id(0) - programs, tl.num_programs(0) - programs, OPTIONS)
+        rest = tl.load(cu_seqlens_ptr + num_seqs) * (num_kv_heads * G)
+        _clear_rest(out_ptr, lse_ptr, rest, num_rows, num_splits, tl.program_id(0) - programs, tl.num_programs(0) - programs, OPTIONS)
         return
     if cu_seqlens_ptr is None:
         start = seq * max_seqlen_q
@@ -75,125 +190,45 @@ def portable_kernel(
     last_position = length - q_len + tl.minimum((block * ROWS + ROWS - 1) // G, q_len - 1)
     # Offsets of rows in [T, num_q_heads] and, with splits, in [num_splits, T, num_q_heads]
     offset = (start + query).to(tl.int64) * (num_kv_heads * G) + head
-    if SPLIT:
+    if OPTIONS.split:
         offset += split.to(tl.int64) * num_rows
+    any_first, any_end, all_first, all_end = _keys_of(length, first_position, last_position, leftpad_ptr, seq, window, OPTIONS)
+    first_tile, end_tile = _tiles_of(any_first, any_end, split, num_splits, OPTIONS)
+    if OPTIONS.split and first_tile >= end_tile:
+        tl.store(lse_ptr + offset, HIDDEN, mask=real)
+        return
 
-    # Keys that some row sees, [begin, end), and keys that every row sees, [all_begin, all_end)
-    begin = 0
-    if leftpad_ptr is not None:
-        begin = tl.load(leftpad_ptr + seq)
-    all_begin = begin
-    end = length
-    all_end = length
-    if CAUSAL:
-        end = tl.minimum(length, last_position + 1)
-        all_end = tl.minimum(length, first_position + 1)
-    if WINDOW:
-        all_begin = tl.maximum(begin, last_position - window + 1)
-        begin = tl.maximum(begin, first_position - window + 1)
-    first_tile = tl.maximum(begin, 0) // TILE
-    num_tiles = tl.maximum(tl.cdiv(end, TILE) - first_tile, 0)
-    if SPLIT:
-        last_tile = first_tile + num_tiles * (split + 1) // num_splits
-        first_tile += num_tiles * split // num_splits
-        if first_tile >= last_tile:
-            tl.store(lse_ptr + offset, HIDDEN, mask=real)
-            return
-    else:
-        last_tile = first_tile + num_tiles
-
-    d = tl.arange(0, DP)
+    d = tl.arange(0, OPTIONS.width)
     q_offsets = (start + query).to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
-    q_mask = real[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    if OPTIONS.rotate:
-        q = hadamard(q, D)
-    # factor * q16 = |softmax_scale| * log2(e) * q. q16 is q times the power of two that brings its largest value to 2^8.
-    exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
-    grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)
-    shrink = ((exponent - _Q_BITS) << 23).to(tl.float32, bitcast=True)
-    scale_log2 = tl.abs(softmax_scale) * LOG2E
-    q = tl.where(softmax_scale < 0, -q, q)
-    # Above zero, so that -inf keeps its meaning: scores this small are zero whatever the factor.
-    factor = tl.maximum(shrink * scale_log2, 1e-25)
-    mean_score = tl.zeros_like(factor)  # to base 2, as all scores here
-    if k_mean_ptr is not None:
-        k_mean = tl.load(k_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)
-        mean_score = tl.sum(q * k_mean[None, :], 1) * scale_log2
-    q = (q * grow[:, None]).to(tl.float16)
+    q, factor, mean_score = _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, OPTIONS)
     cap = softcap * LOG2E
     shift = mean_score
-    if SOFTCAP:
+    if OPTIONS.softcap:  # its scores include K's mean
         factor = factor * (2.0 / softcap)
         shift = shift * (2.0 / softcap)
         mean_score = tl.zeros_like(mean_score)
-
-    see_from = tl.zeros_like(row) + tl.maximum(begin, 0)
-    see_to = tl.zeros_like(row) + length
+    first = tl.zeros_like(row) + tl.maximum(any_first, 0)
+    end = tl.zeros_like(row) + length
     position = length - q_len + query
-    if CAUSAL:
-        see_to = tl.minimum(see_to, position + 1)
-    if WINDOW:
-        see_from = tl.maximum(see_from, position - window + 1)
-
-    if WARPS > 1:
-        q = tl.broadcast_to(q[None, :, :], (WARPS, ROWS, DP))
-        acc = tl.zeros((WARPS, ROWS, DP), tl.float32)
-        denom = tl.zeros((WARPS, ROWS), tl.float32)
-        m = tl.full((WARPS, ROWS), UNSEEN, tl.float32)
-        factor = factor[None, :]
-        shift = shift[None, :]
-        see_from = see_from[None, :, None]
-        see_to = see_to[None, :, None]
-    else:
-        acc = tl.zeros((ROWS, DP), tl.float32)
-        denom = tl.zeros((ROWS,), tl.float32)
-        m = tl.full((ROWS,), UNSEEN, tl.float32)
-        see_from = see_from[:, None]
-        see_to = see_to[:, None]
-    unit = tl.full((), 1.0, tl.float32)
+    if OPTIONS.causal:
+        end = tl.minimum(end, position + 1)
+    if OPTIONS.window:
+        first = tl.maximum(first, position - window + 1)
+    queries, row_keys = _with_warps((q, factor, shift, cap), (first, end), OPTIONS)
     table_ptr += seq.to(tl.int64) * table_stride
-    HAS_START: tl.constexpr = WINDOW or leftpad_ptr is not None
-    if WARPS > 1:
-        # One loop: a mask over a few rows costs less than filling the pipeline twice.
-        acc, denom, m, unit = add_tiles(
-            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first_tile,
-            last_tile, HAS_START, True, OPTIONS,
-        )  # fmt: skip
-    else:
-        all_last = tl.minimum(tl.maximum(all_end // TILE, first_tile), last_tile)
-        all_first = first_tile
-        if HAS_START:
-            all_first = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(all_begin, 0), TILE), first_tile), last_tile)
-            all_last = tl.maximum(all_last, all_first)
-            acc, denom, m, unit = add_tiles(
-                acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first_tile,
-                all_first, True, True, OPTIONS,
-            )  # fmt: skip
-        acc, denom, m, unit = add_tiles(
-            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, all_first,
-            all_last, False, False, OPTIONS,
-        )  # fmt: skip
-        acc, denom, m, unit = add_tiles(
-            acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, all_last,
-            last_tile, HAS_START, True, OPTIONS,
-        )  # fmt: skip
-    if WARPS > 1:
-        top = tl.max(m, 0)
-        weight = tl.exp2(m - top[None, :])
-        denom = tl.sum(denom * weight, 0)
-        acc = tl.sum(acc * weight[:, :, None], 0)
-        m = top
+    pages = pool_ptr, table_ptr, num_kv_heads, kv_head
+    HAS_START: tl.constexpr = OPTIONS.window or leftpad_ptr is not None
+    acc, denom, m, v_unit = _attend(queries, row_keys, pages, (first_tile, end_tile), (all_first, all_end), HAS_START, OPTIONS)
 
     # Rows that see nothing have denom = 0; a NaN is not 0 and stays.
     nothing = denom == 0.0
     lse = tl.where(nothing, HIDDEN, tl.log2(denom) + (m - WEIGHT_BITS))
-    out = acc * (unit / tl.where(nothing, 1.0, denom))[:, None]
+    out = acc * (v_unit / tl.where(nothing, 1.0, denom))[:, None]
     if v_mean_ptr is not None:
         out += tl.load(v_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)[None, :]
     out = tl.where(nothing[:, None], 0.0, out)
     out_mask = real[:, None] & (d < D)[None, :]
-    if SPLIT:
+    if OPTIONS.split:
         tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask & (nothing == 0)[:, None])
         tl.store(lse_ptr + offset, lse, mask=real)
         tl.store(lse_ptr + offset + num_splits.to(tl.int64) * num_rows, mean_score, mask=real)

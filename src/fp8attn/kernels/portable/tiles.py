@@ -30,13 +30,23 @@ def _scales(page_ptr, mask, LAYOUT: tl.constexpr):
 
 @triton.jit
 def add_tiles(
-    acc, denom, m, unit, q, factor, shift, cap, see_from, see_to, pool_ptr, table_ptr, num_kv_heads, kv_head, first, last,
-    MASK_START: tl.constexpr, MASK_END: tl.constexpr, OPTIONS: tl.constexpr,
-):  # fmt: skip
-    """Add the keys of tiles `[first, last)` to the softmax state `acc * unit, denom, m` of a block of rows.
+    state, queries, row_keys, pages, first_tile, end_tile, MASK_START: tl.constexpr, MASK_END: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """Add the keys of tiles `[first_tile, end_tile)` to the softmax state of a block of rows, and return it.
 
     If several warps split the keys, every tensor has a first axis of warps. Each warp has a part of the tile's keys and its own state.
+
+    Args:
+        state: `acc` in units of `v_unit`, denominators, maxima, and `v_unit`.
+        queries: `q`; the factors of scores; what is added to them before the softcap; the cap.
+        row_keys: the keys `[first, end)` that each row sees.
+        pages: the pool, the sequence's row of the page table, the number of KV heads, and the head.
+        MASK_START, MASK_END: some row does not see some key on the left, or on the right.
     """
+    acc, denom, m, v_unit = state
+    q, factor, shift, cap = queries
+    row_first, row_end = row_keys
+    pool_ptr, table_ptr, num_kv_heads, kv_head = pages
     INT8: tl.constexpr = OPTIONS.int8
     LAYOUT: tl.constexpr = OPTIONS.layout
     D: tl.constexpr = OPTIONS.head_dim
@@ -66,15 +76,15 @@ def add_tiles(
     v_mask = in_group < D * _GROUP
 
     # A page's number and scales are loaded one tile ahead, because the pipeline does not hide their latency.
-    some = first < last
-    page_ptr = _page(pool_ptr, tl.load(table_ptr + first // TILES, mask=some, other=0), num_kv_heads, kv_head, LAYOUT)
+    some = first_tile < end_tile
+    page_ptr = _page(pool_ptr, tl.load(table_ptr + first_tile // TILES, mask=some, other=0), num_kv_heads, kv_head, LAYOUT)
     k_scale, v_scale = _scales(page_ptr, some, LAYOUT)
-    ratio = unit / v_scale
-    for tile in range(first, last):
+    v_ratio = v_unit / v_scale
+    for tile in range(first_tile, end_tile):
         tile_ptr = page_ptr + (tile * TILE - tile // TILES * _PAGE) * D
         k_ptrs = tile_ptr + LAYOUT.k_offset + k_offsets
         v_ptrs = tile_ptr + LAYOUT.v_offset + v_offsets
-        page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, last - 1) // TILES), num_kv_heads, kv_head, LAYOUT)
+        page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) // TILES), num_kv_heads, kv_head, LAYOUT)
         next_k_scale, next_v_scale = _scales(page_ptr, True, LAYOUT)
 
         k = tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0)
@@ -89,11 +99,11 @@ def add_tiles(
             s += k_scale - k_scale
             f = tl.where(k_scale == k_scale, f, 1.0)
         if MASK_START and MASK_END:
-            s = tl.where((tile * TILE + key < see_to) & (tile * TILE + key >= see_from), s, HIDDEN)
+            s = tl.where((tile * TILE + key < row_end) & (tile * TILE + key >= row_first), s, HIDDEN)
         elif MASK_END:
-            s = tl.where(tile * TILE + key < see_to, s, HIDDEN)
+            s = tl.where(tile * TILE + key < row_end, s, HIDDEN)
         elif MASK_START:
-            s = tl.where(tile * TILE + key >= see_from, s, HIDDEN)
+            s = tl.where(tile * TILE + key >= row_first, s, HIDDEN)
         largest = tl.max(s, AXIS)
         if not SOFTCAP:
             largest = largest * f
@@ -102,7 +112,7 @@ def add_tiles(
         p = tl.exp2((s if SOFTCAP else s * tl.expand_dims(f, -1)) - origin).to(tl.float16)
         alpha = tl.exp2(m - new_m)
         denom = denom * alpha + tl.sum(p.to(tl.float32), AXIS)
-        rescale = tl.broadcast_to(tl.expand_dims(alpha * ratio, -1), acc.shape)
+        rescale = tl.broadcast_to(tl.expand_dims(alpha * v_ratio, -1), acc.shape)
         v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0), NATIVE)
         v = tl.permute(tl.reshape(v, (TILE // _GROUP, DP, _GROUP)), (0, 2, 1))
         v = tl.reshape(v, (WARPS, TILE // WARPS, DP) if WARPS > 1 else (TILE, DP))
@@ -110,7 +120,7 @@ def add_tiles(
         # and a sum into an accumulation of the tensor core.)
         acc = tl.fma(acc, rescale, tl.dot(p, v))
         m = new_m
-        ratio = v_scale / next_v_scale
+        v_ratio = v_scale / next_v_scale
         k_scale = next_k_scale
         v_scale = next_v_scale
-    return acc, denom, m, tl.where(some, v_scale, unit)
+    return acc, denom, m, tl.where(some, v_scale, v_unit)
