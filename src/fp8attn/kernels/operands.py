@@ -4,9 +4,9 @@ Triton 3.9 copies each register of a left operand by a `mov` before each product
 overwrite a register that a running product still read (#9433 there). Since 13.3 ptxas waits for the product, and also keeps each copy until
 then. Prefill multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops spilled.
 
-`direct_operands` removes copies from the PTX while Triton compiles a kernel: through Triton's hook on the stages of a compilation, set
-while threads compile. The hook is part of the kernel's key in Triton's cache, in memory and on disk, so every process finds the same
-kernel, and kernels of others keep their keys.
+`direct_operands` removes copies from the PTX while Triton compiles a kernel, and rewrites the descriptors of right operands
+(`descriptors.py`): through Triton's hook on the stages of a compilation, set while threads compile. The hook is part of the kernel's key in
+Triton's cache, in memory and on disk, so every process finds the same kernel, and kernels of others keep their keys.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import Any, Literal, NamedTuple
 import triton
 from triton import knobs
 
+from .descriptors import wide_descriptors
+
 Which = Literal["none", "sums", "all"]  # the products that read their operands directly; `sums`: those with eight columns
 
-KEY = "fp8attn: left operands of wgmma without copies, 2: "  # a change of `without_copies` needs another number
+KEY = "fp8attn: left operands of wgmma without copies, 3: "  # a change of `_rewritten` or what it calls needs another number
 NOTE = "fp8attn_operands"  # of a kernel's metadata: why Triton's copies stayed, or `DIRECT`
 DIRECT = "direct"
 SAFE_PTXAS = (13, 3)  # the first that overwrites no operand of a running product
@@ -96,7 +98,8 @@ _hook = Hook()
 
 @contextmanager
 def direct_operands(which: Which) -> Iterator[None]:
-    """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these products."""
+    """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these products, and
+    64-bit descriptors of the right ones."""
     if which == "none" or not copies_operands():
         yield
         return
@@ -117,6 +120,7 @@ def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -
 
     release = ptxas_release(get_ptxas_version(backend.target.arch))
     metadata[NOTE] = DIRECT
+    ptx = wide_descriptors(ptx)
     try:
         if release < SAFE_PTXAS:
             raise Unsafe(f"ptxas {'.'.join(map(str, release))} may overwrite operands of running products, so they are copied")

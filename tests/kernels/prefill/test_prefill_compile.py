@@ -19,18 +19,19 @@ BOUNDS = {
         "d128-long-no-lse": (450, 4, 200), "d128-long-e4m3-no-lse": (420, 6, 180),
         "d128-q8-long-no-lse": (435, 2, 100), "d192": (520, 0, 40), "d256": (580, 8, 150),
         "d256-no-lse": (570, 0, 20), "d256-e4m3-no-lse": (540, 4, 150), "d256-q8": (530, 0, 20), "d256-ragged-no-lse": (580, 8, 150),
-        "d128-rope": (475, 0, 60), "d256-rope-pairs": (580, 8, 150), "d64-exact": (570, 0, 30), "d128-exact": (660, 0, 10),
-        "d128-long-exact": (685, 0, 70), "d256-exact": (830, 45, 350),
+        "d128-rope": (475, 0, 60), "d256-rope-pairs": (580, 8, 150), "d64-exact": (550, 0, 30), "d128-exact": (635, 0, 10),
+        "d128-long-exact": (645, 4, 70), "d256-exact": (815, 45, 350),
     },
-    # ptxas 13.4, without copies of operands (`kernels/operands.py`). No loop spills more than the one of 3.6, but for one instruction.
+    # ptxas 13.4, without copies of operands (`kernels/operands.py`) and with 64-bit descriptors (`kernels/descriptors.py`). No loop spills
+    # more than the one of 3.6, but for one instruction, and none is longer, but for head_dim 256 with an LSE, where 3.6's spills 8 times.
     "3.9": {
-        "d64": (390, 0, 40), "d64-e4m3": (350, 0, 40), "d128": (475, 0, 60), "d128-e4m3": (425, 0, 60), "d128-new": (475, 0, 40),
-        "d128-long": (445, 2, 260),
-        "d128-long-no-lse": (445, 2, 180), "d128-long-e4m3-no-lse": (420, 2, 190), "d128-long-ragged-no-lse": (445, 2, 170),
-        "d128-q8-long-no-lse": (430, 2, 160), "d192": (525, 0, 20), "d256": (615, 0, 40),
-        "d256-no-lse": (585, 0, 20), "d256-e4m3-no-lse": (575, 0, 40), "d256-q8": (540, 0, 20), "d256-ragged-no-lse": (615, 0, 40),
-        "d128-rope": (475, 0, 60), "d256-rope-pairs": (615, 0, 60), "d64-exact": (575, 0, 30), "d128-exact": (650, 0, 10),
-        "d128-long-exact": (690, 0, 70), "d256-exact": (785, 0, 30),
+        "d64": (384, 0, 40), "d64-e4m3": (345, 0, 40), "d128": (466, 0, 60), "d128-e4m3": (415, 0, 60), "d128-new": (466, 0, 40),
+        "d128-long": (428, 2, 260),
+        "d128-long-no-lse": (428, 2, 180), "d128-long-e4m3-no-lse": (398, 2, 190), "d128-long-ragged-no-lse": (428, 2, 170),
+        "d128-q8-long-no-lse": (415, 2, 160), "d192": (505, 0, 20), "d256": (596, 0, 40),
+        "d256-no-lse": (563, 0, 20), "d256-e4m3-no-lse": (553, 0, 40), "d256-q8": (522, 0, 20), "d256-ragged-no-lse": (596, 0, 40),
+        "d128-rope": (466, 0, 60), "d256-rope-pairs": (596, 0, 60), "d64-exact": (545, 0, 30), "d128-exact": (626, 0, 10),
+        "d128-long-exact": (626, 0, 80), "d256-exact": (740, 0, 30),
     },
 }  # fmt: skip
 CASES = BOUNDS.get(triton.__version__.rpartition(".")[0], {})
