@@ -64,3 +64,8 @@ def prompt(builder, made, layer, cache, length=200, table=(1, 2)):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(length, heads, D, generator=generator) + 1 for heads in (GROUP * HEADS, HEADS, HEADS))
     return made.forward(layer, q, k, v, cache, builder.build(0, Step([length], [length], [list(table)])), q * 0)
+
+
+def means_of(made):
+    """The static means of K, as it is stored, and of V."""
+    return made.engine_layer.stored_k_mean, made.engine_layer.v_mean

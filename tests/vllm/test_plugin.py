@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from fp8attn.formats.page_layout import PageLayout
 from fp8attn.integrations import vllm as plugin
+from fp8attn.integrations.engine import Options
 from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
-from fp8attn.integrations.vllm.options import Options
 from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer
 from tests.vllm.layers import HEADS, PLAIN, D, connected
 

@@ -11,11 +11,11 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from fp8attn import UsageError
 from fp8attn.formats.page_layout import engine_marks_of
-from fp8attn.integrations.vllm import metrics as metrics_module
+from fp8attn.integrations.engine import metrics as metrics_module
 from fp8attn.integrations.vllm.impl import overflows
 from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
-from tests.integrations.test_vllm import qwen2
-from tests.vllm.layers import GROUP, HEADS, LAYER, D, Step, connected, layer_impl, prompt
+from tests.integrations.engine.models import qwen2
+from tests.vllm.layers import GROUP, HEADS, LAYER, D, Step, connected, layer_impl, means_of, prompt
 
 ADDED = ["fp8attn_k_mean", "fp8attn_v_mean", "fp8attn_page_scales", "fp8attn_overflows"]
 
@@ -26,14 +26,14 @@ def test_new_weights_leave_what_is_static_at_its_address(builder, monkeypatch, f
     made, layer = layer_impl(monkeypatch, given)
     cache = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
     expected = prompt(builder, made, layer, cache)
-    before, counts = dict(layer.named_buffers()), made.overflows
+    before, counts = dict(layer.named_buffers()), made.engine_layer.overflows
     assert list(before) == ADDED and not layer.state_dict()
     for name in ADDED[:3]:
         before[name].zero_()  # as if the memory had been discarded
     made.process_weights_after_loading(torch.bfloat16)
-    assert made.overflows is counts and counts.tensors[0] is before[ADDED[3]] and counts.tensors[0][0, 0] == 200
+    assert made.engine_layer.overflows is counts and counts.tensors[0] is before[ADDED[3]] and counts.tensors[0][0, 0] == 200
     assert {name: x.data_ptr() for name, x in layer.named_buffers()} == {name: x.data_ptr() for name, x in before.items()}
-    assert made._state[0] is before[ADDED[0]] and made._state[1] is before[ADDED[1]]
+    assert made.engine_layer.stored_k_mean is before[ADDED[0]] and made.engine_layer.v_mean is before[ADDED[1]]
     assert torch.equal(prompt(builder, made, layer, cache), expected)
 
 
@@ -44,7 +44,7 @@ def test_what_is_static_outlives_sleep(builder, monkeypatch, file_of_scales):
     expected = prompt(builder, made, layer, cache)
     saved = {name: x.clone() for name, x in layer.named_buffers()}
     assert list(saved) == [ADDED[0], ADDED[1], ADDED[3]]
-    for x in (*made._state[:2], made.overflows.tensors[0], cache):
+    for x in (*means_of(made), made.engine_layer.overflows.tensors[0], cache):
         x.fill_(0x7F)
     for name, x in layer.named_buffers():
         x.data.copy_(saved[name])
@@ -56,10 +56,11 @@ def test_a_layer_that_shares_pages_has_the_means_of_its_target(monkeypatch, file
     target, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}})
     name = "model.layers.1.self_attn.attn"
     made, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name, kv_sharing_target_layer_name=LAYER)
-    assert target.writes and not made.writes
-    for mean, expected in zip(made._state[:2], target._state[:2], strict=True):
+    assert target.engine_layer.writes and not made.engine_layer.writes
+    for mean, expected in zip(means_of(made), means_of(target), strict=True):
         assert expected.any() and torch.equal(mean, expected)
-    assert not layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name)[0].has_means  # its own number has none
+    own_pages, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name)
+    assert not own_pages.engine_layer.has_means  # its own number has none
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -69,7 +70,7 @@ def test_blocks_of_an_engine_with_other_options_are_an_error(builder, monkeypatc
     made, layer = layer_impl(monkeypatch, connector=connector)
     written = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
     prompt(builder, made, layer, written)
-    assert (engine_marks_of(made._pool) == made._mark).all()  # and appends leave it
+    assert (engine_marks_of(made.engine_layer.pool) == made.engine_layer.mark).all()  # and appends leave it
     for options, ends in (({}, False), ({"key_dtype": "e4m3"}, True), ({"scales": file_of_scales}, True), ({"exact": True}, False)):
         other, layer = layer_impl(monkeypatch, {"fp8attn": options}, connector=connector)
         cache = torch.zeros_like(written)
@@ -90,15 +91,15 @@ def test_layers_of_a_draft_model_have_the_mark_of_the_model(monkeypatch, tmp_pat
     qwen2(num_attention_heads=8, num_key_value_heads=4, hidden_size=8 * D).save_pretrained(tmp_path)
     given = {"connector": connected("ExampleConnector"), "target": str(tmp_path)}
     target, draft = (layer_impl(monkeypatch, checkpoint=x, ranks=2, **given)[0] for x in (tmp_path, "a draft without biases"))
-    assert target.has_means and not draft.has_means and target._mark == draft._mark
-    assert layer_impl(monkeypatch, connector=given["connector"])[0]._mark != target._mark
+    assert target.engine_layer.has_means and not draft.engine_layer.has_means and target.engine_layer.mark == draft.engine_layer.mark
+    assert layer_impl(monkeypatch, connector=given["connector"])[0].engine_layer.mark != target.engine_layer.mark
 
 
 def test_without_a_connector_pages_have_no_mark(builder, monkeypatch):
     for connector in (None, connected("OffloadingConnector")):
         made, layer = layer_impl(monkeypatch, connector=connector)
         prompt(builder, made, layer, torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8))
-        assert made._mark is None and not engine_marks_of(made._pool).any()
+        assert made.engine_layer.mark is None and not engine_marks_of(made.engine_layer.pool).any()
 
 
 def test_counts_need_the_option(monkeypatch):
@@ -111,7 +112,7 @@ def test_counts_are_metrics(builder, monkeypatch):
     made, layer = layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}})
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(metrics_module.time, "monotonic", lambda: clock.now)
-    builder.metrics = metrics_module.OverflowMetrics([made.overflows])
+    builder.metrics = metrics_module.OverflowMetrics([made.engine_layer.overflows])
     cache = torch.zeros(3, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
     for length, now in ((60, 103.0), (64, 111.0), (70, 112.0), (90, 122.0), (91, 123.0)):
         clock.now = now
@@ -130,7 +131,7 @@ def test_counts_are_metrics(builder, monkeypatch):
     assert found["fp8attn:pages_total", "k"] == found["fp8attn:pages_total", "v"] == tokens * HEADS / 128
     assert 0 < found["fp8attn:rescaled_pages_total", "k"] < report.rows[0].rescaled
 
-    made.overflows.reset()  # as if vLLM's sleep mode had discarded them; Prometheus takes no negative numbers
+    made.engine_layer.overflows.reset()  # as if vLLM's sleep mode had discarded them; Prometheus takes no negative numbers
     for now in (200.0, 201.0):
         clock.now = now
         builder.build(0, step)
@@ -146,4 +147,4 @@ def test_one_builder_publishes_the_counts_of_all_layers(monkeypatch):
     layers = {"model.layers.0.mlp": SimpleNamespace()} | {name: layer for name, (_, layer) in zip(names, made, strict=True)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     target, draft = (FP8AttentionMetadataBuilder(None, own, config, torch.device("cpu")) for own in (names[:2], names[2:]))
-    assert target.metrics._counts == [impl.overflows for impl, _ in made] and draft.metrics is None
+    assert target.metrics._counts == [impl.engine_layer.overflows for impl, _ in made] and draft.metrics is None

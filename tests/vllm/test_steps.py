@@ -14,8 +14,8 @@ from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm.impl import overflows
 from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from fp8attn.params import AttentionParams
-from tests.integrations.test_vllm import qwen2
-from tests.vllm.layers import GROUP, HEADS, D, Step, layer_impl, prompt
+from tests.integrations.engine.models import qwen2
+from tests.vllm.layers import GROUP, HEADS, D, Step, layer_impl, means_of, prompt
 
 
 def test_decodes_and_prompts_are_two_parts(builder):
@@ -103,7 +103,7 @@ def test_a_layers_steps(builder, monkeypatch, options):
             outputs[i].append(out)
     for i, length in enumerate(held):
         whole = fp8attn.from_dense(k[i : i + 1, :length].transpose(1, 2), v[i : i + 1, :length].transpose(1, 2), backend="reference")
-        used = made._pool[tables[i]][: whole.num_pages]
+        used = made.engine_layer.pool[tables[i]][: whole.num_pages]
         pages = KVPages.trusted(used, whole.page_table, whole.cache_seqlens, *whole.state[3:])
         for x, y in zip(pages.read(0, length), whole.read(0, length), strict=True):
             assert torch.equal(x, y)  # whatever the chunks were
@@ -168,7 +168,7 @@ def test_static_scales(builder, monkeypatch, tmp_path):
     outputs = []
     for chunks in ([300], [130, 90, 79, 1]):
         made, layer = layer_impl(monkeypatch, given)
-        assert made.has_static_scales
+        assert made.engine_layer.has_static_scales
         cache = torch.full((5, HEADS, 128, 2 * D + 1), 0x7F, dtype=torch.uint8)
         done, parts = 0, []
         for chunk in chunks:
@@ -178,7 +178,7 @@ def test_static_scales(builder, monkeypatch, tmp_path):
                 made.forward(layer, q[now], k[now], v[now], cache, builder.build(0, Step([chunk], [done], [[4, 1, 3]])), q[now] * 0)
             )
         outputs.append(torch.cat(parts))
-        header = made._pool[:, :, -128:].view(torch.float32)
+        header = made.engine_layer.pool[:, :, -128:].view(torch.float32)
         assert torch.equal(header[:, :, 0], scales.expand(5, HEADS)) and (header[:, :, 1] == 2.0**-4).all()
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)  # the order of sums depends on the number of rows
 
@@ -187,7 +187,7 @@ def test_static_scales(builder, monkeypatch, tmp_path):
     for impl, reason in ((made, refused), (SimpleNamespace(), "layers.2.self_attn.attn has another attention backend .* leave out static")):
         other = SimpleNamespace(kv_cache=cache, layer_name="model.layers.2.self_attn.attn", impl=impl)
         made._config.compilation_config.static_forward_context["other"] = other
-        made._pool = None
+        made.engine_layer.pool = None
         with pytest.raises(UsageError, match=reason):
             made.forward(layer, q[:1], k[:1], v[:1], cache, builder.build(0, Step([1], [1], [[4]])), q[:1])
 
@@ -200,10 +200,10 @@ def test_means_of_biases(monkeypatch, tmp_path):
     assert expected.k_mean.any() and expected.v_mean is None
     for rank in (0, 1):
         made, _ = layer_impl(monkeypatch, checkpoint=tmp_path, rank=rank, ranks=2)
-        k_mean, v_mean = made._state[:2]
-        assert v_mean is None and made.has_means
+        k_mean, v_mean = means_of(made)
+        assert v_mean is None and made.engine_layer.has_means
         torch.testing.assert_close(k_mean, rotate(expected.k_mean[2 * rank :][:2]), rtol=1e-5, atol=1e-4)
-    assert not layer_impl(monkeypatch)[0].has_means
+    assert not layer_impl(monkeypatch)[0].engine_layer.has_means
 
 
 def test_while_vllm_measures_memory(monkeypatch):
@@ -213,6 +213,6 @@ def test_while_vllm_measures_memory(monkeypatch):
 
 
 def test_blocks_of_another_size_are_an_error(monkeypatch):
-    made, layer = layer_impl(monkeypatch)
+    made, _ = layer_impl(monkeypatch)
     with pytest.raises(RuntimeError, match=r"model.layers.3.self_attn.attn blocks of 32768 bytes .* needs 33024 bytes each"):
-        made._bind(layer, torch.zeros(9, HEADS, 128, 2 * D, dtype=torch.uint8))
+        made.engine_layer.bind(torch.zeros(9, HEADS, 128, 2 * D, dtype=torch.uint8))

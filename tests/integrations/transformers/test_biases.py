@@ -161,7 +161,7 @@ def test_biases_that_cannot_be_read_cause_a_warning():
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=128, vocab_size=VOCABULARY)
     gpt2 = transformers.GPT2LMHeadModel(config)
     assert spread_layers(gpt2) == set() and all(found.unread for found in layer_biases(gpt2).values())
-    with pytest.warns(UserWarning, match=r"biases of GPT2LMHeadModel .* in layers 0-1 cannot be read.*fp8attn\.calibrate\(model"):
+    with pytest.warns(UserWarning, match=r"biases of GPT2LMHeadModel .* in layers 0-1 cannot be read.*fp8attn_tools\.calibrate\(model"):
         FP8Cache(gpt2)
     assert [check.status for check in examine(gpt2)] == ["warn"]
     with pytest.warns(UserWarning, match="biases of Qwen2ForCausalLM .* in layers 0-2 cannot be read, because the weights are not loaded"):

@@ -10,16 +10,13 @@ page of fp8attn: one run of bytes that depends on its 128 tokens alone. So prefi
 | `__init__.py` | `register` |
 | `backend.py` | what vLLM asks before the start |
 | `supported.py`, `refused.py` | which models and options are not supported, and why; other releases of vLLM |
-| `connectors.py` | blocks of other engines: which KV connectors, and the mark that tells formats apart |
+| `connectors.py` | blocks of other engines: which KV connectors |
 | `specs.py` | the bytes of a block, which vLLM's releases are told in different ways |
-| `metadata.py` | the sequences of a step, decodes first |
-| `impl.py` | the step of a layer: append, then attention |
+| `metadata.py` | the sequences of a step |
+| `impl.py` | a layer |
 | `options.py` | options from `--additional-config` |
-| `biases.py` | static means from a model's biases |
-| `metrics.py` | counts of overflows among vLLM's metrics |
-| `warm.py` | kernels, compiled before the first request |
 
-Importing this module, `options.py` or `refused.py` does not import vLLM.
+What another engine would need, too, is in `integrations/engine/`. Importing this module, `options.py` or `refused.py` does not import vLLM.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from functools import cache
 from typing import Any
 
 from ...extras import needs
+from .. import engine
 
 OLDEST, NEWEST = (0, 26), (0, 33)  # releases of vLLM that were run; docs/vllm.md says how
 ON_CPU = "FP8ATTN_VLLM_CPU"  # an environment variable, see `register`
@@ -58,6 +56,7 @@ def register() -> None:
     if (reason := unsupported_release(vllm_version())) is not None:
         logger.debug(reason)
         path = f"{__name__}.refused.RefusedBackend"
+    _show_messages()
     register_backend(AttentionBackendEnum.CUSTOM, path)
     if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32
         register_backend(AttentionBackendEnum.__members__.get(NAME, NAME), path)  # a name can be made once, and replaced any time
@@ -72,6 +71,13 @@ def register() -> None:
             if name in AttentionBackendEnum.__members__:
                 register_backend(AttentionBackendEnum[name], path)
     _say_what_cpus_use(on_cpu)
+
+
+def _show_messages() -> None:
+    """Show what `integrations/engine` logs: vLLM shows the messages of its own loggers only."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger(engine.__name__)
+    ours.handlers, ours.propagate = list(theirs.handlers), not theirs.handlers
+    ours.setLevel(theirs.getEffectiveLevel())
 
 
 def _pickled(member: Any) -> Any:

@@ -8,8 +8,8 @@ import torch
 from vllm.v1.attention.backend import AttentionType
 
 from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
+from ..engine.options import Options
 from .connectors import exchanges_blocks, unsupported_connector
-from .options import Options
 
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 DTYPES = (torch.bfloat16, torch.float16)

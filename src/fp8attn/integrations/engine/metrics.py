@@ -1,7 +1,7 @@
-"""Counts of overflows among vLLM's metrics.
+"""Counts of overflows as counters of Prometheus, in the process that has the pages.
 
-The counters are Prometheus's, in the process that has the pages. vLLM's server shows metrics of other processes if the environment variable
-PROMETHEUS_MULTIPROC_DIR names an empty folder, or with several API servers. Prometheus adds up the processes of tensor parallelism.
+An engine's server shows metrics of other processes if the environment variable PROMETHEUS_MULTIPROC_DIR names an empty folder. Prometheus
+adds up the processes of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client import Counter
 from ...formats.page_layout import PAGE_SIZE
 from ...overflow import OverflowCounts
 
-INTERVAL = 10.0  # seconds, as vLLM's own log
+INTERVAL = 10.0  # seconds, as vLLM's log
 
 
 class OverflowMetrics:
@@ -53,7 +53,7 @@ class OverflowMetrics:
         pages, rescaled, saturated = _counters()
         for counts, new in zip(self._counts, (found - self._published).tolist(), strict=True):
             for kind, added in zip("kv", new, strict=True):
-                tokens, cut, grown = (max(one, 0) for one in added)  # counts begin anew if vLLM's sleep mode discards them
+                tokens, cut, grown = (max(one, 0) for one in added)  # counts begin anew if a sleep mode discards them
                 labels = {"layer": str(counts.layers[0]), "kind": kind}
                 pages.labels(**labels).inc(tokens * counts.num_kv_heads / PAGE_SIZE)
                 rescaled.labels(**labels).inc(grown)

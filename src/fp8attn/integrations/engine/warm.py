@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -16,25 +16,32 @@ from filelock import FileLock
 
 from ...precompile import Kernel
 from ..warmup import AttentionOption, warmup
+from .layer import EngineLayer
 
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
+logger = logging.getLogger(__name__)
 
 
-def warm_up(vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
-    """Compile the kernels of these layers, for all that they have in common."""
-    impls = {vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names}
-    means = any(impl.has_means for impl in impls)
-    for impl in impls:
+def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load the kernels of these layers, for all that they have in common.
+
+    Args:
+        layers: of an engine.
+        dtype: of queries, keys and values.
+        device: the GPU.
+    """
+    layers = list(layers)
+    means = any(layer.has_means for layer in layers)
+    for layer in layers:
         _compile(
-            impl.num_heads, impl.num_kv_heads, impl.head_size, vllm_config.model_config.dtype, device, impl.options.key_dtype,
-            means, impl.has_static_scales, impl.options.count_overflows, _of_attention(impl),
+            layer.num_q_heads, layer.num_kv_heads, layer.head_dim, dtype, device, layer.options.key_dtype,
+            means, layer.has_static_scales, layer.options.count_overflows, _of_attention(layer),
         )  # fmt: skip
 
 
-def _of_attention(impl: Any) -> frozenset[AttentionOption]:
+def _of_attention(layer: EngineLayer) -> frozenset[AttentionOption]:
     has: dict[AttentionOption, bool] = {
-        "window": impl.window is not None, "softcap": impl.softcap is not None, "sinks": impl.sinks is not None,
-        "exact": impl.options.exact,
+        "window": layer.window is not None, "softcap": layer.softcap is not None, "sinks": layer.sinks is not None,
+        "exact": layer.options.exact,
     }  # fmt: skip
     return frozenset(name for name, given in has.items() if given)
 
@@ -44,7 +51,7 @@ def _compile(
     num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any, means: bool,
     static_scales: bool, overflows: bool, attention: frozenset[AttentionOption],
 ) -> None:  # fmt: skip
-    import triton  # vLLM's build for CPUs may lack it
+    import triton  # an engine for CPUs may lack it
 
     begun = time.perf_counter()
     given = dict(

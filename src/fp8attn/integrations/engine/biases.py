@@ -1,7 +1,7 @@
 """Static means from the biases of a checkpoint's projections, as `FP8Cache` reads them off a transformers model.
 
-vLLM's layers have fused weights, divided over processes. So the few tensors that determine the means are read from the checkpoint, into a
-transformers model without memory for the others.
+The layers of engines have fused weights, divided over processes. So the few tensors that determine the means are read from the checkpoint,
+into a transformers model without memory for the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..checkpoint import FLOATS, Checkpoint
 from ..transformers.biases import LayerBiases, layer_biases
 from ..transformers.config import decoder_config
 
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
+logger = logging.getLogger(__name__)
 _PROJECTION = r"self_attn\.(k_proj|v_proj|qkv_proj)"
 _READ = re.compile(rf".*\blayers\.\d+\.({_PROJECTION}|input_layernorm)\.(weight|bias)")
 _IF_BIASES = (

@@ -1,0 +1,146 @@
+"""A layer in an engine: its pages in the engine's memory, what is static in them, and the append and attention of a step."""
+
+from __future__ import annotations
+
+import torch
+
+from ... import ops
+from ...formats.codec import key_type
+from ...formats.page_layout import PageLayout, engine_marks_of, scales_of
+from ...overflow import OverflowCounts
+from ...pages import KVPages
+from .marks import check_marks
+from .options import Options
+from .static import StaticState
+from .steps import Step
+
+
+class EngineLayer:
+    """A layer's attention in an engine.
+
+    What is static keeps its address and its values as long as the layer exists: CUDA graphs read the tensors, and cached pages depend on
+    the values. An engine that discards memory must save and restore `buffers`, or call `fill` afterwards.
+
+    Args:
+        num_q_heads, num_kv_heads, head_dim: the layer's shape in this process.
+        options: of the engine.
+        static: what is static in its pages.
+        device: of the tensors.
+        softmax_scale: None: 1 / sqrt(head_dim).
+        window, softcap, sinks: as `fp8attn.attention` takes them.
+        writes: whether the layer writes its pages. Otherwise another layer does, with the same static state.
+        mark: of its pages (`marks.mark_of`), if other engines may bring some.
+        number: the layer's index, for counts.
+        name: of the layer, for errors.
+    """
+
+    def __init__(
+        self,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        options: Options,
+        static: StaticState,
+        device: torch.device | str,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        writes: bool = True,
+        mark: int | None = None,
+        number: int = 0,
+        name: str = "",
+    ) -> None:
+        self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
+        self.options, self.static, self.writes, self.mark, self.name = options, static, writes, mark, name
+        self.softmax_scale, self.window, self.softcap, self.sinks = softmax_scale, window, softcap, sinks
+        self.stored_k_mean, self.v_mean, self.page_scales = (None if x is None else torch.empty_like(x, device=device) for x in static)
+        self.overflows: OverflowCounts | None = None
+        if options.count_overflows and writes:
+            self.overflows = OverflowCounts([number], num_kv_heads, head_dim, torch.device(device))
+        self.pool: torch.Tensor | None = None  # the pages in the engine's memory
+        self._format = self.stored_k_mean, self.v_mean, key_type(options.key_dtype), True  # the last fields of `KVPages`
+        self.fill()
+
+    def fill(self) -> None:
+        """Write what is static, again after an engine has discarded it. Counts stay."""
+        for tensor, value in zip((self.stored_k_mean, self.v_mean, self.page_scales), self.static, strict=True):
+            if tensor is not None and value is not None:
+                tensor.copy_(value)
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The tensors that must outlive new weights and sleep, by name."""
+        counts = None if self.overflows is None else self.overflows.tensors[0]
+        found = {"k_mean": self.stored_k_mean, "v_mean": self.v_mean, "page_scales": self.page_scales, "overflows": counts}
+        return {f"fp8attn_{name}": tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def has_means(self) -> bool:
+        """Whether the layer subtracts static means."""
+        return self.stored_k_mean is not None or self.v_mean is not None
+
+    @property
+    def has_static_scales(self) -> bool:
+        """Whether all pages of the layer have the same calibrated scales."""
+        return self.page_scales is not None
+
+    @property
+    def writes_at_the_start(self) -> bool:
+        """Whether `bind` writes into pages, which nothing else may write to or clear then: static scales, and marks."""
+        return self.page_scales is not None or self.mark is not None
+
+    def is_bound(self, allocation: torch.Tensor) -> bool:
+        """Whether the layer's pages are in this memory."""
+        return self.pool is not None and self.pool.data_ptr() == allocation.data_ptr()
+
+    def bind(self, allocation: torch.Tensor) -> None:
+        """Make the pool of pages from the engine's memory for the layer, and write what pages keep from the start.
+
+        Args:
+            allocation: `[num_blocks, ...]` of any dtype and shape, contiguous: `num_kv_heads` pages a block.
+        Raises:
+            RuntimeError: a block has another size, or there are gaps.
+        """
+        blocks, heads, size = allocation.shape[0], self.num_kv_heads, PageLayout.of(self.head_dim).nbytes
+        if allocation.nbytes != blocks * heads * size or not allocation.is_contiguous():
+            raise RuntimeError(
+                f"the engine gave layer {self.name} blocks of {allocation.nbytes // max(blocks, 1)} bytes with strides "
+                f"{allocation.stride()}, and fp8attn needs {heads * size} bytes each without gaps; please report the model and the options"
+            )
+        self.pool = allocation.view(torch.uint8).view(blocks, heads, size)
+        # Appends leave what is written here.
+        if self.page_scales is not None:
+            scales_of(self.pool).copy_(self.page_scales)
+        if self.mark is not None:
+            marks = engine_marks_of(self.pool)
+            marks.copy_(torch.where(marks == 0, self.mark, marks))  # a connector may have brought pages before
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, step: Step) -> None:
+        """Append the tokens of a step, and attend from them.
+
+        Args:
+            q, out: `[T, num_q_heads, head_dim]`.
+            k, v: `[T, num_kv_heads, head_dim]`, after RoPE. Not read if the layer does not write.
+            step: the sequences.
+        """
+        pool = self.pool
+        assert pool is not None, "call bind first"
+        if self.mark is not None and not step.checked:
+            step.checked = True  # one layer is enough: all of a block is of one engine
+            for part in step.parts:
+                check_marks(pool, part.page_table, self.mark)
+        for part in step.parts:
+            pages = KVPages.trusted(pool, part.page_table, part.cache_seqlens, *self._format)
+            tokens = part.tokens
+            if self.writes:
+                ops.append(
+                    pages, k[tokens], v[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False,
+                    static_scales=self.has_static_scales, overflows=None if self.overflows is None else self.overflows.tensors[0],
+                )  # fmt: skip
+            ops.attention(
+                q[tokens], pages, cu_seqlens_q=part.cu_seqlens, max_seqlen_q=part.max_seqlen, softmax_scale=self.softmax_scale,
+                window=self.window, softcap=self.softcap, sinks=self.sinks, exact=self.options.exact,
+                out=out[tokens],
+            )  # fmt: skip
