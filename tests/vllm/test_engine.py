@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from benchmarks import vllm_engine as engines
 from benchmarks.at_once import Engine, Place, run
 from fp8attn.integrations.vllm import NAME, ON_CPU
-from tests.integrations.test_vllm import qwen2
+from tests.integrations.engine.models import qwen2
 from tests.vllm.engines import engine
 
 
