@@ -34,7 +34,6 @@ from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache, fp8
 from fp8attn_tools.evaluation import models
 from fp8attn_tools.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
 from fp8attn_tools.evaluation.perplexity import by_token
-from fp8attn_tools.evaluation.public import PUBLIC, find
 
 CODE, PROSE = None, ROOT / "models/prose/sherlock.txt.xz"  # None: the held-out modules of the committed model
 OURS: dict[str, dict[str, Any]] = {
@@ -72,14 +71,12 @@ CASES = {
 
 
 @cache
-def load(name: str | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any] | None:
-    """A model (None: the committed one) and its tokenizer; None where a public model is not installed, which is printed."""
-    if name in PUBLIC:
-        try:
-            find(name)
-        except ValueError as problem:
-            print(f"left out: {problem}", flush=True)
-            return None
+def load(name: str | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """A model (None: the committed one) and its tokenizer.
+
+    Raises:
+        UsageError: a public model that is not installed.
+    """
     return models.load(name, dtype=dtype)
 
 
@@ -171,8 +168,6 @@ def rows(case: str, model: Any, exact: Any, windows: torch.Tensor, impls: tuple[
 @torch.no_grad()
 def measure(case: str) -> Iterator[dict]:
     text = CASES[case]
-    if (loaded := load(text.model)) is not None:
-        model, tokenizer = loaded
-        exact = model if model.dtype == torch.float32 else load(text.model, torch.float32)[0]
-        chunk = CHUNK if text.context <= CHUNK else LONG_CHUNK
-        yield from rows(case, model, exact, text.windows(tokenizer), chunk=chunk)
+    model, tokenizer = load(text.model)
+    exact = model if model.dtype == torch.float32 else load(text.model, torch.float32)[0]
+    yield from rows(case, model, exact, text.windows(tokenizer), chunk=CHUNK if text.context <= CHUNK else LONG_CHUNK)

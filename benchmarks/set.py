@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from evidence import results
 
-from . import run
+from . import peers, run
 from .ahead import compile_ahead
 from .beside import Beside
 
@@ -103,10 +103,15 @@ class Call:
         except (Exception, SystemExit) as problem:  # of any type: the other benchmarks go on
             found = None
             print(f"{type(problem).__name__}: {problem}", flush=True)
+        if hasattr(benchmark, "end"):
+            benchmark.end()
         if found is None:
             self.missing[entry.name] = "no time was left" if self.left <= 0 else "it failed: what it printed is above"
         else:
             self.keep(results.save(entry.name, *found))
+            if entry.name == "prefill":
+                wanted = {name for impl in peers.PREFILL if (name := peers.of(impl))}
+                self.missing |= {f"the peer {name}": "it did not load" for name in sorted(wanted - found[1].keys())}
             print(f"{entry.name}: {time.monotonic() - begun:.0f} s of {entry.seconds} s expected", flush=True)
 
     def late(self, entry: Entry) -> bool:
@@ -126,6 +131,7 @@ class Call:
         if self.late(entry):
             return lambda: None
         path = os.pathsep.join(filter(None, (os.environ.get("FP8ATTN_TRITON"), os.environ.get("PYTHONPATH"))))
+        self.worker.end()  # which holds memory of the GPU
         process = subprocess.Popen(TEST_COMMAND, cwd=results.ROOT, env=os.environ | {"PYTHONPATH": path}, start_new_session=True)
 
         def wait() -> None:

@@ -55,6 +55,13 @@ def start(cases: list[str]) -> None:
         side("ahead", wanted)
 
 
+def end() -> None:
+    """End the processes, which hold memory of the GPU."""
+    for side in versions().values():
+        side.end()
+    versions.cache_clear()
+
+
 def measure(case: str) -> Iterator[dict]:
     found = sides.prepare(versions(), *case.split(), CASES[case])
     times = sides.alternate(versions(), TURNS)

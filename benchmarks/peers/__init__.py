@@ -51,7 +51,8 @@ def available() -> frozenset[str]:
 
 def releases(impls: Iterable[str]) -> dict[str, str]:
     """The releases of the peers among implementations, by file."""
-    return {name: PEERS[name].release() for name in sorted({of(impl) for impl in impls} & available())}
+    names = {of(impl) for impl in impls} - {None}
+    return {name: PEERS[name].release() for name in sorted(names & available())} if names else {}
 
 
 def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = PREFILL) -> dict[str, Run]:

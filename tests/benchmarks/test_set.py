@@ -75,6 +75,7 @@ def on_a_cpu(monkeypatch, tmp_path):
     small = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     monkeypatch.setattr(overhead, "SHAPE", overhead.SHAPE | small)
     monkeypatch.setattr(overhead, "PROMPT", 130)
+    monkeypatch.setattr(whole.peers, "PREFILL", ())
     monkeypatch.setattr(whole, "TEST_COMMAND", [sys.executable, "-c", TESTS, str(tmp_path / "results")])
     monkeypatch.setattr(whole, "Beside", lambda function, seconds: Here(function))
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
@@ -134,6 +135,19 @@ def test_a_benchmark_that_fails_writes_nothing_and_is_named(on_a_cpu, monkeypatc
     assert "NOT MEASURED: decode: it failed: what it printed is above" in said
     assert "NOT MEASURED: sdpa: " in said and "were left, and it takes some 60 s" in said
     assert [path.name for path in (on_a_cpu / "results/cpu").iterdir()] == ["portable.json"]
+
+
+def test_a_peer_that_is_missing_is_named(on_a_cpu, monkeypatch, capsys):
+    monkeypatch.setattr(whole.peers, "PREFILL", ("fa3-fp8", "fa3-bf16"))
+    with pytest.raises(SystemExit):
+        whole.main(["1", "--only", "prefill"])
+    assert "NOT MEASURED: the peer fa3: it did not load" in capsys.readouterr().out
+
+
+def test_a_first_token_and_a_second():
+    shape = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    found = first_token.first_token(shape, 40, means=True, options={"exact": True})
+    assert found["first_token_s"] >= 0 and found["second_token_s"] >= 0
 
 
 def test_a_benchmark_ends_at_the_deadline(on_a_cpu):
