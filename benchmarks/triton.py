@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
-from functools import cache
 
 from . import sides
 from .beside import Beside
@@ -36,13 +35,20 @@ CASES: dict[str, tuple[str, ...]] = {  # "benchmark case", and the implementatio
 }  # fmt: skip
 
 
-@cache
+_begun: dict[str, Beside] = {}
+
+
 def versions() -> dict[str, Beside]:
     """A side for each Triton, by version; the installed one is first."""
+    if _begun:
+        return _begun
     folder = os.environ.get("FP8ATTN_SECOND_TRITON") or os.environ.get("FP8ATTN_TRITON")
     if not folder:
         raise SystemExit("FP8ATTN_SECOND_TRITON names no folder with a second Triton: pip install --target FOLDER triton==3.9.0")
-    return {side("versions")[0]: side for side in (sides.begin(FP8ATTN_TRITON=where) for where in ("", folder))}
+    for where in ("", folder):
+        side = sides.begin(FP8ATTN_TRITON=where)
+        _begun[side("versions")[0]] = side
+    return _begun
 
 
 def start(cases: list[str]) -> None:
@@ -57,9 +63,9 @@ def start(cases: list[str]) -> None:
 
 def end() -> None:
     """End the processes, which hold memory of the GPU."""
-    for side in versions().values():
+    for side in _begun.values():
         side.end()
-    versions.cache_clear()
+    _begun.clear()
 
 
 def measure(case: str) -> Iterator[dict]:
