@@ -60,24 +60,6 @@ def settle(
     return codes, scale, overflows
 
 
-def on_grid(mean: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`mean` rounded to a multiple of the ulp (the spacing of numbers) of `dtype` at `amax`, the largest magnitude of the input.
-
-    One BF16 number in 16 is halfway between two FP8 numbers. Such ties round to even, up as often as down. After the subtraction of a
-    multiple of the ulp they still do. After the subtraction of any other number, they all round the same way. For V this is a bias of 0.001
-    standard deviations in every output, and averaging over keys does not remove it.
-    """
-    if dtype == torch.float32:
-        return mean  # the input's ulp is the mean's ulp
-    magic = binade(amax) * (1.5 * 2.0**23 * torch.finfo(dtype).eps)  # the last bit of numbers of this size is the ulp
-    return (mean + magic) - magic
-
-
-def binade(x: torch.Tensor) -> torch.Tensor:
-    """The power of two at or below each `x >= 0` in FP32; 0 for subnormals."""
-    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-
-
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     """`||out - ref|| / ||ref||` over all elements, in float64."""
     out, ref = out.double(), ref.double()

@@ -13,8 +13,6 @@ golden ratio's expansion 0x9E3779.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 LOW_SIGNS = 0x9E37  # bit c % 16 is set if the sign is negative,
@@ -49,32 +47,9 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return _hadamard(x * _factor(x))
 
 
-def rotate_many(x: torch.Tensor) -> torch.Tensor:
-    """`R x` on the last dimension as one matrix product, in FP32: for statistics of many rows, where `rotate` would read and write them
-    `log2(n)` times. Sums round in another order than in `rotate`.
-
-    The matrix is of 1 and -1. So the products are exact, also of 16-bit tensors as they are given, without a copy in FP32.
-
-    Args:
-        x: `[..., head_dim]`, any floating point.
-    """
-    if x.is_cuda and x.element_size() == 2:
-        y = torch.mm(x.reshape(-1, x.shape[-1]), _matrix(x.shape[-1], x.device).to(x.dtype), out_dtype=torch.float32).view(x.shape)
-    else:
-        y = x.float() @ _matrix(x.shape[-1], x.device)
-    return y.mul_(block_size(x.shape[-1]) ** -0.5)
-
-
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
     """The inverse of `rotate`: `R^T x`."""
     return _hadamard(x) * _factor(x)
-
-
-@cache
-def _matrix(head_dim: int, device: torch.device) -> torch.Tensor:
-    """`[head_dim, head_dim]`: the transpose of R without its factor."""
-    blocks = torch.eye(head_dim, device=device)
-    return _hadamard(blocks * signs(blocks))
 
 
 def _factor(x: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from fp8attn.formats.rotation import rotate_many
-from fp8attn.numerics import on_grid
 from fp8attn.scales import SEVERAL
 
 from .mergeable import Mergeable, Operation
+from .rotation import rotate_many
 
 # RoPE rotates an offset by an angle of 2 a over a text; its mean is then sin(a) / a of its size. If tan(a) < 2 a, that is a < 1.166, no
 # token is farther from the mean than from zero, so subtracting the mean makes no page's scale larger. There the mean's square is at least
@@ -108,3 +107,21 @@ def _pairings(x: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     """The channels of `x [..., head_dim]` in pairs: half of head_dim apart (NeoX, Llama), and neighbors (GPT-J)."""
     half = x.shape[-1] // 2
     return (x[..., :half], x[..., half:]), (x[..., ::2], x[..., 1::2])
+
+
+def on_grid(mean: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`mean` rounded to a multiple of the ulp (the spacing of numbers) of `dtype` at `amax`, the largest magnitude of the input.
+
+    One BF16 number in 16 is halfway between two FP8 numbers. Such ties round to even, up as often as down. After the subtraction of a
+    multiple of the ulp they still do. After the subtraction of any other number, they all round the same way. For V this is a bias of 0.001
+    standard deviations in every output, and averaging over keys does not remove it.
+    """
+    if dtype == torch.float32:
+        return mean  # the input's ulp is the mean's ulp
+    magic = binade(amax) * (1.5 * 2.0**23 * torch.finfo(dtype).eps)  # the last bit of numbers of this size is the ulp
+    return (mean + magic) - magic
+
+
+def binade(x: torch.Tensor) -> torch.Tensor:
+    """The power of two at or below each `x >= 0` in FP32; 0 for subnormals."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fp8attn.formats.codec import MIN_SCALE, encode, largest_code, needed_scale
-from fp8attn.formats.rotation import rotate_many
 
 from .histogram import Histogram
 from .mergeable import Mergeable, Operation, select
+from .rotation import rotate_many
 
 Method = Literal["absmax", "percentile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -5,10 +5,11 @@ import torch
 
 from fp8attn.errors import UsageError
 from fp8attn.formats.codec import FP8, encode, needed_scale
-from fp8attn.formats.rotation import rotate, rotate_many
+from fp8attn.formats.rotation import rotate
 from fp8attn_tools.calibration.layer import LayerObserver, Options
 from fp8attn_tools.calibration.moments import Moments
 from fp8attn_tools.calibration.observer import PIECE, SAMPLED, Observer, Sample
+from fp8attn_tools.calibration.rotation import rotate_many
 
 
 def values(tokens=500, heads=2, seed=0):
