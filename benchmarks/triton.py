@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from . import sides
 from .beside import Beside
@@ -52,13 +53,13 @@ def versions() -> dict[str, Beside]:
 
 
 def start(cases: list[str]) -> None:
-    """Compile the kernels of both versions."""
+    """Compile the kernels of both versions at once."""
     wanted: dict[str, list[str]] = {}
     for case in cases:
         name, inner = case.split()
         wanted.setdefault(name, []).append(inner)
-    for side in versions().values():
-        side("ahead", wanted)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda side: side("ahead", wanted), versions().values()))
 
 
 def end() -> None:
