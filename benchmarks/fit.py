@@ -27,7 +27,7 @@ from .measure import graph_of, interleaved
 HEADS, TILES = (1, 2, 4), (6, 16, 64)  # items of a CTA, and their tiles of 128 keys; those of few keys have a path of their own
 SPLITS, TOKENS, Q_HEADS, HEAD_DIM = (2, 3, 5), (256, 1024, 4096), 32, 128  # what `combine` puts together
 COPIED = 1 << 30  # bytes
-IN_A_GRAPH, ROUNDS = 4, 15  # launches of a CUDA graph, which is replayed so many times
+IN_A_GRAPH, ROUNDS = 4, 15  # launches in a CUDA graph, and its replays
 
 
 def least_squares(terms: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:

@@ -125,7 +125,7 @@ def outputs(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run, torc
         try:
             out = run.call()
             torch.cuda.synchronize()
-        except Exception as problem:  # cuDNN's and torchao's are of any type
+        except Exception as problem:  # cuDNN and torchao raise types of their own
             if impl.startswith("fp8attn"):
                 raise
             left_out(f"{case} {impl}", problem)

@@ -99,7 +99,7 @@ class Run:
     call: Callable[[], torch.Tensor]  # gives `[T, num_q_heads, head_dim]`
     q: torch.Tensor  # `[T, num_q_heads, head_dim]`, or what gives its rows by their indices
     held: Callable[[int], tuple[torch.Tensor, ...]]  # K and V of a sequence, `[keys, num_kv_heads, head_dim]`
-    unit: float = 1.0  # what one in the output stands for
+    unit: float = 1.0  # the output times this is attention
 
 
 def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KEY_DTYPE, rotate_keys=True, spare=3) -> KVPages:

@@ -20,7 +20,7 @@ alone on a GPU; others run at once (`at_once`).
 | | speculation, blocks in the CPU's memory or in files (from a GPU), or the model on two GPUs or two cores |
 | `perplexity-stdlib`, `-smollm2` | of held-out text, from the engine's own log-probabilities of prompts |
 
-Times are of a user's calls, `LLM.generate`, with all that vLLM does around attention. The answers of random weights mean nothing, so
+A time is that of a user's call, `LLM.generate`, with all that vLLM does around attention. The answers of random weights mean nothing, so
 `equal-*` and `perplexity-*` check the same kernels with trained models.
 """
 

@@ -108,7 +108,7 @@ def small() -> dict[str, Any]:
 
 
 def generate(llm: Any, prompts: list[list[int]], tokens: int | list[int]) -> tuple[float, list]:
-    """Seconds, and the outputs of so many tokens."""
+    """The seconds of a call of `LLM.generate`, and its outputs of `tokens` tokens each."""
     from vllm import SamplingParams
 
     counts = [tokens] * len(prompts) if isinstance(tokens, int) else tokens

@@ -44,7 +44,7 @@ def available() -> frozenset[str]:
         try:
             peer.load()
             found.add(name)
-        except Exception as problem:  # of any type: torchao's activation is of several libraries
+        except Exception as problem:  # torchao's activation raises types of several libraries
             print(f"without {name}, which `make peers` collects: {type(problem).__name__}: {problem}", flush=True)
     return frozenset(found)
 

@@ -22,7 +22,7 @@ class Rounded:
     scale: torch.Tensor
 
     def __getitem__(self, tokens: slice | torch.Tensor) -> torch.Tensor:
-        """The numbers that some tokens stand for, float32."""
+        """The dequantized values of some tokens, float32."""
         return self.bits[tokens].float() * (self.scale if len(self.scale) == 1 else self.scale[tokens])
 
 

@@ -42,7 +42,7 @@ def ours_off(found: Iterable[tuple[str, str, float]]) -> str:
 
 
 def single_level_off(found: Iterable[tuple[str, str, float]], length: int) -> str:
-    """The errors of single-level kernels over so many tokens."""
+    """The errors of single-level kernels over `length` tokens."""
     return span((error for case, impl, error in found if impl in SINGLE_LEVEL and case.endswith(f"S{length}")), ".0%")
 
 
