@@ -1,7 +1,7 @@
 """The portable Triton kernel compared with torch's BF16 attention, for prompts and decode steps.
 
 The L2 cache is flushed before every run; decode steps are CUDA graphs. `gbps` counts the live bytes of K and V. `rel_err` compares sampled
-queries with float64 on the bytes that each implementation was given, BF16's own rounding of the output (1.7e-3) included.
+queries with float64 on the bytes that each implementation was given. It includes BF16's own rounding of the output (1.7e-3).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
      "peers": {"fa3-fp8": "fa3-fwd 0.0.3"}, "command": "python -m benchmarks.set 1",
      "rows": [{"case", "impl", ...}]}
 
-A file is written whole. A few older files have rows of several commits: `mixed` names the cases or implementations of each other commit, and
-`note` says what else a reader should know.
+A file is written whole. A few older files have rows of several commits: `mixed` names the cases or implementations of each other commit,
+and `note` says what else a reader should know.
 """
 
 from __future__ import annotations
