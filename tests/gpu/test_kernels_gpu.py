@@ -15,7 +15,7 @@ from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.formats.codec import FP8, quantize
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
-from fp8attn.kernels.fp8 import from_e4m3, is_native, to_e4m3
+from fp8attn.kernels.codec import from_e4m3, is_native, to_e4m3
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 from tests.support.kernel_cases import (

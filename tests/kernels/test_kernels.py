@@ -23,8 +23,8 @@ from fp8attn.formats.rope import Rope
 from fp8attn.kernels import combine as combining
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append, from_dense, rope_dense
+from fp8attn.kernels.codec import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.combine import MAX_SPLITS, combine, num_splits
-from fp8attn.kernels.fp8 import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import Machine
 from fp8attn.kernels.quantize_rows import quantize_rows

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .codec import is_native, round_to
 from .common import HIDDEN, LN2, LOG2E, power_of_two
-from .fp8 import is_native, round_to
 from .launch import Constants, constants, launch
 
 MAX_SPLITS = 128

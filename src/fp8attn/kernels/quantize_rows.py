@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..formats.codec import key_name
 from ..formats.rope import Rope
+from .codec import finite, inverse, is_native, needed_scale, to_codes
 from .constexpr import ConstexprFields
-from .fp8 import finite, inverse, is_native, needed_scale, to_codes
 from .launch import constants, launch
 from .rotation import hadamard
 from .rows import Row, load_rotated, load_rows, row_of, store_rows
@@ -43,8 +44,8 @@ class QuantizeOptions(ConstexprFields):
 
     tokens: QuantizeTokens
     means: bool  # are subtracted
-    int8: bool  # or else E4M3
-    native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
+    codec: str  # its name
+    native: bool  # the target converts E4M3 by itself (`codec.is_native`)
 
 
 @triton.jit
@@ -97,7 +98,16 @@ def _statistics_kernel(
 
 @triton.jit(do_not_specialize=["parts", "length", "heads_per_scale"])
 def _scales_kernel(
-    part_ptr, mean_ptr, scale_ptr, parts, length, heads_per_scale, D: tl.constexpr, C: tl.constexpr, MEANS: tl.constexpr, INT8: tl.constexpr
+    part_ptr,
+    mean_ptr,
+    scale_ptr,
+    parts,
+    length,
+    heads_per_scale,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    MEANS: tl.constexpr,
+    CODEC: tl.constexpr,
 ):
     """Means of a group's heads, and its scale."""
     amax = 0.0
@@ -114,7 +124,7 @@ def _scales_kernel(
             mean = tl.where(tl.abs(mean) < _INF, mean, 0.0)
             tl.store(mean_ptr + row * D + c, mean, mask=c < D)
         amax = tl.maximum(amax, tl.max(finite(tl.maximum(largest - mean, mean - smallest)), 0))
-    tl.store(scale_ptr + tl.program_id(0), needed_scale(amax, INT8))
+    tl.store(scale_ptr + tl.program_id(0), needed_scale(amax, CODEC))
 
 
 @triton.jit(do_not_specialize=["heads", "length", "heads_per_scale"])
@@ -138,9 +148,9 @@ def _rows_kernel(
     x = _load_tokens(x_ptr, token, length - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS)
     if OPTIONS.means:
         x -= load_rows(mean_ptr + row * ROW.head_dim + tl.zeros((1, 1), tl.int32), ROW)
-    factor = inverse(tl.load(scale_ptr + row // heads_per_scale), OPTIONS.int8)
+    factor = inverse(tl.load(scale_ptr + row // heads_per_scale), OPTIONS.codec)
     rows = out_ptr + (batch * out_stride_b + head * out_stride_h + token.to(tl.int64) * out_stride_t)[:, None]
-    store_rows(rows, to_codes(x * factor, OPTIONS.int8, OPTIONS.native), (token < length)[:, None], ROW)
+    store_rows(rows, to_codes(x * factor, OPTIONS.codec, OPTIONS.native), (token < length)[:, None], ROW)
 
 
 def quantize_rows(
@@ -160,14 +170,14 @@ def quantize_rows(
     out = torch.empty_like(x, dtype=torch.uint8)
     strides, angle_strides = x.stride()[:3], (*cos_strides, *sin_strides)
     each, options = QuantizeTokens(row, rotate_keys, tokens), {"num_warps": 4, "enable_fp_fusion": False}
-    int8 = dtype == torch.int8
+    codec = key_name(dtype)
 
     args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
     launch(_statistics_kernel, (parts * batch * heads,), args, constants("statistics", device, TOKENS=each, **options))
     args = part, mean, scale, parts, length, heads_per_scale
-    given = constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, INT8=int8, num_warps=4)
+    given = constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, CODEC=codec, num_warps=4)
     launch(_scales_kernel, (scale.numel(),), args, given)
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
-    given = constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, int8, is_native(device)), **options)
+    given = constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, codec, is_native(device)), **options)
     launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, given)
     return out.view(dtype), scale, mean

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from ..formats.rope import Rope
+from .codec import from_e4m3
 from .common import power_of_two
 from .constexpr import ConstexprFields
-from .fp8 import from_e4m3
 
 
 @dataclass(frozen=True)

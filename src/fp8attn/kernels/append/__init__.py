@@ -20,14 +20,14 @@ from functools import lru_cache
 
 import torch
 
-from ...formats.codec import FP8
+from ...formats.codec import FP8, key_name
 from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...formats.rope import Rope
 from ...pages import KVPages
 from ...params import Append
+from ..codec import is_native
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
-from ..fp8 import is_native
 from ..launch import MAX_GRID, Constants, constants, launch, num_sms
 from ..machine import machine
 from ..rows import Row, row_of
@@ -52,7 +52,7 @@ def append(
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
     heads, head_dim = pages.num_kv_heads, pages.head_dim
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(head_dim, how.rope)
-    stored = row, is_native(device), pages.key_dtype == torch.int8, pages.rotate_keys, how.static_scales, advance
+    stored = row, is_native(device), key_name(pages.key_dtype), pages.rotate_keys, how.static_scales, advance
     held = pages.pool, pages.stored_k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, how.overflows
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
@@ -113,7 +113,7 @@ def from_dense(
             length,
             heads, _columns_ahead(device, heads, row.width),
         )  # fmt: skip
-        stored = row, is_native(device), key_dtype == torch.int8, rotate_keys, False, True
+        stored = row, is_native(device), key_name(key_dtype), rotate_keys, False, True
         given = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
         _launch_sequences(page_kernel, (2 * heads, columns), batch, args, given)
     return KVPages.trusted(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
@@ -163,8 +163,8 @@ class Codes(ConstexprFields):
     row: Row
     layout: PageLayout
     is_v: bool
-    int8: bool  # or else E4M3
-    native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
+    codec: str  # its name
+    native: bool  # the target converts E4M3 by itself (`codec.is_native`)
     static: bool  # scales are given and stay
     dense: bool  # pages of their own, filled from their first token on
 
@@ -208,16 +208,16 @@ def _step_plan(
 
 
 @lru_cache(maxsize=4096)
-def _page_constants(device: torch.device, hip: bool, row: Row, *stored: bool, dense: bool) -> Constants:
+def _page_constants(device: torch.device, hip: bool, row: Row, *stored, dense: bool) -> Constants:
     """Constants of `page_kernel`; `row` and `stored` are `_options`'."""
     options = replace(_options(row, *stored, dense), hopper=dense and machine(device).hopper)
     limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
     return constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
 
 
-def _options(row: Row, native: bool, int8: bool, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
-    keys = Codes(row, PageLayout.of(row.head_dim), False, int8, native, static, dense)
-    return AppendOptions(keys, replace(keys, row=_without_rope(row), is_v=True, int8=False), rotate_keys, advance)
+def _options(row: Row, native: bool, codec: str, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
+    keys = Codes(row, PageLayout.of(row.head_dim), False, codec, native, static, dense)
+    return AppendOptions(keys, replace(keys, row=_without_rope(row), is_v=True, codec="e4m3"), rotate_keys, advance)
 
 
 def _without_rope(row: Row) -> Row:

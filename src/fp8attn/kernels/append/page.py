@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fp8 import finite, pack_e4m3, to_e4m3, to_int8
+from ..codec import finite, pack_e4m3, round_to_codes
 from ..launch import MAX_GRID
 from ..rotation import hadamard
 from ..rows import load_lanes, load_rotated, load_rows, quarters, store_rows
@@ -51,7 +51,7 @@ def _load_keys(first, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.
 @triton.jit
 def _round(x, CODES: tl.constexpr):
     """The codes of the tiles that `settle_page` returns."""
-    return to_int8(x) if CODES.int8 else to_e4m3(x, CODES.native)
+    return round_to_codes(x, CODES.codec, CODES.native)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fp8 import round_to
+from ..codec import round_to
 from ..rows import load_rotated, store_rows
 
 

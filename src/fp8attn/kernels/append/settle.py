@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fp8 import finite, inverse, magnitude, needed_scale, saturate_int8, with_headroom
+from ..codec import clamp, clamps, finite, has_nan, inverse, magnitude, needed_scale, with_headroom
 from .slot import (
     HEADER_WORDS,
     NAN_WORD,
@@ -85,11 +85,11 @@ def _at(lanes, token, IS_V: tl.constexpr):
 
 
 @triton.jit
-def _needs(amax, INT8: tl.constexpr):
+def _needs(amax, CODEC: tl.constexpr):
     """The scales that tokens need."""
     a, b, c, d = amax
-    a, b = needed_scale(float_of(a), INT8), needed_scale(float_of(b), INT8)
-    return a, b, needed_scale(float_of(c), INT8), needed_scale(float_of(d), INT8)
+    a, b = needed_scale(float_of(a), CODEC), needed_scale(float_of(b), CODEC)
+    return a, b, needed_scale(float_of(c), CODEC), needed_scale(float_of(d), CODEC)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _first_nan(amax, old):
 
 
 @triton.jit
-def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURATE: tl.constexpr, COUNT: tl.constexpr):
+def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, CLAMP: tl.constexpr, COUNT: tl.constexpr):
     """Round tokens again until one scale fits all.
 
     Args:
@@ -141,7 +141,7 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURA
         again to it.
     """
     IS_V: tl.constexpr = CODES.is_v
-    INT8: tl.constexpr = CODES.int8
+    CODEC: tl.constexpr = CODES.codec
     t0 = _token(0, tl.arange(0, PAGE // 2), IS_V)
     t1 = _token(1, tl.arange(0, PAGE // 2), IS_V)
     if IS_V:
@@ -149,30 +149,30 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, SATURA
         amax = zero, zero, zero, zero
         if most > scale:  # few pages of V
             amax = _finite_rows(x0, x1)
-    needs = _needs(amax, INT8)
+    needs = _needs(amax, CODEC)
     fresh = old  # tokens before it are codes, to be multiplied by `ratio`
     ratio = 1.0
     count = tl.zeros((), tl.int32)
     while most > scale:
         index = _first_token_over(needs, scale, old, IS_V)
-        grown = with_headroom(needed_scale(float_of(_at(amax, index, IS_V)), INT8), INT8)
+        grown = with_headroom(needed_scale(float_of(_at(amax, index, IS_V)), CODEC), CODEC)
         if CODES.dense or old < index:
-            factor = inverse(scale, INT8)
-            x0 = round_again(x0, (t0 < index)[:, None], _factor(t0, fresh, ratio, factor), CODES, SATURATE)
+            factor = inverse(scale, CODEC)
+            x0 = round_again(x0, (t0 < index)[:, None], _factor(t0, fresh, ratio, factor), CODES, CLAMP)
             if IS_V or index > PAGE // 2:  # of K, often not
-                x1 = round_again(x1, (t1 < index)[:, None], _factor(t1, fresh, ratio, factor), CODES, SATURATE)
-        ratio = scale * inverse(grown, INT8)
+                x1 = round_again(x1, (t1 < index)[:, None], _factor(t1, fresh, ratio, factor), CODES, CLAMP)
+        ratio = scale * inverse(grown, CODEC)
         if not CODES.dense and old > 0:
             rescale(codes_ptr, ratio, old, CODES)
         fresh = index
         scale = grown
         if COUNT:
             count += 1
-    factor = inverse(scale, INT8)
+    factor = inverse(scale, CODEC)
     x0 *= _factor(t0, fresh, ratio, factor)
     x1 *= _factor(t1, fresh, ratio, factor)
-    if INT8 and SATURATE:
-        return saturate_int8(x0), saturate_int8(x1), scale, count
+    if CLAMP:
+        return clamp(x0, CODEC), clamp(x1, CODEC), scale, count
     else:
         return x0, x1, scale, count
 
@@ -182,12 +182,12 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     """Settle the scale of a page from its tokens `[old, end)`, and write it.
 
     `first` is the largest finite magnitude of V's first token; K's is computed here. `counting` is a pointer to the counts of overflows,
-    or None, and the head. Returns the values to round of each tile, saturated for INT8.
+    or None, and the head. Returns the values to round of each tile (`codec.clamp`).
     """
     overflows_ptr, head = counting
     COUNT: tl.constexpr = overflows_ptr is not None
     IS_V: tl.constexpr = CODES.is_v
-    INT8: tl.constexpr = CODES.int8
+    CODEC: tl.constexpr = CODES.codec
     DENSE: tl.constexpr = CODES.dense
     scale_ptr = scale_ptr_of(slot_ptr, CODES)
     codes_ptr = codes_ptr_of(slot_ptr, CODES)
@@ -200,7 +200,7 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     broken = worst != worst
     if CODES.static:
         scale = tl.load(scale_ptr)
-        factor = inverse(scale, INT8)
+        factor = inverse(scale, CODEC)
         x0 *= factor
         x1 *= factor
         if COUNT:
@@ -208,8 +208,7 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
             t1 = _token(1, tl.arange(0, PAGE // 2), IS_V)
             overflows = saturated(x0, ((t0 >= old) & (t0 < end))[:, None], CODES)
             overflows += saturated(x1, ((t1 >= old) & (t1 < end))[:, None], CODES)
-        if INT8:
-            x0, x1 = saturate_int8(x0), saturate_int8(x1)
+        x0, x1 = clamp(x0, CODEC), clamp(x1, CODEC)
     else:
         scale = 0.0
         if not DENSE and old > 0:
@@ -220,23 +219,23 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
             if IS_V:
                 worst = tl.max(tl.maximum(finite(x0), finite(x1)))
             else:
-                if INT8:
+                if not has_nan(CODEC):
                     nan_token = _first_nan(amax, old).to(tl.float32)
                 amax = _finite_rows(x0, x1)
                 worst = float_of(_largest(amax))
         if not IS_V:
             first = float_of(_at(amax, old, False))
         if DENSE or old == 0:
-            scale = with_headroom(needed_scale(first, INT8), INT8)
-        most = needed_scale(worst, INT8)
-        if INT8 and large:  # two paths: few pages have values that saturate, and saturation would add a sixth to the instructions
+            scale = with_headroom(needed_scale(first, CODEC), CODEC)
+        most = needed_scale(worst, CODEC)
+        if clamps(CODEC) and large:  # two paths: few pages have values that saturate, and saturation would add a sixth to the instructions
             x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, True, COUNT)
         else:
             x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False, COUNT)
     if COUNT:
         add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if not CODES.static:
-        if INT8:  # which has no code for NaN; `KVPages.nan_in_k` keeps what undoes the mark
+        if not has_nan(CODEC):  # `KVPages.nan_in_k` keeps what undoes the mark
             marked = broken & (scale == scale)
             tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
             i = tl.arange(0, HEADER_WORDS)

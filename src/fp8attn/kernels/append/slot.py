@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...formats.codec import E4M3, INT8_MAX
 from ...formats.page_layout import HEADER, K_SCALE, NAN_IN_K, PAGE_SIZE, V_GROUP, V_SCALE
-from ..fp8 import encode, from_codes, round_where, to_codes
+from ..codec import encode_where, from_codes, overflows, to_codes
 
 PAGE = tl.constexpr(PAGE_SIZE)
 GROUP = tl.constexpr(V_GROUP)
@@ -22,8 +21,6 @@ V_SCALE_WORD = tl.constexpr(V_SCALE // 4)
 SCALE_WORDS = tl.constexpr(V_SCALE // 4 + 1)  # the first words are the scales
 NAN_WORD = tl.constexpr(NAN_IN_K // 4)  # the scale of the codes; the first token is in the next word
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
-_E4M3_MAX = tl.constexpr(E4M3.max)
-_INT8_MAX = tl.constexpr(float(INT8_MAX))
 
 
 @triton.jit
@@ -80,13 +77,9 @@ def new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, ADVANCE: tl.constex
 
 
 @triton.jit
-def round_again(x, before, factor, CODES: tl.constexpr, SATURATE: tl.constexpr):
+def round_again(x, before, factor, CODES: tl.constexpr, CLAMP: tl.constexpr):
     """Round the rows `before [N, 1]` of `x * factor` to codes, as FP32 numbers. The other rows of `x [N, C]` do not change."""
-    y = x * tl.where(before, factor, 1.0)
-    if CODES.int8 and not SATURATE:
-        return round_where(y, before)
-    else:
-        return tl.where(before, encode(y, CODES.int8, CODES.native), y)
+    return encode_where(x * tl.where(before, factor, 1.0), before, CODES.codec, CODES.native, CLAMP)
 
 
 @triton.jit
@@ -99,7 +92,7 @@ def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
         i = first + tl.arange(0, SIZE)
         token = i // (D * GROUP) * GROUP + v_token(i % GROUP) if CODES.is_v else i // D
         codes = tl.load(codes_ptr + i)
-        shifted = to_codes(from_codes(codes, CODES.int8, CODES.native) * ratio, CODES.int8, CODES.native)
+        shifted = to_codes(from_codes(codes, CODES.codec, CODES.native) * ratio, CODES.codec, CODES.native)
         tl.store(codes_ptr + i, tl.where(token < old, shifted, codes))
     tl.debug_barrier()  # other threads' stores above cover bytes that are read or written next
 
@@ -132,22 +125,18 @@ def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr):
 
 @triton.jit
 def saturated(x, valid, CODES: tl.constexpr):
-    """How many values of the rows `valid [N, 1]` of `x [N, C]`, multiplied by the inverse of their scale, are larger than any code, or NaN,
-    for which INT8 has none.
+    """How many values of the rows `valid [N, 1]` of `x [N, C]`, multiplied by the inverse of their scale, have no code (`codec.overflows`).
 
     Channels after the last one are zero.
     """
-    over = tl.abs(x) > (_INT8_MAX if CODES.int8 else _E4M3_MAX)
-    if CODES.int8:
-        over = over | (x != x)
-    return tl.sum((over & valid).to(tl.int32))
+    return tl.sum((overflows(x, CODES.codec) & valid).to(tl.int32))
 
 
 @triton.jit
-def add_overflows(overflows_ptr, tokens, overflows, CODES: tl.constexpr):
+def add_overflows(overflows_ptr, tokens, count, CODES: tl.constexpr):
     """Add a program's counts to those of K or V, with one atomic instruction; with none if all are zero."""
     i = tl.arange(0, 4)
-    counted = tl.where(i == (1 if CODES.static else 2), overflows, 0)
+    counted = tl.where(i == (1 if CODES.static else 2), count, 0)
     counted = tl.where(i == 0, tokens, counted).to(tl.int64)
     tl.atomic_add(overflows_ptr + (3 if CODES.is_v else 0) + i, counted, mask=counted != 0, sem="relaxed")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fp8 import finite, inverse, needed_scale, to_codes, with_headroom
+from ..codec import finite, has_nan, inverse, needed_scale, to_codes, with_headroom
 from ..rotation import hadamard
 from ..rows import load_rotated, load_rows, store_rows
 from .queries import rotate_queries
@@ -80,7 +80,7 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.con
     """
     HEADS: tl.constexpr = need.shape[0]
     T: tl.constexpr = need.shape[1]
-    INT8: tl.constexpr = CODES.int8
+    CODEC: tl.constexpr = CODES.codec
     first_fresh = tl.zeros((HEADS,), tl.int32)  # rows before it are codes, to be multiplied by `ratio`
     ratio = tl.full((HEADS,), 1.0, tl.float32)
     # How often any of the scales grows. (A `while` that carries the tile is more than Triton 3.6 compiles.)
@@ -89,20 +89,20 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.con
     grown_scales = tl.zeros((), tl.int32)
     key = _first_over(need, token, settled[:, None], new)
     while tl.min(key) < _NONE:
-        settled = tl.where(key < _NONE, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8), settled)
+        settled = tl.where(key < _NONE, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), CODEC), settled)
         key = _first_over(need, token, settled[:, None], new)
         count += 1
     key = _first_over(need, token, scale[:, None], new)
     for _ in range(count):
         grows = key < _NONE
         index = (key >> 32).to(tl.int32)
-        grown = tl.where(grows, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), INT8), scale)
+        grown = tl.where(grows, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), CODEC), scale)
         if T > 1:
             before = new & grows[:, None] & (token < index[:, None])
-            factor = tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, INT8)[:, None])
+            factor = tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, CODEC)[:, None])
             x = round_again(x, _rows(before), _rows(factor), CODES, True)
             first_fresh = tl.where(grows, index, first_fresh)
-        ratio = tl.where(grows, scale * inverse(grown, INT8), ratio)
+        ratio = tl.where(grows, scale * inverse(grown, CODEC), ratio)
         if old > 0:
             codes_ptr = codes_ptr_of(slot_ptr, CODES)
             for head in range(HEADS):
@@ -114,16 +114,16 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.con
             grown_scales += tl.sum((grows & held & (scale > 0.0)).to(tl.int32))
         scale = grown
         key = _first_over(need, token, scale[:, None], new)
-    return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, INT8)[:, None]), scale, grown_scales
+    return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, CODEC)[:, None]), scale, grown_scales
 
 
 @triton.jit
 def _store_scale(scale_ptr, scale, nan, position, old, held, CODES: tl.constexpr):
     """Write the settled scales of some heads' slots, which have `old` tokens. `nan [HEADS, T]`: new ones, at `position`, that have a NaN.
 
-    INT8 has no code for NaN, so the scale of a page with one is NaN. What undoes it is kept (`KVPages.nan_in_k`).
+    The scale of a page with a NaN that has no code (INT8) is NaN. What undoes it is kept (`KVPages.nan_in_k`).
     """
-    if CODES.int8:
+    if not has_nan(CODES.codec):
         first = tl.min(tl.where(nan, position, PAGE), 1)
         marked = (first < PAGE) & (scale == scale)
         noted = held & (marked | (first * 0 + old == 0))
@@ -161,7 +161,7 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     T: tl.constexpr = token.shape[0]
     ROW: tl.constexpr = CODES.row
     D: tl.constexpr = ROW.head_dim
-    INT8: tl.constexpr = CODES.int8
+    CODEC: tl.constexpr = CODES.codec
     IS_V: tl.constexpr = CODES.is_v
     STATIC: tl.constexpr = CODES.static
     COUNT: tl.constexpr = overflows_ptr is not None
@@ -181,9 +181,9 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     nan = tl.reshape(tl.max((x != x).to(tl.int32), 1), (HEADS, T)) > 0
     if STATIC:
         next_scale = tl.load(next_scale_ptr) if T > 1 else scale
-        factor = tl.where(here, inverse(scale, INT8)[:, None], inverse(next_scale, INT8)[:, None])
+        factor = tl.where(here, inverse(scale, CODEC)[:, None], inverse(next_scale, CODEC)[:, None])
     else:
-        need = tl.reshape(needed_scale(tl.max(finite(x), 1), INT8), (HEADS, T))
+        need = tl.reshape(needed_scale(tl.max(finite(x), 1), CODEC), (HEADS, T))
         scale = tl.where(old > 0, scale, 0.0)
         x, factor, scale, overflows = _settle_slots(x, need, tokens, here, scale, slot_ptr, held, old, CODES, COUNT)
         next_scale = scale
@@ -194,7 +194,7 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
             if COUNT:
                 overflows += more
     x *= _rows(factor)
-    codes = to_codes(x, INT8, CODES.native)
+    codes = to_codes(x, CODEC, CODES.native)
     position = (old + tokens) % PAGE
     if not STATIC:
         _store_scale(scale_ptr, scale, nan & here, position, old, held, CODES)

@@ -5,6 +5,7 @@ Each warp has 32 of a page's 128 tokens, and its own online softmax. After the l
 
 from __future__ import annotations
 
+from ..codec import ratio_of_powers
 from ..common import HIDDEN_FINITE, LOG2E, UNSEEN
 from ..gluon import aggregate, fence_async_shared, gl, gluon, mbarrier, mma_v2, sync
 from ..pages import PAGE
@@ -133,9 +134,7 @@ def _attend(ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, 
     rescale = gl.exp2(row_max - new_max)
     p = gl.exp2(s * c[:, None, :] - new_max[:, None, :])
     row_sum = row_sum * rescale + gl.sum(p, 1)
-    # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
-    ratio = v_unit.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
-    rescale = rescale * ratio.to(gl.float32, bitcast=True)
+    rescale = rescale * ratio_of_powers(v_unit, v_scale)
     if not options.early_v:
         v = _load_v(ring, stage, phase, A)
     acc = mma_v2(v.to(gl.float16), _weights_operand(p, B), acc * rescale[:, None, :])

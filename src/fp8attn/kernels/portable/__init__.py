@@ -25,13 +25,14 @@ from typing import NamedTuple
 
 import torch
 
+from ...formats.codec import key_name
 from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...pages import KVPages
 from ...params import AttentionParams
+from ..codec import is_native
 from ..combine import combine, num_splits
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
-from ..fp8 import is_native
 from ..launch import constants, launch
 from ..machine import machine
 from .kernel import portable_kernel
@@ -54,7 +55,7 @@ class PortableConfig(NamedTuple):
 class PortableOptions(ConstexprFields):
     """The one constexpr parameter of the kernel. The host makes it, and device code reads it."""
 
-    int8: bool  # keys; or else E4M3
+    codec: str  # of keys, its name
     rotate: bool  # queries, as the keys are
     head_dim: int
     layout: PageLayout
@@ -67,7 +68,7 @@ class PortableOptions(ConstexprFields):
     window: bool
     softcap: bool
     split: bool  # the keys are divided among programs
-    native: bool  # the target converts E4M3 by itself (`fp8.is_native`)
+    native: bool  # the target converts E4M3 by itself (`codec.is_native`)
 
 
 @lru_cache
@@ -133,7 +134,7 @@ def attention(
         max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        int8=pages.key_dtype == torch.int8, rotate=pages.rotate_keys, head_dim=head_dim, layout=PageLayout.of(head_dim),
+        codec=key_name(pages.key_dtype), rotate=pages.rotate_keys, head_dim=head_dim, layout=PageLayout.of(head_dim),
         width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
         softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip

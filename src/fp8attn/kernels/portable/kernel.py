@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
+from ..codec import round_to
 from ..combine import share_and_lse
 from ..common import HIDDEN, LOG2E, UNSEEN
-from ..fp8 import round_to
 from ..rotation import hadamard
 from .tiles import WEIGHT_BITS, add_tiles
 

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from ...formats.page_layout import K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE
+from ..codec import from_e4m3, has_nan, to_fp16
 from ..common import HIDDEN
-from ..fp8 import from_e4m3, from_int8
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _GROUP = tl.constexpr(V_GROUP)
@@ -47,7 +47,7 @@ def add_tiles(
     q, factor, shift, cap = queries
     row_first, row_end = row_keys
     pool_ptr, table_ptr, num_kv_heads, kv_head = pages
-    INT8: tl.constexpr = OPTIONS.int8
+    CODEC: tl.constexpr = OPTIONS.codec
     LAYOUT: tl.constexpr = OPTIONS.layout
     D: tl.constexpr = OPTIONS.head_dim
     DP: tl.constexpr = OPTIONS.width
@@ -88,13 +88,13 @@ def add_tiles(
         next_k_scale, next_v_scale = _scales(page_ptr, True, LAYOUT)
 
         k = tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0)
-        k = from_int8(k) if INT8 else from_e4m3(k, NATIVE)
+        k = to_fp16(k, CODEC, NATIVE)
         s = tl.dot(q, tl.permute(k, (0, 2, 1)) if WARPS > 1 else tl.trans(k))
         f = factor * k_scale
         if SOFTCAP:
             # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
             s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
-        elif INT8 and (MASK_START or MASK_END):
+        elif not has_nan(CODEC) and (MASK_START or MASK_END):
             # A page with a NaN in a token has a NaN scale (`numerics.settle`). Only rows that see a key of the page become NaN.
             s += k_scale - k_scale
             f = tl.where(k_scale == k_scale, f, 1.0)

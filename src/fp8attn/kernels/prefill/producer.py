@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..codec import ratio_of_powers
 from ..common import HIDDEN
 from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
 from ..pages import K_SCALE_WORD, V_SCALE_WORD, fetch_k, fetch_v
@@ -159,7 +160,7 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     k_scale = gl.load(header + K_SCALE_WORD, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
     v_scale = gl.load(header + V_SCALE_WORD)
     # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
-    before = gl.load(header + V_SCALE_WORD, cache_modifier=".ca")
+    v_unit = gl.load(header + V_SCALE_WORD, cache_modifier=".ca")
     ticket = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     for j in range(last - bottom + 1):
         # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others. Nor after this tile
@@ -168,11 +169,10 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         mbarrier.wait(ring.barrier(K_EMPTY, place), place.phase)
         fetch_k(source.k, at, ring.barrier(K_FULL, place), ring.k.index(place.stage))  # before its scale has been loaded
         ring.scales.index(place.stage).store(k_scale)
-        # Scales differ by powers of two, so their ratio is a difference of exponents: exact.
-        ratio = before.to(gl.int32, bitcast=True) - v_scale.to(gl.int32, bitcast=True) + 0x3F800000
-        ring.scales.index(ring.STAGES + place.stage).store(ratio.to(gl.float32, bitcast=True))
+        v_ratio = ratio_of_powers(v_unit, v_scale)
+        ring.scales.index(ring.STAGES + place.stage).store(v_ratio)
         items.v_unit.index(slot).store(v_scale)
-        before = v_scale
+        v_unit = v_scale
         sync()  # one lane's arrival announces what all lanes wrote
         mbarrier.expect(ring.barrier(K_FULL, place), source.k.block_type.nbytes)
         here = at

@@ -1,4 +1,7 @@
-"""E4M3, INT8 and BF16 conversions and page scales inside Triton kernels, with the rounding of `formats.codec`.
+"""Codecs inside Triton kernels, with the bits of `formats.codec`: conversions of E4M3, INT8 and BF16, and scales.
+
+`CODEC` is the name of a codec, "int8" or "e4m3". A third one is another branch of the functions below "By codec", and of the products with
+queries: `begin_scores` of `prefill/softmax.py`, `_scores` of `decode/consume.py`.
 
 `NATIVE`: the target has instructions that convert E4M3 (NVIDIA from compute capability 8.9). Without them, and in Triton's interpreter
 (whose own conversions truncate), integer arithmetic computes the same bits.
@@ -15,6 +18,7 @@ import triton.language as tl
 from ..formats.codec import E4M3, FP8, HEADROOM, INT8_MAX, MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
 from .machine import machine
 
+_MAX_E4M3 = tl.constexpr(E4M3.max)
 _MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
@@ -112,44 +116,87 @@ def saturate_int8(x):
     return tl.where(x == x, tl.minimum(tl.maximum(x, -_INT8_MAX), _INT8_MAX), 0.0)
 
 
+# By codec
+
+
+@triton.constexpr_function
+def has_nan(codec):
+    """Whether there is a code for NaN."""
+    return codec != "int8"
+
+
+@triton.constexpr_function
+def clamps(codec):
+    """Whether values must be in the range of codes before they are rounded (`clamp`). E4M3's conversion saturates by itself."""
+    return codec == "int8"
+
+
 @triton.jit
-def to_codes(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
-    """Bytes of codes: rounded to nearest, ties to even, saturated. NaN becomes an INT8 zero, and E4M3's NaN."""
-    if INT8:
-        return to_int8(saturate_int8(x))
+def clamp(x, CODEC: tl.constexpr):
+    """Values in the range of codes, or as `round_to_codes` takes them; NaN becomes zero where it has no code."""
+    return saturate_int8(x) if clamps(CODEC) else x
+
+
+@triton.jit
+def round_to_codes(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes of the codes of values from `clamp`: rounded to nearest, ties to even."""
+    if CODEC == "int8":
+        return to_int8(x)
     else:
         return to_e4m3(x, NATIVE)
 
 
 @triton.jit
-def from_codes(codes, INT8: tl.constexpr, NATIVE: tl.constexpr):
-    """FP32 of bytes of codes."""
-    if INT8:
-        return from_int8(codes).to(tl.float32)
-    else:
-        return from_e4m3(codes, NATIVE).to(tl.float32)
+def to_codes(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes of codes: rounded to nearest, ties to even, saturated. NaN becomes an INT8 zero, and E4M3's NaN."""
+    return round_to_codes(clamp(x, CODEC), CODEC, NATIVE)
 
 
 @triton.jit
-def encode(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
-    """`codec.encode`: codes as FP32 numbers."""
-    if INT8:
+def to_fp16(codes, CODEC: tl.constexpr, NATIVE: tl.constexpr):
+    """FP16 of bytes of codes, exactly."""
+    if CODEC == "int8":
+        return from_int8(codes)
+    else:
+        return from_e4m3(codes, NATIVE)
+
+
+@triton.jit
+def from_codes(codes, CODEC: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 of bytes of codes."""
+    return to_fp16(codes, CODEC, NATIVE).to(tl.float32)
+
+
+@triton.jit
+def encode(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
+    """`formats.codec.encode`: codes as FP32 numbers."""
+    if CODEC == "int8":
         return (saturate_int8(x) + _ROUND) - _ROUND
     else:
-        return from_codes(to_e4m3(x, NATIVE), False, NATIVE)
+        return from_codes(to_e4m3(x, NATIVE), CODEC, NATIVE)
 
 
 @triton.jit
-def round_where(x, rows):
-    """Round the rows `rows [N, 1]` of `x [N, C]`, of magnitudes up to 127.5, to integers. The other rows do not change."""
-    magic = tl.where(rows, _ROUND, 0.0)
-    return (x + magic) - magic
+def encode_where(x, rows, CODEC: tl.constexpr, NATIVE: tl.constexpr, CLAMP: tl.constexpr):
+    """`encode` of the rows `rows [N, 1]` of `x [N, C]`; the others do not change. Without CLAMP, all values are in the range of codes."""
+    if CODEC == "int8" and not CLAMP:
+        magic = tl.where(rows, _ROUND, 0.0)
+        return (x + magic) - magic
+    else:
+        return tl.where(rows, encode(x, CODEC, NATIVE), x)
 
 
 @triton.jit
-def needed_scale(amax, INT8: tl.constexpr):
-    """`codec.needed_scale`."""
-    if INT8:
+def overflows(x, CODEC: tl.constexpr):
+    """Which values, multiplied by the inverse of their scale, have no code: they are larger than any, or NaN."""
+    over = tl.abs(x) > (_INT8_MAX if CODEC == "int8" else _MAX_E4M3)
+    return over if has_nan(CODEC) else over | (x != x)
+
+
+@triton.jit
+def needed_scale(amax, CODEC: tl.constexpr):
+    """`formats.codec.needed_scale`."""
+    if CODEC == "int8":
         return tl.minimum(tl.maximum(amax * _PER_INT8_MAX, _MIN_SCALE), _MAX_SCALE)
     else:
         bits = amax.to(tl.int32, bitcast=True)
@@ -159,18 +206,27 @@ def needed_scale(amax, INT8: tl.constexpr):
 
 
 @triton.jit
-def with_headroom(scale, INT8: tl.constexpr):
-    """`codec.with_headroom`."""
-    return tl.minimum(scale * (_INT8_HEADROOM if INT8 else _E4M3_HEADROOM), _MAX_SCALE)
+def with_headroom(scale, CODEC: tl.constexpr):
+    """`formats.codec.with_headroom`."""
+    return tl.minimum(scale * (_INT8_HEADROOM if CODEC == "int8" else _E4M3_HEADROOM), _MAX_SCALE)
 
 
 @triton.jit
-def inverse(scale, INT8: tl.constexpr):
+def inverse(scale, CODEC: tl.constexpr):
     """`1 / scale`, rounded to nearest. It is exact for E4M3, whose scales are powers of two."""
-    if INT8:
+    if CODEC == "int8":
         return tl.div_rn(1.0, scale)
     else:
         return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ratio_of_powers(a, b):
+    """`a / b` of two powers of two, the scales of E4M3: a difference of exponents, so exact."""
+    return (a.to(tl.int32, bitcast=True) - b.to(tl.int32, bitcast=True) + 0x3F800000).to(tl.float32, bitcast=True)
+
+
+# Magnitudes
 
 
 @triton.jit
