@@ -116,6 +116,6 @@ def test_what_is_static_can_be_written_again(scales):
     addresses = {name: x.data_ptr() for name, x in layer.buffers.items()}
     for x in layer.buffers.values():
         x.fill_(torch.nan)
-    layer.fill()
+    layer.write_static()
     assert {name: x.data_ptr() for name, x in layer.buffers.items()} == addresses
     assert all(torch.equal(x, value) for x, value in zip(layer.buffers.values(), static, strict=True))

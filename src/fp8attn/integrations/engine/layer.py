@@ -19,7 +19,7 @@ class EngineLayer:
     """A layer's attention in an engine.
 
     What is static keeps its address and its values as long as the layer exists: CUDA graphs read the tensors, and cached pages depend on
-    the values. An engine that discards memory must save and restore `buffers`, or call `fill` afterwards.
+    the values. An engine that discards memory must save and restore `buffers`, or call `write_static` afterwards.
 
     Args:
         num_q_heads, num_kv_heads, head_dim: the layer's shape in this process.
@@ -61,9 +61,9 @@ class EngineLayer:
             self.overflows = OverflowCounts([number], num_kv_heads, head_dim, torch.device(device))
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
         self._format = self.stored_k_mean, self.v_mean, key_type(options.key_dtype), True  # the last fields of `KVPages`
-        self.fill()
+        self.write_static()
 
-    def fill(self) -> None:
+    def write_static(self) -> None:
         """Write what is static, again after an engine has discarded it. Counts stay."""
         for tensor, value in zip((self.stored_k_mean, self.v_mean, self.page_scales), self.static, strict=True):
             if tensor is not None and value is not None:

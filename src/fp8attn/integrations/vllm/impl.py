@@ -68,7 +68,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                 if not BACKEND_IS_ASKED:
                     layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
             else:
-                self.engine_layer.fill()
+                self.engine_layer.write_static()
             for name, tensor in self.engine_layer.buffers.items():
                 layer.register_buffer(name, tensor, persistent=False)  # vLLM keeps buffers when its sleep mode discards weights
 
