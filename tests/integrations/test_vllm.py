@@ -1,5 +1,6 @@
 """The parts of the vLLM plugin that need no vLLM. `tests/vllm` has the others; `make test-vllm` runs them."""
 
+import logging
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from fp8attn import UsageError
 from fp8attn.integrations.engine import Options
 from fp8attn.integrations.vllm import NEWEST, OLDEST, refused, register, unsupported_release
+from fp8attn.integrations.vllm import _show_messages as show_messages
 from fp8attn.integrations.vllm.connectors import exchanges_blocks, unsupported_connector
 from fp8attn.integrations.vllm.options import layer_number, options_of
 
@@ -36,6 +38,21 @@ def test_another_release_is_refused_by_name(version, monkeypatch):
     assert f"vLLM 0.26 to 0.33, and this is vLLM {version}" in unsupported_release(version)
     monkeypatch.setattr(refused, "vllm_version", lambda: version)
     assert refused.RefusedBackend.validate_configuration(head_size=128, dtype=torch.bfloat16) == [unsupported_release(version)]
+
+
+def test_messages_of_the_engines_room_are_vllms(caplog, monkeypatch):
+    """At vLLM's level, whenever vLLM sets it."""
+    ours = logging.getLogger("fp8attn.integrations.engine")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(ours, name, getattr(ours, name))
+    show_messages()
+    show_messages()
+    for level, shown in ((logging.INFO, ["a warning", "an info"]), (logging.WARNING, ["a warning"])):
+        caplog.clear()
+        with caplog.at_level(level, "vllm"):
+            logging.getLogger("fp8attn.integrations.engine.warm").warning("a warning")
+            logging.getLogger("fp8attn.integrations.engine.warm").info("an info")
+        assert caplog.messages == shown
 
 
 def test_options_are_in_a_section_of_their_own():

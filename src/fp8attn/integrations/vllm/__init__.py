@@ -73,11 +73,20 @@ def register() -> None:
     _say_what_cpus_use(on_cpu)
 
 
+class _ToVLLM(logging.Handler):
+    """Passes messages on to loggers of vLLM, which shows no others. It may configure them later than plugins are loaded."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger(f"vllm.{record.name}")
+        if theirs.isEnabledFor(record.levelno):
+            theirs.handle(record)
+
+
 def _show_messages() -> None:
-    """Show what `integrations/engine` logs: vLLM shows the messages of its own loggers only."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger(engine.__name__)
-    ours.handlers, ours.propagate = list(theirs.handlers), not theirs.handlers
-    ours.setLevel(theirs.getEffectiveLevel())
+    """Show what `integrations/engine` logs."""
+    ours = logging.getLogger(engine.__name__)
+    ours.handlers, ours.propagate = [_ToVLLM()], False
+    ours.setLevel(logging.DEBUG)
 
 
 def _pickled(member: Any) -> Any:
