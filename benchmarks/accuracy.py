@@ -34,8 +34,8 @@ class Case(NamedTuple):
     def runs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Run]:
         """The implementations of fp8attn."""
         if self.phase == "decode":
-            return own(decode.attention, KEYS, self.shape, q.half(), k, v)
-        return own(prefill.attention, (*KEYS, "fp8attn-q8"), self.shape, q, k, v)
+            return own(decode.decode_attention, KEYS, self.shape, q.half(), k, v)
+        return own(prefill.prefill_attention, (*KEYS, "fp8attn-q8"), self.shape, q, k, v)
 
 
 def one(phase: str, mean: int, length: int) -> tuple[str, Case]:

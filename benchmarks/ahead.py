@@ -91,7 +91,7 @@ def _compile(number: int) -> None:
     from fp8attn.kernels.compile import build_launcher, compiled
 
     made, target = _todo[number]
-    build_launcher(compiled(made.kernel, made.args, made.given, target))
+    build_launcher(compiled(made.kernel, made.args, made.constants, target))
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from fp8attn.formats.codec import FP8
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.formats.rope import Rope
 from fp8attn.kernels import append
-from fp8attn.kernels.launch import constants, launch
+from fp8attn.kernels.launch import launch, make_constants
 from fp8attn.numerics import relative_error
 
 from .measure import between_reads, graph_of, interleaved
@@ -164,7 +164,7 @@ def ceiling(nbytes: int) -> Callable[[], None]:
     count = nbytes // (3 * BLOCK) * BLOCK  # whole blocks: of a count that is no multiple of 16, loads would be narrow
     source = torch.ones(count, dtype=torch.bfloat16, device=DEVICE)
     target = torch.empty_like(source, dtype=FP8)
-    given = constants("cast", source.device, BLOCK=BLOCK, num_warps=4)
+    given = make_constants("cast", source.device, BLOCK=BLOCK, num_warps=4)
     return lambda: launch(_cast, (-(-len(source) // BLOCK),), (source, target, len(source)), given)
 
 

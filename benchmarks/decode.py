@@ -53,7 +53,7 @@ def runs_of_ours(case: str) -> dict[str, Run]:
     for x in (k, v):
         pages = -(-len(x) // PAGE_SIZE)
         x *= (2.0 ** torch.randint(-1, 2, (pages, 1, 1), device=DEVICE)).repeat_interleave(PAGE_SIZE, 0)[: len(x)]
-    return own(decode.attention, KEYS, shape, q, k, v, spare=0)
+    return own(decode.decode_attention, KEYS, shape, q, k, v, spare=0)
 
 
 def calls(case: str) -> dict[str, Callable]:

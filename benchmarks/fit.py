@@ -78,10 +78,10 @@ def time_prefill(width: int, shape: prefill.cut.Shape) -> dict[tuple[int, int], 
 @contextmanager
 def only(shape: prefill.cut.Shape) -> Iterator[None]:
     """Patches the plan: launches of `prefill` have this shape, and do not split the keys."""
-    prefill.plan.make_plan.cache_clear()
+    prefill.plan.make_prefill_plan.cache_clear()
     with mock.patch.object(prefill.plan, "best_cut", return_value=(shape, 1)):
         yield
-    prefill.plan.make_plan.cache_clear()
+    prefill.plan.make_prefill_plan.cache_clear()
 
 
 def prefill_calls(width: int, queries: int) -> Iterator[tuple[tuple[int, int], Callable]]:
@@ -90,7 +90,7 @@ def prefill_calls(width: int, queries: int) -> Iterator[tuple[tuple[int, int], C
         for heads in HEADS:
             shape = problem.Shape((tiles * 128,), (queries,), heads, 1, width, causal=False)
             q = problem.randn(queries, heads, width)
-            yield (heads, tiles), problem.ours(prefill.attention, shape, q, problem.hold(shape, k, v))
+            yield (heads, tiles), problem.ours(prefill.prefill_attention, shape, q, problem.hold(shape, k, v))
 
 
 def time_combine() -> dict[int, float]:

@@ -90,8 +90,8 @@ def ops() -> dict[tuple[str, str], Callable]:
         (tokens_256, "fp8attn"): lambda: fp8attn.scaled_dot_product_attention(*dense),
         (f"rope_{tokens_256}", "fp8attn"): lambda: fp8attn.rope_scaled_dot_product_attention(*dense, table, table),
         (tokens_256, "torch"): lambda: sdpa(*dense),
-        ("launch", "fp8attn"): lambda: launch(made.kernel, made.grid, made.args, made.given),
-        ("launch", "triton"): lambda: made.kernel[made.grid](*given, **made.given),
+        ("launch", "fp8attn"): lambda: launch(made.kernel, made.grid, made.args, made.constants),
+        ("launch", "triton"): lambda: made.kernel[made.grid](*given, **made.constants),
         ("attention of 1 query", "torch-sdpa"): lambda: sdpa(query, key, key),
         ("relu", "torch"): lambda: torch.relu(k),
     }

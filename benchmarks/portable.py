@@ -28,11 +28,11 @@ CASES = {
 
 
 def calls(case: str) -> dict[str, Callable]:
-    return {OURS: own(portable.attention, [OURS], CASES[case], *CASES[case].inputs())[OURS].call}
+    return {OURS: own(portable.portable_attention, [OURS], CASES[case], *CASES[case].inputs())[OURS].call}
 
 
 def measure(case: str) -> Iterator[dict]:
     shape, inputs = CASES[case], CASES[case].inputs()
-    runs = own(portable.attention, [OURS], shape, *inputs) | peers.runs(shape, *inputs, PEERS)
+    runs = own(portable.portable_attention, [OURS], shape, *inputs) | peers.runs(shape, *inputs, PEERS)
     rows, found = checked(case, shape, runs, MOST_ERROR, graphs="decode" in case)
     yield from timed(shape, rows, found, 40, flush=True)

@@ -25,7 +25,7 @@ OURS = (*KEYS, "fp8attn-q8")  # queries in BF16, and in FP8
 
 
 def attention(q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return prefill.attention(q, pages, params._replace(return_lse=False))
+    return prefill.prefill_attention(q, pages, params._replace(return_lse=False))
 
 
 def exact(q: torch.Tensor, pages: KVPages, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor | None]:

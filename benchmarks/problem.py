@@ -134,7 +134,7 @@ def given(impl: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> Callable[[], torch.Tensor]:
-    """A call of one of our kernels, such as `kernels.prefill.attention`. It returns `[T, num_q_heads, head_dim]`."""
+    """A call of one of our kernels, such as `kernels.prefill.prefill_attention`. It returns `[T, num_q_heads, head_dim]`."""
     equal = len(set(shape.queries)) == 1
     params = AttentionParams(
         None if equal else offsets(shape.queries), max(shape.queries), shape.causal, shape.softmax_scale, return_lse=True

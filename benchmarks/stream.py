@@ -10,7 +10,7 @@ from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, DecodeSource, make_r
 from fp8attn.kernels.decode.work import DecodeBatch, assign
 from fp8attn.kernels.devices import chip
 from fp8attn.kernels.gluon import gdc_wait, gl, gluon, mbarrier, sync
-from fp8attn.kernels.launch import constants, launch, num_sms
+from fp8attn.kernels.launch import launch, make_constants, num_sms
 from fp8attn.kernels.pages import tiles
 
 from .problem import Shape
@@ -61,7 +61,7 @@ def stream(shape: Shape, pages: KVPages) -> Callable[[], None]:
     group, device = shape.q_heads // shape.kv_heads, pages.device
     how = decode.DecodeShape(shape.dim, group, group, len(shape.keys), chip=chip(device))
     workers = how.workers(num_sms(device), shape.kv_heads * len(shape.keys))
-    given = constants("stream", device, **how.constants())
+    given = make_constants("stream", device, **how.constants())
     args = (
         *tiles(pages, how.width, how.width), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
         len(shape.keys), shape.kv_heads, 1, workers,

@@ -55,7 +55,7 @@ def fingerprint(name: str) -> str:
     else:
         launches = compile_kernels.launches("sm_90", case)
     knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
-    return of_launches((made, digest(normalized(compiled(made.kernel, made.args, made.given).asm["ptx"]))) for made in launches)
+    return of_launches((made, digest(normalized(compiled(made.kernel, made.args, made.constants).asm["ptx"]))) for made in launches)
 
 
 def _stop_at_ptx(*args) -> tuple[str, str] | None:

@@ -146,7 +146,7 @@ for keys in ("int8", "e4m3"):
             launches.clear()
             call()
         [made] = launches
-        print(compiled(made.kernel, made.args, made.given).metadata.shared)
+        print(compiled(made.kernel, made.args, made.constants).metadata.shared)
 """
 
 

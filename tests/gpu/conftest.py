@@ -18,6 +18,6 @@ def poisoned(monkeypatch):
 
     torch.manual_seed(0)
     poison_empty(monkeypatch)
-    prefill.plan.make_plan.cache_clear()  # a plan keeps what tests have changed
+    prefill.plan.make_prefill_plan.cache_clear()  # a plan keeps what tests have changed
     yield
-    prefill.plan.make_plan.cache_clear()
+    prefill.plan.make_prefill_plan.cache_clear()

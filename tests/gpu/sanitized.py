@@ -44,7 +44,7 @@ def check_prefill() -> None:
     for dim in DIMS:
         shape = Shape((1, 300, 0, 130), (1, 77, 0, 130), 4, 2, dim, True)
         for impl in (*KEYS, "fp8attn-q8"):
-            ours(prefill.attention, shape, *made(shape, impl))()
+            ours(prefill.prefill_attention, shape, *made(shape, impl))()
             done(f"prefill D{dim} {impl}")
     ops.attention(*made(Shape((300, 200), (150, 150), 4, 2, 128, True)), **all_options())
     done("prefill, all options")
@@ -55,7 +55,7 @@ def check_decode() -> None:
         for queries in (1, 3):
             shape = Shape((1, 1500, 0, 130), (queries,) * 4, 4, 2, dim, True)
             for impl in KEYS:
-                ours(decode.attention, shape, *made(shape, impl))()
+                ours(decode.decode_attention, shape, *made(shape, impl))()
                 done(f"decode D{dim} {queries} {impl}")
     ops.attention(*made(Shape((300, 200), (2, 2), 4, 2, 128, True)), **all_options())
     done("decode, all options")

@@ -68,13 +68,13 @@ def compare(result, q: torch.Tensor, pages: KVPages, given: dict, limit: float, 
 
 def check_prompt(q: torch.Tensor, pages: KVPages, limit: float = PROMPT, **given) -> None:
     """Check prefill against float64, and that a second call gives the same bits."""
-    result, again = (prefill.attention(q, pages, AttentionParams(**given)) for _ in range(2))
+    result, again = (prefill.prefill_attention(q, pages, AttentionParams(**given)) for _ in range(2))
     assert torch.equal(result[0], again[0]) and torch.equal(result[1], again[1])
     compare(result, q, pages, given, limit, PROMPT_LSE["int8" if pages.key_dtype == torch.int8 else "e4m3"])
 
 
 def check_step(q: torch.Tensor, pages: KVPages, limit: float = STEP, **given) -> None:
-    result, again = (decode.attention(q, pages, AttentionParams(**given)) for _ in range(2))
+    result, again = (decode.decode_attention(q, pages, AttentionParams(**given)) for _ in range(2))
     assert torch.equal(result[0], again[0]) and torch.equal(result[1], again[1])
     compare(result, q, pages, given, limit, LSE_ERROR)
     assert not any(count for stream in counters._streams.values() for count in stream.tolist()), "counters must be left at zero"
@@ -130,11 +130,12 @@ def test_exact_prompts(head_dim, keys):
     """As exact as a decode step, whose rows they give; with all options, too."""
     pages, q = held([1000, 1000], head_dim, keys), queries(1400, head_dim, dtype=torch.float16)
     for given in (options(pages, 700), options(pages, 700, causal=False), options(pages, 700, **all_options(pages))):
-        result = prefill.attention(q, pages, AttentionParams(**given, exact=True))
+        result = prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True))
         compare(result, q, pages, given, EXACT, EXACT_LSE[keys])
     given = options(pages, 700)
-    prompt = prefill.attention(q, pages, AttentionParams(**given, exact=True))[0].view(2, 700, 4, head_dim)[:, -16:]
-    step = decode.attention(q.view(2, 700, 4, head_dim)[:, -16:].flatten(0, 1), pages, AttentionParams(**given | {"max_seqlen_q": 16}))[0]
+    prompt = prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True))[0].view(2, 700, 4, head_dim)[:, -16:]
+    last = q.view(2, 700, 4, head_dim)[:, -16:].flatten(0, 1)
+    step = decode.decode_attention(last, pages, AttentionParams(**given | {"max_seqlen_q": 16}))[0]
     assert relative_error(prompt.flatten(0, 1), step.double()) < EXACT
 
 
@@ -145,12 +146,12 @@ def test_exact_prompts_of_both_shapes(long, monkeypatch):
     lengths, counts = [0, 900, 5, 128, 0, 1000], [3, 300, 40, 128, 0, 77]
     pages, q = held(lengths), queries(sum(counts), dtype=torch.float16)
     given = options(pages, max(counts), counts)
-    compare(prefill.attention(q, pages, AttentionParams(**given, exact=True)), q, pages, given, EXACT, EXACT_LSE["int8"])
+    compare(prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True)), q, pages, given, EXACT, EXACT_LSE["int8"])
     monkeypatch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][long], 2)])
-    prefill.plan.make_plan.cache_clear()
+    prefill.plan.make_prefill_plan.cache_clear()
     pages, q = held([5000]), queries(300, dtype=torch.float16)
     given = options(pages, 300)
-    compare(prefill.attention(q, pages, AttentionParams(**given, exact=True)), q, pages, given, EXACT, EXACT_LSE["int8"])
+    compare(prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True)), q, pages, given, EXACT, EXACT_LSE["int8"])
 
 
 @pytest.mark.parametrize(("head_dim", "keys"), [(128, "int8"), (128, "e4m3"), (80, "int8"), (256, "int8")])
@@ -159,7 +160,7 @@ def test_ragged_prompts(head_dim, keys):
     lengths, counts = [0, 900, 5, 128, 0, 1000], [3, 300, 40, 128, 0, 77]
     pages, q = held(lengths, head_dim, keys), queries(sum(counts) + 150, head_dim)
     given = options(pages, max(counts), counts)
-    result = prefill.attention(q, pages, AttentionParams(**given))
+    result = prefill.prefill_attention(q, pages, AttentionParams(**given))
     assert not result[0][sum(counts) :].any()
     rows = slice(sum(counts))
     compare([x[rows] for x in result], q[rows], pages, given, FEW_KEYS, PROMPT_LSE[keys])
@@ -190,14 +191,14 @@ def test_fp8_queries(head_dim):
 def test_fp8_queries_need_keys_like_them(keys):
     pages, q = held([200], keys=keys), queries(200, dtype=FP8)
     with pytest.raises(ValueError, match="pass 16-bit queries"):
-        prefill.attention(q, pages, AttentionParams(**options(pages, 200)))
+        prefill.prefill_attention(q, pages, AttentionParams(**options(pages, 200)))
 
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_rope_on_queries(keys):
     pages, angle = held([1000], keys=keys), torch.randn(700, 64, device=CUDA)
     q, cos, sin, given = queries(700), angle.cos(), angle.sin(), options(pages, 700)
-    result = prefill.attention(q, pages, AttentionParams(**given, rope=Rope(cos, sin)))
+    result = prefill.prefill_attention(q, pages, AttentionParams(**given, rope=Rope(cos, sin)))
     compare(result, apply_rope(q, Rope(cos, sin)).to(q.dtype), pages, given, PROMPT, PROMPT_LSE[keys])
 
 
@@ -226,11 +227,11 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others():
     for token in range(300, 318):  # every place in a group of exponentials
         saved = codes[page, 0, token % 128, 0].clone()
         codes[page, 0, token % 128, 0] = 0x7F
-        got = prefill.attention(q, pages, AttentionParams(**given))[0].isnan().all(-1)[:, 0]
+        got = prefill.prefill_attention(q, pages, AttentionParams(**given))[0].isnan().all(-1)[:, 0]
         codes[page, 0, token % 128, 0] = saved
         assert torch.equal(got, torch.arange(600, device=CUDA) >= token), token
     q[77, 0, 3] = torch.nan
-    assert prefill.attention(q, pages, AttentionParams(**given))[0].isnan().all(-1)[:, 0].nonzero().flatten().tolist() == [77]
+    assert prefill.prefill_attention(q, pages, AttentionParams(**given))[0].isnan().all(-1)[:, 0].nonzero().flatten().tolist() == [77]
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
@@ -239,8 +240,8 @@ def test_without_an_lse_the_output_has_the_same_bits(head_dim):
     pages = held([700, 700], head_dim, mean=1.0)
     q = queries(1400, head_dim)
     for given in ({}, {"softcap": 20.0}, {"sinks": torch.randn(4, device=CUDA)}):
-        expected, _ = prefill.attention(q, pages, AttentionParams(**options(pages, 700, **given)))
-        out, lse = prefill.attention(q, pages, AttentionParams(**options(pages, 700, **given, return_lse=False)))
+        expected, _ = prefill.prefill_attention(q, pages, AttentionParams(**options(pages, 700, **given)))
+        out, lse = prefill.prefill_attention(q, pages, AttentionParams(**options(pages, 700, **given, return_lse=False)))
         assert torch.equal(out, expected) and lse is None, given
 
 

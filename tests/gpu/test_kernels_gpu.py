@@ -134,7 +134,7 @@ ATTENTION_GPU = ATTENTION_FACTORS | {
 def test_attention_against_float64(case, monkeypatch):
     if case["splits"]:
         monkeypatch.setattr(portable, "num_splits", lambda *_: case["splits"])
-    check_attention(portable.attention, case, CUDA)
+    check_attention(portable.portable_attention, case, CUDA)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 130])
@@ -147,7 +147,7 @@ def test_integer_conversions_serve_attention_and_append(monkeypatch):
     for kernel in ("portable", "combine", "append"):
         monkeypatch.setattr(f"fp8attn.kernels.{kernel}.is_native", lambda _: False)
     case = {name: values[-1] for name, values in ATTENTION_FACTORS.items()} | {"head_dim": 128, "softcap": 0.0}
-    check_attention(portable.attention, case, CUDA)
+    check_attention(portable.portable_attention, case, CUDA)
     check_append(append, {name: values[-1] for name, values in APPEND_FACTORS.items()} | {"head_dim": 128}, CUDA)
 
 
@@ -196,9 +196,9 @@ def test_error_is_the_same_at_every_length(kind, head_dim, queries):
         if length >= queries:
             q = torch.randn(queries, 8, head_dim, device=CUDA).half()
             pages = long_cache(kind, length, head_dim, q)
-            error = run_attention(portable.attention, pages, q, arguments)
-            ours, _ = portable.attention(q, pages, AttentionParams(**arguments))
-            again, _ = portable.attention(q, pages, AttentionParams(**arguments))
+            error = run_attention(portable.portable_attention, pages, q, arguments)
+            ours, _ = portable.portable_attention(q, pages, AttentionParams(**arguments))
+            again, _ = portable.portable_attention(q, pages, AttentionParams(**arguments))
             assert torch.equal(ours, again), "two runs differ"
             print(f"{kind} D{head_dim} {queries} queries {length} keys: {error:.2e}")
 
@@ -276,4 +276,4 @@ def test_ragged_prefill_through_the_ops_in_every_stride():
     cu = cumulative(lengths, CUDA)
     fp8attn.append(pages, k, v, cu_seqlens=cu, max_seqlen=max(lengths))
     arguments = {"cu_seqlens_q": cu, "max_seqlen_q": max(lengths), "causal": True, "softmax_scale": head_dim**-0.5}
-    run_attention(portable.attention, pages, q, arguments)
+    run_attention(portable.portable_attention, pages, q, arguments)

@@ -45,10 +45,10 @@ def held(lengths: list[int], head_dim: int, heads: int = 2):
 def check(q, pages, tables, interleaved=False, causal=True, cu=None, longest=None) -> None:
     params = AttentionParams(cu_seqlens_q=cu, max_seqlen_q=longest or q.shape[1], causal=causal, softmax_scale=0.1, return_lse=True)
     rope = Rope(*tables.values(), interleaved)
-    inside = prefill.attention(q, pages, params._replace(rope=rope))
+    inside = prefill.prefill_attention(q, pages, params._replace(rope=rope))
     dense = (lambda x: x) if q.dim() == 4 else (lambda x: x[None])
     turned = rope_dense(dense(q).transpose(1, 2), with_tables(rope, dense)).transpose(1, 2).reshape(q.shape)
-    before = prefill.attention(turned, pages, params)
+    before = prefill.prefill_attention(turned, pages, params)
     assert not inside[0].isnan().any()
     for a, b in zip(inside, before, strict=True):
         assert torch.equal(a, b)

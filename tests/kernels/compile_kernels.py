@@ -55,7 +55,7 @@ def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=T
     q = torch.zeros(queries, 8, head_dim, dtype=dtype)
     mean = torch.zeros(2, head_dim) if means else None
     pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=key_name(key_dtype), rotate_keys=rotate, k_mean=mean, v_mean=mean)
-    portable.attention(q, pages, params)
+    portable.portable_attention(q, pages, params)
 
 
 def append_tokens(
@@ -204,7 +204,7 @@ def _ptxas_says(launch: Launch, gpu: GPUTarget) -> dict[str, Any]:
 
 
 def _amd_says(launch: Launch, gpu: GPUTarget) -> dict[str, Any]:
-    kernel = compiled(launch.kernel, launch.args, launch.given, gpu)
+    kernel = compiled(launch.kernel, launch.args, launch.constants, gpu)
     count = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"])}
     return {
         "registers": count["vgpr_count"], "spill_bytes": count["private_segment_fixed_size"], "warnings": "",

@@ -236,7 +236,7 @@ def warmed() -> dict:
         for call in calls:
             call()
     for made in launches:
-        program = compile.compiled(made.kernel, made.args, made.given)
+        program = compile.compiled(made.kernel, made.args, made.constants)
         compile.build_launcher(program)
         compiled_as.append(program.hash)
     folders = set(os.listdir(knobs.cache.dir))
@@ -288,12 +288,12 @@ def planned() -> dict:
     def launched(name: str) -> list:
         launches.clear()
         given = {"q": q, "pages": pages} | cases[name]
-        prefill.attention(given.pop("q"), given.pop("pages"), plain_params._replace(**given))
+        prefill.prefill_attention(given.pop("q"), given.pop("pages"), plain_params._replace(**given))
         return list(launches)
 
     rows = {}
     for name in cases:
-        for kept in (prefill.plan.make_plan, combine._plan):
+        for kept in (prefill.plan.make_prefill_plan, combine._plan):
             kept.cache_clear()
         rows[name] = {"alone": launched(name)}
     for name in 2 * [*cases]:

@@ -39,11 +39,11 @@ def facts(made: Any, given: Any) -> dict[str, Any]:
 def main() -> None:
     made = compile_prefill.launch(head_dim=64)
     other = compile_kernels.launches("sm_90", "D64 step rope")[0]
-    plain = Constants(made.given.device, **made.given)
+    plain = Constants(made.constants.device, **made.constants)
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder
         knobs.runtime.add_stages_inspection_hook = no_code
-        found: dict[str, Any] = {"plain": facts(made, plain), "direct": facts(made, made.given), "again": facts(made, made.given)}
+        found: dict[str, Any] = {"plain": facts(made, plain), "direct": facts(made, made.constants), "again": facts(made, made.constants)}
         base = found["plain"]["copies"] - found["direct"]["copies"]
         found["plain"]["copies"], kept = base, found["direct"]["copies"]  # those that are left are no operands'
         found["direct"]["copies"] = found["again"]["copies"] = 0
@@ -52,14 +52,14 @@ def main() -> None:
             raise operands.Unsafe("planted")
 
         with patch.object(operands, "without_copies", unsafe), patch.object(operands, "KEY", "unsafe"):
-            found["unsafe"] = facts(made, made.given)
+            found["unsafe"] = facts(made, made.constants)
             found["unsafe"]["copies"] -= kept
             with warnings.catch_warnings(record=True) as said:
-                operands.warn_of_copies(compiled(made.kernel, made.args, made.given))
+                operands.warn_of_copies(compiled(made.kernel, made.args, made.constants))
             found["warning"] = str(said[0].message)
         with patch.object(operands, "SAFE_PTXAS", (99, 0)), patch.object(operands, "KEY", "old"):
-            found["old ptxas"] = facts(made, made.given)["note"]
-        found["without the hook"] = facts(other, other.given)["hash"]
+            found["old ptxas"] = facts(made, made.constants)["note"]
+        found["without the hook"] = facts(other, other.constants)["hash"]
         inside, done = Event(), Event()
 
         def holding() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
         with ThreadPoolExecutor(1) as pool:
             held = pool.submit(holding)
             inside.wait()
-            found["other thread"] = facts(other, other.given)["hash"]
+            found["other thread"] = facts(other, other.constants)["hash"]
             done.set()
             held.result()
         both = Barrier(2, timeout=60)

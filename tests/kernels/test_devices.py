@@ -54,7 +54,7 @@ def test_every_cta_has_as_many_items_and_tiles_as_the_fit_counts(monkeypatch):
             call()
     assert [launch.grid for launch in launches] == [(sms,)] * len(calls)
     for (items, tiles), launch in zip(calls, launches, strict=True):
-        options, given = launch.given["OPTIONS"], dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+        options, given = launch.constants["OPTIONS"], dict(zip(launch.kernel.arg_names, launch.args, strict=False))
         assert options.partitions == 3 and not options.split and not given["causal"]
         assert given["num_q_heads"] * -(-given["max_q"] // shape.rows) == items * sms
         assert given["table_width"] == tiles and given["lengths_ptr"].tolist() == [128 * tiles]

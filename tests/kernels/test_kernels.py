@@ -172,7 +172,7 @@ def test_append_of_nothing():
 @pytest.mark.parametrize("case", pairwise(ATTENTION_FACTORS), ids=case_id)
 def test_attention_against_float64(case, monkeypatch):
     monkeypatch.setattr(portable, "num_splits", lambda *_: case["splits"])
-    check_attention(portable.attention, case)
+    check_attention(portable.portable_attention, case)
 
 
 ARGUMENTS = {
@@ -204,7 +204,7 @@ def test_attention_of_extremes(k, v, splits, key_dtype, monkeypatch):
         keys[333] = q[0, ::4].float() * 0.8
         values[333] = torch.randn(heads, 64)
     fill(pages, keys, values, [length])
-    run_attention(portable.attention, pages, q, ARGUMENTS)
+    run_attention(portable.portable_attention, pages, q, ARGUMENTS)
 
 
 @pytest.mark.parametrize("key_dtype", [torch.int8, FP8], ids=str)
@@ -216,7 +216,7 @@ def test_rounding_rotated_queries_costs_little(key_dtype):
     q = torch.randn(16, 8, 128).half()
     arguments = ARGUMENTS | {"max_seqlen_q": 16, "softmax_scale": 128**-0.5}
     ref, _ = reference.attention(q, pages, AttentionParams(**arguments), compute_dtype=torch.float64, out_dtype=torch.float64)
-    out, _ = portable.attention(q, pages, AttentionParams(**arguments))
+    out, _ = portable.portable_attention(q, pages, AttentionParams(**arguments))
     assert relative_error(out, ref) ** 2 < 2 * 2e-4**2 + relative_error(ref.half(), ref) ** 2
 
 
@@ -228,7 +228,7 @@ def test_large_and_tiny_queries_keep_their_digits(rotate):
     for scale in (0.125, 1e-5, 1e-20, 0.0):
         arguments = ARGUMENTS | {"softmax_scale": scale}
         ref, _ = reference.attention(q, pages, AttentionParams(**arguments), compute_dtype=torch.float64, out_dtype=torch.float64)
-        out, _ = portable.attention(q, pages, AttentionParams(**arguments))
+        out, _ = portable.portable_attention(q, pages, AttentionParams(**arguments))
         torch.testing.assert_close(out.double(), ref, rtol=2**-8, atol=2e-3)
 
 
@@ -237,7 +237,7 @@ def test_nan_in_a_value_is_not_hidden():
     v = torch.randn(80, 1, 64)
     v[3, 0, 5] = torch.nan
     fill(pages, torch.randn(80, 1, 64), v, [40, 40])
-    out, _ = portable.attention(torch.randn(2, 2, 64).half(), pages, AttentionParams(**ARGUMENTS))
+    out, _ = portable.portable_attention(torch.randn(2, 2, 64).half(), pages, AttentionParams(**ARGUMENTS))
     assert out[0, :, 5].isnan().all()
     assert int(out.isnan().sum()) == 2
 
@@ -254,7 +254,7 @@ def test_nan_in_a_key_is_for_the_rows_that_see_it(key_dtype, token, queries, sof
     q = torch.randn(queries, 8, 64).half()
     arguments = ARGUMENTS | {"max_seqlen_q": queries, "softcap": softcap}
     ref, ref_lse = reference.attention(q, pages, AttentionParams(**arguments))
-    out, lse = portable.attention(q, pages, AttentionParams(**arguments))
+    out, lse = portable.portable_attention(q, pages, AttentionParams(**arguments))
     sees = 132 - queries + torch.arange(queries) >= (128 if key_dtype == torch.int8 else 130)
     assert torch.equal(ref.isnan(), sees[:, None, None].expand_as(ref)) and torch.equal(out.isnan(), ref.isnan())
     assert torch.equal(lse.isnan(), ref_lse.isnan())
@@ -263,7 +263,7 @@ def test_nan_in_a_key_is_for_the_rows_that_see_it(key_dtype, token, queries, sof
 
 def test_no_queries():
     pages = empty_cache([40], 1, 64)
-    out, lse = portable.attention(torch.zeros(0, 2, 64).half(), pages, AttentionParams(**ARGUMENTS | {"max_seqlen_q": 0}))
+    out, lse = portable.portable_attention(torch.zeros(0, 2, 64).half(), pages, AttentionParams(**ARGUMENTS | {"max_seqlen_q": 0}))
     assert out.shape == (0, 2, 64)
     assert lse.shape == (0, 2)
 
@@ -307,7 +307,7 @@ def test_the_hopper_kernels_need_no_table(monkeypatch):
     from fp8attn.kernels import decode, prefill
 
     pages = KVPages.empty(4, 2, 64, num_seqs=2, max_pages=0)
-    for attention, queries in ((decode.attention, 1), (prefill.attention, 100)):
+    for attention, queries in ((decode.decode_attention, 1), (prefill.prefill_attention, 100)):
         q = torch.randn(2 * queries, 4, 64).half()
         out, lse = attention(q, pages, AttentionParams(**ARGUMENTS | {"max_seqlen_q": queries}))
         assert not out.any() and (lse == -torch.inf).all()
@@ -369,7 +369,7 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
         append(pages, tokens, tokens, Append(None, 1))
         append(pages, prompt, prompt, Append(None, 40))
         append(pages, prompt, prompt, Append(bounds, 40))
-        portable.attention(tokens.repeat(1, 2, 1), pages, AttentionParams(**ARGUMENTS))
+        portable.portable_attention(tokens.repeat(1, 2, 1), pages, AttentionParams(**ARGUMENTS))
     assert len({note.kernel.fn.__name__ for note in launches}) == 8
     for note in launches:
         assert note.grid[0] < 2**31 and all(programs < 65_536 for programs in note.grid[1:]), (note.kernel.fn.__name__, note.grid)

@@ -91,7 +91,7 @@ def _compiled(launch: Launch, target: GPUTarget) -> tuple[CompiledKernel, str]:
     """The kernel, and the output of ptxas if it ran."""
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
         knobs.nvidia.dump_ptxas_log = True
-        return compiled(launch.kernel, launch.args, launch.given, target), said.getvalue()
+        return compiled(launch.kernel, launch.args, launch.constants, target), said.getvalue()
 
 
 class Sass:

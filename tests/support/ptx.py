@@ -36,7 +36,7 @@ def digest(value: Any) -> str:
 
 def of_launches(launches: Iterable[tuple[Any, str]]) -> str:
     """The fingerprint of `launch.Launch`es, each with the digest of its PTX. Launches by torch are not among them."""
-    found = [(ptx, made.grid, bool(made.given.get("launch_pdl")), list(_numbers(made.args))) for made, ptx in launches]
+    found = [(ptx, made.grid, bool(made.constants.get("launch_pdl")), list(_numbers(made.args))) for made, ptx in launches]
     if not found:
         raise ValueError("this call launches no kernel through kernels.launch")
     return "launches:" + digest(found)

@@ -46,13 +46,13 @@ class Hopper(triton.Writer):
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
-            return attend_tokens(self._decode.attention, self.rope, q, pages, params, out)
+            return attend_tokens(self._decode.decode_attention, self.rope, q, pages, params, out)
         if not pages.page_table.shape[0]:  # no sequence
             return empty_rows(q, out)
         if params.rope is not None and not self._prefill.takes_rope(params.rope):
             q, params = rotated(self.rope, q, params)
             new_keys = 0  # the launch before writes queries
-        return self._prefill.attention(q, pages, params, out, new_keys)
+        return self._prefill.prefill_attention(q, pages, params, out, new_keys)
 
 
 @cache

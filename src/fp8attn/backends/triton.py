@@ -34,9 +34,9 @@ class Triton(Writer):
 
     def __init__(self) -> None:
         super().__init__()
-        from ..kernels.portable import attention
+        from ..kernels.portable import portable_attention
 
-        self._kernel = attention
+        self._kernel = portable_attention
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:

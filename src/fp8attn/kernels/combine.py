@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .codec import is_native, round_to
 from .common import HIDDEN, LN2, LOG2E, power_of_two
-from .launch import Constants, constants, launch
+from .launch import Constants, launch, make_constants
 
 MAX_SPLITS = 128
 MANY = 1024  # from this number of rows on, a program computes several
@@ -102,8 +102,8 @@ def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | 
         sinks: `[num_q_heads]`; the parts do not include them.
         out, lse: the outputs, `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32; or a batch of both, with `out` of any strides.
     """
-    grid, numbers, given = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())
-    launch(_combine_kernel, grid, (parts, parts_lse, sinks, out, lse, *numbers), given)
+    grid, numbers, constants = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())
+    launch(_combine_kernel, grid, (parts, parts_lse, sinks, out, lse, *numbers), constants)
 
 
 @lru_cache(maxsize=4096)
@@ -116,8 +116,8 @@ def _plan(
     # A program computes one row, and loads all its parts at the same time. With many rows and few parts, a program computes several rows.
     many = num_rows >= MANY and splits <= 8
     together = 8 if many else 1
-    given = constants(
+    constants = make_constants(
         "combine", device, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity, CHUNK=1 if many else min(capacity, 4096 // padded),
         NATIVE=native, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return (-(-num_rows // together),), (splits, num_rows, *rows[-2:], *((0,) * (4 - len(strides))), *strides[:-1]), given
+    return (-(-num_rows // together),), (splits, num_rows, *rows[-2:], *((0,) * (4 - len(strides))), *strides[:-1]), constants

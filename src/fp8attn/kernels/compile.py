@@ -3,7 +3,7 @@
     with launch.recording(dry=True) as launches:
         ops.attention(q, pages, backend="hopper")
     for made in launches:
-        kernel = compiled(made.kernel, made.args, made.given)
+        kernel = compiled(made.kernel, made.args, made.constants)
         print(kernel.metadata.shared, kernel.asm["ptx"])
 
 Triton itself binds and specializes the arguments, in `JITFunction.warmup`. Only its driver, which needs libcuda and a device, is replaced.
@@ -64,15 +64,15 @@ def _active(replacement: _Driver) -> Iterator[None]:
         driver.set_active(before)
 
 
-def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any], target: GPUTarget = HOPPER) -> CompiledKernel:
-    """The kernel that Triton compiles for `kernel[grid](*args, **given)` on a GPU of `target`.
+def compiled(kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any], target: GPUTarget = HOPPER) -> CompiledKernel:
+    """The kernel that Triton compiles for `kernel[grid](*args, **constants)` on a GPU of `target`.
 
     Args:
         kernel: a `triton.jit` or `gluon.jit` function.
         args: the run-time arguments as `launch.launch` takes them: tensors, `launch.Tiles`, `launch.Counters`, int, float, None. Tensors
             may be on any device, "meta" too, where an address is an offset. Triton specializes on whether an address is a multiple of
             16; those of counters are.
-        given: constexpr parameters and options (`num_warps`, ...).
+        constants: constexpr parameters and options (`num_warps`, ...).
         target: the GPU to compile for.
 
     Returns:
@@ -84,14 +84,14 @@ def compiled(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any],
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{kernel!r} cannot be compiled. Unset TRITON_INTERPRET before Triton is imported.")
     with _active(_Driver(target)):
-        return loaded(kernel, args, given)
+        return loaded(kernel, args, constants)
 
 
-def loaded(kernel: JITFunction, args: Sequence[Any], given: Mapping[str, Any]) -> CompiledKernel:
+def loaded(kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any]) -> CompiledKernel:
     """`compiled` for the current device. Triton then has the kernel in memory, and the first launch finds it there."""
     compute_key(kernel)
-    with direct_operands(given.operands if isinstance(given, Constants) else "none"):
-        return kernel.warmup(*map(_argument, args), grid=(1,), **given)
+    with direct_operands(constants.operands if isinstance(constants, Constants) else "none"):
+        return kernel.warmup(*map(_argument, args), grid=(1,), **constants)
 
 
 def ptxas_version(target: GPUTarget) -> str:
@@ -156,7 +156,7 @@ def _links(module: ModuleType) -> bool:
 def specialization(made: Launch) -> tuple:
     """A key of a launch: launches with equal keys have the same compiled kernel. It covers at least what Triton specializes on."""
     kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(made.args, made.kernel.params, strict=False))
-    return made.kernel.fn.__qualname__, tuple(sorted(made.given.items(), key=str)), kinds
+    return made.kernel.fn.__qualname__, tuple(sorted(made.constants.items(), key=str)), kinds
 
 
 def _kind(x: Any, plain: bool) -> Any:

@@ -52,10 +52,10 @@ class Build:
     neutral: tuple
     positions: Mapping[str, int]
 
-    def __call__(self, **given) -> None:
+    def __call__(self, **arguments) -> None:
         """Run the op on arguments given by the names in its schema."""
         args = list(self.neutral)
-        for name, x in given.items():
+        for name, x in arguments.items():
             args[self.positions[name]] = x
         self.op(*args)
 
@@ -153,9 +153,9 @@ def attention(
         LookupError: none is installed.
     """
     build = build or default()
-    given = dict(q_descale=q_scale, k_descale=k_scale, v_descale=v_scale, softmax_scale=softmax_scale, is_causal=causal)
+    arguments = dict(q_descale=q_scale, k_descale=k_scale, v_descale=v_scale, softmax_scale=softmax_scale, is_causal=causal)
     if build.name != "vllm":
-        build(q=q, k=k, v=v, out=out, **given)
+        build(q=q, k=k, v=v, out=out, **arguments)
         return
     # vLLM's build takes only queries that are packed, sequence after sequence.
     batch, q_len, kv_len = *q.shape[:2], k.shape[1]
@@ -164,6 +164,6 @@ def attention(
         for name, length in (("q", q_len), ("k", kv_len))
     }
     q, k, v, flat = (x.flatten(0, 1) for x in (q, k, v, out))
-    build(q=q, k=k, v=v, out=flat, **bounds, max_seqlen_q=q_len, max_seqlen_k=kv_len, **given)
+    build(q=q, k=k, v=v, out=flat, **bounds, max_seqlen_q=q_len, max_seqlen_k=kv_len, **arguments)
     if flat.data_ptr() != out.data_ptr():  # a copy, because sequences are not contiguous
         out.copy_(flat.unflatten(0, (batch, q_len)))

@@ -87,10 +87,10 @@ def aggregate(cls: type) -> type:
     fields = tuple(cls.__annotations__)
 
     def __init__(self, *args, **named):
-        given = dict(zip(fields, args, strict=False)) | named
-        if len(given) < len(args) + len(named) or given.keys() != set(fields):
+        values = dict(zip(fields, args, strict=False)) | named
+        if len(values) < len(args) + len(named) or values.keys() != set(fields):
             raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields)}: pass each of them once")
-        for name, value in given.items():
+        for name, value in values.items():
             setattr(self, name, value if isinstance(value, base_value) else gl.constexpr(value))
 
     if "__init__" not in vars(cls):

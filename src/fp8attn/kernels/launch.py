@@ -58,7 +58,7 @@ class Counters(NamedTuple):
 class Constants(dict):
     """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
 
-    The compiled kernels are kept here, so `Constants` must be kept, too. `constants` makes them, or a kept object contains them.
+    The compiled kernels are kept here, so `Constants` must be kept, too. `make_constants` makes them, or a kept object contains them.
     `operands` says which products of the kernel read their left operands without copies (`operands.py`).
     """
 
@@ -70,7 +70,7 @@ class Constants(dict):
 
 
 @lru_cache(maxsize=4096)
-def constants(kernel: str, device: torch.device, **values: Any) -> Constants:
+def make_constants(kernel: str, device: torch.device, **values: Any) -> Constants:
     """The same `Constants` for the same values. `kernel` is a name, which separates kernels whose values are equal.
 
     Plans of several batch sizes share them, so a new batch size compiles nothing.
@@ -138,7 +138,7 @@ class Launch(NamedTuple):
     kernel: triton.JITFunction
     grid: tuple[int, ...]
     args: tuple
-    given: Constants
+    constants: Constants
     compiled: Any
 
 
@@ -161,14 +161,14 @@ def recording(dry: bool = False) -> Iterator[list[Launch]]:
         _recording.launches, _recording.dry = around
 
 
-def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants) -> None:
-    """`kernel[grid](*args, **given)` on the current stream of `given.device`.
+def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Constants) -> None:
+    """`kernel[grid](*args, **constants)` on the current stream of `constants.device`.
 
     Args:
         kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last.
         grid: up to three numbers of programs.
         args: all run-time arguments, on that device.
-        given: the constexpr parameters and options.
+        constants: the constexpr parameters and options.
     Raises:
         ValueError: a second or third number of programs is more than CUDA launches.
     """
@@ -177,17 +177,17 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
             f"{kernel.__name__} takes a grid of {grid}, and CUDA only {MAX_GRID} in the second and third dimension: split the call"
         )
     if _recording.dry:
-        _recording.launches.append(Launch(kernel, grid, tuple(args), given, None))
+        _recording.launches.append(Launch(kernel, grid, tuple(args), constants, None))
         return
-    device = given.device
+    device = constants.device
     stream = None
     if device.index is not None:  # else the kernel is interpreted
         active = driver.active
         if active.get_current_device() != device.index:
             with torch.accelerator.device_index(device.index):
-                return launch(kernel, grid, args, given)
+                return launch(kernel, grid, args, constants)
         stream = active.get_current_stream(device.index)
-    for compiled in given.compiled:
+    for compiled in constants.compiled:
         if compiled.kernel is kernel and _as_before(kernel) and (values := compiled.values(args)) is not None:
             program = compiled.program
             for i in compiled.counters:
@@ -202,15 +202,15 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, given: Constants)
             if isinstance(x, Counters):
                 values[i] = counters(device, stream, x.count)
         compute_key(kernel)
-        with direct_operands(given.operands):
-            program = kernel[grid](*values, **given)
+        with direct_operands(constants.operands):
+            program = kernel[grid](*values, **constants)
         warn_of_copies(program)
-        if isinstance(kernel, triton.JITFunction) and len(given.compiled) < VARIANTS and _as_before(kernel):
-            compiled = _learn(kernel, program, args, given)
+        if isinstance(kernel, triton.JITFunction) and len(constants.compiled) < VARIANTS and _as_before(kernel):
+            compiled = _learn(kernel, program, args, constants)
             if compiled is not None:
-                given.compiled.append(compiled)
+                constants.compiled.append(compiled)
     if _recording.launches is not None:
-        _recording.launches.append(Launch(kernel, grid, tuple(args), given, program))
+        _recording.launches.append(Launch(kernel, grid, tuple(args), constants, program))
 
 
 def _hooks() -> tuple[Any, Any]:
@@ -227,7 +227,7 @@ def _as_before(kernel: triton.JITFunction) -> bool:
     return not (kernel.pre_run_hooks or runtime.debug or knobs.compilation.instrumentation_mode or stages)
 
 
-def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, given: Constants) -> Compiled | None:
+def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, constants: Constants) -> Compiled | None:
     """The types and alignments that `kernel`, just launched with `args`, was compiled for; None if `Compiled` cannot describe them."""
     pointers, absent, numbers, specialized, floats, zeros, tiles = [], [], [], [], [], [], []
     for i, (x, param) in enumerate(zip(args, kernel.params, strict=False)):
@@ -247,7 +247,7 @@ def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, given: Cons
             specialized.append((i, x % 16 == 0))
         else:
             return None
-    rest = tuple(given[param.name] for param in kernel.params[len(args) :])
+    rest = tuple(constants[param.name] for param in kernel.params[len(args) :])
     return Compiled(kernel, program, *map(tuple, (pointers, absent, numbers, specialized, floats, zeros, tiles)), rest)
 
 

@@ -18,7 +18,7 @@ from ..formats.codec import key_name
 from ..formats.rope import Rope
 from .codec import finite, inverse, is_native, needed_scale, to_codes
 from .constexpr import ConstexprFields
-from .launch import constants, launch
+from .launch import launch, make_constants
 from .rotation import hadamard
 from .rows import Row, load_rotated, load_rows, row_of, store_rows
 
@@ -173,11 +173,11 @@ def quantize_rows(
     codec = key_name(dtype)
 
     args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
-    launch(_statistics_kernel, (parts * batch * heads,), args, constants("statistics", device, TOKENS=each, **options))
+    launch(_statistics_kernel, (parts * batch * heads,), args, make_constants("statistics", device, TOKENS=each, **options))
     args = part, mean, scale, parts, length, heads_per_scale
-    given = constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, CODEC=codec, num_warps=4)
-    launch(_scales_kernel, (scale.numel(),), args, given)
+    constants = make_constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, CODEC=codec, num_warps=4)
+    launch(_scales_kernel, (scale.numel(),), args, constants)
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
-    given = constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, codec, is_native(device)), **options)
-    launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, given)
+    constants = make_constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, codec, is_native(device)), **options)
+    launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, constants)
     return out.view(dtype), scale, mean

@@ -95,4 +95,4 @@ def _load(layers: Sequence[Layer], of: Machine) -> None:
     plan_for(of)
     for layer in layers:
         for made in launches(layer).values():
-            loaded(made.kernel, made.args, made.given)
+            loaded(made.kernel, made.args, made.constants)

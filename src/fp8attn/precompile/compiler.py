@@ -92,7 +92,7 @@ def _compile(number: int) -> float:
     begun = time.perf_counter()
     kernels, target = _todo
     made = kernels[number]
-    build_launcher(compiled(made.kernel, made.args, made.given, target))
+    build_launcher(compiled(made.kernel, made.args, made.constants, target))
     return time.perf_counter() - begun
 
 

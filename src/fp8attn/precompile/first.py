@@ -73,7 +73,7 @@ def compile_side_by_side(launches: dict[tuple, Launch], index: int | None) -> No
 
     def compile(made: Launch) -> None:
         with torch.accelerator.device_index(index):  # each thread has a current device of its own
-            build_launcher(loaded(made.kernel, made.args, made.given))
+            build_launcher(loaded(made.kernel, made.args, made.constants))
 
     pool = ThreadPoolExecutor(min(len(launches), cores()), "fp8attn-compile")
     try:

@@ -123,10 +123,10 @@ def attend(case: dict, run: Callable[[Launch, tuple[torch.Tensor, ...]], None]) 
     with dry() as (launches, patch):
         patch.setattr(decode.plan, "num_sms", lambda device: c["sms"])
         poison_empty(patch)
-        decode.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        result = decode.attention(q, pages, params, given)
+        decode.plan.make_decode_plan.cache_clear()  # a plan keeps what these gave
+        result = decode.decode_attention(q, pages, params, given)
         assert given is None or result[0] is given
-        decode.plan.make_plan.cache_clear()
+        decode.plan.make_decode_plan.cache_clear()
     (launch,) = launches
     written = pages.pool, pages.page_table, pages.cache_seqlens, q, params.cu_seqlens_q, params.leftpad_k
     run(launch, tuple(x for x in written if x is not None))

@@ -1,4 +1,4 @@
-"""Compiles the launches of `kernels.prefill.attention` without a GPU, and checks the report of ptxas and the machine code.
+"""Compiles the launches of `kernels.prefill.prefill_attention` without a GPU, and checks the report of ptxas and the machine code.
 
 `test_prefill_compile.py` calls this in a process where Triton compiles. By hand:
 
@@ -91,7 +91,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 132)
         patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][1 if long else 0], splits)])
-        prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
+        prefill.plan.make_prefill_plan.cache_clear()  # a plan keeps what these gave
         params = AttentionParams(
             cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
             max_seqlen_q=32, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
@@ -99,8 +99,8 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
             rope=None if tables is None else Rope(tables, tables, interleaved), return_lse=lse,
             exact=exact,
         )  # fmt: skip
-        prefill.attention(torch.zeros(64, 4, head_dim).to(dtype), pages, params, new_keys=512 if new else 0)
-        prefill.plan.make_plan.cache_clear()
+        prefill.prefill_attention(torch.zeros(64, 4, head_dim).to(dtype), pages, params, new_keys=512 if new else 0)
+        prefill.plan.make_prefill_plan.cache_clear()
     assert len(launches) == (1 if splits == 1 else 2)  # `combine`'s
     return launches[0]
 

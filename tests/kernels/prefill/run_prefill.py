@@ -116,10 +116,10 @@ def emulate_case(name: str) -> dict:
         if "last" in case:  # all queries see all keys
             patch.setattr(prefill, "second_launch", lambda device, num_seqs, tokens, *_: case["last"] if tokens == max(queries) else 0)
         poison_empty(patch)
-        prefill.plan.make_plan.cache_clear()  # a plan keeps what these gave
-        out, lse = prefill.attention(q, pages, AttentionParams(**options, rope=rope), given, case["lengths"][0] if new else 0)
+        prefill.plan.make_prefill_plan.cache_clear()  # a plan keeps what these gave
+        out, lse = prefill.prefill_attention(q, pages, AttentionParams(**options, rope=rope), given, case["lengths"][0] if new else 0)
         assert given is None or out is given
-        prefill.plan.make_plan.cache_clear()
+        prefill.plan.make_prefill_plan.cache_clear()
     tables = [x for x in launches[0].args if x is pages.page_table]
     assert len(tables) == (0 if new else 1)
     written = (pages.pool,) if new else (pages.pool, pages.page_table, pages.cache_seqlens, q, *(x for x in (bounds,) if x is not None))

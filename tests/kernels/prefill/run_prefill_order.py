@@ -10,7 +10,7 @@ import random
 import torch
 
 from fp8attn.kernels.gluon import gl, gluon
-from fp8attn.kernels.launch import Launch, constants
+from fp8attn.kernels.launch import Launch, make_constants
 from fp8attn.kernels.prefill.plan import NO_WINDOW
 from fp8attn.kernels.prefill.schedule import PrefillBatch, advance_to, scheduler_init
 from tests.emulator import emulate
@@ -46,7 +46,7 @@ def walk(queries: list[int], keys: list[int], rest: int, heads: int, window: int
     items = heads * sum(-(-n // BLOCK) for n in [*queries, rest])
     out = torch.full((items + 3, 5), -1, dtype=torch.int32)
     tensors = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int(), torch.tensor(keys, dtype=torch.int32), out
-    given = constants("walk", torch.device("cpu"), BLOCK=BLOCK, num_warps=1)
+    given = make_constants("walk", torch.device("cpu"), BLOCK=BLOCK, num_warps=1)
     numbers = sum(queries) + rest, len(queries), heads, window, len(out), WAVE_ROWS, WAVE_TILES
     emulate(Launch(_walk, (PROGRAMS,), (*tensors, *numbers), given, None))
     return {"queries": queries, "keys": keys, "rest": rest, "heads": heads, "window": window, "claims": out.tolist()}

@@ -28,7 +28,7 @@ from ...params import Append
 from ..codec import is_native
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
-from ..launch import MAX_GRID, Constants, constants, launch, num_sms
+from ..launch import MAX_GRID, Constants, launch, make_constants, num_sms
 from ..machine import machine
 from ..rows import Row, row_of
 from .e4m3 import e4m3_kernel
@@ -63,8 +63,8 @@ def append(
             k, v, *held, *queries, *angles, *k_strides, *v_strides, *query_strides, cos_stride, sin_stride, pages.page_table.stride(0),
             num_seqs, max_seqlen, heads, *query_shape,
         )  # fmt: skip
-        grid, given = _step_plan(device, heads, num_seqs, max_seqlen, *query_shape, *stored)
-        launch(step_kernel, grid, args, given)
+        grid, constants = _step_plan(device, heads, num_seqs, max_seqlen, *query_shape, *stored)
+        launch(step_kernel, grid, args, constants)
         return
     _check_strides(k=k_strides[0], v=v_strides[0])
     columns = (max_seqlen + PAGE_SIZE - 2) // PAGE_SIZE + 1  # the most pages that so many tokens can touch
@@ -72,12 +72,12 @@ def append(
     strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
     ahead = _columns_ahead(device, heads, row.width)
     args = k, v, *held, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads, ahead
-    given = _page_constants(device, torch.version.hip is not None, *stored, dense=False)
+    constants = _page_constants(device, torch.version.hip is not None, *stored, dense=False)
     if cu_seqlens is None:
-        _launch_sequences(page_kernel, (2 * heads, columns), num_seqs, args, given)
+        _launch_sequences(page_kernel, (2 * heads, columns), num_seqs, args, constants)
     else:
         places = num_tokens // PAGE_SIZE + 2 * num_seqs
-        launch(page_kernel, (2 * heads, min(places, MAX_GRID), -(-places // MAX_GRID)), (*args, 0), given)
+        launch(page_kernel, (2 * heads, min(places, MAX_GRID), -(-places // MAX_GRID)), (*args, 0), constants)
     if q is not None:
         _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
     if advance:
@@ -104,9 +104,9 @@ def from_dense(
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
         # Targets without native E4M3 have no type for it, so its bytes are copied.
-        given = constants("e4m3", device, ROW=_without_rope(row), LAYOUT=PageLayout.of(head_dim), num_warps=row.width // 16)
+        constants = make_constants("e4m3", device, ROW=_without_rope(row), LAYOUT=PageLayout.of(head_dim), num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
-        _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, given)
+        _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, constants)
     else:
         args = (
             k, v, pool, stored_k_mean, v_mean, table, lengths, None, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch,
@@ -114,8 +114,8 @@ def from_dense(
             heads, _columns_ahead(device, heads, row.width),
         )  # fmt: skip
         stored = row, is_native(device), key_name(key_dtype), rotate_keys, False, True
-        given = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
-        _launch_sequences(page_kernel, (2 * heads, columns), batch, args, given)
+        constants = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
+        _launch_sequences(page_kernel, (2 * heads, columns), batch, args, constants)
     return KVPages.trusted(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
 
 
@@ -133,9 +133,9 @@ def _rotate_dense(x: torch.Tensor, out: torch.Tensor, row: Row, angles: tuple, a
     cos_strides, sin_strides = angle_strides
     batch, tokens, heads, _ = x.shape
     queries, programs = _queries(row, is_native(x.device), tokens, heads)
-    given = constants("rope", x.device, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
+    constants = make_constants("rope", x.device, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
     args = x, out, *angles, *x.stride()[:3], *out.stride()[:3], *cos_strides, *sin_strides, tokens, heads
-    _launch_sequences(rope_kernel, (programs,), batch, args, given)
+    _launch_sequences(rope_kernel, (programs,), batch, args, constants)
 
 
 def _check_strides(**tokens: int) -> None:
@@ -147,10 +147,10 @@ def _check_strides(**tokens: int) -> None:
             )
 
 
-def _launch_sequences(kernel, grid: tuple[int, ...], num_seqs: int, args: tuple, given: Constants) -> None:
+def _launch_sequences(kernel, grid: tuple[int, ...], num_seqs: int, args: tuple, constants: Constants) -> None:
     """Launch for all sequences, which are the grid's last dimension, in several launches if CUDA's limit of that dimension is too small."""
     for first in range(0, num_seqs, MAX_GRID):
-        launch(kernel, (*grid, min(MAX_GRID, num_seqs - first)), (*args, first), given)
+        launch(kernel, (*grid, min(MAX_GRID, num_seqs - first)), (*args, first), constants)
 
 
 # Compile-time options. The host makes them, and device code reads them.
@@ -203,8 +203,8 @@ def _step_plan(
     block = max(block, power_of_two(-(-2 * heads // MAX_PROGRAMS)))
     queries, programs = _queries(row, native, num_tokens, num_q_heads) if num_q_heads else (None, 0)
     options = replace(_options(*stored, dense=False), tokens=tokens, heads=block, hopper=machine(device).hopper)
-    given = constants("step", device, OPTIONS=options, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
-    return (num_seqs * 2 * -(-heads // block) + programs,), given
+    constants = make_constants("step", device, OPTIONS=options, QUERIES=queries, num_warps=4, enable_fp_fusion=False)
+    return (num_seqs * 2 * -(-heads // block) + programs,), constants
 
 
 @lru_cache(maxsize=4096)
@@ -212,7 +212,7 @@ def _page_constants(device: torch.device, hip: bool, row: Row, *stored, dense: b
     """Constants of `page_kernel`; `row` and `stored` are `_options`'."""
     options = replace(_options(row, *stored, dense), hopper=dense and machine(device).hopper)
     limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
-    return constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
+    return make_constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
 
 
 def _options(row: Row, native: bool, codec: str, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:

@@ -14,8 +14,8 @@ four tokens of one thread's A fragment. P^T's fragments are the accumulators of 
 Work is one flat list of (sequence, head, page), which is cut into ranges. Every CTA computes its range from `cache_seqlens`. If several
 ranges share a head, the CTA that ends last combines their results, in order.
 
-Host: `plan` (the numbers of a launch), `attention`. Device, from the outside in: `kernel`, `load` (the producer), `consume`, `queries`,
-`combine`. All of them use `work` (the pages of each worker) and `plan.DecodeOptions`.
+Host: `plan` (the numbers of a launch), `decode_attention`. Device, from the outside in: `kernel`, `load` (the producer), `consume`,
+`queries`, `combine`. All of them use `work` (the pages of each worker) and `plan.DecodeOptions`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..launch import launch
 from ..pages import tiles
 from . import plan
 from .kernel import decode_kernel
-from .plan import DecodeShape, make_plan
+from .plan import DecodeShape, make_decode_plan
 
-__all__ = ["MAX_ROWS", "DecodeShape", "attention", "plan"]
+__all__ = ["MAX_ROWS", "DecodeShape", "decode_attention", "plan"]
 
 MAX_ROWS = 128  # query tokens x GQA group that this kernel is meant for
 
 
-def attention(
+def decode_attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
@@ -54,7 +54,7 @@ def attention(
     if not num_tokens or not num_pages or not pages.page_table.shape[1]:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     group = num_q_heads // heads
-    workers, grid, counters, plane, width, given = make_plan(
+    workers, grid, counters, plane, width, constants = make_decode_plan(
         device, heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1, cu_seqlens_q is not None,
         window > 0, softcap > 0, sinks is not None, leftpad_k is not None, pages.rotate_keys,
     )  # fmt: skip
@@ -70,5 +70,5 @@ def attention(
         out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
         float(params.softmax_scale), softcap * LOG2E.value,
     )  # fmt: skip
-    launch(decode_kernel, grid, args, given)
+    launch(decode_kernel, grid, args, constants)
     return out, lse

@@ -12,7 +12,7 @@ from ...formats.page_layout import PageLayout
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
 from ..devices import DEFAULT, Chip, chip
-from ..launch import Constants, Counters, constants, num_sms
+from ..launch import Constants, Counters, make_constants, num_sms
 
 WARPS = 4  # that consume. The producer's warp counts as four more, since warps are given registers by fours.
 
@@ -90,7 +90,7 @@ class DecodeShape:
                 break
         return workers
 
-    def constants(self) -> dict[str, Any]:
+    def make_constants(self) -> dict[str, Any]:
         """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its threads."""
         options = DecodeOptions(
             head_dim=self.head_dim, layout=PageLayout.of(self.head_dim), width=self.width, group=self.group, rows=self.rows,
@@ -111,13 +111,14 @@ class DecodePlan(NamedTuple):
     counters: Counters  # one for each range of each row tile
     plane: int  # rows of partial results: a range has two parts at most, of a head that began before it and of one that ends after it
     width: int  # head_dim, padded
-    constants: Constants
+    make_constants: Constants
 
 
 @lru_cache(maxsize=4096)
-def make_plan(device: torch.device, heads: int, *shape) -> DecodePlan:
+def make_decode_plan(device: torch.device, heads: int, *shape) -> DecodePlan:
     """The plan for `DecodeShape(*shape)` and `heads` heads of all sequences together."""
     how = DecodeShape(*shape, chip=chip(device))
     workers = how.workers(num_sms(device), heads)
-    given = constants("decode", device, **how.constants())
-    return DecodePlan(workers, (workers * how.tiles,), Counters(workers * how.tiles), 2 * workers * how.tiles * how.rows, how.width, given)
+    constants = make_constants("decode", device, **how.constants())
+    ctas = workers * how.tiles
+    return DecodePlan(workers, (ctas,), Counters(ctas), 2 * ctas * how.rows, how.width, constants)

@@ -14,7 +14,7 @@ byte between them. Long sequences are split over programs (Flash-Decoding). Each
 with its own maximum, denominator and accumulator (a batched matrix product whose batch is the warp). Then the loop has no exchange between
 warps, and their results are combined once, at the end.
 
-Host: `attention`, the call; `config`, the tiles. Device: `kernel`, and `tiles`, its loop. Both: `PortableOptions`.
+Host: `portable_attention`, the call; `config`, the tiles. Device: `kernel`, and `tiles`, its loop. Both: `PortableOptions`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..codec import is_native
 from ..combine import combine, num_splits
 from ..common import power_of_two
 from ..constexpr import ConstexprFields
-from ..launch import constants, launch
+from ..launch import launch, make_constants
 from ..machine import machine
 from .kernel import portable_kernel
 
@@ -98,7 +98,7 @@ def _device(device: torch.device) -> tuple[int, int]:
     return machine(device)[:2]
 
 
-def attention(
+def portable_attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
@@ -138,9 +138,9 @@ def attention(
         width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
         softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip
-    given = constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+    constants = make_constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     programs = pages.num_seqs * pages.num_kv_heads * blocks * splits
-    launch(portable_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, given)
+    launch(portable_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, constants)
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse

@@ -4,9 +4,9 @@
     acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     p v starts from zero for each tile, so the tensor core's short
     out = acc * v_scale / L + v_mean * l / L                         accumulator sums at most 128 products
 
-Host: `cut` (how a problem is divided), `plan` (a launch's numbers), `attention`. Device, from the outside in: `kernel`, `producer` (with
-`schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`. All of them use `registers` (sizes and layouts),
-`plan.PrefillOptions`, and the aggregates `items.Items`, `items.Means`, `ring.PrefillRing`, `queries.PrefillQueries` and
+Host: `cut` (how a problem is divided), `plan` (a launch's numbers), `prefill_attention`. Device, from the outside in: `kernel`, `producer`
+(with `schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`. All of them use `registers` (sizes and
+layouts), `plan.PrefillOptions`, and the aggregates `items.Items`, `items.Means`, `ring.PrefillRing`, `queries.PrefillQueries` and
 `epilogue.PrefillOutput`.
 """
 
@@ -24,12 +24,12 @@ from ..launch import Tiles, launch
 from ..pages import tiles as page_tiles
 from . import cut, plan
 from .kernel import prefill_kernel
-from .plan import make_plan, second_launch, tma_takes
+from .plan import make_prefill_plan, second_launch, tma_takes
 
-__all__ = ["attention", "cut", "plan", "takes_rope"]
+__all__ = ["cut", "plan", "prefill_attention", "takes_rope"]
 
 
-def attention(
+def prefill_attention(
     q: torch.Tensor,
     pages: KVPages,
     params: AttentionParams,
@@ -53,7 +53,8 @@ def attention(
         ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
     """
     if params.softmax_scale <= 0.0:  # the kernel finds a row's largest score before it multiplies by the scale, which must be positive
-        return attention(_times_sign(q, params.softmax_scale), pages, params._replace(softmax_scale=abs(params.softmax_scale) or 1.0), out)
+        positive = params._replace(softmax_scale=abs(params.softmax_scale) or 1.0)
+        return prefill_attention(_times_sign(q, params.softmax_scale), pages, positive, out)
     cu_seqlens_q, max_seqlen_q, causal, return_lse = params.cu_seqlens_q, params.max_seqlen_q, params.causal, params.return_lse
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     if params.rope is not None and q.dtype == FP8:
@@ -93,7 +94,7 @@ def attention(
             cos, sin = cos.contiguous(), sin.contiguous()
             new_keys = 0
         angles = cos.shape[-1], cos.stride(), interleaved
-    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, given = make_plan(
+    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, constants = make_prefill_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
         window, softcap > 0, leftpad_k is not None, angles, pages.rotate_keys, params.exact, q.dtype == FP8, return_lse,
     )  # fmt: skip
@@ -113,7 +114,7 @@ def attention(
         cu_seqlens_q, None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
         *numbers, params.softmax_scale * LOG2E.value, softcap * LOG2E.value, cos, sin, *angle_strides, new_keys,
     )  # fmt: skip
-    launch(prefill_kernel, grid, args, given)
+    launch(prefill_kernel, grid, args, constants)
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse
@@ -127,7 +128,7 @@ def _times_sign(q: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _two_launches(q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor, last: int) -> torch.Tensor:
-    """`attention` of all but the first `last` queries of each sequence, and then of these."""
+    """`prefill_attention` of all but the first `last` queries of each sequence, and then of these."""
 
     def some(x: torch.Tensor | None, dims: int, part: slice) -> torch.Tensor | None:
         if x is None:
@@ -136,7 +137,7 @@ def _two_launches(q: torch.Tensor, pages: KVPages, params: AttentionParams, out:
 
     for part, count in ((slice(last, None), params.max_seqlen_q - last), (slice(last), last)):
         rope = params.rope and Rope(some(params.rope.cos, 3, part), some(params.rope.sin, 3, part), params.rope.interleaved)
-        attention(some(q, 4, part), pages, params._replace(max_seqlen_q=count, rope=rope), some(out, 4, part))
+        prefill_attention(some(q, 4, part), pages, params._replace(max_seqlen_q=count, rope=rope), some(out, 4, part))
     return out
 
 

@@ -50,14 +50,14 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_desc.dtype)
     ITEMS: gl.constexpr = 1 if Q16 else 2  # the memory of 16-bit rows is free after rounding, that of FP8 rows after the products
     blocks = gl.allocate_shared_memory(q_desc.dtype, [ITEMS * PARTITIONS, 1, ROWS, 1, WIDTH], q_desc.layout)
-    given = reinterpret(blocks, q_desc.dtype, [ITEMS * PARTITIONS, ROWS, WIDTH], FLAT)
+    raw = reinterpret(blocks, q_desc.dtype, [ITEMS * PARTITIONS, ROWS, WIDTH], FLAT)
     if Q16:
         BYTES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], k_desc.dtype)
         codes = gl.allocate_shared_memory(k_desc.dtype, [PARTITIONS, ROWS, WIDTH], BYTES)
         rest = reinterpret(blocks, k_desc.dtype, [2 * PARTITIONS, ROWS, WIDTH], BYTES)
     else:
-        codes = given
-        rest = given
+        codes = raw
+        rest = raw
     PARTS: gl.constexpr = v_desc.block_type.shape[1]  # of V's channels, each of them one product
     k_tiles = allocate_k(k_desc, STAGES)
     v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, WIDTH // PARTS, TILE], v_layout(WIDTH // PARTS))
@@ -80,7 +80,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     else:
         out_memory: gl.constexpr = None
     queries = PrefillQueries(
-        codes=codes, given=given, rest=rest, signs=signs, mean_score=mean_score, factor=factor, full=allocate_barriers(PARTITIONS),
+        codes=codes, raw=raw, rest=rest, signs=signs, mean_score=mean_score, factor=factor, full=allocate_barriers(PARTITIONS),
         empty=allocate_barriers(PARTITIONS), Q16=Q16,
         REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
     ring = PrefillRing(

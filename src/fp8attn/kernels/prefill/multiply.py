@@ -52,8 +52,8 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
         if options.rope_pairs:  # noqa: SIM102 - at compile time
             if count > 0:  # rows before a sequence have no angles
                 rotate_rows(queries, rope, items, slot, count, options, PARTITION)
-        given = queries.given.index(PARTITION)
-        factor, mean_score = load_queries(q, given, queries.signs, k_mean, scale, options, queries.Q16)
+        raw = queries.raw.index(PARTITION)
+        factor, mean_score = load_queries(q, raw, queries.signs, k_mean, scale, options, queries.Q16)
         rows = Rows(
             PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor,
             mean_score=mean_score, cap=cap)  # fmt: skip
@@ -61,7 +61,7 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
             # Loaded again at the end, because there are no registers for it until then.
             queries.mean_score.index(PARTITION).store(mean_score)
 
-        place = attend(rows, ring, queries, means, output, given, last, bottom, all_last, any_last, count, few, blind, place, options)
+        place = attend(rows, ring, queries, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place, options)
         item += 1
         mbarrier.wait(queries.full.index(PARTITION), item & 1)
         tiles = items.get(item & 1, TILES)
@@ -70,7 +70,7 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
 
 
 @gluon.jit
-def attend(rows, ring, queries, means, output, given, last, bottom, all_last, any_last, count, few, blind, place,
+def attend(rows, ring, queries, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place,
            options: gl.constexpr):  # fmt: skip
     """Attention of a partition's rows, whose queries are rounded, over the tiles `bottom` to `last` of an item.
 
@@ -97,9 +97,9 @@ def attend(rows, ring, queries, means, output, given, last, bottom, all_last, an
         ring.release_v(place)
         place = ring.next(place)
     if options.exact:  # noqa: SIM114 - the other condition is a tensor
-        acc, m, sums, place = twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options)
+        acc, m, sums, place = twice(rows, ring, queries, raw, top, n_hi, n_free, n_lo, place, options)
     elif few:
-        acc, m, sums, place = twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options)
+        acc, m, sums, place = twice(rows, ring, queries, raw, top, n_hi, n_free, n_lo, place, options)
     else:
         if options.partitions > 1 and queries.Q16:
             queries.factor.index(PARTITION).store(rows.factor)
@@ -115,11 +115,11 @@ def attend(rows, ring, queries, means, output, given, last, bottom, all_last, an
 
 
 @gluon.jit
-def twice(rows, ring, queries, given, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
+def twice(rows, ring, queries, raw, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
     """The loop over tiles that multiplies P and Q twice, and the memory of the queries' rounding errors."""
     PARTITION: gl.constexpr = rows.PARTITION
     if queries.REST:
-        keep_rest(queries.rest.index(2 * PARTITION), given, queries.signs, options)
+        keep_rest(queries.rest.index(2 * PARTITION), raw, queries.signs, options)
     else:
         queries.release(PARTITION)  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
     if options.width == 256:

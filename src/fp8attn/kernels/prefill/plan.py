@@ -13,7 +13,7 @@ from ..common import power_of_two
 from ..constexpr import ConstexprFields
 from ..devices import chip
 from ..gluon import gl
-from ..launch import Constants, Counters, constants, num_sms
+from ..launch import Constants, Counters, make_constants, num_sms
 from ..view import View
 from .cut import Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
 from .registers import ENDLESS, ROWS, TILE
@@ -65,11 +65,11 @@ class PrefillPlan(NamedTuple):
     numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
     angle_strides: tuple[int, int]
     early: bool  # it begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128
-    constants: Constants
+    make_constants: Constants
 
 
 @lru_cache(maxsize=4096)
-def make_plan(
+def make_prefill_plan(
     device: torch.device,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -132,11 +132,12 @@ def make_plan(
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
     tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else lse or splits > 1)
-    given = constants("prefill", device, operands="sums" if tight else "all", OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
+    operands = "sums" if tight else "all"
+    constants = make_constants("prefill", device, operands=operands, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
     early = cut.warpgroups == 2 and width == 128
-    return PrefillPlan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, early, given)
+    return PrefillPlan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, early, constants)
 
 
 def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], rows: int, width: int) -> View:

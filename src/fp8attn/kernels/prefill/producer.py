@@ -19,7 +19,7 @@ class PrefillSource:
     q: tensor_descriptor
     k: tensor_descriptor
     v: tensor_descriptor
-    queries: gl.shared_memory_descriptor  # `PrefillQueries.given`, as blocks of TMA
+    queries: gl.shared_memory_descriptor  # `PrefillQueries.raw`, as blocks of TMA
     headers: gl.tensor  # float32, a pointer to the first page's header
     table: gl.tensor | gl.constexpr  # int32 [num_seqs, table_width], a pointer: pages. None: they are in this order
     table_width: gl.tensor

@@ -34,12 +34,12 @@ def words(rows, width):
 class PrefillQueries:
     """Shared memory of an item's queries, some rows for each partition."""
 
-    codes: gl.shared_memory_descriptor  # [partitions, rows, width]: 8 bits (FP8 queries: the same memory as `given`)
-    given: gl.shared_memory_descriptor  # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
-    rest: gl.shared_memory_descriptor  # [2 * partitions, rows, width], 8 bits: the memory of `given`
+    codes: gl.shared_memory_descriptor  # [partitions, rows, width]: 8 bits (FP8 queries: the same memory as `raw`)
+    raw: gl.shared_memory_descriptor  # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
+    rest: gl.shared_memory_descriptor  # [2 * partitions, rows, width], 8 bits: the memory of `raw`
     mean_score: gl.shared_memory_descriptor  # float32 [partitions, rows], of rows between the beginning of an item and its end
     factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
-    signs: gl.shared_memory_descriptor | gl.constexpr  # [16, 16], the dtype of `given`: steps of the rotation (`store_signs`), or None
+    signs: gl.shared_memory_descriptor | gl.constexpr  # [16, 16], the dtype of `raw`: steps of the rotation (`store_signs`), or None
     full: gl.shared_memory_descriptor  # barriers, one a partition: rows and the item's fields are there,
     empty: gl.shared_memory_descriptor  # and their memory is free
     Q16: gl.constexpr  # queries have 16 bits
@@ -95,7 +95,7 @@ def rotate_rows(queries, rope, items, slot, count, options: gl.constexpr, PARTIT
     angles = items.get(slot, ANGLES).to(gl.int64) * rope.stride_b + token.to(gl.int64) * rope.stride_t
     cos = rope.cos + angles * 8
     sin = rope.sin + angles * 8
-    memory = queries.given.index(PARTITION)
+    memory = queries.raw.index(PARTITION)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     row = gl.minimum(row, count - 1) * (rope.stride_t * 8)  # rows after the last query have no angles, and their results are not used
     x = split(memory.load(LAYOUT), options.width // WIDTH)
@@ -146,7 +146,7 @@ def hadamard_blocks(blocks, STEP: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(given, signs, options: gl.constexpr):
+def load_rows(raw, signs, options: gl.constexpr):
     """A partition's rows of 16-bit queries in FP32, 16 channels at a time, rotated without the factor `block ** -0.5`
     (`rotation.rotate`)."""
     WIDTH: gl.constexpr = options.width
@@ -159,14 +159,14 @@ def load_rows(given, signs, options: gl.constexpr):
         minus = (plus.to(gl.int16, bitcast=True) ^ -0x8000).to(plus.dtype, bitcast=True)
         none = gl.zeros([ROWS, 16], gl.float32, BLOCK)
         for j in gl.static_range(WIDTH // 16):
-            x = given.slice(16 * j, 16, 1).load(gl.DotOperandLayout(0, BLOCK, 2))
+            x = raw.slice(16 * j, 16, 1).load(gl.DotOperandLayout(0, BLOCK, 2))
             x = mma_v2(x, minus if (HIGH_SIGNS >> (j % 8)) & 1 else plus, none)
             x = x.reshape([ROWS, 2, 4, 2]).permute(0, 2, 1, 3).reshape([ROWS, 16])
             blocks += (gl.convert_layout(x, WORDS, assert_trivial=True),)
         blocks = hadamard_blocks(blocks, 1, block_size(options.head_dim) // 16)
     else:
         for j in gl.static_range(WIDTH // 16):
-            blocks += (given.slice(16 * j, 16, 1).load(WORDS).to(gl.float32),)
+            blocks += (raw.slice(16 * j, 16, 1).load(WORDS).to(gl.float32),)
     return blocks
 
 
@@ -231,7 +231,7 @@ def round_rows(codes, blocks):
 
 
 @gluon.jit
-def load_queries(codes, given, signs, k_mean, scale, options: gl.constexpr, Q16: gl.constexpr):
+def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: gl.constexpr):
     """Round a partition's rows to 8 bits into `codes`, unless they are FP8 already.
 
     Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
@@ -240,7 +240,7 @@ def load_queries(codes, given, signs, k_mean, scale, options: gl.constexpr, Q16:
     ROWS: gl.constexpr = options.rows
     WORDS: gl.constexpr = words(ROWS, 16)
     if Q16:
-        blocks = load_rows(given, signs, options)
+        blocks = load_rows(raw, signs, options)
         if options.rotate:
             scale = scale * block_size(options.head_dim) ** -0.5
         factor = round_rows(codes, blocks) * scale
@@ -262,12 +262,12 @@ def load_queries(codes, given, signs, k_mean, scale, options: gl.constexpr, Q16:
 
 
 @gluon.jit
-def keep_rest(rest, given, signs, options: gl.constexpr):
+def keep_rest(rest, raw, signs, options: gl.constexpr):
     """Write the rounding error of 16-bit queries, in 8 bits, to the queries' own memory. For INT8 the unit is 1 / 256.
 
     ptxas: d256. The rows are loaded again, because keeping them in registers would spill.
     """
-    blocks = load_rows(given, signs, options)
+    blocks = load_rows(raw, signs, options)
     largest = largest_magnitude(blocks)
     sync()  # all of this partition's rows are read
     eight = ()
