@@ -63,6 +63,9 @@ class PageLayout:
         return cls.of(head_dim_of(pool.shape[2]))
 
 
+LAYOUTS = {head_dim: PageLayout.of(head_dim) for head_dim in HEAD_DIMS}
+
+
 def head_dim_of(nbytes: int) -> int:
     """The head_dim of pages of `nbytes` bytes."""
     return (nbytes - HEADER) // (2 * PAGE_SIZE)

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 
 from ...formats.codec import FP8, key_name
-from ...formats.page_layout import PAGE_SIZE, PageLayout
+from ...formats.page_layout import LAYOUTS, PAGE_SIZE, PageLayout
 from ...formats.rope import Rope
 from ...pages import KVPages
 from ...params import Append
@@ -93,7 +93,7 @@ def from_dense(
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope)
-    pool = torch.empty(batch * columns, heads, PageLayout.of(head_dim).nbytes, dtype=torch.uint8, device=device)
+    pool = torch.empty(batch * columns, heads, LAYOUTS[head_dim].nbytes, dtype=torch.uint8, device=device)
     table = torch.empty(batch, columns, dtype=torch.int32, device=device)
     lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
@@ -104,7 +104,7 @@ def from_dense(
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
         # Targets without native E4M3 have no type for it, so its bytes are copied.
-        constants = make_constants("e4m3", device, ROW=_without_rope(row), LAYOUT=PageLayout.of(head_dim), num_warps=row.width // 16)
+        constants = make_constants("e4m3", device, ROW=_without_rope(row), LAYOUT=LAYOUTS[head_dim], num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, constants)
     else:
@@ -216,7 +216,7 @@ def _page_constants(device: torch.device, hip: bool, row: Row, *stored, dense: b
 
 
 def _options(row: Row, native: bool, codec: str, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
-    keys = Codes(row, PageLayout.of(row.head_dim), False, codec, native, static, dense)
+    keys = Codes(row, LAYOUTS[row.head_dim], False, codec, native, static, dense)
     return AppendOptions(keys, replace(keys, row=_without_rope(row), is_v=True, codec="e4m3"), rotate_keys, advance)
 
 

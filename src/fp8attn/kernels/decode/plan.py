@@ -90,7 +90,7 @@ class DecodeShape:
                 break
         return workers
 
-    def make_constants(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its threads."""
         options = DecodeOptions(
             head_dim=self.head_dim, layout=PageLayout.of(self.head_dim), width=self.width, group=self.group, rows=self.rows,
@@ -111,7 +111,7 @@ class DecodePlan(NamedTuple):
     counters: Counters  # one for each range of each row tile
     plane: int  # rows of partial results: a range has two parts at most, of a head that began before it and of one that ends after it
     width: int  # head_dim, padded
-    make_constants: Constants
+    constants: Constants
 
 
 @lru_cache(maxsize=4096)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats.codec import key_name
-from ...formats.page_layout import PAGE_SIZE, PageLayout
+from ...formats.page_layout import LAYOUTS, PAGE_SIZE, PageLayout
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..codec import is_native
@@ -134,7 +134,7 @@ def portable_attention(
         max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        codec=key_name(pages.key_dtype), rotate=pages.rotate_keys, head_dim=head_dim, layout=PageLayout.of(head_dim),
+        codec=key_name(pages.key_dtype), rotate=pages.rotate_keys, head_dim=head_dim, layout=LAYOUTS[head_dim],
         width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
         softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip

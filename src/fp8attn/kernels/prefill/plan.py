@@ -65,7 +65,7 @@ class PrefillPlan(NamedTuple):
     numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
     angle_strides: tuple[int, int]
     early: bool  # it begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128
-    make_constants: Constants
+    constants: Constants
 
 
 @lru_cache(maxsize=4096)
