@@ -69,6 +69,17 @@ class Constants(dict):
         self.compiled: list[Compiled] = []  # for arguments of several types, up to `VARIANTS`
 
 
+class ConstexprFields(dict):
+    """The base class of the dataclasses that kernels take as constexpr parameters: an empty dict with attributes.
+
+    Triton calls `knobs.runtime.jit_post_compile_hook` for each new kernel, and first writes the kernel's constexpr parameters as JSON. JSON
+    has dicts, but no dataclasses. vLLM sets this hook.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
 @lru_cache(maxsize=4096)
 def make_constants(kernel: str, device: torch.device, **values: Any) -> Constants:
     """The same `Constants` for the same values. `kernel` is a name, which separates kernels whose values are equal.
@@ -229,7 +240,8 @@ def _as_before(kernel: triton.JITFunction) -> bool:
 
 def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, constants: Constants) -> Compiled | None:
     """The types and alignments that `kernel`, just launched with `args`, was compiled for; None if `Compiled` cannot describe them."""
-    pointers, absent, numbers, specialized, floats, zeros, tiles = [], [], [], [], [], [], []
+    pointers, absent, numbers, specialized = [], [], [], []
+    floats, zeros, tiles = [], [], []
     for i, (x, param) in enumerate(zip(args, kernel.params, strict=False)):
         if isinstance(x, Tiles):
             tiles.append((i, x.dtype, x.view.block, x.view.swizzled))

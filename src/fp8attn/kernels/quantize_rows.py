@@ -17,8 +17,7 @@ import triton.language as tl
 from ..formats.codec import key_name
 from ..formats.rope import Rope
 from .codec import finite, inverse, is_native, needed_scale, to_codes
-from .constexpr import ConstexprFields
-from .launch import launch, make_constants
+from .launch import ConstexprFields, launch, make_constants
 from .rotation import hadamard
 from .rows import Row, load_rotated, load_rows, row_of, store_rows
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from ..formats.rope import Rope
 from .codec import from_e4m3
 from .common import power_of_two
-from .constexpr import ConstexprFields
+from .launch import ConstexprFields
 
 
 @dataclass(frozen=True)

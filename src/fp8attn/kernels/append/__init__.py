@@ -27,8 +27,7 @@ from ...pages import KVPages
 from ...params import Append
 from ..codec import is_native
 from ..common import power_of_two
-from ..constexpr import ConstexprFields
-from ..launch import MAX_GRID, Constants, launch, make_constants, num_sms
+from ..launch import MAX_GRID, Constants, ConstexprFields, launch, make_constants, num_sms
 from ..machine import machine
 from ..rows import Row, row_of
 from .e4m3 import e4m3_kernel

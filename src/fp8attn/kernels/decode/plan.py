@@ -10,9 +10,8 @@ import torch
 
 from ...formats.page_layout import PageLayout
 from ..common import power_of_two
-from ..constexpr import ConstexprFields
 from ..devices import DEFAULT, Chip, chip
-from ..launch import Constants, Counters, make_constants, num_sms
+from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
 
 WARPS = 4  # that consume. The producer's warp counts as four more, since warps are given registers by fours.
 
@@ -109,7 +108,7 @@ class DecodePlan(NamedTuple):
     workers: int  # ranges of a row tile
     grid: tuple[int]
     counters: Counters  # one for each range of each row tile
-    plane: int  # rows of partial results: a range has two parts at most, of a head that began before it and of one that ends after it
+    plane: int  # rows of partial results: a range has at most two parts, of a head that began before it and of one that ends after it
     width: int  # head_dim, padded
     constants: Constants
 

@@ -32,8 +32,7 @@ from ...params import AttentionParams
 from ..codec import is_native
 from ..combine import combine, num_splits
 from ..common import power_of_two
-from ..constexpr import ConstexprFields
-from ..launch import launch, make_constants
+from ..launch import ConstexprFields, launch, make_constants
 from ..machine import machine
 from .kernel import portable_kernel
 

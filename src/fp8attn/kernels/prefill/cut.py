@@ -21,8 +21,8 @@ class Shape:
     warpgroups: int
     parts: int  # number of parts of V's channels, each of them one product; more than one if registers are scarce
     stages: int
-    cubics: int  # how many of 16 exponentials are computed on the FMA pipe with 16-bit queries,
-    q8_cubics: int  # and with FP8 queries
+    cubics: int  # how many of 16 exponentials are computed on the FMA pipe, with 16-bit queries
+    q8_cubics: int  # how many with FP8 queries
     registers: int  # registers of a multiplying thread; the producer's warp gets the rest of 64 K
     producer_registers: int
 
@@ -42,10 +42,12 @@ SHAPES = {
     128: (Shape(2, 1, 3, 1, 1, 240, 24), Shape(3, 2, 3, 0, 1, 160, 24)),
     256: (Shape(2, 4, 2, 0, 0, 240, 24),),
 }
-PART, LONG_PART = 8, 128  # the smallest number of tiles in a part: if items leave SMs idle, and otherwise
-EXACT = 1.7  # a tile's time with Q and P multiplied twice, over its time without, measured
-Q8 = 0.5  # an item's time beside its tiles with FP8 queries, over its time with queries that it rounds, measured
-LAUNCH, GAIN = 5.0, 0.98  # what a second launch takes (microseconds), and the time that two may take of one's
+PART = 8  # the smallest number of tiles in a part, if items leave SMs idle
+LONG_PART = 128  # the smallest number otherwise
+EXACT = 1.7  # the time of a tile with Q and P multiplied twice, divided by its time without (measured)
+Q8 = 0.5  # the time of an item without its tiles: with FP8 queries, divided by that with 16-bit queries, which it rounds (measured)
+LAUNCH = 5.0  # microseconds that a second launch costs
+GAIN = 0.98  # two launches are made if they take less than this share of the time of one
 
 
 class Problem(NamedTuple):
@@ -57,7 +59,7 @@ class Problem(NamedTuple):
     tokens: int  # queries of all sequences
     max_seqlen_q: int
     tiles: int  # the largest number of tiles of keys that a query sees, by the width of the page table
-    causal: bool  # and the first query of a sequence sees fewer
+    causal: bool  # the first query of a sequence sees fewer tiles than the last
     ragged: bool  # only the device knows how many queries each sequence has
     exact: bool = False  # Q and P are multiplied twice
     q8: bool = False  # queries are in FP8

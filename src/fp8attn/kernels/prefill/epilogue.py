@@ -33,11 +33,13 @@ class PrefillOutput:
         SHAPE: gl.constexpr = [y.shape[0], y.shape[1]]
         FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, self.desc.dtype)
         memory = self.memory.index(PARTITION)
-        send_wait(0)  # the threads that sent the item before wait until it has left this memory,
-        sync()  # and the others for them
+        # The threads that sent the item before wait until it has left this memory, and the others wait for them.
+        send_wait(0)
+        sync()
         reinterpret(memory, self.desc.dtype, SHAPE, FLAT).store(y.to(self.desc.dtype))
-        fence_async_shared()  # each thread makes its writes visible to TMA,
-        sync()  # before some start the copy
+        # Each thread makes its writes visible to TMA, before some threads start the copy.
+        fence_async_shared()
+        sync()
         if len(self.desc.block_type.shape) == 5:  # a ragged batch
             send(self.desc, [ENDLESS, token + count, ENDLESS - count, head, 0], memory)
         else:

@@ -39,8 +39,8 @@ class Items:
 class Rows:
     """A partition's rows of an item: the inputs of its scores and masks."""
 
-    PARTITION: gl.constexpr  # its index,
-    first: gl.constexpr  # and that of its first row in the item
+    PARTITION: gl.constexpr  # the partition's index
+    first: gl.constexpr  # the index of its first row in the item
     items: Items
     slot: gl.tensor
     causal: gl.tensor

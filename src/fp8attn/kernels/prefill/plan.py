@@ -10,10 +10,9 @@ import torch
 
 from ...formats.page_layout import PageLayout
 from ..common import power_of_two
-from ..constexpr import ConstexprFields
 from ..devices import chip
 from ..gluon import gl
-from ..launch import Constants, Counters, make_constants, num_sms
+from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
 from ..view import View
 from .cut import Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
 from .registers import ENDLESS, ROWS, TILE
@@ -32,8 +31,8 @@ class PrefillOptions(ConstexprFields):
     head_dim: int
     layout: PageLayout
     width: int  # head_dim, padded; TMA pads with zeros
-    partitions: int  # that multiply: each has its own copy of the instructions, and
-    rows: int  # so many query rows of an item, 64 for each of its warpgroups
+    partitions: int  # that multiply; each has its own copy of the instructions
+    rows: int  # query rows of a partition in an item, 64 for each of its warpgroups
     stages: int  # of the ring
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     registers: int  # of a multiplying thread

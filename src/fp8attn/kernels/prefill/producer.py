@@ -46,24 +46,24 @@ class PrefillWork:
     counter: gl.tensor  # int32, a pointer
     max_q: gl.tensor
     causal: gl.tensor
-    parts: gl.tensor  # of an item's tiles, with `PrefillOptions.split`,
-    min_tiles: gl.tensor  # each of so many or more
+    parts: gl.tensor  # of an item's tiles, with `PrefillOptions.split`
+    min_tiles: gl.tensor  # the smallest number of tiles of a part
 
 
 @aggregate
 class Block:
     """A block of queries of one head, and a part of the keys: an item whose tiles are not yet known."""
 
-    seq: gl.tensor  # its sequence; `num_seqs` for the rows after the last one
-    row: gl.tensor  # of the sequence in the table of pages, which has none for those
+    seq: gl.tensor  # its sequence; `num_seqs` for the rows after the last sequence
+    row: gl.tensor  # the sequence's row in the table of pages; for the rows after the last sequence, any row
     length: gl.tensor  # keys of the sequence
-    q_len: gl.tensor  # its queries
-    begin: gl.tensor  # the index of the block's first row among these; below zero, by whole partitions, if the block begins before them
-    token: gl.tensor  # the index of that row in the batch
+    q_len: gl.tensor  # queries of the sequence
+    begin: gl.tensor  # the block's first row among the queries; below zero, by whole partitions, if the block begins before them
+    token: gl.tensor  # the block's first row in the batch
     head: gl.tensor
     part: gl.tensor
     slab: gl.tensor  # the index of the sequence among queries, 0 in a ragged batch
-    out_slab: gl.tensor  # and of the part and sequence among outputs
+    out_slab: gl.tensor  # the index of the part and sequence among outputs
 
 
 @gluon.jit

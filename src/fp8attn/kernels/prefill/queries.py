@@ -37,11 +37,11 @@ class PrefillQueries:
     codes: gl.shared_memory_descriptor  # [partitions, rows, width]: 8 bits (FP8 queries: the same memory as `raw`)
     raw: gl.shared_memory_descriptor  # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
     rest: gl.shared_memory_descriptor  # [2 * partitions, rows, width], 8 bits: the memory of `raw`
-    mean_score: gl.shared_memory_descriptor  # float32 [partitions, rows], of rows between the beginning of an item and its end
-    factor: gl.shared_memory_descriptor  # likewise, with three warpgroups
+    mean_score: gl.shared_memory_descriptor  # float32 [partitions, rows], kept from the beginning of an item to its end
+    factor: gl.shared_memory_descriptor  # float32 [partitions, rows], likewise, with three warpgroups
     signs: gl.shared_memory_descriptor | gl.constexpr  # [16, 16], the dtype of `raw`: steps of the rotation (`store_signs`), or None
-    full: gl.shared_memory_descriptor  # barriers, one a partition: rows and the item's fields are there,
-    empty: gl.shared_memory_descriptor  # and their memory is free
+    full: gl.shared_memory_descriptor  # barriers, one for each partition: rows and the item's fields are there
+    empty: gl.shared_memory_descriptor  # barriers, one for each partition: the memory of rows and fields is free
     Q16: gl.constexpr  # queries have 16 bits
     REST: gl.constexpr  # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it
 

@@ -8,23 +8,29 @@ from .registers import TILE
 # The number of heads of Q in a wave, whose items are in one order: as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share
 # K and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
 # items, or if the wave has MIN_HEADS heads. The numbers are measured.
-MAX_HEADS, MIN_HEADS, CLAIMS = gl.constexpr(32), gl.constexpr(8), 10
+MAX_HEADS = gl.constexpr(32)
+MIN_HEADS = gl.constexpr(8)
+CLAIMS = 10
 
 
 @aggregate
 class PrefillBatch:
-    """The sequences. Pointers may be None: without bounds the batch is dense, and without padding no key is masked on the left."""
+    """The sequences. Pointers may be None: without bounds the batch is dense, and without padding no key is masked on the left.
+
+    Without lengths each sequence has `new_keys` keys. A wave of a dense batch has `wave` heads; in a ragged batch each sequence has its own
+    number, which follows from `wave_rows` and `wave_tiles` (`heads_in_wave`).
+    """
 
     bounds: gl.tensor | gl.constexpr  # int32 [num_seqs + 1], of the queries of a ragged batch
-    lengths: gl.tensor | gl.constexpr  # int32 [num_seqs]: keys, or None: each sequence has
+    lengths: gl.tensor | gl.constexpr  # int32 [num_seqs]: keys
     new_keys: gl.tensor
     padding: gl.tensor | gl.constexpr  # int32 [num_seqs]: keys on the left that are masked
     num_tokens: gl.tensor
     num_seqs: gl.tensor
     num_q_heads: gl.tensor
     window: gl.tensor
-    wave: gl.tensor  # heads in a wave of a dense batch; in a ragged one this follows from
-    wave_rows: gl.tensor  # queries with which each SM has CLAIMS items, 0 if items are of one length, and
+    wave: gl.tensor
+    wave_rows: gl.tensor  # queries with which each SM has CLAIMS items; 0 if items have one length
     wave_tiles: gl.tensor  # tiles of one head in L2
     BLOCK: gl.constexpr  # query rows of an item
 
@@ -48,7 +54,7 @@ class PrefillSequence:
     start: gl.tensor  # its first query
     search: Search
     q_len: gl.tensor  # its queries
-    blocks: gl.tensor  # and their blocks
+    blocks: gl.tensor  # blocks of its queries
     wave: gl.tensor  # heads in one order
 
 
