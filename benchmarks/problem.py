@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 
 from fp8attn import AttentionParams, KVPages, ops
-from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES
+from fp8attn.formats.codec import CODECS, DEFAULT_KEY_DTYPE, FP8
 from fp8attn.formats.page_layout import PAGE_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "meta" in a dry run (`dry`)
 POISON = 0x7F  # NaN in E4M3, the largest number in INT8
 # Our implementations with 16-bit queries, and their keys: `fp8attn` is the default, and the other is named after its keys.
-KEYS = {"fp8attn": DEFAULT_KEY_DTYPE} | {f"fp8attn-{name}-keys": name for name in KEY_TYPES if name != DEFAULT_KEY_DTYPE}
+KEYS = {"fp8attn": DEFAULT_KEY_DTYPE} | {f"fp8attn-{name}-keys": name for name in CODECS if name != DEFAULT_KEY_DTYPE}
 K = 1024
 
 

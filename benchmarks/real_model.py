@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from evidence.results import ROOT
-from fp8attn.formats.codec import quantize
+from fp8attn.formats.codec import E4M3
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache, fp8_kv_attention, fp8_kv_mask
 from fp8attn_tools.evaluation import models
 from fp8attn_tools.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
@@ -106,7 +106,7 @@ class Through:
 
 def with_e4m3_queries(module, query, *args, **kwargs) -> tuple[torch.Tensor, None]:
     """`fp8_kv_attention` whose queries are cast to E4M3 with scale 1, and saturate."""
-    return fp8_kv_attention(module, quantize(query).to(query.dtype), *args, **kwargs)
+    return fp8_kv_attention(module, E4M3.quantize(query).to(query.dtype), *args, **kwargs)
 
 
 AttentionInterface.register(E4M3_QUERIES, with_e4m3_queries)

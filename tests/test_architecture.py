@@ -24,7 +24,7 @@ ALLOWED = {
     "numerics": {"formats"},
     "params": {"errors", "formats"},
     "layout": set(),
-    "pages": {"checks", "formats", "layout", "params"},
+    "pages": {"checks", "formats"},
     "scales": {"errors", "files", "formats", "layout", "numerics", "pages"},
     "overflow": {"formats", "layout", "pages", "scales"},
     "reference": {"formats", "layout", "numerics", "pages", "params"},

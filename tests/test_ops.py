@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
-from fp8attn._torch_ops import flatten
+from fp8attn._torch_ops import flatten, flatten_format, flatten_pages
 from fp8attn.backends import load
+from fp8attn.formats.codec import E4M3, INT8, codec_of
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.ops import run_from_dense
-from fp8attn.pages import FIELDS
 from fp8attn.params import Append
 from tests.support.kernel_cases import clone
 
@@ -107,8 +108,7 @@ def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
     for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
         with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
             fp8attn.from_dense(x, x, **options)
-    none = dict.fromkeys(("rope", "stored_k_mean", "v_mean"))
-    pages = run_from_dense("reference", x, x, **none, key_dtype=x.dtype, rotate_keys=False)
+    pages = run_from_dense("reference", x, x, KVFormat(64, E4M3, rotate=False), None)
     for seq in range(2):
         assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
 
@@ -121,7 +121,7 @@ def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     k[0, :, 140] *= 100
     tables = {"rope_cos": angle.cos(), "rope_sin": angle.sin()}
     pages = fp8attn.from_dense(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
-    assert (pages.key_dtype, pages.rotate_keys, pages.v_mean) == (fp8attn.formats.codec.key_type(key_dtype), rotate_keys, None)
+    assert (pages.format.k, pages.format.rotate, pages.format.v_mean) == (codec_of(key_dtype), rotate_keys, None)
     assert pages.page_table.tolist() == [[0, 1], [2, 3]] and pages.cache_seqlens.tolist() == [150, 150]
     empty = KVPages.empty(4, 2, 64, 2, 2, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     empty.page_table.copy_(pages.page_table)
@@ -298,13 +298,14 @@ def test_ops_pass_torch_opcheck(cache):
     q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
     how = Append(None, 2, Rope(angle, angle), overflows=torch.zeros(2, 3).long())
     options = q, torch.zeros_like(q), *flatten(how), "reference"
-    torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *cache.pages(0).state, *options))
+    torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *flatten_pages(cache.pages(0)), *options))
     for return_lse in (False, True):
         params = AttentionParams(None, 2, True, 0.1, rope=Rope(angle, angle), return_lse=return_lse, exact=True)
-        torch.library.opcheck(torch.ops.fp8attn.attention, (q, *cache.pages(0).state, *flatten(params), "reference"))
+        torch.library.opcheck(torch.ops.fp8attn.attention, (q, *flatten_pages(cache.pages(0)), *flatten(params), "reference"))
     x, mean, table = torch.randn(2, 2, 130, 64), torch.randn(2, 64), torch.randn(2, 130, 32)
-    for key_dtype in (torch.int8, torch.float8_e4m3fn):
-        torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x.clone(), table, table, False, mean, None, key_dtype, True, "reference"))
+    for codec in (INT8, E4M3):
+        form = flatten_format(KVFormat(64, codec, stored_k_mean=mean))
+        torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x.clone(), *form, table, table, False, "reference"))
 
 
 def test_ops_change_what_they_say_and_nothing_else(cache):
@@ -353,7 +354,7 @@ def test_gradients_are_refused(cache):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_derivatives_and_transforms_are_refused(cache):
     q, k = torch.randn(2, 4, 64), torch.randn(2, 2, 64)
-    before = [x.clone() for x in cache.pages(0).state[:3]]
+    before = [x.clone() for x in cache.pages(0).tensors]
     calls = [(q, lambda x: attention(x, cache.pages(0))), (k, lambda x: cache.append(0, x, k)), (k, lambda x: cache.append(0, k, x))]
     for x, call in calls:
         with torch.no_grad(), forward_ad.dual_level():
@@ -364,7 +365,7 @@ def test_forward_mode_derivatives_and_transforms_are_refused(cache):
             with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
                 transformed()
     assert cache.lengths == (10, 10)
-    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages(0).state[:3], strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages(0).tensors, strict=True))
 
 
 def test_a_step_compiles_whole_and_once(cache):
@@ -392,7 +393,8 @@ def test_the_schema_lists_the_options():
     """The torch op takes the fields of `AttentionParams` in their order, after the queries and the pages, and then those of RoPE."""
     names = [argument.name for argument in torch.ops.fp8attn.attention.default._schema.arguments]
     fields = [name for name in AttentionParams._fields if name != "rope"]
-    assert names == ["q", *FIELDS, *fields, "rope_cos", "rope_sin", "rope_interleaved", "backend"]
+    pages = ["pool", "page_table", "cache_seqlens", "head_dim", "k_codec", "v_codec", "rotate", "stored_k_mean", "v_mean"]
+    assert names == ["q", *pages, *fields, "rope_cos", "rope_sin", "rope_interleaved", "backend"]
 
 
 def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
@@ -409,7 +411,7 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
     attention(q, cache.pages(0), **given)
     rope = Rope(*(given.pop(f"rope_{name}") for name in Rope._fields))
     expected = AttentionParams(**given, rope=rope)
-    torch.ops.fp8attn.attention(q, *cache.pages(0).state, *flatten(expected), "reference")
+    torch.ops.fp8attn.attention(q, *flatten_pages(cache.pages(0)), *flatten(expected), "reference")
     assert len(seen) == 2
     for params in seen:
         assert all(got is value or got == value for got, value in zip(params.rope, rope, strict=True))

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8attn import AttentionParams, KVPages, PagedKVCache, append, attention, reference
-from fp8attn.formats.codec import FP8, key_name
+from fp8attn.formats.codec import FP8
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
+from tests.support.codecs import OF_DTYPE
 
 EXACT = 2e-6  # FP32 arithmetic against float64
 
@@ -195,7 +196,7 @@ def test_bytes_do_not_depend_on_how_appends_are_cut(key_dtype, rotate_keys, cuts
     means = {"k_mean": torch.randn(2, 64, generator=generator)} if seed % 2 else {}
     pools = []
     for bounds in ([0, 300], [0, *sorted(cuts), 300]):
-        pages = KVPages.empty(3, 2, 64, num_seqs=1, max_pages=3, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys, **means)
+        pages = KVPages.empty(3, 2, 64, num_seqs=1, max_pages=3, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate_keys, **means)
         pages.page_table.copy_(torch.tensor([[2, 0, 1]]))
         for start, end in pairwise(bounds):
             append(pages, k[start:end], v[start:end], backend="reference")

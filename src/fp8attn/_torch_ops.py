@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import find
 from .contents import at_hand, check_appended, check_attended
-from .formats.page_layout import PAGE_SIZE, PageLayout
+from .formats.codec import codec_of
+from .formats.kv_format import KVFormat
+from .formats.page_layout import PAGE_SIZE
 from .formats.rope import NO_ROPE, Rope, rope_of
-from .pages import FIELDS, KVPages
+from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
 _LIBRARY = torch.library.Library("fp8attn", "DEF")
@@ -45,11 +47,29 @@ _ARGUMENTS = {
     torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool",
 }  # fmt: skip
 
-# The arguments that all ops on pages have: the fields of `KVPages.state`, in its order.
-_STATE = (
-    "Tensor pool, Tensor page_table, Tensor cache_seqlens, Tensor? stored_k_mean, Tensor? v_mean, ScalarType key_dtype, bool rotate_keys"
-)
-_CHANGED_STATE = _STATE.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
+# The arguments of `KVFormat` and of `KVPages` in schemas, as `flatten_format` and `flatten_pages` give them.
+_FORMAT = "int head_dim, str k_codec, str v_codec, bool rotate, Tensor? stored_k_mean, Tensor? v_mean"
+_PAGES = f"Tensor pool, Tensor page_table, Tensor cache_seqlens, {_FORMAT}"
+_CHANGED_PAGES = _PAGES.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
+_FORMAT_SIZE, _PAGES_SIZE = 6, 9  # number of arguments
+
+
+def flatten_format(form: KVFormat) -> tuple[Any, ...]:
+    """A format as arguments of a torch op."""
+    return form.head_dim, form.k.name, form.v.name, form.rotate, form.stored_k_mean, form.v_mean
+
+
+def _format(head_dim: int, k: str, v: str, rotate: bool, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> KVFormat:
+    return KVFormat(head_dim, codec_of(k), codec_of(v), rotate, stored_k_mean, v_mean)
+
+
+def flatten_pages(pages: KVPages) -> tuple[Any, ...]:
+    """Pages as arguments of a torch op."""
+    return (pages.pool, pages.page_table, pages.cache_seqlens, *flatten_format(pages.format))
+
+
+def _pages(pool: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, *form: Any) -> KVPages:
+    return KVPages.trusted(pool, page_table, cache_seqlens, _format(*form))
 
 
 def flatten(options: Append | AttentionParams) -> tuple[Any, ...]:
@@ -77,8 +97,8 @@ def _schema(kind: type[Options], changed: Sequence[str] = ()) -> str:
 
 
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
-    pages = KVPages.trusted(*args[: len(FIELDS)])
-    q, q_out, *options, backend = args[len(FIELDS) :]
+    pages = _pages(*args[:_PAGES_SIZE])
+    q, q_out, *options, backend = args[_PAGES_SIZE:]
     how, found = _unflatten(Append, options), find(backend, k.device, k.dtype)
     if at_hand(k, found.name):
         check_appended(pages, k.shape[0], how)
@@ -86,16 +106,16 @@ def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
 
 
 register(
-    f"append(Tensor k, Tensor v, {_CHANGED_STATE}, Tensor? q, Tensor(c!)? q_out, {_schema(Append, ['overflows'])}, str backend) -> ()",
+    f"append(Tensor k, Tensor v, {_CHANGED_PAGES}, Tensor? q, Tensor(c!)? q_out, {_schema(Append, ['overflows'])}, str backend) -> ()",
     _append,
     lambda *args: None,
 )
 
 
 def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *options, backend = args[len(FIELDS) :]
+    *options, backend = args[_PAGES_SIZE:]
     params = _unflatten(AttentionParams, options)
-    found, pages = find(backend, q.device, q.dtype), KVPages.trusted(*args[: len(FIELDS)])
+    found, pages = find(backend, q.device, q.dtype), _pages(*args[:_PAGES_SIZE])
     if at_hand(q, found.name):
         check_attended(pages, q.shape[0], params)
     out, lse = found.attention(q, pages, params)
@@ -103,38 +123,33 @@ def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _attention_fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    params = _unflatten(AttentionParams, args[len(FIELDS) : -1])
+    params = _unflatten(AttentionParams, args[_PAGES_SIZE:-1])
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1] if params.return_lse else 0, dtype=torch.float32)
 
 
 register(
-    f"attention(Tensor q, {_STATE}, {_schema(AttentionParams)}, str backend) -> (Tensor, Tensor)",
+    f"attention(Tensor q, {_PAGES}, {_schema(AttentionParams)}, str backend) -> (Tensor, Tensor)",
     _attention,
     _attention_fake,
 )
 
 
-def _from_dense(
-    k: torch.Tensor, v: torch.Tensor, rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, rope_interleaved: bool,
-    stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool, backend: BackendName,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    rope = rope_of(rope_cos, rope_sin, rope_interleaved)
-    pages = find(backend, k.device, k.dtype).from_dense(
-        k, v, rope=rope, stored_k_mean=stored_k_mean, v_mean=v_mean, key_dtype=key_dtype, rotate_keys=rotate_keys,
-    )  # fmt: skip
+def _from_dense(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    form, (cos, sin, interleaved, backend) = _format(*args[:_FORMAT_SIZE]), args[_FORMAT_SIZE:]
+    pages = find(backend, k.device, k.dtype).from_dense(k, v, form, rope_of(cos, sin, interleaved))
     return pages.pool, pages.page_table, pages.cache_seqlens
 
 
 def _from_dense_fake(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, heads, length, head_dim = k.shape
+    batch, heads, length, _ = k.shape
     columns = -(-length // PAGE_SIZE)
-    pool = k.new_empty((batch * columns, heads, PageLayout.of(head_dim).nbytes), dtype=torch.uint8)
+    pool = k.new_empty((batch * columns, heads, _format(*args[:_FORMAT_SIZE]).layout.nbytes), dtype=torch.uint8)
     return pool, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32)
 
 
 register(
-    "from_dense(Tensor k, Tensor v, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, Tensor? stored_k_mean, Tensor? v_mean, "
-    "ScalarType key_dtype, bool rotate_keys, str backend) -> (Tensor, Tensor, Tensor)",
+    f"from_dense(Tensor k, Tensor v, {_FORMAT}, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
     _from_dense,
     _from_dense_fake,
 )

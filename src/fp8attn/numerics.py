@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from .formats.codec import encode, finite_amax, largest_code, needed_scale, with_headroom
+from .formats.codec import Codec, finite_amax
 
 
 def settle(
-    x: torch.Tensor, old: torch.Tensor, scale: torch.Tensor, held: torch.Tensor, dtype: torch.dtype, static: bool
+    x: torch.Tensor, old: torch.Tensor, scale: torch.Tensor, held: torch.Tensor, codec: Codec, static: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize new tokens at the ends of pages, and round the codes of older tokens again if a scale grows.
 
@@ -24,35 +24,35 @@ def settle(
         old: `[N, P, D]` FP32, the codes of the older tokens at their positions; unspecified elsewhere.
         scale: `[N]` FP32, the scale of the older tokens, or the static scale.
         held: `[N, P]` int8: 2 at older tokens, 1 at new ones, 0 at positions without a token. New tokens follow the older ones.
-        dtype: `torch.float8_e4m3fn` or `torch.int8`.
+        codec: K's or V's.
         static: the scales do not grow; larger values saturate.
     Returns:
         The codes `[N, P, D]` of all tokens as FP32 numbers; the pages' scales `[N]`; and their overflows `[N]` int64: how many values of
-        new tokens are larger than the largest code times the static scale (or NaN, for which INT8 has no code), or how often a scale grew
+        new tokens are larger than the largest code times the static scale (or NaN, if the codec has none), or how often a scale grew
         after the first token of its page.
     """
     new = held == 1
     if not static:
-        need = torch.where(new, needed_scale(finite_amax(x, -1), dtype), 0.0)
+        need = torch.where(new, codec.needed_scale(finite_amax(x, -1)), 0.0)
         first = torch.where(new, need, -1.0).gather(1, new.int().argmax(1, keepdim=True))[:, 0]
-        scale = torch.where((held == 2).any(1) | ~new.any(1), scale, with_headroom(first, dtype))
+        scale = torch.where((held == 2).any(1) | ~new.any(1), scale, codec.with_headroom(first))
     inverse = 1.0 / scale
-    codes = torch.where(new[..., None], encode(x, inverse[:, None, None], dtype), old)
+    codes = torch.where(new[..., None], codec.encode(x, inverse[:, None, None]), old)
     overflows = torch.zeros_like(scale, dtype=torch.int64)
     if static:
         scaled = (x * inverse[:, None, None]).abs()
-        lost = scaled > largest_code(dtype)
-        overflows += (new[..., None] & (lost | scaled.isnan() if dtype == torch.int8 else lost)).sum((1, 2))
+        lost = scaled > codec.max
+        overflows += (new[..., None] & (lost if codec.has_nan else lost | scaled.isnan())).sum((1, 2))
     while not static:
         over = new & (need > scale[:, None])
         grows = over.any(1)
         if not grows.any():
             break
         index = over.int().argmax(1, keepdim=True)  # the first token that does not fit
-        grown = torch.where(grows, with_headroom(need.gather(1, index)[:, 0], dtype), scale)
+        grown = torch.where(grows, codec.with_headroom(need.gather(1, index)[:, 0]), scale)
         inverse = 1.0 / grown
         before = torch.arange(held.shape[1], device=x.device) < index
-        shifted, rounded = (encode(y, factor[:, None, None], dtype) for y, factor in ((codes, scale * inverse), (x, inverse)))
+        shifted, rounded = (codec.encode(y, factor[:, None, None]) for y, factor in ((codes, scale * inverse), (x, inverse)))
         again = torch.where(before[..., None], shifted, rounded)
         codes = torch.where((grows[:, None] & (before | new))[..., None], again, codes)
         scale = grown

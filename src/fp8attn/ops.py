@@ -12,15 +12,16 @@ from typing import Literal, Protocol, overload
 
 import torch
 
-from ._torch_ops import flatten, resolve, unobserved
+from ._torch_ops import flatten, flatten_format, flatten_pages, resolve, unobserved
 from .backends import find, load
 from .checks import LARGEST, check_dense, check_flags, check_is_tensor, check_mean, check_number, check_tensor, check_tokens, is_whole
 from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
-from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
+from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype
+from .formats.kv_format import KVFormat
 from .formats.page_layout import HEAD_DIMS
 from .formats.rope import NO_ROPE, Rope, check_rope, dense_rope, rope_of
-from .pages import KVPages, stored_mean
+from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
 MOST_WINDOW = 2**63 - 1  # torch's ops take 64 bits; kernels clamp it
@@ -233,7 +234,7 @@ def attention(
             check_attended(pages, q.shape[0], params)
         result, lse = found.attention(q, pages, params, taken)
     else:
-        result, lse = torch.ops.fp8attn.attention(q, *pages.state, *flatten(params), resolve(backend, q))
+        result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *flatten(params), resolve(backend, q))
     if out is not None and result is not out:
         result = out.copy_(result)
     return result if lse is None or not return_lse else (result, lse)
@@ -287,10 +288,8 @@ def from_dense(
             "fp8attn.scaled_dot_product_attention_quantized"
         )
     rope = rope_of(rope_cos, rope_sin, rope_interleaved)
-    return run_from_dense(
-        resolve(backend, k), k, v, rope=None if rope is None else dense_rope(k, rope), stored_k_mean=stored_mean(k_mean, rotate_keys),
-        v_mean=v_mean, key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
-    )  # fmt: skip
+    form = KVFormat.of(k.shape[3], key_dtype, rotate_keys, k_mean, v_mean)
+    return run_from_dense(resolve(backend, k), k, v, form, None if rope is None else dense_rope(k, rope))
 
 
 def run_append(
@@ -302,21 +301,16 @@ def run_append(
     if unobserved(k):
         load(name).append(pages, k, v, how, q, q_out)
     else:
-        torch.ops.fp8attn.append(k, v, *pages.state, q, q_out, *flatten(how), name)
+        torch.ops.fp8attn.append(k, v, *flatten_pages(pages), q, q_out, *flatten(how), name)
     return q_out
 
 
-def run_from_dense(
-    name: BackendName, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None, stored_k_mean: torch.Tensor | None,
-    v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
-) -> KVPages:  # fmt: skip
+def run_from_dense(name: BackendName, k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | None) -> KVPages:
     """`from_dense` with checked arguments, the resolved backend `name` and tables of `dense_rope`."""
     if unobserved(k):
-        return load(name).from_dense(
-            k, v, rope=rope, stored_k_mean=stored_k_mean, v_mean=v_mean, key_dtype=key_dtype, rotate_keys=rotate_keys
-        )
-    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *(rope or NO_ROPE), stored_k_mean, v_mean, key_dtype, rotate_keys, name)
-    return KVPages(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
+        return load(name).from_dense(k, v, form, rope)
+    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(form), *(rope or NO_ROPE), name)
+    return KVPages(pool, table, lengths, form)
 
 
 def run_rope(name: BackendName, x: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from .checks import check_flags, check_mean, check_size, check_tensor
-from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KEY_TYPES, KeyDtype, key_name, key_type
-from .formats.page_layout import (
-    HEAD_DIMS,
-    HEADER,
-    PAGE_SIZE,
-    PageLayout,
-    head_dim_of,
-    k_of,
-    nan_in_k_of,
-    scales_of,
-    unpack_k,
-    unpack_v,
-    v_of,
-)
-from .formats.rotation import rotate, rotate_back
-
-
-def stored_mean(k_mean: torch.Tensor | None, rotate_keys: bool) -> torch.Tensor | None:
-    """`KVPages.stored_k_mean` of K's own mean."""
-    return rotate(k_mean) if k_mean is not None and rotate_keys else k_mean
+from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from .formats.kv_format import KVFormat
+from .formats.page_layout import HEAD_DIMS, PAGE_SIZE, k_of, nan_in_k_of, scales_of, unpack_k, unpack_v, v_of
+from .formats.rotation import rotate_back
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,20 +23,14 @@ class KVPages:
     bytes, which holds K's scale, V's scale (float32), `nan_in_k` and zeros. The bytes depend only on the page's tokens and on the static
     format and means. So a page is copied, shared, saved or moved by its bytes.
 
-        rotate(k) ~ k_8bit * k_scale[page, head] + stored_k_mean[head]        v ~ v_fp8 * v_scale[page, head] + v_mean[head]
-
     Kernels take the addresses of these tensors. So each must have the shape and dtype below, be contiguous (the rows of the page table may
     have a stride), and be on the same device. Bytes past a sequence's length are unspecified in K and finite in V (0 * NaN would be NaN).
 
     Attributes:
-        pool: `[num_pages, num_kv_heads, 256 * head_dim + 128]` uint8, with an address that is a multiple of 16 bytes.
+        pool: `[num_pages, num_kv_heads, format.layout.nbytes]` uint8, with an address that is a multiple of 16 bytes.
         page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order. Entries past its length name any valid page.
         cache_seqlens: `[num_seqs]` int32, number of tokens of each sequence.
-        stored_k_mean, v_mean: `[num_kv_heads, head_dim]` float32, static, subtracted before quantization. None: zero. With `rotate_keys`,
-            K's is rotated, because it is subtracted from what is stored. Every function that takes a `k_mean` takes K's own mean.
-        key_dtype: the dtype of K's bytes, `torch.int8` or `torch.float8_e4m3fn`: functions call these formats `"int8"` and `"e4m3"`.
-            Values are always E4M3.
-        rotate_keys: whether K is stored rotated (`rotation.rotate`). Then `attention` rotates queries, too.
+        format: what the bytes mean: codecs, rotation, static means.
     Raises:
         ValueError: a tensor has another shape, dtype, device or stride; the message says which one is required.
     """
@@ -60,10 +38,7 @@ class KVPages:
     pool: torch.Tensor
     page_table: torch.Tensor
     cache_seqlens: torch.Tensor
-    stored_k_mean: torch.Tensor | None = None
-    v_mean: torch.Tensor | None = None
-    key_dtype: torch.dtype = KEY_TYPES[DEFAULT_KEY_DTYPE]
-    rotate_keys: bool = True
+    format: KVFormat
 
     # The lengths of the last append, if they differ and a `PagedKVCache` gave these pages: then no call may divide its tokens evenly.
     ragged: ClassVar[tuple[int, ...] | None] = None
@@ -72,46 +47,53 @@ class KVPages:
         # Dynamo traces this with checked tensors, or with proxies to write its graph.
         if torch.compiler.is_compiling() or isinstance(self.pool, torch.fx.Proxy):
             return
-        if self.key_dtype not in KEY_TYPES.values():
+        form = self.format
+        if not isinstance(form, KVFormat):
+            raise ValueError(f"format must be a KVFormat; got {type(form).__name__} (KVPages.empty and fp8attn.from_dense make one)")
+        if form.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {form.head_dim}")
+        for name in ("pool", "page_table", "cache_seqlens"):
+            if not isinstance(getattr(self, name), torch.Tensor):
+                raise ValueError(f"{name} must be a tensor; got {type(getattr(self, name)).__name__}")
+        nbytes = form.layout.nbytes
+        if self.pool.dim() != 3 or self.pool.shape[2] != nbytes or self.page_table.dim() != 2:
             raise ValueError(
-                f"key_dtype of KVPages(...) is the dtype of its bytes, torch.int8 or torch.float8_e4m3fn; got {self.key_dtype!r} "
-                "(KVPages.empty and fp8attn.from_dense take the names 'int8' and 'e4m3')"
+                f"pool must be [num_pages, num_kv_heads, {nbytes}] for head_dim {form.head_dim}, and page_table [num_seqs, max_pages]; got "
+                f"{tuple(self.pool.shape)} and {tuple(self.page_table.shape)}"
             )
-        for name in FIELDS[:5]:
-            x = getattr(self, name)
-            if not isinstance(x, torch.Tensor) and not (x is None and name.endswith("mean")):
-                raise ValueError(f"{name} must be a tensor; got {type(x).__name__}")
-        sizes = [PageLayout.of(head_dim).nbytes for head_dim in HEAD_DIMS]
-        if self.pool.dim() != 3 or self.pool.shape[2] not in sizes or self.page_table.dim() != 2:
-            raise ValueError(
-                f"pool must be [num_pages, num_kv_heads, 256 * head_dim + {HEADER}] with head_dim one of {HEAD_DIMS}, and page_table "
-                f"[num_seqs, max_pages]; got {tuple(self.pool.shape)} and {tuple(self.page_table.shape)}"
-            )
-        mean = self.num_kv_heads, self.head_dim
-        for name, shape, dtype in (
-            ("pool", self.pool.shape, torch.uint8), ("page_table", self.page_table.shape, torch.int32),
-            ("cache_seqlens", (self.num_seqs,), torch.int32), ("stored_k_mean", mean, torch.float32),
-            ("v_mean", mean, torch.float32),
+        mean = self.num_kv_heads, form.head_dim
+        for name, x, shape, dtype in (
+            ("pool", self.pool, self.pool.shape, torch.uint8), ("page_table", self.page_table, self.page_table.shape, torch.int32),
+            ("cache_seqlens", self.cache_seqlens, (self.num_seqs,), torch.int32),
+            ("stored_k_mean", form.stored_k_mean, mean, torch.float32), ("v_mean", form.v_mean, mean, torch.float32),
         ):  # fmt: skip
-            if getattr(self, name) is not None:
-                check_tensor(getattr(self, name), name, shape, dtype, self.device, contiguous=name != "page_table")
+            if x is not None:
+                check_tensor(x, name, shape, dtype, self.device, contiguous=name != "page_table")
         if type(self.pool) is torch.Tensor and self.pool.data_ptr() % 16:  # the fake tensors of a compilation have no address
             raise ValueError("pool must begin at a multiple of 16 bytes; this one begins inside another tensor: clone it")
         if self.page_table.shape[1] > 1 and self.page_table.stride(1) != 1:
             raise ValueError(f"page_table must have its rows contiguous; got strides {self.page_table.stride()}: call .contiguous()")
 
     @classmethod
-    def trusted(cls, *fields: Any) -> KVPages:
-        """`KVPages` of fields that this package made or has checked, in their order. Without the checks this is 15 us faster."""
+    def trusted(cls, pool: Any, page_table: Any, cache_seqlens: Any, format: KVFormat) -> KVPages:
+        """`KVPages` of fields that this package made or has checked. Without the checks this is 15 us faster."""
         if torch.compiler.is_compiling():  # Dynamo traces the constructor, which then checks nothing
-            return cls(*fields)
+            return cls(pool, page_table, cache_seqlens, format)
         pages = object.__new__(cls)
-        vars(pages).update(zip(FIELDS, fields, strict=True))
+        vars(pages).update(pool=pool, page_table=page_table, cache_seqlens=cache_seqlens, format=format)
         return pages
+
+    def with_tables(self, page_table: torch.Tensor, cache_seqlens: torch.Tensor) -> KVPages:
+        """These pages as those of other sequences."""
+        return KVPages.trusted(self.pool, page_table, cache_seqlens, self.format)
+
+    def with_pool(self, pool: torch.Tensor) -> KVPages:
+        """Other pages of this format and these sequences."""
+        return KVPages.trusted(pool, self.page_table, self.cache_seqlens, self.format)
 
     def after(self, lengths: list[int]) -> KVPages:
         """These pages after an append of `lengths` tokens, which differ."""
-        pages = KVPages.trusted(*self.state)
+        pages = self.with_pool(self.pool)
         vars(pages)["ragged"] = tuple(lengths)
         return pages
 
@@ -151,30 +133,29 @@ class KVPages:
         for size, name in ((num_pages, "num_pages"), (num_kv_heads, "num_kv_heads"), (num_seqs, "num_seqs"), (max_pages, "max_pages")):
             check_size(size, name, 0)
         check_flags(rotate_keys=rotate_keys)
-        pool = torch.zeros(num_pages, num_kv_heads, PageLayout.of(head_dim).nbytes, dtype=torch.uint8, device=device)
-        entries = torch.arange(num_seqs * max_pages, dtype=torch.int32, device=device).view(num_seqs, max_pages)
+        device = torch.empty(0, device=device).device  # with its index
         for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
-            check_mean(mean, name, (num_kv_heads, head_dim), pool.device)
+            check_mean(mean, name, (num_kv_heads, head_dim), device)
+        form = KVFormat.of(head_dim, key_dtype, rotate_keys, k_mean, v_mean)
+        entries = torch.arange(num_seqs * max_pages, dtype=torch.int32, device=device).view(num_seqs, max_pages)
         return cls(
-            pool,
+            torch.zeros(num_pages, num_kv_heads, form.layout.nbytes, dtype=torch.uint8, device=device),
             entries if entries.numel() <= num_pages else entries.zero_(),
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
-            stored_mean(k_mean, rotate_keys),
-            v_mean,
-            key_type(key_dtype),
-            rotate_keys,
+            form,
         )
 
     def __repr__(self) -> str:
-        keys = key_name(self.key_dtype)
+        form = self.format
         return (
             f"KVPages({self.num_seqs} seqs, {self.num_pages} pages, {self.num_kv_heads} KV heads of {self.head_dim}, "
-            f"{self.nbytes / 2**20:.1f} MiB, {keys} keys, {'rotated' if self.rotate_keys else 'not rotated'}, {self.device})"
+            f"{self.nbytes / 2**20:.1f} MiB, {form.k.name} keys, {'rotated' if form.rotate else 'not rotated'}, {self.device})"
         )
 
     def __deepcopy__(self, memo: dict) -> KVPages:
         """Copies of the tensors, with the attributes that `torch.compile` set on them."""
-        return KVPages.trusted(*(copy.deepcopy(x, memo) for x in self.state))
+        pool, table, lengths = (copy.deepcopy(x, memo) for x in (self.pool, self.page_table, self.cache_seqlens))
+        return KVPages.trusted(pool, table, lengths, copy.deepcopy(self.format, memo))
 
     @property
     def num_pages(self) -> int:
@@ -186,7 +167,7 @@ class KVPages:
 
     @property
     def head_dim(self) -> int:
-        return head_dim_of(self.pool.shape[2])
+        return self.format.head_dim
 
     @property
     def num_seqs(self) -> int:
@@ -198,13 +179,13 @@ class KVPages:
 
     @property
     def k(self) -> torch.Tensor:
-        """`[num_pages, num_kv_heads, 128, head_dim]` of `key_dtype`, a view of the pool."""
-        return k_of(self.pool, self.key_dtype)
+        """`[num_pages, num_kv_heads, 128, head_dim]` of K's codes, a view of the pool."""
+        return k_of(self.pool, self.format.layout, self.format.k.dtype)
 
     @property
     def v(self) -> torch.Tensor:
         """`[num_pages, num_kv_heads, 8, head_dim, 16]` float8_e4m3fn, a view of the pool."""
-        return v_of(self.pool, FP8)
+        return v_of(self.pool, self.format.layout, self.format.v.dtype)
 
     @property
     def k_scale(self) -> torch.Tensor:
@@ -223,14 +204,15 @@ class KVPages:
         return nan_in_k_of(self.pool)
 
     @property
-    def state(self) -> tuple[Any, ...]:
-        """The fields in the order in which the torch ops take them."""
-        return (self.pool, self.page_table, self.cache_seqlens, self.stored_k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, means included."""
+        tensors = self.pool, self.page_table, self.cache_seqlens, self.format.stored_k_mean, self.format.v_mean
+        return [x for x in tensors if x is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, whether their pages hold tokens or not."""
-        return sum(x.nbytes for x in self.state if isinstance(x, torch.Tensor))
+        return sum(x.nbytes for x in self.tensors)
 
     def read(self, seq: int, length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `length` tokens of sequence `seq`, dequantized.
@@ -249,12 +231,9 @@ class KVPages:
             )
         wide = torch.promote_types(dtype, torch.float32)
         ids = self.page_table[seq, : -(-length // PAGE_SIZE)].long()
-        taken = KVPages.trusted(self.pool[ids], *self.state[1:])
+        taken, form = self.with_pool(self.pool[ids]), self.format
         k = unpack_k(taken.k.to(wide) * taken.k_scale.to(wide)[..., None, None])[:length]
         v = unpack_v(taken.v.to(wide) * taken.v_scale.to(wide)[..., None, None, None])[:length]
-        k = k if self.stored_k_mean is None else k + self.stored_k_mean.to(wide)
-        v = v if self.v_mean is None else v + self.v_mean.to(wide)
-        return (rotate_back(k) if self.rotate_keys else k).to(dtype), v.to(dtype)
-
-
-FIELDS = tuple(field.name for field in fields(KVPages))
+        k = k if form.stored_k_mean is None else k + form.stored_k_mean.to(wide)
+        v = v if form.v_mean is None else v + form.v_mean.to(wide)
+        return (rotate_back(k) if form.rotate else k).to(dtype), v.to(dtype)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from .formats import rotation
-from .formats.codec import FP8, encode, finite_amax, key_name, needed_scale
+from .formats.codec import FP8, Codec, finite_amax
+from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE, pack_k, pack_v, unpack_k, unpack_v
 from .formats.rope import Rope, apply_rope, with_tables
 from .numerics import settle
@@ -28,15 +29,17 @@ def append(
 
     `ops.append` describes the arguments.
     """
+    form = pages.format
     if how.rope is None:
         k = k.float()
     else:
         k = apply_rope(k, how.rope)
         if q is not None and q_out is not None:
             q_out.copy_(apply_rope(q, how.rope))
-    k = rotation.rotate(k) if pages.rotate_keys else k
-    k = k if pages.stored_k_mean is None else k - pages.stored_k_mean
-    v = v.float() if pages.v_mean is None else v.float() - pages.v_mean
+    k = rotation.rotate(k) if form.rotate else k
+    k = k if form.stored_k_mean is None else k - form.stored_k_mean
+    v = v.float() if form.v_mean is None else v.float() - form.v_mean
+    marks_nan = not (form.k.has_nan or how.static_scales)
     bounds = _bounds(how.cu_seqlens, how.max_seqlen, pages)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
@@ -47,39 +50,34 @@ def append(
         first, offset = divmod(length, PAGE_SIZE)
         last = (length + end - start - 1) // PAGE_SIZE
         ids = pages.page_table[seq, first : last + 1].long()
-        taken = KVPages.trusted(pages.pool[ids], *pages.state[1:])
+        taken = pages.with_pool(pages.pool[ids])
         begun = slice(0 if offset == 0 else 1, None)
         taken.v.view(torch.uint8)[begun] = 0  # the tokens past the end, too: attention multiplies them by zero, and 0 * NaN would be NaN
-        if taken.key_dtype == torch.int8 and not how.static_scales:
+        if marks_nan:
             taken.nan_in_k[begun] = 0.0
-        for kind, (x, codes, scale, pack, unpack) in enumerate(
+        for kind, (x, codec, codes, scale, pack, unpack) in enumerate(
             (
-                (k[start:end], taken.k, taken.k_scale, pack_k, unpack_k),
-                (v[start:end], taken.v, taken.v_scale, pack_v, unpack_v),
+                (k[start:end], form.k, taken.k, taken.k_scale, pack_k, unpack_k),
+                (v[start:end], form.v, taken.v, taken.v_scale, pack_v, unpack_v),
             )
         ):
-            found = _append_tokens(x, codes, scale, offset, pack, unpack, how.static_scales)
+            found = _append_tokens(x, codec, codes, scale, offset, pack, unpack, how.static_scales)
             if how.overflows is not None:
                 how.overflows[kind, 0] += end - start
                 how.overflows[kind, 1 if how.static_scales else 2] += found
-        if taken.key_dtype == torch.int8 and not how.static_scales:
+        if marks_nan:
             _mark_nan(taken, k[start:end].isnan().any(-1), offset)
         pages.pool[ids] = taken.pool
         if how.advance:
             pages.cache_seqlens[seq] += end - start
 
 
-def from_dense(
-    k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None, stored_k_mean: torch.Tensor | None,
-    v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
-) -> KVPages:  # fmt: skip
+def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | None) -> KVPages:
     """Pages of dense K and V (`fp8attn.from_dense`), by an append to an empty cache. E4M3 inputs keep their bytes."""
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
-    pages = KVPages.empty(
-        batch * columns, heads, head_dim, batch, columns, k.device, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys
-    )
-    pages = KVPages.trusted(*pages.state[:3], stored_k_mean, v_mean, key_dtype, rotate_keys)
+    empty = KVPages.empty(batch * columns, heads, head_dim, batch, columns, k.device)
+    pages = KVPages.trusted(empty.pool, empty.page_table, empty.cache_seqlens, form)
     given_bytes = k.dtype == FP8
     if given_bytes:
         for scale in (pages.k_scale, pages.v_scale):
@@ -97,7 +95,7 @@ def rope_dense(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def quantize_rows(
-    x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
+    x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads."""
     y = x.float()
@@ -109,20 +107,20 @@ def quantize_rows(
         mean = y.mean(2)
         mean = torch.where(torch.isfinite(mean), mean, 0.0)
         y = y - mean[:, :, None]
-    scale = needed_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)), dtype)
-    codes = encode(y, (1.0 / scale).repeat_interleave(heads_per_scale, 1)[..., None, None], dtype).to(dtype)
-    x_8bit = torch.empty_like(x, dtype=dtype)
+    scale = codec.needed_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)))
+    codes = codec.encode(y, (1.0 / scale).repeat_interleave(heads_per_scale, 1)[..., None, None]).to(codec.dtype)
+    x_8bit = torch.empty_like(x, dtype=codec.dtype)
     x_8bit.view(torch.uint8).copy_(codes.view(torch.uint8))
     return x_8bit, scale, mean
 
 
 def _append_tokens(
-    x: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor, offset: int, pack: Callable[[torch.Tensor], torch.Tensor],
-    unpack: Callable[[torch.Tensor], torch.Tensor], static_scales: bool,
+    x: torch.Tensor, codec: Codec, pages: torch.Tensor, scale: torch.Tensor, offset: int,
+    pack: Callable[[torch.Tensor], torch.Tensor], unpack: Callable[[torch.Tensor], torch.Tensor], static_scales: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`.
     Returns the number of overflows (`numerics.settle`)."""
-    heads, dtype = x.shape[1], pages.dtype
+    heads = x.shape[1]
     held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
     held[:offset] = 2
     held[offset : offset + len(x)] = 1
@@ -131,10 +129,10 @@ def _append_tokens(
     old = unpack(pages.float()).unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1)
     codes, settled, overflows = settle(
         new.unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1), old, scale.flatten(),
-        held.view(-1, 1, PAGE_SIZE).expand(-1, heads, -1).flatten(0, 1), dtype, static_scales,
+        held.view(-1, 1, PAGE_SIZE).expand(-1, heads, -1).flatten(0, 1), codec, static_scales,
     )  # fmt: skip
-    codes = codes.nan_to_num(0.0) if dtype == torch.int8 else codes
-    written = pack(codes.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1).to(dtype).view(torch.uint8))
+    codes = codes if codec.has_nan else codes.nan_to_num(0.0)
+    written = pack(codes.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1).to(codec.dtype).view(torch.uint8))
     kept = pack((held > 0)[:, None, None].expand(len(held), *x.shape[1:]))
     pages.view(torch.uint8).copy_(torch.where(kept, written, pages.view(torch.uint8)))
     scale.copy_(settled.view_as(scale))

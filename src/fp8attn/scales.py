@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from .errors import UsageError
 from .files import write_whole
-from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type, largest_code, needed_scale
+from .formats.codec import DEFAULT_KEY_DTYPE, E4M3, KeyDtype, codec_of
 
 FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
 RECALIBRATE = "calibrate again (fp8attn_tools.calibrate(model, batches).save(path))"
@@ -56,11 +56,8 @@ class LayerScales:
     @cached_property
     def page_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K's and V's scales in the form that pages have. Cached, because every cache reads them."""
-        k, v = (
-            needed_scale(scale * largest_code(dtype), dtype)
-            for scale, dtype in ((self.k_scale, key_type(self.key_dtype)), (self.v_scale, FP8))
-        )
-        return k, v
+        k, v = codec_of(self.key_dtype), E4M3
+        return k.needed_scale(self.k_scale * k.max), v.needed_scale(self.v_scale * v.max)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -108,7 +105,7 @@ class KVScales:
                 if not torch.isfinite(tensor).all() or (name.endswith("scale") and (tensor <= 0).any()):
                     wanted = "positive and finite" if name.endswith("scale") else "finite"
                     raise UsageError(f"layer {index}: {name} must be {wanted}, and is not; {RECALIBRATE}")
-            key_type(layer.key_dtype)  # raises UsageError
+            codec_of(layer.key_dtype)  # raises UsageError
         ways = {(layer.key_dtype, layer.rotate_keys) for layer in self.layers.values()}
         if len(ways) > 1:
             raise UsageError(f"the layers differ in (key_dtype, rotate_keys): {', '.join(map(str, sorted(ways)))}; {RECALIBRATE}")

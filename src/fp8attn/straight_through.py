@@ -11,7 +11,6 @@ from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from .formats.page_layout import PAGE_SIZE
 from .formats.rope import dense_rope, rope_of
 from .ops import from_dense
-from .pages import KVPages
 from .params import BackendName
 
 
@@ -59,7 +58,7 @@ class _StraightThrough(torch.autograd.Function):
         # Read all sequences as one sequence whose table names every page, with one gather.
         tokens = PAGE_SIZE * pages.num_pages
         table = pages.page_table.view(1, -1)
-        merged = KVPages.trusted(pages.pool, table, table.new_full((1,), tokens), *pages.state[3:])
+        merged = pages.with_tables(table, table.new_full((1,), tokens))
         k, v = (x.unflatten(0, (batch, -1))[:, :length].transpose(1, 2).contiguous() for x in merged.read(0, tokens, k.dtype))
         return k, v
 

@@ -99,7 +99,7 @@ def test_hopper_chooses_by_the_query_rows_of_a_kv_head(monkeypatch):
     backend, calls = load("hopper"), []
     for name in ("decode", "prefill"):
         kernel = lambda q, pages, params, out, new_keys=0, name=name: calls.append((name, params, out)) or (q, q)  # noqa: E731
-        monkeypatch.setattr(f"fp8attn.kernels.{name}.attention", kernel)
+        monkeypatch.setattr(f"fp8attn.kernels.{name}.{name}_attention", kernel)
     monkeypatch.setattr(backend, "rope", lambda x, rope: x)
     pages = KVPages.empty(4, 2, 64, 2, 2)
     for tokens, half, expected, fused in ((32, 0, "decode", False), (33, 0, "prefill", False), (32, 16, "decode", False),

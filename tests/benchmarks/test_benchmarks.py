@@ -10,7 +10,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from benchmarks import accuracy, decode, measure, peers, prefill, problem, sdpa
 from benchmarks.problem import DEVICE, Shape
 from fp8attn import reference
-from fp8attn.formats.codec import key_type
+from fp8attn.formats.codec import codec_of
 
 RAGGED = Shape((300, 5, 0, 129), (7, 5, 0, 129), 4, 2, 64, True)
 
@@ -93,7 +93,7 @@ def test_relative_counts_all_pairs_together_and_shows_nan():
 def test_what_is_held_is_the_input_and_the_rest_is_poison(keys, rotate):
     _, k, v = RAGGED.inputs(1.0)
     pages = problem.hold(RAGGED, k, v, key_dtype=keys, rotate_keys=rotate)
-    assert (pages.key_dtype, pages.rotate_keys) == (key_type(keys), rotate)
+    assert (pages.format.k, pages.format.rotate) == (codec_of(keys), rotate)
     held = pages.read(3, 129)
     for x, y in zip(held, (k[305:], v[305:]), strict=True):
         assert measure.relative([(x, y.double())]) < 0.03  # E4M3's 2.6%, and INT8's 0.9%

@@ -200,7 +200,7 @@ def test_calibrated_scales_outlive_the_pages_they_are_in():
 
 def test_static_is_the_growing_form_to_the_bit_and_its_tensors_stay():
     caches = [PagedKVCache(HEADS, DIM, num_layers=2, num_seqs=2, max_seqlen=length) for length in (None, 300)]
-    held = [caches[1].pages(layer).state[:3] for layer in range(2)]
+    held = [caches[1].pages(layer).tensors for layer in range(2)]
     q = tokens(20, 9, 4)
     outs = []
     for cache in caches:
@@ -216,7 +216,7 @@ def test_static_is_the_growing_form_to_the_bit_and_its_tensors_stay():
         assert cache.lengths == (10, 10)
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
     for layer in range(2):
-        assert all(a is b for a, b in zip(held[layer], caches[1].pages(layer).state[:3], strict=True))
+        assert all(a is b for a, b in zip(held[layer], caches[1].pages(layer).tensors, strict=True))
 
 
 def test_a_static_cache_compiles_into_one_graph():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8attn import KVScales, OutOfPagesError, PagedKVCache
+from fp8attn._torch_ops import flatten_format
 from fp8attn.formats.codec import E4M3
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.formats.rope import Rope, apply_rope
@@ -32,7 +33,7 @@ def assert_quantized(cache, seq, k, v):
     ids = cache.pages(0).page_table[seq].repeat_interleave(PAGE_SIZE)[: len(k)].long()
     got_k, got_v = cache.read(0, seq)
     assert got_k.shape == k.shape and got_v.shape == v.shape
-    k, got_k = (rotate(x) if cache.pages(0).rotate_keys else x for x in (k, got_k))
+    k, got_k = (rotate(x) if cache.pages(0).format.rotate else x for x in (k, got_k))
     if cache.key_dtype == "int8":
         assert ((got_k - k).abs() <= 2.5 * cache.pages(0).k_scale[ids][..., None]).all()
     else:
@@ -105,15 +106,12 @@ def test_a_page_has_its_own_scale():
 def test_what_is_stored_is_said_by_the_pages():
     mean = torch.randn(HEADS, DIM)
     default, other = PagedKVCache(HEADS, DIM), PagedKVCache(HEADS, DIM, k_mean=mean, v_mean=mean, **PLAIN)
-    assert (default.pages(0).key_dtype, default.pages(0).rotate_keys, default.pages(0).stored_k_mean, default.pages(0).v_mean) == (
-        torch.int8,
-        True,
-        None,
-        None,
-    )
-    assert (other.pages(0).key_dtype, other.pages(0).rotate_keys) == (torch.float8_e4m3fn, False)
-    assert torch.equal(other.pages(0).stored_k_mean, mean) and torch.equal(other.pages(0).v_mean, mean)
-    assert torch.equal(PagedKVCache(HEADS, DIM, k_mean=mean).pages(0).stored_k_mean, rotate(mean))  # it is subtracted from what is rotated
+    assert flatten_format(default.pages(0).format) == (DIM, "int8", "e4m3", True, None, None)
+    assert (other.pages(0).format.k.dtype, other.pages(0).format.rotate) == (torch.float8_e4m3fn, False)
+    assert torch.equal(other.pages(0).format.stored_k_mean, mean) and torch.equal(other.pages(0).format.v_mean, mean)
+    assert torch.equal(
+        PagedKVCache(HEADS, DIM, k_mean=mean).pages(0).format.stored_k_mean, rotate(mean)
+    )  # it is subtracted from what is rotated
 
 
 def test_append_rotates_queries_or_does_nothing_at_all():
@@ -164,11 +162,11 @@ def test_running_out_changes_nothing():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=3)
     k, v = tokens(130)
     cache.append(0, k, v, lengths=[129, 1])
-    before = [t.clone() for t in cache.pages(0).state[:3]]
+    before = [t.clone() for t in cache.pages(0).tensors]
     with pytest.raises(OutOfPagesError, match=r"needs 1 more pages of 128 tokens and has 0 of 3 free"):
         cache.append(0, *tokens(200, 1), lengths=[72, 128])
     assert cache.lengths == (129, 1) and cache.num_free_pages == 0
-    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages(0).state[:3], strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, cache.pages(0).tensors, strict=True))
     cache.append(0, *tokens(200, 1), lengths=[73, 127])
     assert cache.lengths == (202, 128)
 
@@ -202,9 +200,9 @@ def test_select_repeats_and_drops():
 def test_select_in_place_keeps_the_tensors_that_graphs_hold():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2)
     cache.append(0, *tokens(20))
-    held = cache.pages(0).state[:3]
+    held = cache.pages(0).tensors
     cache.select([1, 0])
-    assert all(a is b for a, b in zip(held, cache.pages(0).state[:3], strict=True))
+    assert all(a is b for a, b in zip(held, cache.pages(0).tensors, strict=True))
 
 
 def test_recycled_pages_are_clean():

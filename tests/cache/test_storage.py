@@ -52,9 +52,9 @@ def test_what_is_loaded_has_the_bytes_that_were_saved(tmp_path, options, form):
         for seq, length in enumerate(cache.lengths):
             mine, theirs = (x.pool[x.page_table[seq, : -(-length // 128)].long()] for x in pages)
             assert torch.equal(mine, theirs)
-        assert (pages[0].key_dtype, pages[0].rotate_keys) == (pages[1].key_dtype, pages[1].rotate_keys)
+        assert (pages[0].format.k, pages[0].format.rotate) == (pages[1].format.k, pages[1].format.rotate)
         for name in ("stored_k_mean", "v_mean"):
-            mine, theirs = (getattr(x, name) for x in pages)
+            mine, theirs = (getattr(x.format, name) for x in pages)
             assert (mine is None and theirs is None) or torch.equal(mine, theirs)
     assert all(torch.equal(a, b) for a, b in zip(go_on(cache), go_on(loaded), strict=True))
 

@@ -8,7 +8,8 @@ from fp8attn import (
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
-from fp8attn._torch_ops import flatten
+from fp8attn._torch_ops import flatten, flatten_format, flatten_pages
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.params import AttentionParams
 from tests.dense.inputs import INTERPRETED, bhsd
 
@@ -18,14 +19,14 @@ def test_ops_pass_torch_opcheck():
     x, angle = bhsd(2, 2, 130, 64, True), torch.randn(2, 130, 32)
     for backend in ("reference", "triton") if INTERPRETED else ("reference",):
         y = x if backend == "reference" else x.half()
-        pages_of = (y, y, angle, angle, False, None, None, torch.int8, True, backend)
+        pages_of = (y, y, *flatten_format(KVFormat(64)), angle, angle, False, backend)
         torch.library.opcheck(torch.ops.fp8attn.from_dense, pages_of, test_utils=checks[:2])
         torch.library.opcheck(torch.ops.fp8attn.rope, (y, angle, angle, False, backend), test_utils=checks)
         pages = fp8attn.from_dense(y, y, backend=backend)
         q = y.transpose(1, 2).flatten(0, 1)
         torch.library.opcheck(
             torch.ops.fp8attn.attention,
-            (q, *pages.state, *flatten(AttentionParams(None, 130, True, 0.1)), backend),
+            (q, *flatten_pages(pages), *flatten(AttentionParams(None, 130, True, 0.1)), backend),
             test_utils=checks,
         )
 

@@ -11,7 +11,7 @@ from fp8attn import (
 )
 from fp8attn.backends import load
 from fp8attn.dense import rope as dense_rope
-from fp8attn.formats.codec import FP8, power_of_two_scale, quantize
+from fp8attn.formats.codec import E4M3
 from fp8attn.formats.page_layout import unpack_k, unpack_v
 from fp8attn.formats.rope import Rope
 from fp8attn.formats.rope import dense_rope as make_dense
@@ -47,10 +47,10 @@ def test_tables_of_every_form(interleaved, backend):
     expected = fp8attn.from_dense(key, value, rope_cos=cos, rope_sin=sin, **given)
     for form in (twice, lambda x: x[:, None], lambda x: twice(x)[:, None]):
         pages = fp8attn.from_dense(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
-        assert all(map(torch.equal, pages.state[:3], expected.state[:3]))
+        assert all(map(torch.equal, pages.tensors, expected.tensors))
     shared = fp8attn.from_dense(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
     alone = fp8attn.from_dense(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
-    assert all(map(torch.equal, shared.state[:3], alone.state[:3]))
+    assert all(map(torch.equal, shared.tensors, alone.tensors))
     x = bhsd(2, 3, 128, 64, True)
     rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
     assert torch.equal(dense_rope.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
@@ -127,16 +127,16 @@ def test_quantize_rows(heads_per_scale, means, rotary, backend):
     rope = make_dense(x, Rope(angle.cos(), angle.sin())) if rotary else None
     x_fp8, scale, mean = load(backend).quantize_rows(
         x, rope=rope, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale,
-        dtype=FP8,
+        codec=E4M3,
     )  # fmt: skip
     y = turned(x, angle.cos(), angle.sin(), False) if rotary else x.float()
     assert x_fp8.dtype == torch.float8_e4m3fn
     assert x_fp8.stride() == x.stride()
     assert (mean is not None) == means
     centred = y - mean[:, :, None] if means else y
-    assert torch.equal(scale, power_of_two_scale(centred.unflatten(1, (-1, heads_per_scale)).abs().amax((2, 3, 4))))
+    assert torch.equal(scale, E4M3.needed_scale(centred.unflatten(1, (-1, heads_per_scale)).abs().amax((2, 3, 4))))
     each = scale.repeat_interleave(heads_per_scale, 1)[..., None, None]
-    assert torch.equal(x_fp8.float(), quantize(centred, each).float())
+    assert torch.equal(x_fp8.float(), E4M3.quantize(centred, each).float())
 
 
 def test_refusals_of_the_dense_ops():

@@ -19,7 +19,7 @@ from fp8attn import (
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
-from fp8attn.formats.codec import E4M3, quantize
+from fp8attn.formats.codec import E4M3
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, X, bhsd
@@ -33,7 +33,7 @@ def floor_db(query, key, value, **options) -> float:
 
     def rounded(x):
         scale = x.abs().amax((2, 3), keepdim=True).double() / E4M3.max
-        return quantize(x, scale).double() * scale
+        return E4M3.quantize(x, scale).double() * scale
 
     exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
     return sqnr_db(F.scaled_dot_product_attention(rounded(query), rounded(key), rounded(value), **options), exact)

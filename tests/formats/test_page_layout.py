@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8attn.formats.codec import FP8, key_name, key_type
+from fp8attn.formats.codec import E4M3, FP8, codec_of
 from fp8attn.formats.page_layout import PAGE_SIZE, V_ORDER, V_POSITION, PageLayout, pack_k, pack_v, unpack_k, unpack_v
 from fp8attn.formats.rotation import rotate
 from fp8attn.pages import KVPages
+from tests.support.codecs import OF_DTYPE
 
 
 def test_v_order_is_the_accumulators():
@@ -45,7 +46,7 @@ def test_unpack_undoes_pack():
 def test_every_byte_of_a_page(head_dim, key_dtype):
     """K token by token, V group by group, channel by channel and in V_ORDER, and then the scales, little-endian."""
     k, v = (torch.randint(0, 127, (2 * PAGE_SIZE, 3, head_dim), dtype=torch.uint8) for _ in "kv")
-    pages = KVPages.empty(2, 3, head_dim, num_seqs=1, max_pages=2, key_dtype=key_name(key_dtype))
+    pages = KVPages.empty(2, 3, head_dim, num_seqs=1, max_pages=2, key_dtype=OF_DTYPE[key_dtype].name)
     assert pages.pool.shape == (2, 3, 256 * head_dim + 128) and not pages.pool.any()
     assert pages.k.dtype == key_dtype and pages.v.dtype == FP8
     pages.k.view(torch.uint8).copy_(pack_k(k))
@@ -65,7 +66,7 @@ def test_every_byte_of_a_page(head_dim, key_dtype):
 
 def filled(key_dtype=torch.int8, rotate_keys=False, **means) -> KVPages:
     """Four pages of random codes and scales, of two sequences."""
-    pages = KVPages.empty(4, 1, 64, num_seqs=2, max_pages=2, key_dtype=key_name(key_dtype), rotate_keys=rotate_keys, **means)
+    pages = KVPages.empty(4, 1, 64, num_seqs=2, max_pages=2, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate_keys, **means)
     for codes in (pages.k, pages.v):
         codes.view(torch.uint8).random_(0, 127)
     pages.k_scale.copy_(torch.tensor([[1.0], [2.0], [4.0], [8.0]]))
@@ -109,9 +110,9 @@ def test_a_copy_of_a_page_is_a_copy_of_its_bytes():
 def test_pages_are_pickled_and_copied(again):
     pages = filled(FP8, k_mean=torch.randn(1, 64))
     twin = again(pages)
-    assert (twin.key_dtype, twin.rotate_keys, twin.v_mean) == (FP8, False, None)
-    for name in ("pool", "page_table", "cache_seqlens", "stored_k_mean"):
-        ours, theirs = getattr(pages, name), getattr(twin, name)
+    assert (twin.format.k, twin.format.rotate, twin.format.v_mean) == (E4M3, False, None)
+    assert twin.format.k is E4M3 and len(twin.tensors) == 4
+    for ours, theirs in zip(pages.tensors, twin.tensors, strict=True):
         assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
     twin.pool.zero_()
     assert pages.pool.any()
@@ -122,7 +123,11 @@ def test_nbytes_counts_every_tensor():
     pages = KVPages.empty(10, 2, 64, num_seqs=3, max_pages=7)
     pool, table, lengths = 10 * 2 * (256 * 64 + 128), 3 * 7 * 4, 3 * 4
     assert pages.nbytes == pool + table + lengths
-    assert replace(pages, **means).nbytes == pool + table + lengths + 2 * 2 * 64 * 4
+    assert replace(pages, format=pages.format.with_means(**means)).nbytes == pool + table + lengths + 2 * 2 * 64 * 4
+
+
+def with_k_mean(pages: KVPages, mean: torch.Tensor) -> dict:
+    return {"format": pages.format.with_means(mean, None)}
 
 
 @pytest.mark.parametrize(
@@ -131,23 +136,22 @@ def test_nbytes_counts_every_tensor():
         (lambda p: {"pool": p.pool[:, 1:2]}, r"pool must be contiguous.*call \.contiguous\(\)"),  # as tensor parallelism might
         (lambda p: {"pool": torch.zeros(4 * 2 * 16512 + 8, dtype=torch.uint8)[8:].view(4, 2, 16512)}, "begin at a multiple of 16 bytes"),
         (lambda p: {"pool": p.pool.view(torch.int8)}, r"pool must be \(4, 2, 16512\) uint8 on cpu; got \(4, 2, 16512\) int8"),
-        (lambda p: {"pool": p.pool[..., :16384].contiguous()}, r"pool must be .* 256 \* head_dim \+ 128\].*got \(4, 2, 16384\)"),
-        (lambda p: {"pool": torch.zeros(4, 2, 256 * 72 + 128, dtype=torch.uint8)}, r"head_dim one of \(64, 80"),
+        (lambda p: {"pool": p.pool[..., :16384].contiguous()}, r"pool must be .* 16512\] for head_dim 64.*got \(4, 2, 16384\)"),
+        (lambda p: {"format": replace(p.format, head_dim=72)}, r"head_dim must be one of \(64, 80"),
         (lambda p: {"pool": p.pool.flatten(0, 1)}, r"pool must be \[num_pages, num_kv_heads"),
         (lambda p: {"pool": None}, "pool must be a tensor; got NoneType"),
-        (lambda p: {"stored_k_mean": torch.zeros(3, 2, 64)}, r"stored_k_mean must be \(2, 64\) float32 on cpu; got \(3, 2, 64\)"),
-        (lambda p: {"stored_k_mean": torch.zeros(2, 64).double()}, r"stored_k_mean must be .* float32 on cpu; got .* float64"),
-        (lambda p: {"v_mean": torch.zeros(2, 64, device="meta")}, "v_mean must be .* on cpu; got .* on meta"),
-        (lambda p: {"v_mean": torch.zeros(64, 2).T}, "v_mean must be contiguous"),
-        (lambda p: {"v_mean": 0.0}, "v_mean must be a tensor; got float"),
+        (lambda p: with_k_mean(p, torch.zeros(3, 2, 64)), r"stored_k_mean must be \(2, 64\) float32 on cpu; got \(3, 2, 64\)"),
+        (lambda p: with_k_mean(p, torch.zeros(2, 64).double()), r"stored_k_mean must be .* float32 on cpu; got .* float64"),
+        (lambda p: {"format": replace(p.format, v_mean=torch.zeros(2, 64, device="meta"))}, "v_mean must be .* on cpu; got .* on meta"),
+        (lambda p: {"format": replace(p.format, v_mean=torch.zeros(64, 2).T)}, "v_mean must be contiguous"),
+        (lambda p: {"format": replace(p.format, v_mean=0.0)}, "v_mean must be a tensor .* got float"),
         (lambda p: {"page_table": p.page_table.long()}, "page_table must be .* int32 on cpu; got .* int64"),
         (lambda p: {"page_table": p.page_table.repeat(1, 2)[:, ::2]}, "page_table must have its rows contiguous"),
         (lambda p: {"page_table": p.page_table[0]}, r"page_table \[num_seqs, max_pages\]"),
         (lambda p: {"cache_seqlens": torch.zeros(3, 2, dtype=torch.int32)[:, 0]}, "cache_seqlens must be contiguous"),
         (lambda p: {"cache_seqlens": torch.zeros(2, dtype=torch.int32)}, r"cache_seqlens must be \(3,\) int32"),
         (lambda p: {"cache_seqlens": [0, 0, 0]}, "cache_seqlens must be a tensor; got list"),
-        (lambda p: {"key_dtype": torch.float8_e5m2}, r"is the dtype of its bytes, torch\.int8 or .*; got torch\.float8_e5m2"),
-        (lambda p: {"key_dtype": "int8"}, r"got 'int8' \(KVPages\.empty and fp8attn\.from_dense take the names"),
+        (lambda p: {"format": "int8"}, r"format must be a KVFormat; got str \(KVPages\.empty and fp8attn\.from_dense make one"),
     ],
 )  # fmt: skip
 def test_pages_are_checked_when_they_are_made(changed, message):
@@ -171,12 +175,12 @@ def test_empty_pages_are_checked_too(options, message):
 
 
 def test_keys_are_named():
-    assert (key_type("int8"), key_type("e4m3")) == (torch.int8, FP8)
-    assert (key_name(torch.int8), key_name(FP8)) == ("int8", "e4m3")
+    assert (codec_of("int8").dtype, codec_of("e4m3").dtype) == (torch.int8, FP8)
+    assert copy.deepcopy(codec_of("int8")) is codec_of("int8")
     with pytest.raises(ValueError, match=r"key_dtype must be one of 'int8', 'e4m3'; got 'fp8'$"):
-        key_type("fp8")
+        codec_of("fp8")
     with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn: pass key_dtype='e4m3'$"):
-        key_type(FP8)
+        codec_of(FP8)
 
 
 def test_a_table_may_be_part_of_a_wider_one():
@@ -199,4 +203,4 @@ def test_no_more_tokens_are_read_than_the_table_has_pages_for(length):
 def test_dynamo_may_make_pages_of_proxies():
     """torch 2.11 does so to write its graph, outside of what it traces."""
     proxy = torch.fx.Proxy(torch.fx.Graph().placeholder("x"))
-    assert KVPages(*[proxy] * 7).pool is proxy
+    assert KVPages(*[proxy] * 4).pool is proxy

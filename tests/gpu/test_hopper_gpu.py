@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, reference
-from fp8attn.formats.codec import FP8, KEY_TYPES
+from fp8attn.formats.codec import CODECS, FP8
 from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate_back
@@ -18,7 +18,7 @@ from tests.support.kernel_cases import LSE_ERROR, check_out, cumulative, empty_c
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
 CUDA = torch.device("cuda", 0)
-KEYS = list(KEY_TYPES)
+KEYS = list(CODECS)
 FORMATS = [(dim, keys, True) for dim in HEAD_DIMS for keys in KEYS] + [(dim, keys, False) for dim in (80, 128) for keys in KEYS]
 # Weights and queries in 8 bits, on V of mean 1: INT8 keys are 0.24% off, E4M3 ones 0.30%, 0.38% in a window of 300 keys.
 PROMPT = 0.005
@@ -35,10 +35,10 @@ STEP = 5e-4  # decoding with FP16 queries, and LSE_ERROR
 
 def held(lengths: list[int], head_dim: int = 128, keys: str = "int8", rotate: bool = True, *, heads: int = 2, mean: float = 0.0) -> KVPages:
     """Sequences of normal K, and V of mean 1, in shuffled pages between poison. `mean`: of static means, which K and V have."""
-    pages = empty_cache(lengths, heads, head_dim, CUDA, mean, key_dtype=KEY_TYPES[keys], rotate=rotate)
+    pages = empty_cache(lengths, heads, head_dim, CUDA, mean, key_dtype=CODECS[keys].dtype, rotate=rotate)
     k, v = torch.randn(2, sum(lengths), heads, head_dim, device=CUDA)
     if mean:
-        k, v = k + (rotate_back(pages.stored_k_mean) if rotate else pages.stored_k_mean), v + pages.v_mean
+        k, v = k + (rotate_back(pages.format.stored_k_mean) if rotate else pages.format.stored_k_mean), v + pages.format.v_mean
     fill(pages, k, v + 1, lengths)
     return pages
 
@@ -70,7 +70,7 @@ def check_prompt(q: torch.Tensor, pages: KVPages, limit: float = PROMPT, **given
     """Check prefill against float64, and that a second call gives the same bits."""
     result, again = (prefill.prefill_attention(q, pages, AttentionParams(**given)) for _ in range(2))
     assert torch.equal(result[0], again[0]) and torch.equal(result[1], again[1])
-    compare(result, q, pages, given, limit, PROMPT_LSE["int8" if pages.key_dtype == torch.int8 else "e4m3"])
+    compare(result, q, pages, given, limit, PROMPT_LSE["int8" if pages.format.k.dtype == torch.int8 else "e4m3"])
 
 
 def check_step(q: torch.Tensor, pages: KVPages, limit: float = STEP, **given) -> None:
@@ -350,7 +350,7 @@ def test_the_first_step_may_be_the_warm_up_of_a_graph(mode, monkeypatch):
     for cache in caches:
         cache.append(0, *prompt)
         cache.reserve(400)
-        for x in cache.pages(0).state:
+        for x in cache.pages(0).tensors:
             if isinstance(x, torch.Tensor):
                 torch._dynamo.mark_static_address(x)
     tokens = torch.randn(5, 2, 12, 128, dtype=torch.bfloat16, device="cuda")

@@ -8,10 +8,11 @@ pytest.importorskip("triton")
 
 import fp8attn
 from fp8attn import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
-from fp8attn._torch_ops import flatten
+from fp8attn._torch_ops import flatten, flatten_format, flatten_pages
 from fp8attn.backends import load, select_backend
 from fp8attn.dense import rope as dense_rope
-from fp8attn.formats.codec import key_type
+from fp8attn.formats.codec import codec_of
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import unpack_k, unpack_v
 from fp8attn.formats.rope import Rope
 from fp8attn.numerics import sqnr_db
@@ -93,8 +94,7 @@ def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
 @pytest.mark.parametrize("means", [False, True])
 def test_quantize_rows_is_the_references(means, dtype, rotate):
     x = random_tokens(2 * 700, 4, 128, torch.bfloat16, CUDA).unflatten(0, (2, 700)).transpose(1, 2)
-    given = {"subtract_mean": means, "heads_per_scale": 2, "dtype": key_type(dtype), "rotate_keys": rotate}
-    given |= {"rope_cos": None, "rope_sin": None, "rope_interleaved": False}
+    given = {"subtract_mean": means, "heads_per_scale": 2, "codec": codec_of(dtype), "rotate_keys": rotate, "rope": None}
     ours, theirs = (load(backend).quantize_rows(x, **given) for backend in ("triton", "reference"))
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5 if means and dtype == "int8" else 0, atol=0)  # of what is left without means
     if means:  # their sums are in another order: a byte at a tie may differ
@@ -174,11 +174,15 @@ def test_ops_pass_torch_opcheck():
     x, angle = dense(2, 2, 300, 128, "transposed"), torch.randn(2, 300, 64, device=CUDA)
     name = select_backend("auto", CUDA, x.dtype)
     checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, angle, angle, False, None, None, torch.int8, True, name), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.fp8attn.from_dense, (x, x, *flatten_format(KVFormat(128)), angle, angle, False, name), test_utils=checks
+    )
     torch.library.opcheck(torch.ops.fp8attn.rope, (x, angle, angle, False, name))
     pages = fp8attn.from_dense(x, x)
     options = flatten(AttentionParams(None, 300, True, 0.1, rope=Rope(angle.flatten(0, 1), angle.flatten(0, 1)), exact=True))
-    torch.library.opcheck(torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *pages.state, *options, name), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *flatten_pages(pages), *options, name), test_utils=checks
+    )
 
 
 @pytest.mark.parametrize("options", [{"backend": "inductor"}, {"mode": "reduce-overhead"}], ids=["inductor", "graphs"])

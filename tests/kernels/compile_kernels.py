@@ -16,7 +16,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from fp8attn import AttentionParams, KVPages
-from fp8attn.formats.codec import FP8, key_name
+from fp8attn.formats.codec import E4M3, FP8, INT8
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rope import Rope
 from fp8attn.kernels import append, combine, portable
@@ -25,6 +26,7 @@ from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.machine import Machine
 from fp8attn.params import Append
+from tests.support.codecs import OF_DTYPE
 from tests.support.machine_code import build, dry
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -54,7 +56,7 @@ def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=T
     params = AttentionParams(**{"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": True, "softmax_scale": 0.1} | features)
     q = torch.zeros(queries, 8, head_dim, dtype=dtype)
     mean = torch.zeros(2, head_dim) if means else None
-    pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=key_name(key_dtype), rotate_keys=rotate, k_mean=mean, v_mean=mean)
+    pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate, k_mean=mean, v_mean=mean)
     portable.portable_attention(q, pages, params)
 
 
@@ -67,7 +69,7 @@ def append_tokens(
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
     angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
-        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_name(key_dtype), rotate_keys=rotate), k, k,
+        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate), k, k,
         Append(
             torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, tokens,
             None if angle is None else Rope(angle, angle, interleaved),
@@ -83,13 +85,7 @@ def from_dense(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     mean = torch.zeros(8, head_dim) if key_dtype == FP8 else None
     append.from_dense(
-        x,
-        x,
-        rope=None if angle is None else Rope(angle, angle),
-        stored_k_mean=mean,
-        v_mean=mean,
-        key_dtype=key_dtype,
-        rotate_keys=rotate,
+        x, x, KVFormat(head_dim, OF_DTYPE[key_dtype], E4M3, rotate, mean, mean), None if angle is None else Rope(angle, angle)
     )
     if rotary:
         append.rope_dense(x, Rope(angle, angle))
@@ -101,7 +97,7 @@ def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
     options = dict(
         rope=None if angle is None else Rope(angle, angle, interleaved), rotate_keys=rotary > 0, subtract_mean=rotary > 0,
         heads_per_scale=4,
-        dtype=torch.int8 if rotary else FP8,
+        codec=INT8 if rotary else E4M3,
     )  # fmt: skip
     rows.quantize_rows(torch.zeros(2, 8, 300, head_dim, dtype=dtype), **options)
 

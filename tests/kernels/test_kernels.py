@@ -16,8 +16,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
-from fp8attn._torch_ops import flatten
-from fp8attn.formats.codec import FP8, quantize
+from fp8attn._torch_ops import flatten, flatten_pages
+from fp8attn.formats.codec import E4M3, FP8
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import PageLayout
 from fp8attn.formats.rope import Rope
 from fp8attn.kernels import combine as combining
@@ -93,7 +94,7 @@ def test_conversions_without_hardware_are_exact():
     _convert[(1,)](EVERY_CODE, halves, integers, x, quantized, bf16, N=4096)
     assert torch.equal(integers.float(), EVERY_CODE.view(torch.int8).float())
     assert torch.equal(halves.float().nan_to_num(1e5), exact.nan_to_num(1e5))
-    assert torch.equal(quantized, quantize(x).view(torch.uint8))
+    assert torch.equal(quantized, E4M3.quantize(x).view(torch.uint8))
     assert torch.equal(bf16.float().nan_to_num(7e30), x.bfloat16().float().nan_to_num(7e30))
 
 
@@ -146,15 +147,7 @@ def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
         return masked_load(self, ptrs, mask, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting)
-    from_dense(
-        k,
-        k,
-        rope=Rope(held[0], held[1], interleaved),
-        stored_k_mean=None,
-        v_mean=None,
-        key_dtype=torch.int8,
-        rotate_keys=True,
-    )
+    from_dense(k, k, KVFormat(k.shape[3]), Rope(held[0], held[1], interleaved))
     addresses = torch.cat([torch.from_numpy(x.astype("int64")).flatten() for x in read])
     assert ((first <= addresses) & (addresses < last)).any()
     assert not ((last <= addresses) & (addresses < last + held[2].nbytes)).any()
@@ -166,7 +159,7 @@ def test_append_of_nothing():
     nothing = torch.zeros(0, 2, 64, dtype=torch.float16)
     append(pages, nothing, nothing, Append(None, 0))
     append(pages, nothing, nothing, Append(cumulative([0, 0]), 5))
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before.state[:3], pages.state[:3], strict=True))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before.tensors, pages.tensors, strict=True))
 
 
 @pytest.mark.parametrize("case", pairwise(ATTENTION_FACTORS), ids=case_id)
@@ -361,11 +354,10 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     tokens, prompt = torch.empty(batch, 2, 64, **half), torch.empty(40 * batch, 2, 64, **half)
     bounds = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     with recording(dry=True) as launches:
-        form = {"stored_k_mean": None, "v_mean": None, "key_dtype": torch.int8, "rotate_keys": True}
-        pages = from_dense(x, x, rope=rope, **form)
-        from_dense(x.to(FP8), x.to(FP8), rope=None, **form | {"key_dtype": FP8, "rotate_keys": False})
+        pages = from_dense(x, x, KVFormat(64), rope)
+        from_dense(x.to(FP8), x.to(FP8), KVFormat(64, E4M3, rotate=False), None)
         rope_dense(x, rope)
-        quantize_rows(x, rope=rope, rotate_keys=True, subtract_mean=True, heads_per_scale=1, dtype=FP8)
+        quantize_rows(x, rope=rope, rotate_keys=True, subtract_mean=True, heads_per_scale=1, codec=E4M3)
         append(pages, tokens, tokens, Append(None, 1))
         append(pages, prompt, prompt, Append(None, 40))
         append(pages, prompt, prompt, Append(bounds, 40))
@@ -415,10 +407,10 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     expected = fp8attn.attention(q, pages, backend="reference")
     assert torch.allclose(fp8attn.attention(q, pages, backend="triton").float(), expected.float(), atol=2e-3)
     options = flatten(AttentionParams(None, 1, True, 0.125, return_lse=True, exact=True))
-    torch.library.opcheck(torch.ops.fp8attn.attention, (q, *pages.state, *options, "triton"))
+    torch.library.opcheck(torch.ops.fp8attn.attention, (q, *flatten_pages(pages), *options, "triton"))
     token = torch.randn(2, 2, 64).half()
     overflows = torch.zeros(2, 3, dtype=torch.int64)
-    arguments = (token, token.clone(), *pages.state, None, None, *flatten(Append(None, 1, overflows=overflows)), "triton")
+    arguments = (token, token.clone(), *flatten_pages(pages), None, None, *flatten(Append(None, 1, overflows=overflows)), "triton")
     torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 

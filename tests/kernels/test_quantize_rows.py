@@ -5,7 +5,7 @@ import torch
 
 from fp8attn import reference
 from fp8attn.formats import rotation
-from fp8attn.formats.codec import FP8, encode, finite_amax, needed_scale
+from fp8attn.formats.codec import E4M3, INT8, finite_amax
 from fp8attn.formats.rope import Rope, apply_rope, with_tables
 
 pytest.importorskip("triton")
@@ -15,16 +15,16 @@ from fp8attn.kernels.quantize_rows import quantize_rows
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU; tests/gpu has the compiled kernels")
 
 
-def check(x, heads_per_scale=1, means=False, rope=None, rotate=False, dtype=FP8):
+def check(x, heads_per_scale=1, means=False, rope=None, rotate=False, codec=E4M3):
     """Check that the kernels' bytes follow from their means by the definition in this test. The reference's means must be near; without
     means, all bytes are the reference's."""
     options = dict(
         rope=rope, rotate_keys=rotate, subtract_mean=means, heads_per_scale=heads_per_scale,
-        dtype=dtype,
+        codec=codec,
     )  # fmt: skip
     codes, scale, mean = quantize_rows(x, **options)
     expected_codes, expected_scale, expected_mean = reference.quantize_rows(x, **options)
-    assert codes.dtype == dtype and codes.stride() == x.stride()
+    assert codes.dtype == codec.dtype and codes.stride() == x.stride()
     if means:
         y = x.float()
         if rope is not None:
@@ -32,8 +32,8 @@ def check(x, heads_per_scale=1, means=False, rope=None, rotate=False, dtype=FP8)
             y = turned.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
         y = (rotation.rotate(y) if rotate else y) - mean[:, :, None]
         torch.testing.assert_close(mean, expected_mean, rtol=1e-5, atol=1e-6)
-        expected_scale = needed_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)), dtype)
-        expected_codes = encode(y, (1 / expected_scale).repeat_interleave(heads_per_scale, 1)[..., None, None], dtype).to(dtype)
+        expected_scale = codec.needed_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)))
+        expected_codes = codec.encode(y, (1 / expected_scale).repeat_interleave(heads_per_scale, 1)[..., None, None]).to(codec.dtype)
     else:
         assert mean is None
     assert torch.equal(scale, expected_scale)
@@ -55,22 +55,22 @@ def check(x, heads_per_scale=1, means=False, rope=None, rotate=False, dtype=FP8)
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("rotate", "dtype"), [(False, FP8), (True, torch.int8)], ids=str)
-def test_bytes_scales_and_means(shape, options, rotate, dtype):
+@pytest.mark.parametrize(("rotate", "codec"), [(False, E4M3), (True, INT8)], ids=str)
+def test_bytes_scales_and_means(shape, options, rotate, codec):
     torch.manual_seed(0)
     x = (torch.randn(shape) * 3 + torch.randn(shape[0], shape[1], 1, shape[3]) * 10).bfloat16()
-    check(x, **options, rotate=rotate, dtype=dtype)
-    check(x.transpose(1, 2).contiguous().transpose(1, 2), **options, rotate=rotate, dtype=dtype)
+    check(x, **options, rotate=rotate, codec=codec)
+    check(x.transpose(1, 2).contiguous().transpose(1, 2), **options, rotate=rotate, codec=codec)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary", [64, 32])
-@pytest.mark.parametrize(("rotate", "dtype"), [(False, FP8), (True, torch.int8), (True, FP8)], ids=str)
-def test_with_rope(rotary, interleaved, rotate, dtype):
+@pytest.mark.parametrize(("rotate", "codec"), [(False, E4M3), (True, INT8), (True, E4M3)], ids=str)
+def test_with_rope(rotary, interleaved, rotate, codec):
     torch.manual_seed(0)
     x, angle = torch.randn(2, 2, 21, 64).half(), torch.randn(2, 21, rotary // 2)
     for means in (False, True):
-        check(x, means=means, rope=Rope(angle.cos(), angle.sin(), interleaved), rotate=rotate, dtype=dtype)
+        check(x, means=means, rope=Rope(angle.cos(), angle.sin(), interleaved), rotate=rotate, codec=codec)
 
 
 def test_what_is_not_finite_influences_nothing_else():

@@ -20,8 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
 from fp8attn.dense import sdpa, strategies
-from fp8attn.formats.codec import key_type
-from fp8attn.formats.page_layout import PageLayout
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
@@ -71,10 +70,11 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
     """Pages of sequences with these numbers of tokens."""
     columns = -(-tokens // 128)
     mean = meta(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
+    form = KVFormat.of(layer.head_dim, layer.key_dtype, layer.rotate_keys)
+    form = form.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
     return KVPages(
-        meta(batch * columns, layer.num_kv_heads, PageLayout.of(layer.head_dim).nbytes, dtype=torch.uint8),
-        meta(batch, columns + 3, dtype=torch.int32)[:, :columns], meta(batch, dtype=torch.int32), mean if layer.k_mean else None,
-        mean if layer.v_mean else None, key_type(layer.key_dtype), layer.rotate_keys,
+        meta(batch * columns, layer.num_kv_heads, form.layout.nbytes, dtype=torch.uint8),
+        meta(batch, columns + 3, dtype=torch.int32)[:, :columns], meta(batch, dtype=torch.int32), form,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     if not layer.static_scales and layer.advance and not layer.overflows and before == 0:
         cache = PagedKVCache(
             layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
-            k_mean=pages.stored_k_mean, v_mean=pages.v_mean,
+            k_mean=pages.format.stored_k_mean, v_mean=pages.format.v_mean,
         )  # fmt: skip
         cache.append(0, k, k)
         ops.attention(q, cache.pages(0), **options)

@@ -13,11 +13,13 @@ import torch
 import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.formats import rotation
-from fp8attn.formats.codec import FP8, key_name
+from fp8attn.formats.codec import E4M3, FP8
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.formats.rope import Rope
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
+from tests.support.codecs import OF_DTYPE
 
 KERNEL_ERROR = 3e-4  # relative, against float64 on the same bytes, besides the rounding of the output
 LSE_ERROR = 5e-4  # absolute; half a unit in the last place of FP16, in which a softmax's weights are summed
@@ -96,7 +98,7 @@ def empty_cache(
     num_seqs = len(lengths)
     k_mean, v_mean = (torch.randn(heads, head_dim, device=device) * mean if mean else None for _ in "kv")
     pages = KVPages.empty(
-        num_seqs * columns + spare, heads, head_dim, num_seqs, columns, device, key_dtype=key_name(key_dtype), rotate_keys=rotate,
+        num_seqs * columns + spare, heads, head_dim, num_seqs, columns, device, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate,
         k_mean=k_mean, v_mean=v_mean,
     )  # fmt: skip
     order = torch.randperm(pages.num_pages, device=device)
@@ -288,16 +290,12 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
     k_mean, v_mean = (
         torch.randn(heads, head_dim, device=device) * case["mean"] if case["mean"] and not given_bytes else None for _ in "kv"
     )
-    options = {
-        "rope": Rope(angle.cos(), angle.sin(), case["interleaved"]) if rotary else None,
-        "stored_k_mean": k_mean,
-        "v_mean": v_mean,
-        "key_dtype": FP8 if given_bytes else case["key_dtype"],
-        "rotate_keys": case["rotate"] and not given_bytes,
-    }
-    actual, expected = from_dense(k, v, **options), reference.from_dense(k, v, **options)
+    rope = Rope(angle.cos(), angle.sin(), case["interleaved"]) if rotary else None
+    codec = E4M3 if given_bytes else OF_DTYPE[case["key_dtype"]]
+    form = KVFormat(head_dim, codec, E4M3, case["rotate"] and not given_bytes, k_mean, v_mean)
+    actual, expected = from_dense(k, v, form, rope), reference.from_dense(k, v, form, rope)
     assert torch.equal(actual.page_table, expected.page_table) and torch.equal(actual.cache_seqlens, expected.cache_seqlens)
-    assert actual.state[3:] == expected.state[3:]
+    assert actual.format is expected.format is form
     assert torch.equal(actual.nan_in_k, expected.nan_in_k)
     rest = actual.pool.view(torch.float32)[..., -HEADER // 4 :]
     assert not rest[..., 2:4].any() and not rest[..., 6:].any()
@@ -343,14 +341,17 @@ class _MeanApart(NamedTuple):
     cache_seqlens: torch.Tensor
 
     def read(self, seq: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        (k, _), (with_mean, v) = (pages.read(seq, length, dtype) for pages in (replace(self.pages, stored_k_mean=None), self.pages))
+        form = self.pages.format
+        (k, _), (with_mean, v) = (
+            pages.read(seq, length, dtype) for pages in (replace(self.pages, format=replace(form, stored_k_mean=None)), self.pages)
+        )
         return torch.cat([k, with_mean - k], -1), torch.cat([v, torch.zeros_like(v)], -1)
 
 
 def exact_attention(q: torch.Tensor, pages: KVPages, arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE in float64 of what kernels multiply: K by the rotated Q in FP16, each row's exponent apart; K's mean by all of Q."""
     a = b = q.double()
-    if pages.rotate_keys:
+    if pages.format.rotate:
         rotated = rotation.rotate(q.float())
         _, exponent = torch.frexp(rotated.abs().amax(-1, keepdim=True))
         a = rotation.rotate_back(torch.ldexp(torch.ldexp(rotated, -exponent).half().double(), exponent))
@@ -367,7 +368,7 @@ def run_attention(attention, pages: KVPages, q, arguments: dict) -> float:
     assert out.dtype == q.dtype
     assert out.shape == q.shape
     slack = 0.0
-    if pages.rotate_keys and q.is_cuda:  # where a compiler fuses the rotation's products and sums, an element may round the other way
+    if pages.format.rotate and q.is_cuda:  # where a compiler fuses the rotation's products and sums, an element may round the other way
         rows = (rotation.rotate(q.float()).abs().amax(-1) * 2.0**-11).max()  # half a unit in the last place of FP16, of the largest
         keys = max(float(pages.read(seq, length)[0].abs().max()) for seq, length in enumerate(pages.cache_seqlens.tolist()) if length)
         slack = 2 * float(rows) * keys * abs(arguments["softmax_scale"])

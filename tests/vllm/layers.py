@@ -68,4 +68,4 @@ def prompt(builder, made, layer, cache, length=200, table=(1, 2)):
 
 def means_of(made):
     """The static means of K, as it is stored, and of V."""
-    return made.engine_layer.stored_k_mean, made.engine_layer.v_mean
+    return made.engine_layer.format.stored_k_mean, made.engine_layer.format.v_mean

@@ -33,7 +33,7 @@ def test_new_weights_leave_what_is_static_at_its_address(builder, monkeypatch, f
     made.process_weights_after_loading(torch.bfloat16)
     assert made.engine_layer.overflows is counts and counts.tensors[0] is before[ADDED[3]] and counts.tensors[0][0, 0] == 200
     assert {name: x.data_ptr() for name, x in layer.named_buffers()} == {name: x.data_ptr() for name, x in before.items()}
-    assert made.engine_layer.stored_k_mean is before[ADDED[0]] and made.engine_layer.v_mean is before[ADDED[1]]
+    assert made.engine_layer.format.stored_k_mean is before[ADDED[0]] and made.engine_layer.format.v_mean is before[ADDED[1]]
     assert torch.equal(prompt(builder, made, layer, cache), expected)
 
 

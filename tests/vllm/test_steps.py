@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 from types import SimpleNamespace
 
 import fp8attn
-from fp8attn import KVPages, KVScales, LayerScales, UsageError, reference
+from fp8attn import KVScales, LayerScales, UsageError, reference
 from fp8attn.formats.rotation import rotate
 from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.vllm.impl import overflows
@@ -103,8 +103,7 @@ def test_a_layers_steps(builder, monkeypatch, options):
             outputs[i].append(out)
     for i, length in enumerate(held):
         whole = fp8attn.from_dense(k[i : i + 1, :length].transpose(1, 2), v[i : i + 1, :length].transpose(1, 2), backend="reference")
-        used = made.engine_layer.pool[tables[i]][: whole.num_pages]
-        pages = KVPages.trusted(used, whole.page_table, whole.cache_seqlens, *whole.state[3:])
+        pages = whole.with_pool(made.engine_layer.pool[tables[i]][: whole.num_pages])
         for x, y in zip(pages.read(0, length), whole.read(0, length), strict=True):
             assert torch.equal(x, y)  # whatever the chunks were
         window, softcap, sinks = (options.get(name) for name in ("sliding_window", "logits_soft_cap", "sinks"))

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from ..formats.codec import Codec
+from ..formats.kv_format import KVFormat
 from ..formats.rope import Rope, with_tables
 from ..pages import KVPages
 from ..params import Append, AttentionParams, BackendName
@@ -38,10 +40,7 @@ class Backend(Protocol):
     ) -> None:
         """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`."""
 
-    def from_dense(
-        self, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None,
-        key_dtype: torch.dtype, rotate_keys: bool,
-    ) -> KVPages:  # fmt: skip
+    def from_dense(self, k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | None) -> KVPages:
         """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, with scales of one."""
         ...
 
@@ -50,7 +49,7 @@ class Backend(Protocol):
         ...
 
     def quantize_rows(
-        self, x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
+        self, x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """The codes, scales and means of a dense `[B, H, S, D]`."""
         ...

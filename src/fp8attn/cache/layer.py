@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..checks import check_finite, check_is_tensor
-from ..formats.codec import KeyDtype, key_type
-from ..formats.page_layout import PAGE_SIZE, V_GROUP, V_ORDER, PageLayout, scales_of
-from ..pages import KVPages, stored_mean
+from ..formats.codec import KeyDtype
+from ..formats.kv_format import KVFormat
+from ..formats.page_layout import PAGE_SIZE, V_GROUP, V_ORDER, scales_of
+from ..pages import KVPages
 from ..scales import LayerScales
 from .page_table import Change, PageTable
 
@@ -26,7 +25,7 @@ class LayerPages:
         device: the device of the pool.
     Attributes:
         pool: `[num_pages, num_kv_heads, page_bytes]` uint8. None before the first pages.
-        stored_k_mean, v_mean: the means in the form of `KVPages`.
+        format: what the bytes of its pages mean.
     Raises:
         TypeError: `scales` are no `LayerScales`.
         ValueError: scales or means do not fit the layer.
@@ -67,31 +66,26 @@ class LayerPages:
                     raise ValueError(f"{name} must be [{num_kv_heads}, {head_dim}]; got {list(mean.shape)}")
                 check_finite(mean, name)
         k_mean, v_mean = (None if mean is None else mean.float() for mean in (k_mean, v_mean))
-        self.stored_k_mean, self.v_mean = (
-            None if mean is None else mean.to(device, non_blocking=True) for mean in (stored_mean(k_mean, rotate_keys), v_mean)
-        )
-        self.key_dtype, self.rotate_keys = key_type(key_dtype), rotate_keys
-        self.shape = num_kv_heads, PageLayout.of(head_dim).nbytes
-        self.scales, self.device = scales, device
+        form = KVFormat.of(head_dim, key_dtype, rotate_keys, k_mean, v_mean)
+        self.scales, self.device, self.num_kv_heads = scales, device, num_kv_heads
+        self.format = form
+        if k_mean is not None or v_mean is not None:
+            self.use_means(form.stored_k_mean, form.v_mean)
         self.pool: torch.Tensor | None = None
-
-    @property
-    def format(self) -> dict[str, Any]:
-        """The static options that `ops.run_from_dense` takes."""
-        return {"stored_k_mean": self.stored_k_mean, "v_mean": self.v_mean, "key_dtype": self.key_dtype, "rotate_keys": self.rotate_keys}
 
     def use_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:
         """Set the means to those of another cache's pages."""
-        self.stored_k_mean, self.v_mean = (None if mean is None else mean.to(self.device) for mean in (stored_k_mean, v_mean))
+        means = (None if mean is None else mean.to(self.device, non_blocking=True) for mean in (stored_k_mean, v_mean))
+        self.format = self.format.with_means(*means)
 
     def pages(self, table: PageTable, cache_seqlens: torch.Tensor) -> KVPages:
         """The layer as `KVPages`, for kernels. Makes the pool if there is none."""
         pool = self.fit(table.num_pages) if self.pool is None else self.pool
-        return KVPages.trusted(pool, table.page_table, cache_seqlens, self.stored_k_mean, self.v_mean, self.key_dtype, self.rotate_keys)
+        return KVPages.trusted(pool, table.page_table, cache_seqlens, self.format)
 
     def fit(self, num_pages: int) -> torch.Tensor:
         """Allocate the pool, or enlarge it. New pages are zero, except for static scales."""
-        pool = torch.zeros(num_pages, *self.shape, dtype=torch.uint8, device=self.device)
+        pool = torch.zeros(num_pages, self.num_kv_heads, self.format.layout.nbytes, dtype=torch.uint8, device=self.device)
         if self.pool is not None:
             pool[: len(self.pool)] = self.pool
         if self.scales is not None:
@@ -121,12 +115,12 @@ class LayerPages:
     def _drop_tails(self, pages: torch.Tensor, kept: torch.Tensor) -> None:
         """Drop the tokens of `pages [N]` after the first `kept [N]`: V becomes zero there, and if the first NaN of INT8 keys is among them,
         the page gets its scale back."""
-        held = KVPages.trusted(self.pool, None, None, None, None, self.key_dtype, self.rotate_keys)
+        held = KVPages.trusted(self.pool, None, None, self.format)
         dropped = torch.arange(PAGE_SIZE, device=pages.device) >= kept[:, None]
         dropped = dropped.unflatten(1, (-1, V_GROUP))[:, :, list(V_ORDER)]
         v = held.v.view(torch.uint8)
         v[pages] = v[pages].masked_fill(dropped[:, None, :, None], 0)
-        if self.key_dtype == torch.int8:
+        if not self.format.k.has_nan:
             scale, (before, first) = held.k_scale[pages], held.nan_in_k[pages].unbind(2)
             healed = scale.isnan() & (first >= kept[:, None])
             held.k_scale[pages] = torch.where(healed, before, scale)

@@ -107,7 +107,7 @@ class PagedKVCache(Sequences):
             else:
                 pages = self._pages[layer] or self._layer_pages(layer)
                 if step.columns is not None:
-                    pages = KVPages.trusted(pages.pool, pages.page_table[:, : step.columns], *pages.state[2:])
+                    pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
                 how = Append(step.cu_seqlens, step.longest, rope, static_scales, overflows=overflows)
                 rotated = ops.run_append(name, pages, k, v, how, q)
         except BaseException:
@@ -314,7 +314,7 @@ class PagedKVCache(Sequences):
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         if rope is not None:
             rope = with_tables(rope, lambda x: x.unflatten(0, (-1, length)))
-        self.layers[layer].pool = ops.run_from_dense(name, k, v, rope=rope, **self.layers[layer].format).pool
+        self.layers[layer].pool = ops.run_from_dense(name, k, v, self.layers[layer].format, rope).pool
         self._pages[layer] = None
         if q is None or rope is None:  # queries have tables
             return None

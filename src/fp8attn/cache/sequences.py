@@ -129,7 +129,7 @@ class Sequences:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors on the device, except counts: pages (also free ones), means, page table and lengths."""
-        held = [x for layer in self.layers for x in (layer.pool, layer.stored_k_mean, layer.v_mean) if x is not None]
+        held = [x for layer in self.layers for x in (layer.pool, layer.format.stored_k_mean, layer.format.v_mean) if x is not None]
         return sum(x.nbytes for x in (*held, self.table.page_table, *self.table.cache_seqlens))
 
     def overflows(self) -> OverflowReport:
@@ -283,7 +283,7 @@ class Sequences:
         return {
             KernelLayer(
                 self.num_kv_heads, self.num_kv_heads, self.head_dim, dtype=dtype, backend=backend, key_dtype=self.key_dtype,
-                rotate_keys=layer.rotate_keys, k_mean=layer.stored_k_mean is not None, v_mean=layer.v_mean is not None,
+                rotate_keys=layer.format.rotate, k_mean=layer.format.stored_k_mean is not None, v_mean=layer.format.v_mean is not None,
                 static_scales=layer.scales is not None, overflows=self.overflow_counts is not None,
             )
             for layer in self.layers
@@ -334,9 +334,8 @@ class Sequences:
 
     def _mark_static(self) -> None:
         for layer in range(len(self.layers)):
-            for x in self._layer_pages(layer).state:
-                if isinstance(x, torch.Tensor):
-                    torch._dynamo.mark_static_address(x)  # CUDA graphs write into it in place
+            for x in self._layer_pages(layer).tensors:
+                torch._dynamo.mark_static_address(x)  # CUDA graphs write into it in place
         for x in () if self.overflow_counts is None else self.overflow_counts.tensors:
             torch._dynamo.mark_static_address(x)
 

@@ -7,7 +7,7 @@ A file holds, for `n` sequences:
 | `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `page_layout` describes them |
 | `page_table` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one |
 | `lengths` | `[n]` int32 | tokens |
-| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVPages.stored_k_mean` and `v_mean`; absent: zero |
+| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVFormat.stored_k_mean` and `v_mean`; absent: zero |
 | `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
 Its metadata has the format of the file, the shape of a layer, and the format of keys.
@@ -55,14 +55,14 @@ def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> tuple[dict[str,
     taken = table.to_device(list(number), torch.long)
     for index, layer in enumerate(cache.layers):
         tensors[f"pages.{index}"] = layer.pages(table, table.cache_seqlens[index]).pool[taken].cpu()
-        for name, mean in (("k_mean", layer.stored_k_mean), ("v_mean", layer.v_mean)):
+        for name, mean in (("k_mean", layer.format.stored_k_mean), ("v_mean", layer.format.v_mean)):
             if mean is not None:
                 tensors[f"{name}.{index}"] = mean.cpu().clone()  # tensors in a file share no memory
         if layer.scales is not None:
             tensors |= {f"scales.{index}.{name}": getattr(layer.scales, name).cpu().clone() for name in TENSORS}
     written = {
         "num_layers": cache.num_layers, "num_kv_heads": cache.num_kv_heads, "head_dim": cache.head_dim, "page_size": PAGE_SIZE,
-        "key_dtype": cache.key_dtype, "rotate_keys": [layer.rotate_keys for layer in cache.layers],
+        "key_dtype": cache.key_dtype, "rotate_keys": [layer.format.rotate for layer in cache.layers],
     }  # fmt: skip
     return tensors, {"format": FORMAT} | {name: json.dumps(value) for name, value in written.items()}
 

@@ -18,7 +18,7 @@ from .._torch_ops import register, unobserved
 from ..backends import find, unsupported_reason
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
-from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..formats.page_layout import HEAD_DIMS
 from ..formats.rope import NO_ROPE, Rope, dense_rope, rope_of, with_tables
 from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
@@ -160,7 +160,7 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: the key_dtype is unknown, or a named backend cannot run here or cannot serve this call; the message has the reason.
     """
-    key_type(key_dtype)  # raises ValueError
+    codec_of(key_dtype)  # raises ValueError
     check_backend(backend, DENSE_BACKENDS)
     _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
     query, key, value = autocast(query, key, value)
@@ -214,7 +214,7 @@ def rope_scaled_dot_product_attention(
             apply RoPE first, and call `scaled_dot_product_attention`).
     """
     key_rope = rope_of(key_rope_cos, key_rope_sin, rope_interleaved, prefix="key_")
-    key_type(key_dtype)  # raises ValueError
+    codec_of(key_dtype)  # raises ValueError
     check_backend(backend, DENSE_BACKENDS)
     _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
     query, key, value = autocast(query, key, value)

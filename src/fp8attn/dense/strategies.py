@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from ..backends import Backend, find, load_fa3
-from ..formats.codec import FP8, KeyDtype, key_type
+from ..formats.codec import E4M3, FP8, KeyDtype
+from ..formats.kv_format import KVFormat
 from ..formats.page_layout import HEAD_DIMS
 from ..formats.rope import Rope
 from ..pages import KVPages
@@ -31,7 +32,7 @@ def strategy(
         return _quantized_rows(k, v, k_rope, softmax_scale, rotate_keys)
     paged = find(backend, k.device, k.dtype)
     pages = paged.from_dense(
-        k, v, rope=k_rope, stored_k_mean=None, v_mean=None, key_dtype=key_type(key_dtype), rotate_keys=rotate_keys,
+        k, v, KVFormat.of(k.shape[3], key_dtype, rotate_keys), k_rope
     )  # fmt: skip
     return _over_pages(paged, pages, softmax_scale, k.shape[2])
 
@@ -46,7 +47,7 @@ def fp8_strategy(
     paged = find(backend, k.device, torch.bfloat16)
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
     # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
-    pages = paged.from_dense(k, v, rope=None, stored_k_mean=None, v_mean=None, key_dtype=FP8, rotate_keys=False)
+    pages = paged.from_dense(k, v, KVFormat(k.shape[3], E4M3, rotate=False), None)
     batch, heads = k.shape[:2]
     both = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
     least = 2.0**-40 / max(abs(softmax_scale), 1.0)
@@ -86,9 +87,9 @@ def _quantized_rows(k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softm
     fa3, rows = load_fa3(k.device, k.dtype), find("auto", k.device, k.dtype)
     k, k_scale, _ = rows.quantize_rows(
         k, rope=k_rope, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1,
-        dtype=FP8,
+        codec=E4M3,
     )  # fmt: skip
-    v, v_scale, v_mean = rows.quantize_rows(v, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1, dtype=FP8)
+    v, v_scale, v_mean = rows.quantize_rows(v, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1, codec=E4M3)
     assert v_mean is not None
 
     def attend(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
@@ -97,7 +98,7 @@ def _quantized_rows(k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softm
             q = rows.rope(q, rope)
         q_fp8, q_scale, _ = rows.quantize_rows(
             q, rope=None, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group,
-            dtype=FP8,
+            codec=E4M3,
         )  # fmt: skip
         out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
         out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])

@@ -57,32 +57,20 @@ class PageLayout:
         codes = PAGE_SIZE * head_dim  # one byte each
         return cls(head_dim, 0, codes, codes, codes, 2 * codes, 2 * codes + HEADER)
 
-    @classmethod
-    def of_pool(cls, pool: torch.Tensor) -> PageLayout:
-        """The layout of the pages of a pool `[num_pages, num_kv_heads, nbytes]`."""
-        return cls.of(head_dim_of(pool.shape[2]))
-
 
 LAYOUTS = {head_dim: PageLayout.of(head_dim) for head_dim in HEAD_DIMS}
 
 
-def head_dim_of(nbytes: int) -> int:
-    """The head_dim of pages of `nbytes` bytes."""
-    return (nbytes - HEADER) // (2 * PAGE_SIZE)
+# Views of a pool `[num_pages, num_kv_heads, nbytes]` uint8, whose header is at the end of a page
 
 
-# Views of a pool `[num_pages, num_kv_heads, nbytes]` uint8
-
-
-def k_of(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def k_of(pool: torch.Tensor, page: PageLayout, dtype: torch.dtype) -> torch.Tensor:
     """K `[num_pages, num_kv_heads, 128, head_dim]` of `dtype`, which has one byte."""
-    page = PageLayout.of_pool(pool)
     return pool[:, :, page.k_offset : page.k_offset + page.k_bytes].view(dtype).unflatten(2, (PAGE_SIZE, page.head_dim))
 
 
-def v_of(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def v_of(pool: torch.Tensor, page: PageLayout, dtype: torch.dtype) -> torch.Tensor:
     """V `[num_pages, num_kv_heads, 8, head_dim, 16]` of `dtype`, which has one byte."""
-    page = PageLayout.of_pool(pool)
     v = pool[:, :, page.v_offset : page.v_offset + page.v_bytes].view(dtype)
     return v.unflatten(2, (PAGE_SIZE // V_GROUP, page.head_dim, V_GROUP))
 
@@ -103,7 +91,7 @@ def nan_in_k_of(pool: torch.Tensor) -> torch.Tensor:
 
 
 def _header(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return pool[:, :, PageLayout.of_pool(pool).header_offset :].view(dtype)
+    return pool[:, :, -HEADER:].view(dtype)
 
 
 # Tokens to pages, and back

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.codec import E4M3, FP8, HEADROOM, INT8_MAX, MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
+from ..formats.codec import E4M3, INT8, MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
 from .machine import machine
 
 _MAX_E4M3 = tl.constexpr(E4M3.max)
@@ -24,10 +24,10 @@ _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
-_INT8_MAX = tl.constexpr(float(INT8_MAX))
-_PER_INT8_MAX = tl.constexpr(1 / INT8_MAX)
-_INT8_HEADROOM = tl.constexpr(HEADROOM[torch.int8])
-_E4M3_HEADROOM = tl.constexpr(HEADROOM[FP8])
+_INT8_MAX = tl.constexpr(float(INT8.max))
+_PER_INT8_MAX = tl.constexpr(1 / INT8.max)
+_INT8_HEADROOM = tl.constexpr(INT8.headroom)
+_E4M3_HEADROOM = tl.constexpr(E4M3.headroom)
 _ROUND = tl.constexpr(1.5 * 2**23)  # a sum with it is a multiple of one, and its lowest byte is that of the other number, rounded
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.codec import key_name
+from ..formats.codec import Codec
 from ..formats.rope import Rope
 from .codec import finite, inverse, is_native, needed_scale, to_codes
 from .launch import ConstexprFields, launch, make_constants
@@ -153,7 +153,7 @@ def _rows_kernel(
 
 
 def quantize_rows(
-    x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, dtype: torch.dtype,
+    x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`reference.quantize_rows` with the same bits, except for the sign of NaN, and for means, which are summed in another order."""
     device = x.device
@@ -169,14 +169,13 @@ def quantize_rows(
     out = torch.empty_like(x, dtype=torch.uint8)
     strides, angle_strides = x.stride()[:3], (*cos_strides, *sin_strides)
     each, options = QuantizeTokens(row, rotate_keys, tokens), {"num_warps": 4, "enable_fp_fusion": False}
-    codec = key_name(dtype)
 
     args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
     launch(_statistics_kernel, (parts * batch * heads,), args, make_constants("statistics", device, TOKENS=each, **options))
     args = part, mean, scale, parts, length, heads_per_scale
-    constants = make_constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, CODEC=codec, num_warps=4)
+    constants = make_constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, CODEC=codec.name, num_warps=4)
     launch(_scales_kernel, (scale.numel(),), args, constants)
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
-    constants = make_constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, codec, is_native(device)), **options)
+    constants = make_constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, codec.name, is_native(device)), **options)
     launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, constants)
-    return out.view(dtype), scale, mean
+    return out.view(codec.dtype), scale, mean

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import UsageError
-from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
 
 # Tokens, from results/h100/sdpa.json: at 8192, causal attention with as many KV heads as query heads is as fast as BF16, and everything
@@ -72,7 +72,7 @@ class AttentionPolicy:
             raise UsageError(f"skip is a sequence of layers (whole numbers), patterns (strings) and functions of a call; got {self.skip!r}")
         if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
             raise UsageError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
-        key_type(self.key_dtype)  # raises UsageError
+        codec_of(self.key_dtype)  # raises UsageError
         check_backend(self.backend, DENSE_BACKENDS)
 
     @property

@@ -11,8 +11,9 @@ import torch
 
 from ..backends import load
 from ..errors import UsageError
-from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
-from ..formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
+from ..formats.kv_format import KVFormat
+from ..formats.page_layout import HEAD_DIMS, PAGE_SIZE
 from ..pages import KVPages
 from ..params import Append, AttentionParams, BackendName
 
@@ -72,7 +73,7 @@ class Layer:
                 f"num_q_heads must be a multiple of num_kv_heads, and head_dim one of {HEAD_DIMS}; "
                 f"got {self.num_q_heads}, {self.num_kv_heads}, {self.head_dim}"
             )
-        key_type(self.key_dtype)  # raises ValueError
+        codec_of(self.key_dtype)  # raises ValueError
 
     @property
     def has_dense_calls(self) -> bool:
@@ -137,15 +138,17 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
-    pool = _empty(batch * columns, layer.num_kv_heads, PageLayout.of(layer.head_dim).nbytes, dtype=torch.uint8)
+    form = _format(layer)
+    pool = _empty(batch * columns, layer.num_kv_heads, form.layout.nbytes, dtype=torch.uint8)
     table = _empty(batch, columns, dtype=torch.int32)
     lengths = torch.zeros(batch, dtype=torch.int32)  # `append` adds to them, and torch's `diff` on "meta" takes seconds to import
-    return KVPages.trusted(pool, table, lengths, *_means(layer), key_type(layer.key_dtype), layer.rotate_keys)
+    return KVPages.trusted(pool, table, lengths, form)
 
 
-def _means(layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _format(layer: Layer) -> KVFormat:
     mean = _empty(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
-    return mean if layer.k_mean else None, mean if layer.v_mean else None
+    form = KVFormat.of(layer.head_dim, layer.key_dtype, layer.rotate_keys)
+    return form.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
 
 
 def attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True) -> None:
@@ -189,11 +192,7 @@ def append(layer: Layer, tokens: int, ragged: bool) -> None:
 def quantize(layer: Layer, tokens: int) -> None:
     """Quantize the first tokens of a growing cache, or the keys of a dense call."""
     x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
-    k_mean, v_mean = _means(layer)
-    load(layer.backend).from_dense(
-        x, x, rope=None, stored_k_mean=k_mean, v_mean=v_mean,
-        key_dtype=key_type(layer.key_dtype), rotate_keys=layer.rotate_keys,
-    )  # fmt: skip
+    load(layer.backend).from_dense(x, x, _format(layer), None)
 
 
 def _combine(layer: Layer, splits: int, tokens: int) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from fp8attn.formats.codec import E4M3, INT8_MAX, largest_code
+from fp8attn.formats.codec import E4M3, INT8, Codec
 
 from .mergeable import Mergeable, Operation
 
@@ -75,7 +75,7 @@ class Histogram(Mergeable):
         found = (sums < needed).sum(1).clamp_max(BINS - 1)
         return _edges().to(found.device)[found + 1].float()
 
-    def best_scale(self, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def best_scale(self, amax: torch.Tensor, codec: Codec) -> torch.Tensor:
         """The scales that minimize the mean squared error of rounding and saturation (`squared_error`).
 
         The error has many local minima. So scales over 16 octaves below the one without saturation are compared, 8 for each octave; then 64
@@ -83,33 +83,33 @@ class Histogram(Mergeable):
 
         Args:
             amax: `[num_heads]`, the largest magnitudes.
-            dtype: `torch.float8_e4m3fn` or `torch.int8`.
+            codec: of the values.
         Returns:
             `[num_heads]` float32.
         """
-        top = amax.double() / largest_code(dtype)
+        top = amax.double() / codec.max
         octaves = torch.arange(COARSE * OCTAVES + 1, device=amax.device, dtype=torch.float64).expand(len(top), -1) / COARSE
-        best = self._least(top, octaves, dtype, 8)
+        best = self._least(top, octaves, codec, 8)
         near = torch.arange(-FINE // COARSE, FINE // COARSE + 1, device=amax.device, dtype=torch.float64) / FINE
-        best = self._least(top, (best[:, None] + near).clamp_min(0), dtype, 1)  # not above the scale without saturation
+        best = self._least(top, (best[:, None] + near).clamp_min(0), codec, 1)  # not above the scale without saturation
         return (top * 2.0**-best).float()
 
-    def _least(self, top: torch.Tensor, octaves: torch.Tensor, dtype: torch.dtype, merged: int) -> torch.Tensor:
+    def _least(self, top: torch.Tensor, octaves: torch.Tensor, codec: Codec, merged: int) -> torch.Tensor:
         """Which of the `octaves [num_heads, N]` below the scales `top [num_heads]` has the least error, `[num_heads]`."""
         counts, edges = self._window(merged)
-        errors = [_error_of(counts[:, None], edges[:, None], top[:, None] * 2.0**-some, dtype) for some in octaves.split(TOGETHER, 1)]
+        errors = [_error_of(counts[:, None], edges[:, None], top[:, None] * 2.0**-some, codec) for some in octaves.split(TOGETHER, 1)]
         return octaves.gather(1, torch.cat(errors, 1).argmin(1, keepdim=True))[:, 0]
 
-    def squared_error(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def squared_error(self, scale: torch.Tensor, codec: Codec) -> torch.Tensor:
         """The sum of the squared errors of all values with static scales, `[num_heads]` float64.
 
         It is the exact integral for values that are spread evenly over each bin. Values of less than 2^-31 of the largest are left out.
 
         Args:
             scale: `[num_heads]`, positive; of zero only where all values are zero.
-            dtype: `torch.float8_e4m3fn` or `torch.int8`.
+            codec: of the values.
         """
-        return _error_of(*self._window(1), scale, dtype)
+        return _error_of(*self._window(1), scale, codec)
 
     def _window(self, merged: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The counts of the 32 octaves up to each head's largest value, `[num_heads, N]` float64, and the ends of their bins,
@@ -122,10 +122,10 @@ class Histogram(Mergeable):
         return counts.double(), _edges().to(self.counts.device)[first + offsets[::merged]]
 
 
-def _error_of(counts: torch.Tensor, edges: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _error_of(counts: torch.Tensor, edges: torch.Tensor, scale: torch.Tensor, codec: Codec) -> torch.Tensor:
     """The sum of the squared errors of `counts [..., N]` values that are spread evenly between `edges [..., N + 1]`."""
     scale = scale.double().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-    integral = _error_integral(edges / scale, dtype) * scale**3
+    integral = _error_integral(edges / scale, codec) * scale**3
     return (counts * (integral.diff() / edges.diff())).sum(-1)
 
 
@@ -138,14 +138,14 @@ def _edges() -> torch.Tensor:
     return torch.cat([edges, values.new_full((BINS + 1 - len(edges),), torch.inf)])
 
 
-def _error_integral(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`integral of (u - round(u))^2 du from 0 to t`, for the codes of `dtype`; t is float64 and >= 0.
+def _error_integral(t: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """`integral of (u - round(u))^2 du from 0 to t`, for the codes of `codec`; t is float64 and >= 0.
 
     In an interval of equally spaced codes u that begins at a code, n whole steps and a rest r (in steps, from the nearest code) have the
     integral `u^3 (n / 12 + r^3 / 3)`. Above the largest code r is not bounded: that is saturation.
     """
-    if dtype == torch.int8:
-        code = (t + 0.5).floor().clamp_max(INT8_MAX)
+    if codec is INT8:
+        code = (t + 0.5).floor().clamp_max(INT8.max)
         return code / 12 + (t - code) ** 3 / 3
     # E4M3 has 8 steps of 2^(e-3) in each octave [2^e, 2^(e+1)), and 8 subnormal steps of 2^-9 below 2^-6, as if in an octave of e = -7.
     e = (torch.frexp(t).exponent - 1).clamp(-7, E4M3.max_exponent).double()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fp8attn.errors import UsageError
-from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype, key_type
+from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, E4M3, KeyDtype, codec_of
 
 from .mergeable import select
 from .moments import Moments
@@ -34,7 +34,7 @@ class Options:
     means: bool = True
 
     def __post_init__(self) -> None:
-        key_type(self.key_dtype)  # raises UsageError
+        codec_of(self.key_dtype)  # raises UsageError
         if self.method not in METHODS:
             raise UsageError(f"method must be one of {METHODS}; got {self.method!r}")
         if not 0 < self.percentile <= 100:
@@ -63,12 +63,12 @@ class LayerObserver:
 
     def _observe(self) -> None:
         options = self.options
-        keys = key_type(options.key_dtype)
+        keys = codec_of(options.key_dtype)
         every = int(options.counted)
         self.observers = {
             "q": Observer(keys, options.rotate_keys, counted=every * QUERIES),
             "k": Observer(keys, options.rotate_keys, counted=every, sampled=True),
-            "v": Observer(FP8, counted=every, sampled=True),
+            "v": Observer(E4M3, counted=every, sampled=True),
         }
 
     def look(self, which: str, x: torch.Tensor) -> None:

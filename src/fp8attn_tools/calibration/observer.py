@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from fp8attn.formats.codec import MIN_SCALE, encode, largest_code, needed_scale
+from fp8attn.formats.codec import MIN_SCALE, Codec
 
 from .histogram import Histogram
 from .mergeable import Mergeable, Operation, select
@@ -54,7 +54,7 @@ class Observer(Mergeable):
     """Largest magnitudes, and with `counted` a histogram of all magnitudes, of one tensor as it is stored: without `mean`, rotated.
 
     Args:
-        dtype: the 8-bit dtype that it is stored in.
+        codec: how it is stored.
         rotated: whether it is rotated before it is stored (`rotation.rotate`).
         counted: keep a histogram of one token of so many, which the methods "percentile" and "mse" need; 0: none.
         sampled: keep a sample of the tokens, which `noise` needs.
@@ -65,8 +65,8 @@ class Observer(Mergeable):
 
     STATE: ClassVar[dict[str, Operation]] = {"tokens": "sum", "amax": "max"}
 
-    def __init__(self, dtype: torch.dtype, rotated: bool = False, *, counted: int = 0, sampled: bool = False) -> None:
-        self.dtype, self.rotated = dtype, rotated
+    def __init__(self, codec: Codec, rotated: bool = False, *, counted: int = 0, sampled: bool = False) -> None:
+        self.codec, self.rotated = codec, rotated
         self.histogram = Histogram(counted) if counted else None
         self.sample = Sample() if sampled else None
         self.mean: torch.Tensor | None = None
@@ -75,7 +75,7 @@ class Observer(Mergeable):
 
     def add(self, x: torch.Tensor) -> None:
         """Count `x [T, num_heads, head_dim]`, without waiting for the device."""
-        new = Observer(self.dtype)
+        new = Observer(self.codec)
         new.tokens = torch.full((), len(x), dtype=torch.int64, device=x.device)
         for piece in x.split(max(1, PIECE // x[0].numel())):
             y = self.stored(piece.transpose(0, 1))
@@ -125,7 +125,7 @@ class Observer(Mergeable):
     def scale(self, method: Method, percentile: float) -> torch.Tensor:
         """The static scales `[num_heads]` float32 by a method."""
         assert self.amax is not None
-        top = largest_code(self.dtype)
+        top = self.codec.max
         if method == "absmax":
             scale = self.amax / top
         else:
@@ -133,7 +133,7 @@ class Observer(Mergeable):
             if method == "percentile":
                 scale = torch.minimum(self.histogram.quantile(percentile / 100), self.amax) / top
             else:
-                scale = self.histogram.best_scale(self.amax, self.dtype)
+                scale = self.histogram.best_scale(self.amax, self.codec)
         return scale.clamp_min(MIN_SCALE)
 
     def noise(self, scale: torch.Tensor) -> torch.Tensor:
@@ -141,6 +141,6 @@ class Observer(Mergeable):
         assert self.sample is not None and self.sample.kept is not None
         x = self.sample.kept.transpose(0, 1)
         y = self.stored(x).float()
-        scale = needed_scale(scale * largest_code(self.dtype), self.dtype)[:, None, None]
-        error = encode(y, 1.0 / scale, self.dtype) * scale - y
+        scale = self.codec.needed_scale(scale * self.codec.max)[:, None, None]
+        error = self.codec.encode(y, 1.0 / scale) * scale - y
         return torch.stack([z.double().square().sum((1, 2)) for z in (x, error)], 1)  # the rotation keeps lengths

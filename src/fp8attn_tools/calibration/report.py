@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fp8attn.errors import UsageError
-from fp8attn.formats.codec import E4M3, FP8, key_type, largest_code
+from fp8attn.formats.codec import E4M3, Codec, Float, codec_of
 from fp8attn.scales import LayerScales, ranges
 
 from .mergeable import Mergeable, Operation, concatenate
@@ -105,16 +105,16 @@ class Counter(Mergeable):
     Args:
         scale: `[num_heads]`.
         mean: `[num_heads, head_dim]`; None: zero.
-        dtype, rotated: as `Observer` takes them.
+        codec, rotated: as `Observer` takes them.
     """
 
     STATE: ClassVar[dict[str, Operation]] = {"counts": "sum"}
 
-    def __init__(self, scale: torch.Tensor, mean: torch.Tensor | None, dtype: torch.dtype, rotated: bool) -> None:
-        self._as_stored = Observer(dtype, rotated)
+    def __init__(self, scale: torch.Tensor, mean: torch.Tensor | None, codec: Codec, rotated: bool) -> None:
+        self._as_stored = Observer(codec, rotated)
         self._mean = mean if mean is not None and mean.any() else None
-        self._limit = scale * largest_code(dtype) * TOLERANCE
-        self._least = scale * (0.5 if dtype == torch.int8 else E4M3.smallest_subnormal / 2)
+        self._limit = scale * codec.max * TOLERANCE
+        self._least = scale * (codec.smallest_subnormal / 2 if isinstance(codec, Float) else 0.5)
         self.counts: torch.Tensor | None = None  # [3, num_heads] int64: all values, saturated ones, underflow
 
     def add(self, x: torch.Tensor) -> None:
@@ -155,8 +155,8 @@ def counters(scales: LayerScales, tensor_group: dist.ProcessGroup | None = None)
     """
     rank, size = (0, 1) if tensor_group is None else (dist.get_rank(tensor_group), dist.get_world_size(tensor_group))
     k_scale, v_scale, k_mean, v_mean = (x.chunk(size)[rank] for x in (scales.k_scale, scales.v_scale, scales.k_mean, scales.v_mean))
-    keys = key_type(scales.key_dtype)
-    found = {"k": Counter(k_scale, k_mean, keys, scales.rotate_keys), "v": Counter(v_scale, v_mean, FP8, False)}
+    keys = codec_of(scales.key_dtype)
+    found = {"k": Counter(k_scale, k_mean, keys, scales.rotate_keys), "v": Counter(v_scale, v_mean, E4M3, False)}
     if scales.q_scale is not None:
         found["q"] = Counter(scales.q_scale.chunk(size)[rank], None, keys, scales.rotate_keys)
     return found

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fp8attn.formats.codec import FP8, key_type, largest_code
+from fp8attn.formats.codec import E4M3, codec_of
 from fp8attn.scales import KVScales
 
 from ..calibration import ScalesReport
@@ -47,7 +47,7 @@ def sensitivity_table(scales: KVScales) -> Table:
         table.add_column(column, justify="right")
     for index, (k, v) in scales.sqnr_db.items():
         layer = scales.layer(index)
-        tops = float(layer.k_scale.max()) * largest_code(key_type(scales.key_dtype)), float(layer.v_scale.max()) * largest_code(FP8)
+        tops = float(layer.k_scale.max()) * codec_of(scales.key_dtype).max, float(layer.v_scale.max()) * E4M3.max
         table.add_row(str(index), f"{k:.1f}", f"{v:.1f}", *(f"{top:.3g}" for top in tops))
     return table
 

@@ -11,7 +11,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from fp8attn.errors import UsageError
-from fp8attn.formats.codec import E4M3, KeyDtype, quantize
+from fp8attn.formats.codec import E4M3, KeyDtype
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.params import BackendName
 from fp8attn.scales import KVScales
@@ -111,7 +111,7 @@ class E4M3Layer(DynamicLayer):
         return (x.abs().amax().float() / E4M3.max).clamp_min(torch.finfo(torch.float32).tiny)
 
     def _cast(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (x.float() / scale).to(E4M3.dtype) if self.scale is None else quantize(x, scale)
+        return (x.float() / scale).to(E4M3.dtype) if self.scale is None else E4M3.quantize(x, scale)
 
 
 class E4M3Cache(DynamicCache):

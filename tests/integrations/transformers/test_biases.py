@@ -118,7 +118,7 @@ def test_v_mean_is_the_bias_where_it_is_several_deviations():
     (exact,) = errors(model, cache)
     (without,) = errors(model, bare(model))
     assert exact < 0.7 * without
-    assert torch.equal(cache.pages(0).v_mean, found.v_mean)
+    assert torch.equal(cache.pages(0).format.v_mean, found.v_mean)
 
 
 def test_a_fused_projection_and_a_norm_with_a_shift():

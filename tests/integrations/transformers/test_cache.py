@@ -69,7 +69,7 @@ def test_calibrated_scales_are_used(llama):
     pages = caches[0].pages(1)
     torch.testing.assert_close(pages.k_scale, torch.full_like(pages.k_scale, 0.02), rtol=1e-6, atol=0)  # INT8: any number
     assert (pages.v_scale == 2.0**-4).all()  # E4M3: the power of two above
-    torch.testing.assert_close(rotate_back(pages.stored_k_mean), torch.full((2, 64), 0.1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(rotate_back(pages.format.stored_k_mean), torch.full((2, 64), 0.1), rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match="are for key_dtype='int8', rotate_keys=True, and the cache has key_dtype='e4m3'"):
         FP8Cache(llama, scales=scales, key_dtype="e4m3")
     other = KVScales(layers=layers, num_layers=4, num_kv_heads=2, head_dim=64)

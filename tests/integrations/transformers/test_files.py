@@ -52,7 +52,7 @@ def test_what_the_weights_decided_is_in_the_file(tmp_path):
     cache.save(tmp_path / "prompt")
     loaded = FP8Cache.load(tmp_path / "prompt", model)
     assert [layer.rotate_keys for layer in loaded.layers] == [layer.rotate_keys for layer in cache.layers]
-    assert loaded.pages(1).v_mean is not None and torch.equal(loaded.pages(1).v_mean, cache.pages(1).v_mean)
+    assert loaded.pages(1).format.v_mean is not None and torch.equal(loaded.pages(1).format.v_mean, cache.pages(1).format.v_mean)
     more = torch.cat([ids, prompt(length=5)], 1)
     assert torch.equal(generated(model, cache, more)[1], generated(model, loaded, more)[1])
     loaded.reset()

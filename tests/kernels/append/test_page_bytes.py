@@ -45,7 +45,7 @@ def held(cache: PagedKVCache, seq: int) -> dict[str, torch.Tensor]:
     pages, length = cache.pages(0), cache.lengths[seq]
     ids = pages.page_table[seq, : -(-length // PAGE_SIZE)].long()
     k, v = unpack_k(pages.k[ids].view(torch.uint8))[:length], unpack_v(pages.v[ids].view(torch.uint8))[:length]
-    return {"k_scale": pages.k_scale[ids], "v_scale": pages.v_scale[ids], "k": k.view(pages.key_dtype), "v": v.view(FP8)}
+    return {"k_scale": pages.k_scale[ids], "v_scale": pages.v_scale[ids], "k": k.view(pages.format.k.dtype), "v": v.view(FP8)}
 
 
 def by_token(scale: torch.Tensor, count: int) -> torch.Tensor:

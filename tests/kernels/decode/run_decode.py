@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from fp8attn import AttentionParams, KVPages, reference
-from fp8attn.formats.codec import FP8, KEY_TYPES
+from fp8attn.formats.codec import CODECS, FP8
 from fp8attn.kernels import decode
 from fp8attn.kernels.launch import Launch
 from tests.emulator import emulate
@@ -35,7 +35,7 @@ COMPILED = {
         f"D{d} rows{rows} {keys}": {"head_dim": d, "group": rows, "keys": keys, "means": False}
         for d in (64, 80, 96, 128, 192, 256)
         for rows in (4, 16)
-        for keys in KEY_TYPES
+        for keys in CODECS
     },
     **{f"D{d} rows{rows} plain": {"head_dim": d, "group": rows} | PLAIN_E4M3 for d in (128, 256) for rows in (4, 16)},
     "D128 rows1": {"group": 1},

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from fp8attn import AttentionParams, reference
-from fp8attn.formats.codec import FP8, quantize
+from fp8attn.formats.codec import E4M3, FP8
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.kernels import prefill
 from tests.emulator import emulate
@@ -91,7 +91,7 @@ def emulate_case(name: str) -> dict:
         pages = replace(pages, pool=pages.pool[table.flatten()], page_table=in_order)
     queries = case["queries"]
     q = torch.randn(sum(queries), 1, case["head_dim"])
-    q = quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
+    q = E4M3.quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
     rope, asked = None, q
     if case.get("rope"):
         quarters = torch.randint(4, (sum(queries), case["head_dim"] // 2))  # of a turn, so that RoPE rounds nothing

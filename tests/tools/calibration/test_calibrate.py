@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8attn import PagedKVCache
-from fp8attn.formats.codec import E4M3, FP8, INT8_MAX, encode, key_type, largest_code, needed_scale, power_of_two_scale
+from fp8attn.formats.codec import E4M3, INT8, codec_of
 from fp8attn.formats.rotation import rotate
 from fp8attn_tools import calibrate
 
@@ -64,7 +64,7 @@ def test_absmax_is_exact(model, ids, key_dtype, rotate_keys):
         assert layer.k_mean.nonzero().tolist() == [[0, 31]] and layer.k_mean[0, 31] == pytest.approx(k[:, 0, 31].mean().item())
         stored = k - layer.k_mean
         stored = rotate(stored) if rotate_keys else stored
-        top = INT8_MAX if key_dtype == "int8" else E4M3.max
+        top = INT8.max if key_dtype == "int8" else E4M3.max
         torch.testing.assert_close(layer.k_scale, stored.abs().amax((0, 2)) / top, rtol=1e-5, atol=0)
         assert found.k_offsets.get(index, 0.0) < 5  # and 20 of the bias, if its mean stayed
 
@@ -114,16 +114,16 @@ def test_mse_is_the_least_error_of_the_values(model, ids, key_dtype, rotate_keys
     for index, (k, v) in enumerate(kept(model, ids)):
         layer = found.layer(index)
         k = rotate(k - layer.k_mean) if rotate_keys else k - layer.k_mean
-        for x, scale, dtype in ((k, layer.k_scale, key_type(key_dtype)), (v - layer.v_mean, layer.v_scale, FP8)):
+        for x, scale, codec in ((k, layer.k_scale, codec_of(key_dtype)), (v - layer.v_mean, layer.v_scale, E4M3)):
 
-            def error(s, x=x, dtype=dtype):
-                return (encode(x, 1 / s[:, None], dtype) * s[:, None] - x).double().square().sum((0, 2))
+            def error(s, x=x, codec=codec):
+                return (codec.encode(x, 1 / s[:, None]) * s[:, None] - x).double().square().sum((0, 2))
 
-            top = x.abs().amax((0, 2)) / largest_code(dtype)
+            top = x.abs().amax((0, 2)) / codec.max
             least = torch.stack([error(top * 2.0 ** (-n / 32)) for n in range(128)]).amin(0)
             # 25,600 values of a head: the errors of the few largest are not those of values that are spread over a bin
             assert (error(scale) <= 1.02 * least).all(), (index, error(scale) / least)
-            if dtype == torch.int8 and index == 0:
+            if codec is INT8 and index == 0:
                 assert (scale < 0.98 * top).all()  # so it is not absmax
 
 
@@ -295,10 +295,10 @@ def test_the_report_counts_what_scales_do_not_cover(model, ids, key_dtype, rotat
     for index, (k, v) in enumerate(kept(model, ids[1:])):
         layer = scales.layer(index)
         k = rotate(k - layer.k_mean) if rotate_keys else k - layer.k_mean
-        for x, scale, dtype, which in ((k, layer.k_scale, key_type(key_dtype), "k"), (v - layer.v_mean, layer.v_scale, FP8, "v")):
+        for x, scale, codec, which in ((k, layer.k_scale, codec_of(key_dtype), "k"), (v - layer.v_mean, layer.v_scale, E4M3, "v")):
             y = x / scale[:, None]
-            saturated = (y.abs() > largest_code(dtype)).double().mean((0, 2))
-            underflow = ((encode(y, torch.ones(()), dtype) == 0) & (x != 0)).double().mean((0, 2))
+            saturated = (y.abs() > codec.max).double().mean((0, 2))
+            underflow = ((codec.encode(y, torch.ones(())) == 0) & (x != 0)).double().mean((0, 2))
             found = report.layers[index][which]
             # 38,400 values of a head; one on an edge may fall otherwise
             torch.testing.assert_close(found.saturated, saturated, rtol=0, atol=1e-4)
@@ -369,8 +369,8 @@ def test_static_cache_holds_the_calibrated_range_and_saturates_past_it(model, id
 
     def bound(x, scale, int8):
         if int8:
-            return needed_scale(scale * INT8_MAX, torch.int8)[:, None] * 0.5
-        return 2.0**-4 * x.abs() + power_of_two_scale(scale * E4M3.max)[:, None] * 2.0**-10
+            return INT8.needed_scale(scale * INT8.max)[:, None] * 0.5
+        return 2.0**-4 * x.abs() + E4M3.needed_scale(scale * E4M3.max)[:, None] * 2.0**-10
 
     cache.append(0, k, v)
     ints = (key_dtype == "int8", False)
@@ -378,8 +378,8 @@ def test_static_cache_holds_the_calibrated_range_and_saturates_past_it(model, id
         assert ((got - want).abs() <= bound(want, scale, int8) * 1.01 + 1e-5).all()  # and the last bits of values of 24
     cache.append(0, k * 1000, v * 1000)
     for got, scale, int8 in zip(stored(*cache.read(0, 0)), (layer.k_scale, layer.v_scale), ints, strict=True):
-        limit = scale if int8 else power_of_two_scale(scale * E4M3.max)
-        torch.testing.assert_close(got.abs().amax((0, 2)), limit * (INT8_MAX if int8 else E4M3.max), rtol=1e-3, atol=0)
+        limit = scale if int8 else E4M3.needed_scale(scale * E4M3.max)
+        torch.testing.assert_close(got.abs().amax((0, 2)), limit * (INT8.max if int8 else E4M3.max), rtol=1e-3, atol=0)
 
 
 def test_the_model_is_left_as_it_was(tiny_model, ids):

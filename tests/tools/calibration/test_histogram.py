@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp8attn.formats.codec import FP8, encode, largest_code
+from fp8attn.formats.codec import E4M3, INT8
 from fp8attn_tools.calibration.histogram import Histogram, _error_integral
 
-DTYPES = [torch.int8, FP8]
+CODECS = [INT8, E4M3]
 BIN = 2.0**-7  # the widest bin, relative to its lower end
 
 
@@ -51,26 +51,26 @@ def test_values_of_bfloat16_are_counted_exactly():
 def test_a_head_of_zeros():
     histogram = counted(torch.zeros(1, 5, 4))
     assert 0 <= histogram.quantile(0.999) < 1e-38  # `Observer.scale` keeps scales above 2^-32
-    assert histogram.best_scale(torch.zeros(1), FP8) < 1e-37
-    assert histogram.squared_error(torch.ones(1), FP8) == 0
+    assert histogram.best_scale(torch.zeros(1), E4M3) < 1e-37
+    assert histogram.squared_error(torch.ones(1), E4M3) == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_integral_of_the_error_is_that_of_the_codes(dtype):
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_integral_of_the_error_is_that_of_the_codes(codec):
     """Against the midpoint rule on the codes that `encode` gives, over every octave from subnormal to saturated."""
-    top = 1.5 * largest_code(dtype)
+    top = 1.5 * codec.max
     ends = torch.tensor([0.0, 2.0**-11, 2.0**-9, 0.013, 2.0**-6, 0.02, 0.4999, 1.0, 17.3, 100.0, top], dtype=torch.float64)[1:]
     for low, high in pairwise(ends):
         t = low + (high - low) * (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-        numeric = ((encode(t.float(), torch.ones(()), dtype).double() - t).square().mean() * (high - low)).item()
-        found = (_error_integral(high, dtype) - _error_integral(low, dtype)).item()
+        numeric = ((codec.encode(t.float(), torch.ones(())).double() - t).square().mean() * (high - low)).item()
+        found = (_error_integral(high, codec) - _error_integral(low, codec)).item()
         assert found == pytest.approx(numeric, rel=1e-3)  # the midpoint rule's own error
 
 
-def error(x, scale, dtype):
+def error(x, scale, codec):
     """`[num_heads]`: the squared error of `x [num_heads, ...]` in float64."""
     scale = scale[:, None, None]
-    return (encode(x.float(), 1 / scale, dtype).double() * scale - x).square().sum((1, 2))
+    return (codec.encode(x.float(), 1 / scale).double() * scale - x).square().sum((1, 2))
 
 
 SHAPES = {
@@ -85,21 +85,21 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_scale_of_least_error_against_brute_force(shape, dtype):
+def test_the_scale_of_least_error_against_brute_force(shape, codec):
     x = SHAPES[shape](torch.Generator().manual_seed(1))
     amax = x.abs().amax((1, 2))
     histogram = counted(x)
-    scale = histogram.best_scale(amax, dtype)
-    every = [amax / largest_code(dtype) * 2.0 ** (-n / 64) for n in range(8 * 64)]
-    least = torch.stack([error(x, s, dtype) for s in every]).amin(0)
-    mine = error(x, scale, dtype)
+    scale = histogram.best_scale(amax, codec)
+    every = [amax / codec.max * 2.0 ** (-n / 64) for n in range(8 * 64)]
+    least = torch.stack([error(x, s, codec) for s in every]).amin(0)
+    mine = error(x, scale, codec)
     # The search has steps of 1/64 octave, too, but other ones, and spreads the values over a bin.
     assert (mine <= 1.01 * least).all(), (mine / least).tolist()
     if shape == "normal":  # elsewhere single values dominate, and where in its bin a single value is is not known
-        torch.testing.assert_close(histogram.squared_error(scale, dtype), mine, rtol=0.01, atol=0)
-    assert (scale <= amax / largest_code(dtype) * (1 + 1e-6)).all()
+        torch.testing.assert_close(histogram.squared_error(scale, codec), mine, rtol=0.01, atol=0)
+    assert (scale <= amax / codec.max * (1 + 1e-6)).all()
 
 
 def test_the_state_is_the_histogram():

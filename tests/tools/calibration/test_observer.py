@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8attn.errors import UsageError
-from fp8attn.formats.codec import FP8, encode, needed_scale
+from fp8attn.formats.codec import E4M3, INT8
 from fp8attn.formats.rotation import rotate
 from fp8attn_tools.calibration.layer import LayerObserver, Options
 from fp8attn_tools.calibration.moments import Moments
@@ -32,7 +32,7 @@ def test_the_matrix_is_the_rotation(head_dim, dtype):
 @pytest.mark.parametrize("with_mean", [False, True])
 def test_planted_outliers_and_means(rotated, with_mean):
     x = values()
-    observer = Observer(FP8, rotated, counted=True, sampled=True)
+    observer = Observer(E4M3, rotated, counted=True, sampled=True)
     mean = torch.zeros(2, 64)
     if with_mean:
         mean[0, 3] = 30.0
@@ -50,14 +50,14 @@ def test_planted_outliers_and_means(rotated, with_mean):
     assert ((ratio >= 1 - 1e-6) & (ratio <= 1 + 2.0**-7)).all()
     assert torch.equal(observer.scale("percentile", 100), observer.scale("absmax", 0))
     signal, noise = observer.noise(observer.scale("absmax", 0)).unbind(1)
-    scale = needed_scale(amax, FP8)[:, None]
-    error = encode(y, 1 / scale, FP8) * scale - y
+    scale = E4M3.needed_scale(amax)[:, None]
+    error = E4M3.encode(y, 1 / scale) * scale - y
     torch.testing.assert_close(noise, error.double().square().sum((0, 2)), rtol=1e-3, atol=0)  # some ties round otherwise
     torch.testing.assert_close(signal, x.double().square().sum((0, 2)), rtol=1e-5, atol=0)  # with the mean
 
 
 def test_pieces_are_the_whole(monkeypatch):
-    x, whole, pieces = values(), Observer(torch.int8, counted=True), Observer(torch.int8, counted=True)
+    x, whole, pieces = values(), Observer(INT8, counted=True), Observer(INT8, counted=True)
     whole.add(x)
     assert x.numel() < PIECE
     monkeypatch.setattr("fp8attn_tools.calibration.observer.PIECE", 1000)
@@ -66,7 +66,7 @@ def test_pieces_are_the_whole(monkeypatch):
 
 
 def test_two_observers_merged_are_one():
-    x, whole, first, second = values(), *(Observer(FP8, counted=True) for _ in range(3))
+    x, whole, first, second = values(), *(Observer(E4M3, counted=True) for _ in range(3))
     whole.add(x), first.add(x[:99]), second.add(x[99:])
     first.merge(second)
     for name, tensor in whole.state_dict().items():
@@ -137,7 +137,7 @@ def test_tokens_are_counted_once_without_means(method):
         for which in "qkv":
             layer.add(which, part)
     for which, every in (("q", 7), ("k", 1), ("v", 1)):
-        direct = Observer(layer.observers[which].dtype, counted=1)
+        direct = Observer(layer.observers[which].codec, counted=1)
         direct.add(x[::every])
         assert torch.equal(layer.observers[which].histogram.counts, direct.histogram.counts)
         assert torch.equal(layer.observers[which].amax, x.abs().amax((0, 2)))  # of all tokens

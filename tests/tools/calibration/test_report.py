@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8attn import LayerScales, UsageError
-from fp8attn.formats.codec import FP8, encode, key_type, largest_code
+from fp8attn.formats.codec import E4M3, codec_of
 from fp8attn.formats.rotation import rotate
 from fp8attn_tools.calibration import Coverage, ScalesReport, counters
 
@@ -18,7 +18,7 @@ def test_shares_are_those_of_the_codes():
             x = {which: torch.exp(3 * torch.randn(400, HEADS, DIM, generator=generator)) for which in "qkv"}
             x["v"][:, 1, :10] = 0.0  # zeros are no underflow
             mean = torch.randn(HEADS, DIM, generator=generator)
-            keys = key_type(key_dtype)
+            keys = codec_of(key_dtype)
             # A third of the octaves of these values saturates.
             layer = LayerScales(
                 *[torch.tensor([2.0**-7, 2.0**-5])] * 2, mean, torch.zeros(HEADS, DIM), key_dtype, rotated, torch.ones(HEADS)
@@ -27,13 +27,13 @@ def test_shares_are_those_of_the_codes():
             for which, y in x.items():
                 for part in y.split(150):
                     found[which].add(part)
-            for which, scale, m, dtype in (
-                ("k", layer.k_scale, mean, keys), ("v", layer.v_scale, 0.0, FP8), ("q", layer.q_scale, 0.0, keys),
+            for which, scale, m, codec in (
+                ("k", layer.k_scale, mean, keys), ("v", layer.v_scale, 0.0, E4M3), ("q", layer.q_scale, 0.0, keys),
             ):  # fmt: skip
                 y = x[which] - m
                 y = rotate(y) if rotated and which != "v" else y
-                codes = encode(y, 1 / scale[:, None], dtype)
-                past = y.abs() > scale[:, None] * largest_code(dtype)
+                codes = codec.encode(y, 1 / scale[:, None])
+                past = y.abs() > scale[:, None] * codec.max
                 zero = (codes == 0) & (y != 0)
                 # One value on an edge may fall otherwise, because the rotation rounds otherwise.
                 coverage = found[which].coverage()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ... import ops
-from ...formats.codec import key_type
-from ...formats.page_layout import PageLayout, engine_marks_of, scales_of
+from ...formats.kv_format import KVFormat
+from ...formats.page_layout import engine_marks_of, scales_of
 from ...overflow import OverflowCounts
 from ...pages import KVPages
 from .marks import check_marks
@@ -55,17 +55,17 @@ class EngineLayer:
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
         self.options, self.static, self.writes, self.mark, self.name = options, static, writes, mark, name
         self.softmax_scale, self.window, self.softcap, self.sinks = softmax_scale, window, softcap, sinks
-        self.stored_k_mean, self.v_mean, self.page_scales = (None if x is None else torch.empty_like(x, device=device) for x in static)
+        stored_k_mean, v_mean, self.page_scales = (None if x is None else torch.empty_like(x, device=device) for x in static)
         self.overflows: OverflowCounts | None = None
         if options.count_overflows and writes:
             self.overflows = OverflowCounts([number], num_kv_heads, head_dim, torch.device(device))
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
-        self._format = self.stored_k_mean, self.v_mean, key_type(options.key_dtype), True  # the last fields of `KVPages`
+        self.format = KVFormat.of(head_dim, options.key_dtype, True).with_means(stored_k_mean, v_mean)
         self.write_static()
 
     def write_static(self) -> None:
         """Write what is static, again after an engine has discarded it. Counts stay."""
-        for tensor, value in zip((self.stored_k_mean, self.v_mean, self.page_scales), self.static, strict=True):
+        for tensor, value in zip((self.format.stored_k_mean, self.format.v_mean, self.page_scales), self.static, strict=True):
             if tensor is not None and value is not None:
                 tensor.copy_(value)
 
@@ -73,13 +73,15 @@ class EngineLayer:
     def buffers(self) -> dict[str, torch.Tensor]:
         """The tensors that must outlive new weights and sleep, by name."""
         counts = None if self.overflows is None else self.overflows.tensors[0]
-        found = {"k_mean": self.stored_k_mean, "v_mean": self.v_mean, "page_scales": self.page_scales, "overflows": counts}
+        found = {
+            "k_mean": self.format.stored_k_mean, "v_mean": self.format.v_mean, "page_scales": self.page_scales, "overflows": counts
+        }  # fmt: skip
         return {f"fp8attn_{name}": tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def has_means(self) -> bool:
         """Whether the layer subtracts static means."""
-        return self.stored_k_mean is not None or self.v_mean is not None
+        return self.format.stored_k_mean is not None or self.format.v_mean is not None
 
     @property
     def has_static_scales(self) -> bool:
@@ -103,7 +105,7 @@ class EngineLayer:
         Raises:
             RuntimeError: a block has another size, or there are gaps.
         """
-        blocks, heads, size = allocation.shape[0], self.num_kv_heads, PageLayout.of(self.head_dim).nbytes
+        blocks, heads, size = allocation.shape[0], self.num_kv_heads, self.format.layout.nbytes
         if allocation.nbytes != blocks * heads * size or not allocation.is_contiguous():
             raise RuntimeError(
                 f"the engine gave layer {self.name} blocks of {allocation.nbytes // max(blocks, 1)} bytes with strides "
@@ -132,7 +134,7 @@ class EngineLayer:
             for part in step.parts:
                 check_marks(pool, part.page_table, self.mark)
         for part in step.parts:
-            pages = KVPages.trusted(pool, part.page_table, part.cache_seqlens, *self._format)
+            pages = KVPages.trusted(pool, part.page_table, part.cache_seqlens, self.format)
             tokens = part.tokens
             if self.writes:
                 ops.append(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...errors import UsageError
-from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Options:
                 wanted = "true or false, without quotes" if bool in types else "a string"
                 raise UsageError(f"{place} has {name} {value!r}; it must be {wanted}")
         options = cls(**given)
-        key_type(options.key_dtype)  # raises UsageError
+        codec_of(options.key_dtype)  # raises UsageError
         if options.static_scales and options.scales is None:
             raise UsageError(f"{place} has static_scales, which needs scales, a file of `fp8attn calibrate`")
         return options

@@ -14,7 +14,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
 from ...errors import UsageError
-from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, key_type
+from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ...formats.page_layout import HEAD_DIMS
 from ...overflow import OverflowReport
 from ...pages import KVPages
@@ -103,7 +103,7 @@ class FP8Cache(Cache):
             raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
         if scales is not None and not isinstance(scales, KVScales):
             raise TypeError(f"scales must be KVScales, as of KVScales.load(path); got {type(scales).__name__}")
-        key_type(key_dtype)  # raises UsageError
+        codec_of(key_dtype)  # raises UsageError
         check_backend(backend)
         if (reason := unsupported_reason(model.config)) is not None:
             raise UsageError(reason)

@@ -95,7 +95,7 @@ def load(
         PagedKVCache, tensors, metadata, path, max_seqlen=max_cache_len, device=device, backend=backend
     )
     for layer, pages in zip(cache.shared.layers, paged.layers, strict=True):
-        layer.rotate_keys = pages.rotate_keys
+        layer.rotate_keys = pages.format.rotate
     for index, layer in enumerate(cache.layers):
         state = {name: tensors[f"layers.{index}.{name}"] for name in _STATE if f"layers.{index}.{name}" in tensors}
         if "keys" in state:

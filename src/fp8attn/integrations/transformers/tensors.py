@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ...formats.codec import codec_of
+from ...formats.kv_format import KVFormat
 from ...formats.page_layout import PAGE_SIZE
 from ...formats.rotation import rotate_back
-from ...pages import FIELDS, KVPages
+from ...pages import KVPages
 from ...params import BackendName
 
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
-_TENSORS = FIELDS[:5]
+_TENSORS = {
+    "_pool": "pool", "_page_table": "page_table", "_cache_seqlens": "cache_seqlens", "_stored_k_mean": "format.stored_k_mean",
+    "_v_mean": "format.v_mean",
+}  # fmt: skip
 
 
 def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -31,7 +36,7 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
     codes, scale = getattr(pages, which), getattr(pages, f"{which}_scale")
-    mean = pages.stored_k_mean if which == "k" else pages.v_mean
+    mean = pages.format.stored_k_mean if which == "k" else pages.format.v_mean
     # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
     x = codes.view(torch.uint8)[ids].view(codes.dtype).float()
     if which == "v":
@@ -41,7 +46,7 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
     x = x * scale[ids][..., None, None]
     x = x.transpose(1, 2).flatten(2, 3)[:, :, :length]
     x = x if mean is None else x + mean[:, None]
-    x = rotate_back(x) if which == "k" and pages.rotate_keys else x
+    x = rotate_back(x) if which == "k" and pages.format.rotate else x
     x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # the table may have fewer columns than `length` needs
     # Bytes of K past the length are unspecified. An additive mask would not remove a NaN there.
     held = pages.cache_seqlens.new_ones(length).cumsum(0) <= pages.cache_seqlens[:, None]
@@ -74,9 +79,8 @@ class PagedTensor(torch.Tensor):
         self.which, self.backend, self.exact, self.pages = which, backend, exact, pages
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
-    _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean, _key_dtype, _rotate_keys = (
-        property(attrgetter(f"pages.{name}")) for name in FIELDS
-    )
+    _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (property(attrgetter(f"pages.{name}")) for name in _TENSORS.values())
+    _head_dim, _k_codec, _v_codec, _rotate = (property(attrgetter(f"pages.format.{x}")) for x in ("head_dim", "k.name", "v.name", "rotate"))
 
     def dequantize(self) -> torch.Tensor:
         """The values as a plain tensor."""
@@ -86,15 +90,17 @@ class PagedTensor(torch.Tensor):
         return f"PagedTensor({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        given = [f"_{name}" for name in _TENSORS if getattr(self.pages, name) is not None]
-        return given, (self._key_dtype, self._rotate_keys, self.which, self.dtype, self.backend, self.exact)
+        names = [name for name in _TENSORS if getattr(self, name) is not None]
+        form = self._head_dim, self._k_codec, self._v_codec, self._rotate
+        return names, (form, self.which, self.dtype, self.backend, self.exact)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> PagedTensor:
-        key_dtype, rotate_keys, which, dtype, backend, exact = context
-        pages = KVPages.trusted(*(inner.get(f"_{name}") for name in _TENSORS), key_dtype, rotate_keys)
+        (head_dim, k, v, rotated), which, dtype, backend, exact = context
+        form = KVFormat(head_dim, codec_of(k), codec_of(v), rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
+        pages = KVPages.trusted(inner["_pool"], inner["_page_table"], inner["_cache_seqlens"], form)
         return cls(pages, which, outer_size, dtype, backend, exact)
 
     @classmethod
@@ -109,5 +115,6 @@ def pages_of(x: PagedTensor) -> KVPages:
     """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor subclass, and of its
     attributes traces only tensors."""
     if torch.compiler.is_compiling():
-        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, x._stored_k_mean, x._v_mean, x._key_dtype, x._rotate_keys)
+        form = KVFormat(x._head_dim, codec_of(x._k_codec), codec_of(x._v_codec), x._rotate, x._stored_k_mean, x._v_mean)
+        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, form)
     return x.pages

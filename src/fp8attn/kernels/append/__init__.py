@@ -20,7 +20,8 @@ from functools import lru_cache
 
 import torch
 
-from ...formats.codec import FP8, key_name
+from ...formats.codec import FP8
+from ...formats.kv_format import KVFormat
 from ...formats.page_layout import LAYOUTS, PAGE_SIZE, PageLayout
 from ...formats.rope import Rope
 from ...pages import KVPages
@@ -49,10 +50,10 @@ def append(
     if not k.shape[0] or not max_seqlen:
         return
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
-    heads, head_dim = pages.num_kv_heads, pages.head_dim
-    row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(head_dim, how.rope)
-    stored = row, is_native(device), key_name(pages.key_dtype), pages.rotate_keys, how.static_scales, advance
-    held = pages.pool, pages.stored_k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, how.overflows
+    heads, form = pages.num_kv_heads, pages.format
+    row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(form.head_dim, how.rope)
+    stored = row, is_native(device), form.k.name, form.rotate, how.static_scales, advance
+    held = pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, how.overflows
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
         queries, query_strides, query_shape = (None, None), (0, 0, 0, 0), (0, 0)
@@ -83,16 +84,13 @@ def append(
         pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
 
 
-def from_dense(
-    k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None, stored_k_mean: torch.Tensor | None,
-    v_mean: torch.Tensor | None, key_dtype: torch.dtype, rotate_keys: bool,
-) -> KVPages:  # fmt: skip
+def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | None) -> KVPages:
     """`reference.from_dense` with the same bits, except for the sign of NaN."""
     device = k.device
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope)
-    pool = torch.empty(batch * columns, heads, LAYOUTS[head_dim].nbytes, dtype=torch.uint8, device=device)
+    pool = torch.empty(batch * columns, heads, form.layout.nbytes, dtype=torch.uint8, device=device)
     table = torch.empty(batch, columns, dtype=torch.int32, device=device)
     lengths = torch.empty(batch, dtype=torch.int32, device=device)
     (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = k.stride(), v.stride()
@@ -103,19 +101,18 @@ def from_dense(
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
         # Targets without native E4M3 have no type for it, so its bytes are copied.
-        constants = make_constants("e4m3", device, ROW=_without_rope(row), LAYOUT=LAYOUTS[head_dim], num_warps=row.width // 16)
+        constants = make_constants("e4m3", device, ROW=_without_rope(row), LAYOUT=form.layout, num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, constants)
     else:
         args = (
-            k, v, pool, stored_k_mean, v_mean, table, lengths, None, None, *angles, *strides, *cos_strides, *sin_strides, columns, batch,
-            length,
-            heads, _columns_ahead(device, heads, row.width),
+            k, v, pool, form.stored_k_mean, form.v_mean, table, lengths, None, None, *angles, *strides, *cos_strides, *sin_strides,
+            columns, batch, length, heads, _columns_ahead(device, heads, row.width),
         )  # fmt: skip
-        stored = row, is_native(device), key_name(key_dtype), rotate_keys, False, True
+        stored = row, is_native(device), form.k.name, form.rotate, False, True
         constants = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
         _launch_sequences(page_kernel, (2 * heads, columns), batch, args, constants)
-    return KVPages.trusted(pool, table, lengths, stored_k_mean, v_mean, key_dtype, rotate_keys)
+    return KVPages.trusted(pool, table, lengths, form)
 
 
 def rope_dense(x: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -47,24 +47,24 @@ def decode_attention(
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     device = q.device
     num_tokens, num_q_heads, head_dim = q.shape
-    num_pages, heads, num_seqs = pages.num_pages, pages.num_kv_heads, pages.num_seqs
+    table, lengths, form = pages.page_table, pages.cache_seqlens, pages.format
+    (num_pages, heads, _), (num_seqs, columns) = pages.pool.shape, table.shape
     if out is None:
         out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device)
-    if not num_tokens or not num_pages or not pages.page_table.shape[1]:
+    if not num_tokens or not num_pages or not columns:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     group = num_q_heads // heads
     workers, grid, counters, plane, width, constants = make_decode_plan(
         device, heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1, cu_seqlens_q is not None,
-        window > 0, softcap > 0, sinks is not None, leftpad_k is not None, pages.rotate_keys,
+        window > 0, softcap > 0, sinks is not None, leftpad_k is not None, form.rotate,
     )  # fmt: skip
     parts = torch.empty(plane * (width + 3), dtype=torch.float32, device=device)
-    table, lengths = pages.page_table, pages.cache_seqlens
     stride_t, stride_h, _ = q.stride()
     args = (
         q, stride_t, stride_h,
         *tiles(pages, width, width),
-        pages.pool, pages.stored_k_mean, pages.v_mean, table, table.stride(0), lengths,
+        pages.pool, form.stored_k_mean, form.v_mean, table, table.stride(0), lengths,
         # The lengths are passed instead of arguments that are not given; the kernel does not read them.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
         out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,

@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...formats.codec import key_name
-from ...formats.page_layout import LAYOUTS, PAGE_SIZE, PageLayout
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..codec import is_native
@@ -107,6 +106,7 @@ def portable_attention(
     cu_seqlens_q, max_seqlen_q, causal = params.cu_seqlens_q, params.max_seqlen_q, params.causal
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     num_tokens, num_q_heads, head_dim = q.shape
+    form = pages.format
     device = q.device
     if out is None:
         out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)
@@ -128,12 +128,12 @@ def portable_attention(
     else:
         target, target_lse = out, lse
     args = (
-        q, pages.pool, pages.stored_k_mean, pages.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q,
+        q, pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0),
         max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        codec=key_name(pages.key_dtype), rotate=pages.rotate_keys, head_dim=head_dim, layout=LAYOUTS[head_dim],
+        codec=form.k.name, rotate=form.rotate, head_dim=head_dim, layout=form.layout,
         width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
         softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip

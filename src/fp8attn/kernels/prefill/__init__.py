@@ -59,15 +59,15 @@ def prefill_attention(
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     if params.rope is not None and q.dtype == FP8:
         raise ValueError("FP8 queries are rounded already, so the kernel cannot apply RoPE to them: rotate them before they are quantized")
-    if q.dtype == FP8 and (pages.rotate_keys or pages.key_dtype != FP8):
+    if q.dtype == FP8 and (pages.format.rotate or pages.format.k.dtype != FP8):
         raise ValueError("FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to these pages")
-    device = q.device
+    device, form = q.device, pages.format
     *rows, head_dim = shape = q.shape
     num_pages, num_kv_heads = pages.pool.shape[:2]
     table = pages.page_table
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     # ptxas: d256-e4m3-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
-    return_lse |= power_of_two(head_dim) == 256 and (pages.key_dtype == FP8 or cu_seqlens_q is not None)
+    return_lse |= power_of_two(head_dim) == 256 and (pages.format.k.dtype == FP8 or cu_seqlens_q is not None)
     if out is None:
         out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
         # The layout of queries cannot be copied where strides overlap, or are arbitrary because a dimension has one element.
@@ -96,7 +96,7 @@ def prefill_attention(
         angles = cos.shape[-1], cos.stride(), interleaved
     queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, constants = make_prefill_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, angles, pages.rotate_keys, params.exact, q.dtype == FP8, return_lse,
+        window, softcap > 0, leftpad_k is not None, angles, form.rotate, params.exact, q.dtype == FP8, return_lse,
     )  # fmt: skip
     if not early:
         new_keys = 0
@@ -110,7 +110,8 @@ def prefill_attention(
     args = (
         Tiles(q, queries), *page_tiles(pages, width, part),
         *((None, target) if outputs is None else (Tiles(out, outputs), None)),
-        target_lse, pages.pool, pages.stored_k_mean, pages.v_mean, *((None, None) if new_keys else (table, pages.cache_seqlens)),
+        target_lse, pages.pool, form.stored_k_mean, form.v_mean,
+        *((None, None) if new_keys else (table, pages.cache_seqlens)),
         cu_seqlens_q, None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
         *numbers, params.softmax_scale * LOG2E.value, softcap * LOG2E.value, cos, sin, *angle_strides, new_keys,
     )  # fmt: skip

@@ -83,7 +83,7 @@ def make_prefill_plan(
     softcap: bool,
     leftpad: bool,
     angles: tuple[int, tuple[int, ...], bool] | None,
-    rotate_keys: bool,
+    rotate: bool,
     exact: bool,
     q8: bool,
     lse: bool,
@@ -127,7 +127,7 @@ def make_prefill_plan(
         head_dim=head_dim, layout=PageLayout.of(head_dim), width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
         cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
         mask_left=window > 0 or leftpad, softcap=softcap, exact=exact, split=splits > 1, rope_pairs=rope_pairs,
-        rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate_keys,
+        rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate,
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
     tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else lse or splits > 1)
