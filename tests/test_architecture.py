@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,45 +14,23 @@ import fp8attn_tools
 SOURCE = Path(fp8attn.__file__).parent
 TOOLS = Path(fp8attn_tools.__file__).parent
 
-# A module of `fp8attn` may import the modules in its row.
-ALLOWED = {
-    "errors": set(),
-    "files": set(),
-    "checks": {"derivatives", "errors"},
-    "contents": {"formats", "layout", "pages", "params"},
-    "extras": {"errors"},
-    "formats": {"checks", "errors"},
-    "numerics": {"formats"},
-    "params": {"errors", "formats"},
-    "layout": set(),
-    "pages": {"checks", "formats"},
-    "scales": {"errors", "files", "formats", "layout", "numerics", "pages"},
-    "overflow": {"formats", "layout", "pages", "scales"},
-    "reference": {"formats", "layout", "numerics", "pages", "params"},
-    "backends": {"errors", "formats", "kernels", "layout", "pages", "params", "reference"},
-    "_torch_ops": {"backends", "contents", "formats", "layout", "pages", "params"},
-    "derivatives": set(),
-    "ops": {"_torch_ops", "backends", "checks", "contents", "derivatives", "formats", "layout", "pages", "params"},
-    "dense": {"_torch_ops", "ops", "backends", "checks", "derivatives", "formats", "layout", "pages", "params", "precompile"},
-    "mode": {"_torch_ops", "dense", "errors", "formats", "layout", "pages", "params"},
-    "cache": {"checks", "dense", "errors", "files", "formats", "layout", "ops", "overflow", "pages", "params", "precompile", "scales"},
-    "kernels": {"formats", "layout", "numerics", "pages", "params"},
-    "straight_through": {"formats", "layout", "ops", "pages", "params", "reference"},
-    "precompile": {"backends", "errors", "formats", "kernels", "layout", "pages", "params"},
-    "integrations": {"cache", "checks", "dense", "errors", "extras", "formats", "layout", "mode", "pages"}
-    | {"formats", "numerics", "ops", "overflow", "params", "precompile", "scales"},
-}
-
-# A module of `fp8attn_tools` may import the modules of `fp8attn_tools` in its row, and anything of `fp8attn`.
-ALLOWED_TOOLS = {
-    "plan": set(),
-    "shape": {"plan"},
-    "calibration": set(),
-    "checkpoints": set(),
-    "diagnostics": set(),
-    "evaluation": set(),
-    "cli": {"calibration", "checkpoints", "diagnostics", "evaluation", "plan", "shape"},
-}
+# The floors of `fp8attn`, the ground first: a module imports modules of lower floors, and of its own package (docs/architecture.md).
+FLOORS = (
+    {"derivatives", "errors", "files"},
+    {"checks", "extras"},
+    {"formats"},
+    {"numerics", "pages", "params", "scales"},
+    {"contents", "kernels", "overflow", "reference"},
+    {"backends"},
+    {"_torch_ops", "precompile"},
+    {"ops"},
+    {"cache", "dense", "straight_through"},
+    {"mode"},
+    {"integrations"},
+    {"__init__"},
+)
+# Those of `fp8attn_tools`, which imports anything of `fp8attn`.
+TOOL_FLOORS = ({"plan"}, {"shape"}, {"calibration", "checkpoints", "diagnostics", "evaluation"}, {"cli"}, {"__init__"})
 
 
 def imports(path: Path, source: Path = SOURCE) -> set[str]:
@@ -79,20 +58,38 @@ def packages(path: Path) -> set[str]:
     return found
 
 
-def test_imports_point_one_way():
-    for path in SOURCE.rglob("*.py"):
-        part = path.relative_to(SOURCE).with_suffix("").parts[0]
-        if part in ALLOWED:
-            extra = imports(path) - ALLOWED[part] - {part}
-            assert not extra, f"{path.relative_to(SOURCE)} imports {sorted(extra)}; see docs/architecture.md"
+@pytest.mark.parametrize(("source", "floors"), [(SOURCE, FLOORS), (TOOLS, TOOL_FLOORS)], ids=["library", "tools"])
+def test_imports_point_down(source, floors):
+    floor = {part: number for number, parts in enumerate(floors) for part in parts}
+    for path in source.rglob("*.py"):
+        part = path.relative_to(source).with_suffix("").parts[0]
+        assert part in floor, f"{part} is on no floor"
+        level = [name for name in imports(path, source) - {part} if floor.get(name, 0) >= floor[part]]
+        assert not level, f"{path.relative_to(source)} imports {sorted(level)}, which are not below it; see docs/architecture.md"
 
 
-def test_imports_of_the_tools_point_one_way():
-    for path in TOOLS.rglob("*.py"):
-        part = path.relative_to(TOOLS).with_suffix("").parts[0]
-        if part != "__init__":
-            extra = imports(path, TOOLS) - ALLOWED_TOOLS[part] - {part}
-            assert not extra, f"{path.relative_to(TOOLS)} imports {sorted(extra)}; see docs/architecture.md"
+def test_no_files_import_each_other():
+    """Also not in a larger circle, inside functions, or for types only."""
+    files = {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (*SOURCE.rglob("*.py"), *TOOLS.rglob("*.py"))
+    }
+    below = {name: set(modules(path, name, files)) - {name} for name, path in files.items()}
+    while ground := [name for name, others in below.items() if not others & below.keys()]:
+        for name in ground:
+            del below[name]
+    assert not below, f"circles among {sorted(below)}"
+
+
+def modules(path: Path, name: str, files: dict[str, Path]) -> Iterator[str]:
+    """The modules of `files` that a file imports by name, `name` being its own."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            full = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield from (x for x in (f"{full}.{alias.name}", full) if x in files and (x != full or f"{full}.{alias.name}" not in files))
 
 
 def test_the_library_does_not_import_the_tools():
@@ -154,15 +151,13 @@ def test_lazy_names_are_functions_and_other_names_are_errors():
 
 
 MAX_PARAMETERS = 20
-# Functions whose caller needs a flat list of arguments:
-# - The entry functions of kernels. Triton takes tuples as arguments, but specializes on every number in a tuple, even if
-#   `do_not_specialize` names the tuple: new lengths would compile new kernels. And Triton 3.6 launches no kernel that has a tensor
-#   descriptor in a tuple. (docs/lab/2026-11-launching.md)
-# - The implementation of a torch op, whose arguments are those of its schema.
-FLAT = {
-    "portable_kernel": "kernels/portable/kernel.py", "page_kernel": "kernels/append/page.py", "step_kernel": "kernels/append/step.py",
-    "decode_kernel": "kernels/decode/kernel.py", "prefill_kernel": "kernels/prefill/kernel.py", "_attention": "ops.py",
-}  # fmt: skip
+
+
+def is_entry(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is the entry of a kernel, whose caller needs a flat list of arguments. Triton takes tuples as arguments, but
+    specializes on every number in a tuple, even if `do_not_specialize` names the tuple: new lengths would compile new kernels. And Triton
+    3.6 launches no kernel that has a tensor descriptor in a tuple. (docs/lab/2026-11-launching.md)"""
+    return function.name.endswith("_kernel") and any(".jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -178,16 +173,15 @@ def test_functions_have_few_parameters():
     over = {}
     for path in (*SOURCE.rglob("*.py"), *TOOLS.rglob("*.py")):
         for function in functions(path):
-            file = str(path.relative_to(SOURCE.parent))
-            if len(parameters(function)) > MAX_PARAMETERS and f"fp8attn/{FLAT.get(function.name)}" != file:
-                over[f"{file}: {function.name}"] = len(parameters(function))
+            if len(parameters(function)) > MAX_PARAMETERS and not is_entry(function):
+                over[f"{path.relative_to(SOURCE.parent)}: {function.name}"] = len(parameters(function))
     assert not over, f"more than {MAX_PARAMETERS} parameters: {over}; pass an aggregate (kernels), a dataclass or a NamedTuple"
 
 
 def test_what_kernels_of_many_arguments_are_compiled_for_is_in_objects():
     """Their entry functions have no list of constexpr parameters beside the run-time arguments."""
-    for name, file in FLAT.items():
-        if file.startswith("kernels/"):
-            [entry] = [function for function in functions(SOURCE / file) if function.name == name]
-            constants = {x.arg for x in parameters(entry) if x.annotation is not None and "constexpr" in ast.unparse(x.annotation)}
-            assert "OPTIONS" in constants and constants <= {"OPTIONS", "QUERIES"}, file
+    for path in (SOURCE / "kernels").rglob("*.py"):
+        for function in functions(path):
+            if is_entry(function) and len(parameters(function)) > MAX_PARAMETERS:
+                constants = {x.arg for x in parameters(function) if x.annotation is not None and "constexpr" in ast.unparse(x.annotation)}
+                assert constants <= {"OPTIONS", "QUERIES"}, f"{path.name}: {function.name}"

@@ -33,7 +33,7 @@ def _sdpa_of_context(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options
     *given, level = options
     for count in _counts:
         count(level, q, k)
-    return attend_dense(q, k, v, None, None, False, *given)
+    return attend_dense(q, k, v, None, None, *given)
 
 
 register(

@@ -6,6 +6,8 @@ import sys
 
 from fp8attn.extras import MissingPackageError, needs
 
+from .failure import fail
+
 
 def main() -> None:
     """Run a command.
@@ -19,8 +21,3 @@ def main() -> None:
         fail(error)
         sys.exit(2)
     app(prog_name="fp8attn")
-
-
-def fail(error: Exception) -> None:
-    """Show an error in one line on stderr."""
-    print("fp8attn:", " ".join(str(error).split()), file=sys.stderr)

@@ -16,9 +16,9 @@ from fp8attn.extras import needs
 from fp8attn.formats.codec import DEFAULT_KEY_DTYPE
 
 from ..calibration import Method
-from . import fail
 from .evaluate import evaluate
 from .export import export
+from .failure import fail
 from .generate import generate
 from .options import Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Text
 from .sensitivity import sensitivity

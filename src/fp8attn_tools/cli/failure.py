@@ -1,0 +1,10 @@
+"""How a command ends that cannot do what it was asked for."""
+
+from __future__ import annotations
+
+import sys
+
+
+def fail(error: Exception) -> None:
+    """Show an error in one line on stderr."""
+    print("fp8attn:", " ".join(str(error).split()), file=sys.stderr)
