@@ -60,8 +60,8 @@ def on_a_cpu(monkeypatch, tmp_path):
             for each in (module, import_module("benchmarks.measure")):
                 if hasattr(each, attribute):
                     monkeypatch.setattr(each, attribute, stand_in)
-    for kernel in (accuracy.prefill, accuracy.decode, portable.portable):
-        monkeypatch.setattr(kernel, "attention", reference.attention)
+    for kernels, name in ((accuracy.prefill, "prefill"), (accuracy.decode, "decode"), (portable.portable, "portable")):
+        monkeypatch.setattr(kernels, f"{name}_attention", reference.attention)
     monkeypatch.setattr(prefill, "attention", reference.attention)
     monkeypatch.setattr(decode, "ceilings", lambda case: {"stream-ceiling": lambda: None})
     # What runs in processes of its own, or too long for a test.

@@ -312,19 +312,20 @@ def test_parts_are_added_into_a_given_output(sinks):
 
 
 @pytest.mark.parametrize("keys", KEYS)
-@pytest.mark.parametrize("kernel", [decode, prefill], ids=["decode", "prefill"])
-def test_a_graph_follows_lengths(kernel, keys):
+@pytest.mark.parametrize("attention", [decode.decode_attention, prefill.prefill_attention], ids=["decode", "prefill"])
+def test_a_graph_follows_lengths(attention, keys):
     """A graph is captured once and replayed with other lengths, for decode and for ragged prompts."""
-    pages, each = held([9000, 700], keys=keys), 1 if kernel is decode else 700
+    one = attention is decode.decode_attention  # token of each sequence
+    pages, each = held([9000, 700], keys=keys), 1 if one else 700
     counts = [each, each]
     q = queries(2 * each, heads=8, dtype=torch.float16)
-    given = options(pages, each, None if kernel is decode else counts)
-    limits = (STEP, LSE_ERROR) if kernel is decode else (FEW_KEYS, PROMPT_LSE[keys])
-    kernel.attention(q, pages, AttentionParams(**given))
+    given = options(pages, each, None if one else counts)
+    limits = (STEP, LSE_ERROR) if one else (FEW_KEYS, PROMPT_LSE[keys])
+    attention(q, pages, AttentionParams(**given))
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        result = kernel.attention(q, pages, AttentionParams(**given))
+        result = attention(q, pages, AttentionParams(**given))
     for lengths in ([9000, 700], [1, 0], [8999, 17], [512, 700], [0, 0]):
         pages.cache_seqlens.copy_(torch.tensor(lengths))
         for x in result:
