@@ -110,7 +110,6 @@ def test_hopper_chooses_by_the_query_rows_of_a_kv_head(monkeypatch):
         backend.attention(torch.zeros(2 * tokens, 8, 64), pages, params, given)
         name, got, out = calls.pop()
         assert name == expected and (got.rope is not None) == fused and out is given
-        assert backend.takes_fp8_queries(4 * tokens) == (expected == "prefill")
     idle = AttentionParams(torch.zeros(3, dtype=torch.int32), 0, True, 0.125)
     for given in (None, torch.full((5, 8, 64), torch.nan)):
         out, lse = backend.attention(torch.ones(5, 8, 64), pages, idle, given)

@@ -17,9 +17,9 @@ import torch
 
 import fp8attn
 from fp8attn import KVPages, PagedKVCache
-from fp8attn.backends import load
 from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import E4M3, FP8
+from fp8attn.kernels.quantize_rows import quantize_rows
 from tests.support.kernel_cases import cumulative, poison_empty
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -251,9 +251,7 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
         pages = fp8attn.from_dense(k, v, **options, backend=backend)
         found[name] = tokens_of(pages, [700, 700])
     found["apply_rope"] = [dense_rope.apply_rope(q, *tables, backend=backend)]
-    found["quantize_rows"] = list(
-        load(backend).quantize_rows(k, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1, codec=E4M3)
-    )
+    found["quantize_rows"] = list(quantize_rows(k, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1, codec=E4M3))
     q8, k8, v8 = (x.to(FP8) for x in (q, k, v))
     found["sdpa_quantized"] = [fp8attn.scaled_dot_product_attention_quantized(q8, k8, v8, True, backend=backend)]
     for causal in (False, True):

@@ -311,9 +311,9 @@ def test_a_pool_beyond_tma_s_coordinates_is_refused():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from fp8attn.kernels.pages import _views
 
-    assert _views((2**31 - 1, 1, PageLayout.of(128).nbytes), torch.int8, 128, 128)
+    assert _views((2**31 - 1, 1, PageLayout.of(128).nbytes), 128, torch.int8, 128, 128)
     with pytest.raises(ValueError, match="split them over several pools"):
-        _views((2**28, 8, PageLayout.of(128).nbytes), torch.int8, 128, 128)
+        _views((2**28, 8, PageLayout.of(128).nbytes), 128, torch.int8, 128, 128)
 
 
 def test_decode_has_work_for_a_slice_of_a_gpu():

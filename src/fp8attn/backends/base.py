@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..formats.codec import Codec
+from ..formats.codec import FP8
 from ..formats.kv_format import KVFormat
 from ..formats.rope import Rope, with_tables
 from ..pages import KVPages
@@ -48,16 +48,6 @@ class Backend(Protocol):
         """RoPE on a dense `[B, H, S, D]` with tables `[B, S, R / 2]`."""
         ...
 
-    def quantize_rows(
-        self, x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """The codes, scales and means of a dense `[B, H, S, D]`."""
-        ...
-
-    def takes_fp8_queries(self, rows: int) -> bool:
-        """Whether `attention` takes E4M3 queries with this number of query rows for each KV head (query tokens x GQA group)."""
-        ...
-
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -65,7 +55,8 @@ class Backend(Protocol):
         unspecified.
 
         `out` is contiguous, at a multiple of 16 bytes. Dense calls pass none. Their queries are `[num_seqs, S, num_q_heads, head_dim]` of
-        any strides, with RoPE tables `[num_seqs, S, R / 2]`, and the result has the memory order of q.
+        any strides, with RoPE tables `[num_seqs, S, R / 2]`, and the result has the memory order of q. They may be E4M3, without RoPE; the
+        result is then bfloat16.
 
         `new_keys` is the length of K if `from_dense` made these pages, and all else that attention reads was written before that launch: a
         kernel may then begin before the pages are written, and needs neither their table nor lengths. 0: nothing is known of them.
@@ -99,6 +90,7 @@ def attend_tokens(
         q, params = rotated(apply_rope, q, params)
     if q.dim() == 3:
         return kernel(q, pages, params, out)
+    q = q.to(torch.bfloat16) if q.dtype == FP8 else q
     out, lse = (x.unflatten(0, q.shape[:2]) for x in kernel(q.flatten(0, 1), pages, params, None))
     like = torch.empty_like(q)
     return (out if out.stride() == like.stride() else like.copy_(out)), lse

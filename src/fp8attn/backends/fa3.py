@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .. import reference
+from ..formats.codec import E4M3
+from ..formats.rope import Rope
 from ..kernels import fa3
 
 
@@ -16,6 +19,15 @@ class FlashAttention3:
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return fa3.unsupported_reason(device, dtype)
+
+    def quantize_rows(
+        self, x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The E4M3 codes, scales and means of a dense `[B, H, S, D]`, in x's memory order."""
+        quantize = reference.quantize_rows
+        if not x.is_cpu:
+            from ..kernels.quantize_rows import quantize_rows as quantize
+        return quantize(x, rope=rope, rotate_keys=rotate_keys, subtract_mean=subtract_mean, heads_per_scale=heads_per_scale, codec=E4M3)
 
     def attention(
         self,

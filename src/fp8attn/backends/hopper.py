@@ -39,9 +39,6 @@ class Hopper(triton.Writer):
             return f"the kernels take bfloat16 and float16, not {dtype}"
         return None
 
-    def takes_fp8_queries(self, rows: int) -> bool:
-        return rows > self._decode.MAX_ROWS
-
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

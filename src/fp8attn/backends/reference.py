@@ -17,16 +17,12 @@ class Reference:
     append = staticmethod(reference.append)
     from_dense = staticmethod(reference.from_dense)
     rope = staticmethod(reference.rope_dense)
-    quantize_rows = staticmethod(reference.quantize_rows)
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             return f"inputs must be floating point of 16, 32 or 64 bits, not {dtype}"
         return None
-
-    def takes_fp8_queries(self, rows: int) -> bool:
-        return False
 
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0

@@ -15,16 +15,14 @@ TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 class Writer:
-    """The methods that write pages and rows, with the same kernels on every GPU."""
+    """The methods that write pages, with the same kernels on every GPU."""
 
     def __init__(self) -> None:
         from ..kernels.append import append, from_dense, rope_dense
-        from ..kernels.quantize_rows import quantize_rows
 
         self.append = append
         self.from_dense = from_dense
         self.rope = rope_dense
-        self.quantize_rows = quantize_rows
 
 
 class Triton(Writer):
@@ -47,9 +45,6 @@ class Triton(Writer):
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"no Triton on {device.type} (TRITON_INTERPRET=1 interprets it there, slowly, for tests)"
         return None
-
-    def takes_fp8_queries(self, rows: int) -> bool:
-        return False
 
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0

@@ -48,19 +48,13 @@ def fp8_strategy(
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
     # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
     pages = paged.from_dense(k, v, KVFormat(k.shape[3], E4M3, rotate=False), None)
-    batch, heads = k.shape[:2]
+    batch = len(k)
     both = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
     least = 2.0**-40 / max(abs(softmax_scale), 1.0)
     for scales, factor, zero in ((pages.k_scale, both, least), (pages.v_scale, v_scale, 2.0**-126)):
         if factor is not None:
             scales.unflatten(0, (batch, -1)).copy_(_positive(factor, zero)[:, None])
-    attend = _over_pages(paged, pages, softmax_scale)
-
-    def in_taken_dtype(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
-        takes_fp8 = paged.takes_fp8_queries(q.shape[2] * (q.shape[1] // heads))
-        return attend(q if takes_fp8 else q.to(torch.bfloat16), rope, causal)
-
-    return in_taken_dtype
+    return _over_pages(paged, pages, softmax_scale)
 
 
 def _positive(factor: torch.Tensor, zero: float) -> torch.Tensor:
@@ -84,22 +78,16 @@ def _quantized_rows(k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softm
     Single-level accumulation loses accuracy if V has a mean (`accumulation`), so V's mean is subtracted and added to the output. K's mean
     shifts all scores of a query by the same number, which cancels in the softmax.
     """
-    fa3, rows = load_fa3(k.device, k.dtype), find("auto", k.device, k.dtype)
-    k, k_scale, _ = rows.quantize_rows(
-        k, rope=k_rope, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1,
-        codec=E4M3,
-    )  # fmt: skip
-    v, v_scale, v_mean = rows.quantize_rows(v, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1, codec=E4M3)
+    fa3 = load_fa3(k.device, k.dtype)
+    k, k_scale, _ = fa3.quantize_rows(k, rope=k_rope, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1)
+    v, v_scale, v_mean = fa3.quantize_rows(v, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1)
     assert v_mean is not None
 
     def attend(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
         if rope is not None:
-            q = rows.rope(q, rope)
-        q_fp8, q_scale, _ = rows.quantize_rows(
-            q, rope=None, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group,
-            codec=E4M3,
-        )  # fmt: skip
+            q = find("auto", q.device, q.dtype).rope(q, rope)
+        q_fp8, q_scale, _ = fa3.quantize_rows(q, rope=None, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group)
         out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
         out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
         return out.to(q.dtype)

@@ -105,7 +105,11 @@ def launches(layer: Layer) -> dict[tuple, Launch]:
 def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
     """The layer's calls of the grid."""
     # With few rows, the kernel depends on the exact number of tokens and on whether there are many sequences, but not on the pages.
-    most_few = 128 * layer.num_kv_heads // layer.num_q_heads if layer.backend == "hopper" else 0
+    most_few = 0
+    if layer.backend == "hopper":
+        from ..kernels.decode import MAX_ROWS
+
+        most_few = MAX_ROWS * layer.num_kv_heads // layer.num_q_heads
     dense = replace(layer, k_mean=False, v_mean=False)  # dense calls have no means
     for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
         few = tokens <= most_few

@@ -309,4 +309,8 @@ def _rounds_queries(model: Any, cache: Cache, rows: int) -> bool:
     """Whether a cache's attention rounds queries, with this number of query rows for each KV head."""
     if not isinstance(cache, FP8Cache):
         return False
-    return backends.find(cache.shared.backend, model.device, model.dtype).takes_fp8_queries(rows)
+    if backends.find(cache.shared.backend, model.device, model.dtype).name != "hopper":
+        return False
+    from fp8attn.kernels.decode import MAX_ROWS  # more go to `prefill`
+
+    return rows > MAX_ROWS
