@@ -53,14 +53,14 @@ def append(
     heads, form = pages.num_kv_heads, pages.format
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(form.head_dim, how.rope)
     stored = row, is_native(device), form.k.name, form.rotate, how.static_scales, advance
-    held = pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, how.overflows
+    tensors = pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, how.overflows
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
         queries, query_strides, query_shape = (None, None), (0, 0, 0, 0), (0, 0)
         if q is not None:
             queries, query_strides, query_shape = (q, q_out), (*q.stride()[:2], *q_out.stride()[:2]), q.shape[:2]
         args = (
-            k, v, *held, *queries, *angles, *k_strides, *v_strides, *query_strides, cos_stride, sin_stride, pages.page_table.stride(0),
+            k, v, *tensors, *queries, *angles, *k_strides, *v_strides, *query_strides, cos_stride, sin_stride, pages.page_table.stride(0),
             num_seqs, max_seqlen, heads, *query_shape,
         )  # fmt: skip
         grid, constants = _step_plan(device, heads, num_seqs, max_seqlen, *query_shape, *stored)
@@ -71,7 +71,7 @@ def append(
     # Sequences follow one another: no strides between them.
     strides = (0, *k_strides, 0, *v_strides, 0, cos_stride, 0, sin_stride)
     ahead = _columns_ahead(device, heads, row.width)
-    args = k, v, *held, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads, ahead
+    args = k, v, *tensors, *angles, *strides, pages.page_table.stride(0), num_seqs, max_seqlen, heads, ahead
     constants = _page_constants(device, torch.version.hip is not None, *stored, dense=False)
     if cu_seqlens is None:
         _launch_sequences(page_kernel, (2 * heads, columns), num_seqs, args, constants)

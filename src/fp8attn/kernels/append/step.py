@@ -42,9 +42,9 @@ def _advance(length_ptr, new, programs):
     Each of the sequence's programs reads the length once, and counts its read in the upper bits. When the count is complete, all programs
     have the length, and the last one writes the new length.
     """
-    found = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
-    length = found % _TURN
-    if found // _TURN == programs - 1:
+    counted = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
+    length = counted % _TURN
+    if counted // _TURN == programs - 1:
         tl.store(length_ptr, length + new)
     return length
 
@@ -66,14 +66,14 @@ def _first_over(need, token, scale, new):
 
 
 @triton.jit
-def _settle_slots(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.constexpr, COUNT: tl.constexpr):
+def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.constexpr, COUNT: tl.constexpr):
     """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which have `old` tokens, from the scales that their tokens need.
 
     Args:
         x: `[HEADS * T, C]` FP32.
         need, token, new: `[HEADS, T]`, the scale that a token needs, its number in the step, and whether it is in these pages.
         scale: `[HEADS]`, zero for an empty page.
-        held: `[HEADS]`, whether the head exists.
+        exists: `[HEADS]`, whether the head exists.
     Returns:
         `x`, with codes where a later token made the scale grow; the factors of its rows before they are rounded, `[HEADS, T]`; the
         scales; and how often a scale grew after the first token of its page, with COUNT.
@@ -106,19 +106,19 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, held, old, CODES: tl.con
         if old > 0:
             codes_ptr = codes_ptr_of(slot_ptr, CODES)
             for head in range(HEADS):
-                this = (tl.arange(0, HEADS) == head) & grows & held
+                this = (tl.arange(0, HEADS) == head) & grows & exists
                 if tl.max(this.to(tl.int32)) > 0:
                     address = tl.sum(tl.where(this, codes_ptr.to(tl.int64), 0)).to(tl.pointer_type(tl.uint8))
                     rescale(address, tl.sum(tl.where(this, ratio, 0.0)), old, CODES)
         if COUNT:
-            grown_scales += tl.sum((grows & held & (scale > 0.0)).to(tl.int32))
+            grown_scales += tl.sum((grows & exists & (scale > 0.0)).to(tl.int32))
         scale = grown
         key = _first_over(need, token, scale[:, None], new)
     return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, CODEC)[:, None]), scale, grown_scales
 
 
 @triton.jit
-def _store_scale(scale_ptr, scale, nan, position, old, held, CODES: tl.constexpr):
+def _store_scale(scale_ptr, scale, nan, position, old, exists, CODES: tl.constexpr):
     """Write the settled scales of some heads' slots, which have `old` tokens. `nan [HEADS, T]`: new ones, at `position`, that have a NaN.
 
     The scale of a page with a NaN that has no code (INT8) is NaN. What undoes it is kept (`KVPages.nan_in_k`).
@@ -126,23 +126,23 @@ def _store_scale(scale_ptr, scale, nan, position, old, held, CODES: tl.constexpr
     if not has_nan(CODES.codec):
         first = tl.min(tl.where(nan, position, PAGE), 1)
         marked = (first < PAGE) & (scale == scale)
-        noted = held & (marked | (first * 0 + old == 0))
-        tl.store(scale_ptr, tl.where(first < PAGE, float("nan"), scale), mask=held)
+        noted = exists & (marked | (first * 0 + old == 0))
+        tl.store(scale_ptr, tl.where(first < PAGE, float("nan"), scale), mask=exists)
         nan_ptr = scale_ptr + (NAN_WORD - K_SCALE_WORD)
         tl.store(nan_ptr, tl.where(marked, scale, 0.0), mask=noted)
         tl.store(nan_ptr + 1, tl.where(marked, first.to(tl.float32), 0.0), mask=noted)
     else:
-        tl.store(scale_ptr, scale, mask=held)
+        tl.store(scale_ptr, scale, mask=exists)
 
 
 @triton.jit
-def _clear_values(slot_ptr, held, LAYOUT: tl.constexpr):
+def _clear_values(slot_ptr, exists, LAYOUT: tl.constexpr):
     """Set V of some heads' slots to zero. Attention multiplies tokens past the end by zero, and 0 * NaN would be NaN."""
     WORDS: tl.constexpr = 512  # at a time, a divisor of every page's
     first = (slot_ptr + LAYOUT.v_offset).to(tl.pointer_type(tl.int32))
     for word in range(0, LAYOUT.v_bytes // 4, WORDS):
         i = word + tl.arange(0, WORDS)
-        tl.store(first[:, None] + i[None, :], tl.zeros((1, WORDS), tl.int32), mask=held[:, None])
+        tl.store(first[:, None] + i[None, :], tl.zeros((1, WORDS), tl.int32), mask=exists[:, None])
     tl.debug_barrier()  # other threads' codes are stored over it
 
 
@@ -155,7 +155,7 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
         heads: the heads' numbers `[HEADS]`, and whether they exist.
         sequence: pointers to its length and to its row of the page table.
     """
-    head, held = heads
+    head, exists = heads
     seqlens_ptr, table_ptr = sequence
     HEADS: tl.constexpr = head.shape[0]
     T: tl.constexpr = token.shape[0]
@@ -185,11 +185,11 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     else:
         need = tl.reshape(needed_scale(tl.max(finite(x), 1), CODEC), (HEADS, T))
         scale = tl.where(old > 0, scale, 0.0)
-        x, factor, scale, overflows = _settle_slots(x, need, tokens, here, scale, slot_ptr, held, old, CODES, COUNT)
+        x, factor, scale, overflows = _settle_slots(x, need, tokens, here, scale, slot_ptr, exists, old, CODES, COUNT)
         next_scale = scale
         if crosses:
             empty = tl.zeros((HEADS,), tl.float32)
-            x, next_factor, next_scale, more = _settle_slots(x, need, tokens, ~here, empty, next_ptr, held, 0, CODES, COUNT)
+            x, next_factor, next_scale, more = _settle_slots(x, need, tokens, ~here, empty, next_ptr, exists, 0, CODES, COUNT)
             factor = tl.where(here, factor, next_factor)
             if COUNT:
                 overflows += more
@@ -197,18 +197,18 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     codes = to_codes(x, CODEC, CODES.native)
     position = (old + tokens) % PAGE
     if not STATIC:
-        _store_scale(scale_ptr, scale, nan & here, position, old, held, CODES)
+        _store_scale(scale_ptr, scale, nan & here, position, old, exists, CODES)
         if crosses:
-            _store_scale(next_scale_ptr, next_scale, nan & ~here, position, 0, held, CODES)
+            _store_scale(next_scale_ptr, next_scale, nan & ~here, position, 0, exists, CODES)
     if IS_V:
         if old == 0:
-            _clear_values(slot_ptr, held, CODES.layout)
+            _clear_values(slot_ptr, exists, CODES.layout)
         if crosses:
-            _clear_values(next_ptr, held, CODES.layout)
+            _clear_values(next_ptr, exists, CODES.layout)
     LAYOUT: tl.constexpr = CODES.layout
     offset = LAYOUT.v_offset + position // GROUP * (D * GROUP) + v_position(position) if IS_V else LAYOUT.k_offset + position * D
     rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
-    valid = held[:, None] & (tl.arange(0, T) < new)[None, :]
+    valid = exists[:, None] & (tl.arange(0, T) < new)[None, :]
     if COUNT:
         if STATIC:
             overflows = saturated(x, _rows(valid), CODES)
@@ -250,7 +250,7 @@ def step_kernel(
     token = tl.minimum(tl.arange(0, T), new - 1)  # past the end, repeat the last token, so that only the stores need a mask
     row = (start + token).to(tl.int64)[None, :]
     head = program // 2 * HEADS + tl.arange(0, HEADS)
-    held = head < num_kv_heads
+    exists = head < num_kv_heads
     head = tl.minimum(head, num_kv_heads - 1).to(tl.int64)
     every = tl.zeros((HEADS, T), tl.int64)
     table_ptr += seq.to(tl.int64) * table_stride
@@ -272,10 +272,10 @@ def step_kernel(
             x = hadamard(x, ROW.head_dim)
         if k_mean_ptr is not None:
             x -= mean
-        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, overflows_ptr, K, OPTIONS.advance)
+        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, overflows_ptr, K, OPTIONS.advance)
     else:
         x = load_rows(v_ptr + _rows(head[:, None] * v_stride_h + row * v_stride_t), ROW)
         if v_mean_ptr is not None:
             x -= load_rows(v_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
         tl.debug_barrier()
-        _write(x, token, new, (head, held), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, overflows_ptr, V, OPTIONS.advance)
+        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, overflows_ptr, V, OPTIONS.advance)

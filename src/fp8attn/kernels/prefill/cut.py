@@ -72,13 +72,13 @@ class Problem(NamedTuple):
         """
         most = -(-self.max_seqlen_q // rows)
         equal = self.num_seqs == 1 or self.tokens >= self.num_seqs * self.max_seqlen_q
-        found = [((self.num_seqs if equal else 1) * most, self.tiles, self._first(self.tiles, most, rows))]
+        groups = [((self.num_seqs if equal else 1) * most, self.tiles, self._first(self.tiles, most, rows))]
         if not equal:
             mean = max(0, self.tokens - self.max_seqlen_q) / (self.num_seqs - 1)
             some = max(1.0, mean / rows + 0.5)
             tiles = max(1.0, self.tiles - (self.max_seqlen_q - mean) / TILE.value) if self.causal else self.tiles
-            found.append(((self.num_seqs - 1) * some, tiles, self._first(tiles, some, rows)))
-        return found
+            groups.append(((self.num_seqs - 1) * some, tiles, self._first(tiles, some, rows)))
+        return groups
 
     def _first(self, tiles: float, blocks: float, rows: int) -> float:
         return max(1, tiles - (blocks - 1) * rows // TILE.value) if self.causal else tiles
