@@ -74,6 +74,9 @@ class ConstexprFields(dict):
 
     Triton calls `knobs.runtime.jit_post_compile_hook` for each new kernel, and first writes the kernel's constexpr parameters as JSON. JSON
     has dicts, but no dataclasses. vLLM sets this hook.
+
+    Device code passes a field that is no number to a function by way of a name, `CODEC: tl.constexpr = OPTIONS.codec`: Triton 3.6 takes no
+    other objects.
     """
 
     def __bool__(self) -> bool:

@@ -132,6 +132,7 @@ def _rows_kernel(
     cos_stride_b, cos_stride, sin_stride_b, sin_stride, heads, length, heads_per_scale, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """The kernel of the third launch. A program writes the codes of some tokens of a head."""
+    CODEC: tl.constexpr = OPTIONS.codec
     TOKENS: tl.constexpr = OPTIONS.tokens
     ROW: tl.constexpr = TOKENS.row
     T: tl.constexpr = TOKENS.count
@@ -147,9 +148,9 @@ def _rows_kernel(
     x = _load_tokens(x_ptr, token, length - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS)
     if OPTIONS.means:
         x -= load_rows(mean_ptr + row * ROW.head_dim + tl.zeros((1, 1), tl.int32), ROW)
-    factor = inverse(tl.load(scale_ptr + row // heads_per_scale), OPTIONS.codec)
+    factor = inverse(tl.load(scale_ptr + row // heads_per_scale), CODEC)
     rows = out_ptr + (batch * out_stride_b + head * out_stride_h + token.to(tl.int64) * out_stride_t)[:, None]
-    store_rows(rows, to_codes(x * factor, OPTIONS.codec, OPTIONS.native), (token < length)[:, None], ROW)
+    store_rows(rows, to_codes(x * factor, CODEC, OPTIONS.native), (token < length)[:, None], ROW)
 
 
 def quantize_rows(

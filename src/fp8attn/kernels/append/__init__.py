@@ -101,7 +101,8 @@ def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | No
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
         # Targets without native E4M3 have no type for it, so its bytes are copied.
-        constants = make_constants("e4m3", device, ROW=_without_rope(row), LAYOUT=form.layout, num_warps=row.width // 16)
+        codes = Codes(_without_rope(row), form.layout, False, "e4m3", is_native(device), False, True)
+        constants = make_constants("e4m3", device, CODES=codes, num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, constants)
     else:

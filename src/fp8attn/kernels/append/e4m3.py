@@ -25,9 +25,11 @@ def _load_bytes(x_ptr, token, end, stride_t, ROW: tl.constexpr):
 @triton.jit(do_not_specialize=["num_kv_heads", "length", "first_seq"])
 def e4m3_kernel(
     k_ptr, v_ptr, pool_ptr, table_ptr, seqlens_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads,
-    length, first_seq, ROW: tl.constexpr, LAYOUT: tl.constexpr,
+    length, first_seq, CODES: tl.constexpr,
 ):  # fmt: skip
     """The kernel. A program writes K or V of a head of a page."""
+    ROW: tl.constexpr = CODES.row
+    LAYOUT: tl.constexpr = CODES.layout
     D: tl.constexpr = ROW.head_dim
     k_ptr = k_ptr.to(tl.pointer_type(tl.uint8))
     v_ptr = v_ptr.to(tl.pointer_type(tl.uint8))

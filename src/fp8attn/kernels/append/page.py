@@ -51,7 +51,8 @@ def _load_keys(first, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.
 @triton.jit
 def _round(x, CODES: tl.constexpr):
     """The codes of the tiles that `settle_page` returns."""
-    return round_to_codes(x, CODES.codec, CODES.native)
+    CODEC: tl.constexpr = CODES.codec
+    return round_to_codes(x, CODEC, CODES.native)
 
 
 @triton.jit

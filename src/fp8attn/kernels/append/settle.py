@@ -189,6 +189,7 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     IS_V: tl.constexpr = CODES.is_v
     CODEC: tl.constexpr = CODES.codec
     DENSE: tl.constexpr = CODES.dense
+    LAYOUT: tl.constexpr = CODES.layout
     scale_ptr = scale_ptr_of(slot_ptr, CODES)
     codes_ptr = codes_ptr_of(slot_ptr, CODES)
     if IS_V:
@@ -242,10 +243,10 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
             note = tl.where(i == NAN_WORD, scale, tl.where(i == NAN_WORD + 1, nan_token, 0.0))
             words = HEADER_WORDS if DENSE else tl.where(marked | (old == 0), NAN_WORD + 2, 0)
             inside = (i >= (SCALE_WORDS if DENSE else NAN_WORD)) & (i < words)
-            tl.store(header_ptr_of(slot_ptr, CODES.layout) + i, tl.where(marked, note, 0.0), mask=inside)
+            tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.where(marked, note, 0.0), mask=inside)
         else:
             tl.store(scale_ptr, scale)
             if DENSE and not IS_V:  # the rest of the header
                 i = tl.arange(0, HEADER_WORDS)
-                tl.store(header_ptr_of(slot_ptr, CODES.layout) + i, tl.zeros(i.shape, tl.float32), mask=i >= SCALE_WORDS)
+                tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.zeros(i.shape, tl.float32), mask=i >= SCALE_WORDS)
     return x0, x1

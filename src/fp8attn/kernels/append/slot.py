@@ -32,7 +32,8 @@ def header_ptr_of(slot_ptr, LAYOUT: tl.constexpr):
 @triton.jit
 def scale_ptr_of(slot_ptr, CODES: tl.constexpr):
     """The pointer to the scale of K or V in the slot at `slot_ptr`."""
-    return header_ptr_of(slot_ptr, CODES.layout) + (V_SCALE_WORD if CODES.is_v else K_SCALE_WORD)
+    LAYOUT: tl.constexpr = CODES.layout
+    return header_ptr_of(slot_ptr, LAYOUT) + (V_SCALE_WORD if CODES.is_v else K_SCALE_WORD)
 
 
 @triton.jit
@@ -79,7 +80,8 @@ def new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, ADVANCE: tl.constex
 @triton.jit
 def round_again(x, before, factor, CODES: tl.constexpr, CLAMP: tl.constexpr):
     """Round the rows `before [N, 1]` of `x * factor` to codes, as FP32 numbers. The other rows of `x [N, C]` do not change."""
-    return encode_where(x * tl.where(before, factor, 1.0), before, CODES.codec, CODES.native, CLAMP)
+    CODEC: tl.constexpr = CODES.codec
+    return encode_where(x * tl.where(before, factor, 1.0), before, CODEC, CODES.native, CLAMP)
 
 
 @triton.jit
@@ -87,12 +89,13 @@ def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
     """Multiply the codes of the first `old` tokens at `codes_ptr` (K or V of a slot) by `ratio`, because their scale has grown."""
     # Bytes in the order of memory, 2048 at a time: few enough for registers, and a divisor of every page.
     SIZE: tl.constexpr = 2048
+    CODEC: tl.constexpr = CODES.codec
     D: tl.constexpr = CODES.row.head_dim
     for first in range(0, tl.cdiv(old, GROUP) * (GROUP * D), SIZE):
         i = first + tl.arange(0, SIZE)
         token = i // (D * GROUP) * GROUP + v_token(i % GROUP) if CODES.is_v else i // D
         codes = tl.load(codes_ptr + i)
-        shifted = to_codes(from_codes(codes, CODES.codec, CODES.native) * ratio, CODES.codec, CODES.native)
+        shifted = to_codes(from_codes(codes, CODEC, CODES.native) * ratio, CODEC, CODES.native)
         tl.store(codes_ptr + i, tl.where(token < old, shifted, codes))
     tl.debug_barrier()  # other threads' stores above cover bytes that are read or written next
 
@@ -129,7 +132,8 @@ def saturated(x, valid, CODES: tl.constexpr):
 
     Channels after the last one are zero.
     """
-    return tl.sum((overflows(x, CODES.codec) & valid).to(tl.int32))
+    CODEC: tl.constexpr = CODES.codec
+    return tl.sum((overflows(x, CODEC) & valid).to(tl.int32))
 
 
 @triton.jit

@@ -164,17 +164,18 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     CODEC: tl.constexpr = CODES.codec
     IS_V: tl.constexpr = CODES.is_v
     STATIC: tl.constexpr = CODES.static
+    LAYOUT: tl.constexpr = CODES.layout
     COUNT: tl.constexpr = overflows_ptr is not None
     length = _advance(seqlens_ptr, new, programs) if ADVANCE else tl.load(seqlens_ptr) - new
     old = length % PAGE
     table_ptr += length // PAGE
-    slot_ptr = pool_ptr + (tl.load(table_ptr).to(tl.int64) * num_kv_heads + head) * CODES.layout.nbytes
+    slot_ptr = pool_ptr + (tl.load(table_ptr).to(tl.int64) * num_kv_heads + head) * LAYOUT.nbytes
     scale_ptr = scale_ptr_of(slot_ptr, CODES)
     scale = tl.load(scale_ptr)
     next_ptr = slot_ptr
     crosses = T > 1 and old + new > PAGE
     if crosses:
-        next_ptr = pool_ptr + (tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head) * CODES.layout.nbytes
+        next_ptr = pool_ptr + (tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head) * LAYOUT.nbytes
     next_scale_ptr = scale_ptr_of(next_ptr, CODES)
     tokens = tl.broadcast_to(token[None, :], (HEADS, T))
     here = old + tokens < PAGE
@@ -202,10 +203,9 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
             _store_scale(next_scale_ptr, next_scale, nan & ~here, position, 0, exists, CODES)
     if IS_V:
         if old == 0:
-            _clear_values(slot_ptr, exists, CODES.layout)
+            _clear_values(slot_ptr, exists, LAYOUT)
         if crosses:
-            _clear_values(next_ptr, exists, CODES.layout)
-    LAYOUT: tl.constexpr = CODES.layout
+            _clear_values(next_ptr, exists, LAYOUT)
     offset = LAYOUT.v_offset + position // GROUP * (D * GROUP) + v_position(position) if IS_V else LAYOUT.k_offset + position * D
     rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
     valid = exists[:, None] & (tl.arange(0, T) < new)[None, :]
