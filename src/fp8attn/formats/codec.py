@@ -1,7 +1,7 @@
 """Codecs: the 8-bit codes of K and V, in plain PyTorch. A value `x` is stored as the code `x_8bit`, with `x ~ x_8bit * scale + mean`.
 
 `INT8` and `E4M3` are the definition. The kernels compute the same bits. A new codec is one more object in `CODECS`, and its conversions in
-`kernels/fp8.py`.
+`kernels/codec.py`.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def from_codes(codes, CODEC: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
-    """`formats.codec.encode`: codes as FP32 numbers."""
+    """`Codec.encode`: codes as FP32 numbers."""
     if CODEC == "int8":
         return (saturate_int8(x) + _ROUND) - _ROUND
     else:
@@ -195,7 +195,7 @@ def overflows(x, CODEC: tl.constexpr):
 
 @triton.jit
 def needed_scale(amax, CODEC: tl.constexpr):
-    """`formats.codec.needed_scale`."""
+    """`Codec.needed_scale`."""
     if CODEC == "int8":
         return tl.minimum(tl.maximum(amax * _PER_INT8_MAX, _MIN_SCALE), _MAX_SCALE)
     else:
@@ -207,7 +207,7 @@ def needed_scale(amax, CODEC: tl.constexpr):
 
 @triton.jit
 def with_headroom(scale, CODEC: tl.constexpr):
-    """`formats.codec.with_headroom`."""
+    """`Codec.with_headroom`."""
     return tl.minimum(scale * (_INT8_HEADROOM if CODEC == "int8" else _E4M3_HEADROOM), _MAX_SCALE)
 
 

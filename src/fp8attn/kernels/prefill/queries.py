@@ -204,7 +204,7 @@ def rounded(x):
 
 @gluon.jit
 def powers_of_two(largest):
-    """The scale of rows for E4M3 and its inverse: `codec.power_of_two_scale`, computed from bits."""
+    """The scale of rows for E4M3 and its inverse: `Float.needed_scale`, computed from bits."""
     bits = largest.to(gl.int32, bitcast=True)
     exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
     exponent = gl.minimum(gl.maximum(exponent, -60), 120)
