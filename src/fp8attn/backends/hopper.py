@@ -14,9 +14,10 @@ from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from . import triton
 from .base import attend_tokens, empty_rows, rotated
+from .writer import Writer
 
 
-class Hopper(triton.Writer):
+class Hopper(Writer):
     """`decode` serves few query rows, whose speed memory bandwidth limits; they stay in 16 bits. `prefill` serves many, whose speed
     arithmetic limits; it rounds them to 8 bits."""
 

@@ -10,19 +10,9 @@ import torch
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from .base import attend_tokens
+from .writer import Writer
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
-
-
-class Writer:
-    """The methods that write pages, with the same kernels on every GPU."""
-
-    def __init__(self) -> None:
-        from ..kernels.append import append, from_dense, rope_dense
-
-        self.append = append
-        self.from_dense = from_dense
-        self.rope = rope_dense
 
 
 class Triton(Writer):
