@@ -14,9 +14,9 @@ PRIVATE = {
     "torch.overrides._get_current_function_mode_stack": ("mode/mode.py", "contexts of tasks and generators end in any order"),
     "torch.overrides._pop_mode": ("mode/mode.py", "as above"),
     "torch.overrides._push_mode": ("mode/mode.py", "as above"),
-    "torch.nn.Module._forward_pre_hooks": ("mode/mode.py", "hooks need the same key each time, or Dynamo compiles again"),
-    "torch.nn.Module._forward_hooks": ("mode/mode.py", "as above"),
-    "torch.nn.Module._forward_hooks_always_called": ("mode/mode.py", "as above"),
+    "torch.nn.Module._forward_pre_hooks": ("mode/sites.py", "hooks need the same key each time, or Dynamo compiles again"),
+    "torch.nn.Module._forward_hooks": ("mode/sites.py", "as above"),
+    "torch.nn.Module._forward_hooks_always_called": ("mode/sites.py", "as above"),
     "_dynamo_marked_constant": ("mode/mode.py", "torch.compiler.assume_constant_result imports all of Dynamo"),
     "torch.Tensor._make_wrapper_subclass": ("", "a tensor without storage"),
     "torch._C._disabled_torch_function_impl": ("", "a subclass without __torch_function__"),
@@ -25,7 +25,7 @@ PRIVATE = {
     "torch.utils._python_dispatch": ("", "whether a call is being traced into torch ops"),
     "torch._dynamo.mark_static_address": ("", "public, but documented nowhere"),
     "torch._assert_async": ("", "an assertion without a wait for the device"),
-    "_scaled_dot_product_attention_quantized": ("diagnostics/accumulation.py", "PyTorch's experimental op is measured"),
+    "_scaled_dot_product_attention_quantized": ("../fp8attn_tools/diagnostics/accumulation.py", "PyTorch's experimental op is measured"),
 }
 # Attributes with a leading underscore of torch's modules, and the names above without a module.
 USES = re.compile(

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention  # imported before 
 from torch.overrides import TorchFunctionMode
 
 from fp8attn.dense import sdpa
-from fp8attn.mode import AttentionPolicy, fp8_attention
+from fp8attn.mode import AttentionPolicy, fp8_attention, sites
 from fp8attn.mode import mode as fp8_mode
 from fp8attn.numerics import relative_error
 from tests.mode.nets import ANY, FP8_ERROR, Net, qkv, ran
@@ -240,7 +240,7 @@ def test_threads_do_not_affect_each_other(net, x):
         assert len(outs) == 10 and all(torch.equal(each, out) for each in outs)
     assert ran(reports[1])["fp8"] == [1, 2, 3, 4] and ran(reports[2])["fp8"] == [0, 1, 2]
     assert [row.calls for row in reports[1].rows] == [10] * 5
-    assert not fp8_mode._slots
+    assert not sites.slots
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
@@ -276,7 +276,7 @@ def test_asyncio_tasks_do_not_affect_each_other(net, x, first_out):
     assert len(outs["child"]) == 2 and all(torch.equal(out, inside) for out in outs["child"])  # a task started inside
     assert (reports[0].calls, reports[0].fp8_calls) == (5 * len(outs[0]) + 10, 4 * len(outs[0]) + 8)
     assert (reports[1].calls, reports[1].fp8_calls) == (5 * len(outs[1]), 0)
-    assert fp8_mode._thread.mode is None and fp8_mode._of_this_task.get() == () and not fp8_mode._slots
+    assert sites.thread.mode is None and fp8_mode._of_this_task.get() == () and not sites.slots
 
 
 def test_contexts_of_generators_end_in_any_order():
@@ -306,4 +306,4 @@ def test_contexts_of_generators_end_in_any_order():
         assert torch.equal(scaled_dot_product_attention(q, k, v), ours)
         inner.close()
         assert torch.equal(scaled_dot_product_attention(q, k, v), plain)
-    assert fp8_mode._thread.mode is None
+    assert sites.thread.mode is None

@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention  # imported before any context
 
 from fp8attn.dense import sdpa
-from fp8attn.mode import AttentionCall, AttentionPolicy, fp8_attention
-from fp8attn.mode import mode as fp8_mode
+from fp8attn.mode import AttentionCall, AttentionPolicy, fp8_attention, sites
 from fp8attn.mode.policy import MIN_LENGTH
 from tests.mode.nets import ANY, qkv, ran
 
@@ -118,7 +117,7 @@ def test_arguments_of_another_type(net):
         pass
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module .*got list"), fp8_attention(ANY, [net]):
         pass
-    assert fp8_mode._thread.mode is None
+    assert sites.thread.mode is None
 
 
 def test_a_model_that_does_not_fit_the_policy(net):
@@ -131,7 +130,7 @@ def test_a_model_that_does_not_fit_the_policy(net):
     ]:
         with pytest.raises(ValueError, match=message), fp8_attention(policy, model, **options):
             pass
-    assert not fp8_mode._slots
+    assert not sites.slots
     with pytest.raises(ValueError, match="backend"), fp8_attention(AttentionPolicy(min_length=1, backend="nonsense")):
         scaled_dot_product_attention(*qkv())
 

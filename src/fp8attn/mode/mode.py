@@ -11,19 +11,16 @@ compiled outside the context is what runs outside it.
 How long things live:
 
 - `_Mode` is one context. `outer` is the context around it on the same thread, `level` how many there are around it.
-- `_Site` is one module of the model inside one context. Its hooks set the `site` of the mode of the thread that runs the module.
+- `Site` (`sites.py`) is one module of the model inside one context. Its hooks set the `site` of the mode of the thread that runs it.
 - A slot is the number of a context with hooks among those that have hooks at the time, in all threads. It is free again when the context
   ends. It names the hooks, so that the hooks of the next context have the same names and Dynamo need not compile again.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from fnmatch import fnmatchcase
 from types import FunctionType
 from typing import Any
 
@@ -36,6 +33,7 @@ from ..errors import UsageError
 from .graph import attend_in_graph, count_runs
 from .policy import AttentionCall, AttentionPolicy
 from .report import AttentionReport, ModuleCalls
+from .sites import Site, hooks_on, thread
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # the same object as torch._C._nn's
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
@@ -81,15 +79,14 @@ def fp8_attention(
         raise UsageError(
             "skip_first, skip_last, numbers and patterns in skip, and layers need the model: call fp8_attention(policy, model)"
         )
-    mode = _Mode(policy, getattr(_thread, "mode", None))
-    with _entered(mode), nullcontext() if model is None else _hooks(mode, model, layers), mode:
+    mode = _Mode(policy, getattr(thread, "mode", None))
+    with _entered(mode), nullcontext() if model is None else hooks_on(mode, model, layers), mode:
         try:
             yield mode.report
         finally:
             _move_to_top(mode)
 
 
-_thread = threading.local()  # its attribute `mode` is the innermost mode of this thread
 # The modes that the running asyncio task has entered, or inherited from the task that started it. A thread runs several tasks in turn and
 # has the modes of all of them. Dynamo cannot trace a ContextVar, so compiled code does not read it.
 _of_this_task: ContextVar[tuple[_Mode, ...]] = ContextVar("fp8attn.mode", default=())
@@ -101,16 +98,16 @@ def _entered(mode: _Mode) -> Iterator[None]:
 
     Contexts of tasks and of generators end in any order, so each removes only itself.
     """
-    _thread.mode = mode
+    thread.mode = mode
     if not torch.compiler.is_compiling():
         _of_this_task.set((*_of_this_task.get(), mode))
     try:
         yield
     finally:
-        if _thread.mode is mode:
-            _thread.mode = mode.outer
+        if thread.mode is mode:
+            thread.mode = mode.outer
         else:
-            inner = _thread.mode
+            inner = thread.mode
             while inner.outer is not mode:
                 inner = inner.outer
             inner.outer = mode.outer
@@ -139,8 +136,8 @@ class _Mode(TorchFunctionMode):
         self.report = AttentionReport(policy)
         self.outer = outer
         self.level: int = 0 if outer is None else outer.level + 1
-        self.slot: int | None = None  # of `_hooks`; None: there is no model
-        self.site: _Site | None = None  # the innermost module of the model that this thread runs
+        self.slot: int | None = None  # of `hooks_on`; None: there is no model
+        self.site: Site | None = None  # the innermost module of the model that this thread runs
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
@@ -209,7 +206,7 @@ class _Mode(TorchFunctionMode):
 
 def _deciding() -> _Mode | None:
     """The innermost context of this thread and task that includes a call made now."""
-    mode = getattr(_thread, "mode", None)
+    mode = getattr(thread, "mode", None)
     entered = None if torch.compiler.is_compiling() else _of_this_task.get()
     while mode is not None and ((mode.slot is not None and mode.site is None) or (entered is not None and mode not in entered)):
         mode = mode.outer
@@ -236,7 +233,7 @@ _multi_head = FunctionType(
 
 def _of_level(level: int) -> _Mode | None:
     """This thread's context of that level. A context that is itself being traced is not there yet."""
-    mode = getattr(_thread, "mode", None)
+    mode = getattr(thread, "mode", None)
     while mode is not None and mode.level != level:
         mode = mode.outer
     return mode
@@ -261,147 +258,3 @@ def _ran(level: int, query: torch.Tensor, key: torch.Tensor) -> None:
     mode = _of_level(level)
     if mode is not None:
         mode.row(None).count(query, key)
-
-
-class _Site:
-    """A module of the model, with hooks that record in the mode when it is entered and left.
-
-    The hooks write only to the mode of their own thread, so other threads can run the model at the same time. They reach what they read
-    through the module. So what Dynamo compiled for one block or context is valid for the next one, if the decision is the same.
-
-    Attributes:
-        name, layer: the module's dotted name, and the index of its layer.
-        reason: why the policy skips calls in this module; None: it does not.
-        parent: the site around this one.
-        copies: the modules that `copy.deepcopy` made from the model's, together with their hooks.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        layer: int | None,
-        reason: str | None,
-        parent: _Site | None,
-        slot: int,
-        module: nn.Module | None,
-        copies: list[weakref.ref[nn.Module]],
-    ) -> None:
-        self.name, self.layer, self.reason, self.parent, self.slot = name, layer, reason, parent, slot
-        self.module, self.copies = module, copies
-
-    def __deepcopy__(self, memo: dict) -> _Site:
-        """The site of a copy of the module.
-
-        The copy is outside the context: its hooks do nothing, and are removed when the context ends.
-        """
-        module = memo.get(id(self.module))
-        if module is not None:
-            self.copies.append(weakref.ref(module))
-        return _Site(self.name, self.layer, self.reason, None, NO_SLOT, module, self.copies)
-
-    def __reduce__(self) -> tuple:
-        """The hooks of an unpickled module do nothing."""
-        return _Site, (self.name, self.layer, self.reason, None, NO_SLOT, None, [])
-
-    def enter(self, module: nn.Module, args: tuple) -> None:
-        """The module's forward begins."""
-        self._move(self)
-
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """The module's forward ends."""
-        self._move(self.parent)
-
-    def _move(self, site: _Site | None) -> None:
-        mode = getattr(_thread, "mode", None)
-        while mode is not None and mode.slot != self.slot:
-            mode = mode.outer
-        if mode is not None:
-            mode.site = site
-
-
-NO_SLOT = -1
-_slots: set[int] = set()  # of the contexts with hooks, in all threads
-_slots_lock = threading.Lock()
-
-
-@contextmanager
-def _hooks(mode: _Mode, model: nn.Module, layers: Sequence[nn.Module] | None) -> Iterator[None]:
-    """Hooks on the model, and on its modules that may call attention: those with children, and those that the policy names."""
-    with _slots_lock:
-        mode.slot = slot = next(slot for slot in range(len(_slots) + 1) if slot not in _slots)
-        _slots.add(slot)
-    # A handle of register_forward_hook has a new number each time. Dynamo guards on it, so every block would be compiled separately.
-    hook: Any = f"fp8attn-{slot}"  # torch declares int, the handles' numbers
-    sites: dict[nn.Module, _Site] = {}
-    copies: list[weakref.ref[nn.Module]] = []
-    try:
-        sites = _sites(mode.policy, slot, getattr(model, "_orig_mod", model), layers, copies)  # torch.compile wraps a model
-        for module, site in sites.items():
-            module._forward_pre_hooks[hook] = site.enter
-            module._forward_hooks[hook] = site.leave
-            module._forward_hooks_always_called[hook] = True
-        yield
-    finally:
-        for module in (*sites, *(found for copied in copies if (found := copied()) is not None)):
-            module._forward_pre_hooks.pop(hook, None)
-            module._forward_hooks.pop(hook, None)
-            module._forward_hooks_always_called.pop(hook, None)
-        with _slots_lock:
-            _slots.discard(slot)
-
-
-def _sites(
-    policy: AttentionPolicy, slot: int, model: nn.Module, layers: Sequence[nn.Module] | None, copies: list[weakref.ref[nn.Module]]
-) -> dict[nn.Module, _Site]:
-    """The modules that get hooks, and the policy's decision for each."""
-    names = {module: name for name, module in model.named_modules()}
-    layers = _layers(model) if layers is None else [getattr(layer, "_orig_mod", layer) for layer in layers]
-    if (policy.skip_first or policy.skip_last or policy.layers) and not layers:
-        raise UsageError(
-            f"skip_first, skip_last and numbers in skip count layers, and {type(model).__name__} has none in a ModuleList; pass them: "
-            "fp8_attention(policy, model, layers=[...])"
-        )
-    if wrong := [number for number in policy.layers if not -len(layers) <= number < len(layers)]:
-        raise UsageError(f"skip names layers {wrong}, and the model has layers 0 to {len(layers) - 1} (-1 is the last)")
-    numbers = {number % len(layers) for number in policy.layers}
-    for i, layer in enumerate(layers):
-        if layer not in names:
-            raise UsageError(f"layers[{i}], a {type(layer).__name__}, is not inside the model; pass modules from model.modules()")
-    for pattern in policy.patterns:
-        if not any(fnmatchcase(name, pattern) for name in names.values()):
-            raise UsageError(
-                f"no module of the model is called {pattern!r}; patterns match whole dotted names, such as {list(names.values())[-1]!r}"
-            )
-    index = {layer: i for i, layer in enumerate(layers)}
-    sites: dict[nn.Module, _Site] = {}
-    by_name: dict[str, _Site] = {}
-    for module, name in names.items():
-        matched = next((pattern for pattern in policy.patterns if fnmatchcase(name, pattern)), None)
-        if name and module not in index and matched is None and not any(True for _ in module.children()):
-            continue
-        parent = None
-        above = name
-        while above and parent is None:
-            above = above.rpartition(".")[0]
-            parent = by_name.get(above)
-        own = index.get(module)  # of a layer itself
-        number = own if own is not None or parent is None else parent.layer
-        reason = None if parent is None else parent.reason
-        if own is not None and own < policy.skip_first:
-            reason = "left out by skip_first"
-        elif own is not None and own >= len(layers) - policy.skip_last:
-            reason = "left out by skip_last"
-        elif own in numbers:
-            reason = f"left out by number ({own})"
-        elif matched is not None:
-            reason = f"left out by name ({matched})"
-        sites[module] = by_name[name] = _Site(name, number, reason, parent, slot, module, copies)
-    return sites
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The contents of the outermost `ModuleList`s."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
-    return found
