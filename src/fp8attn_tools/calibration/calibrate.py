@@ -7,7 +7,7 @@ static scales, and for finding the layers that lose most in 8 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,12 +81,13 @@ def calibrate(
         offset that no static mean removes (`k_offsets`); the same in every process. `q_scale` is None if the model computes its attention
         itself.
     Raises:
-        TypeError: `model` is no transformers model, or a batch has no tensors.
+        TypeError: `model` is no transformers model, `batches` no iterable of batches, or a batch has no tensors.
         UsageError: no tokens; an unknown method or key_dtype; a model without plain K and V (`layers_of`); heads that are divided over
             processes without `tensor_parallel`; a checkpoint of another calibration.
         ValueError: NaN or Inf in Q, K or V.
     """
     specs = layers_of(_config(model))
+    _check_batches(batches)
     options = Options(method, percentile, key_dtype, rotate_keys, means)
     if chunk < 1:
         raise UsageError(f"chunk must be a positive number of tokens; got {chunk}")
@@ -280,9 +281,12 @@ def check_scales(
     Returns:
         The `ScalesReport`.
     Raises:
-        TypeError, UsageError: as `calibrate`; or the scales are of another model.
+        TypeError, UsageError: as `calibrate`; or the scales are none, or of another model.
     """
     specs = layers_of(_config(model))
+    _check_batches(batches)
+    if not isinstance(scales, KVScales):
+        raise TypeError(f"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got {type(scales).__name__}")
     full = next(spec for spec in specs if spec.kind == FULL)
     scales.check(
         num_layers=len(specs), num_kv_heads=full.num_kv_heads, head_dim=full.head_dim, model_id=decoder_config(model.config).name_or_path
@@ -309,6 +313,14 @@ def check_scales(
         for index, found in counting.items()
     }
     return ScalesReport(seen, tokens)
+
+
+def _check_batches(batches: Any) -> None:
+    if not isinstance(batches, Iterable) or isinstance(batches, (Mapping, str)):
+        raise TypeError(
+            f"batches must be an iterable of tensors input_ids [B, S], or of mappings with them; got {type(batches).__name__}. "
+            "Put a single batch into a list: [input_ids]"
+        )
 
 
 def _config(model: Any) -> PreTrainedConfig:

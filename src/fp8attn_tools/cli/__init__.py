@@ -18,6 +18,6 @@ def main() -> None:
         with needs("cli"):
             from .app import app
     except MissingPackageError as error:
-        fail(error)
+        fail(str(error))
         sys.exit(2)
     app(prog_name="fp8attn")

@@ -36,7 +36,10 @@ class Commands(TyperGroup):
         except UsageError as error:
             if ctx.params.get("debug"):
                 raise
-            fail(error)
+            fail(str(error))
+            raise typer.Exit(2) from error
+        except typer.BadParameter as error:  # a number out of its range, a word that is no choice
+            fail(error.format_message())
             raise typer.Exit(2) from error
 
 

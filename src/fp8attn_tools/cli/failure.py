@@ -5,6 +5,6 @@ from __future__ import annotations
 import sys
 
 
-def fail(error: Exception) -> None:
+def fail(error: str) -> None:
     """Show an error in one line on stderr."""
-    print("fp8attn:", " ".join(str(error).split()), file=sys.stderr)
+    print("fp8attn:", " ".join(error.split()), file=sys.stderr)

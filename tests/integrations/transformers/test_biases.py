@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
-from fp8attn.integrations.transformers.biases import _read, _run, layer_biases, spread_layers  # noqa: E402
+from fp8attn.integrations.transformers.biases import _attentions, _offset, _read, _run, layer_biases, spread_layers  # noqa: E402
 from fp8attn.numerics import relative_error  # noqa: E402
 from fp8attn_tools import calibrate  # noqa: E402
 from fp8attn_tools.diagnostics import examine  # noqa: E402
@@ -156,14 +156,61 @@ def test_a_fused_projection_is_as_three_separate_ones():
     assert torch.equal(layer_biases(fused)[0].v_mean, layer_biases(separate)[0].v_mean)
 
 
+def fused_with_biases(family):
+    """A model of one layer with a fused projection, and what it adds to each K and V, `[heads, head_dim]`: its own bias, and the norm's."""
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    if family == "gpt2":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=4, n_embd=256, vocab_size=VOCABULARY))
+        linear, norm = model.transformer.h[0].attn.c_attn, model.transformer.h[0].ln_1
+    else:
+        config = transformers.GPTNeoXConfig(**shape, intermediate_size=512, max_position_embeddings=TOKENS)
+        model = transformers.GPTNeoXForCausalLM(config)
+        linear, norm = model.gpt_neox.layers[0].attention.query_key_value, model.gpt_neox.layers[0].input_layernorm
+    torch.manual_seed(0)
+    with torch.no_grad():
+        linear.bias.copy_(torch.randn(768) * (torch.rand(768) < 0.1) * 20)
+        norm.bias.copy_(torch.randn(256))
+    seen = []
+
+    class Seen(transformers.DynamicCache):
+        def update(self, key_states, value_states, *args, **kwargs):
+            seen.append((key_states, value_states))
+            return super().update(key_states, value_states, *args, **kwargs)
+
+    norm.register_forward_hook(lambda module, args, output: module.bias.expand_as(output))
+    return model, Seen(), seen
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox"])
+@torch.no_grad()
+def test_a_fused_projection_s_biases_are_those_that_the_cache_gets(family):
+    """With inputs that are only what the norm adds, K before RoPE and V are what the biases add. NeoX's K at position 0 is not rotated."""
+    model, cache, seen = fused_with_biases(family)
+    model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+    [(k, v)] = seen
+    [(index, attention, norm)] = _attentions(model)
+    assert index == 0
+    for which, expected in (("k", k), ("v", v)):
+        added, deviation = _offset(attention, which, norm)
+        torch.testing.assert_close(added, expected[0, :, 0], rtol=1e-4, atol=1e-4)
+        assert added.shape == deviation.shape == (4, 64)
+    found = layer_biases(model)[0]
+    assert not found.unread and found.v_mean is not None and found.k_mean is not None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be read")
+        FP8Cache(model)
+
+
 def test_biases_that_cannot_be_read_cause_a_warning():
-    """GPT-2's c_attn is of another form, and a model on meta has no weights. Without biases there is nothing to warn of."""
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=128, vocab_size=VOCABULARY)
-    gpt2 = transformers.GPT2LMHeadModel(config)
-    assert spread_layers(gpt2) == set() and all(found.unread for found in layer_biases(gpt2).values())
-    with pytest.warns(UserWarning, match=r"biases of GPT2LMHeadModel .* in layers 0-1 cannot be read.*fp8attn_tools\.calibrate\(model"):
-        FP8Cache(gpt2)
-    assert [check.status for check in examine(gpt2)] == ["warn"]
+    """StarCoder's c_attn is of another form, and a model on meta has no weights. Without biases there is nothing to warn of."""
+    config = transformers.GPTBigCodeConfig(n_layer=2, n_head=2, n_embd=128, vocab_size=VOCABULARY)
+    starcoder = transformers.GPTBigCodeForCausalLM(config)
+    assert spread_layers(starcoder) == set() and all(found.unread for found in layer_biases(starcoder).values())
+    with pytest.warns(
+        UserWarning, match=r"biases of GPTBigCodeForCausalLM .* in layers 0-1 cannot be read.*fp8attn_tools\.calibrate\(model"
+    ):
+        FP8Cache(starcoder)
+    assert [check.status for check in examine(starcoder)] == ["warn"]
     with pytest.warns(UserWarning, match="biases of Qwen2ForCausalLM .* in layers 0-2 cannot be read, because the weights are not loaded"):
         FP8Cache(make("qwen2").to("meta"), key_dtype="e4m3")
     with warnings.catch_warnings():

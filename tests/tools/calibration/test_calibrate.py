@@ -441,6 +441,20 @@ def test_what_is_no_batch_is_refused(model, batch):
         calibrate(model, [batch])
 
 
+@pytest.mark.parametrize("batches", [None, 3, "text", {"input_ids": torch.ones(1, 3, dtype=torch.long)}])
+def test_what_are_no_batches_is_refused(model, batches):
+    message = rf"batches must be an iterable of tensors input_ids .* got {type(batches).__name__}\. Put a single batch into a list"
+    with pytest.raises(TypeError, match=message):
+        calibrate(model, batches)
+    with pytest.raises(TypeError, match=message):
+        check_scales(model, batches, None)
+
+
+def test_what_are_no_scales_is_refused(model, ids):
+    with pytest.raises(TypeError, match=r"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got NoneType"):
+        check_scales(model, [ids], None)
+
+
 @pytest.mark.parametrize(
     ("batches", "options", "message"),
     [

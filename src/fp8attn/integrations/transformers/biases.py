@@ -6,8 +6,10 @@ deviations. There are no data to take deviations from, so they are computed from
 of a projection W after an RMSNorm or LayerNorm of weight g, whose output has a root mean square of g. K's deviation is the root mean square
 of the pair of channels that RoPE rotates together.
 
-Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused (`qkv_proj`: queries, keys, values). Weights that are quantized, adapted
-(PEFT) or offloaded are not read: their modules are run on random inputs, which gives the same two numbers for each channel (`_run`).
+Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused: queries, keys, values (`qkv_proj`, GPT-2's `c_attn`), or these three of
+each head after another (GPT-NeoX's `query_key_value`). Other fused forms are not read, because nothing says how they are divided. Weights
+that are quantized, adapted (PEFT) or offloaded are not read: their modules are run on random inputs, which gives the same two numbers for
+each channel (`_run`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ...scales import SEVERAL
 from .config import decoder_config, heads_of
@@ -28,6 +31,8 @@ POSITIONS = 4096  # positions of the context that RoPE is computed at
 Attention = Any  # an attention module: transformers has a class for each model, and none for all
 SAMPLES = 256  # inputs of a module that is run; a deviation of them is right to 5%
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FUSED = {"GPT2Attention": "c_attn", "GPTNeoXAttention": "query_key_value"}
+BY_HEAD = ("query_key_value",)  # each head's Q, K and V are together
 MAX_SPREAD = 4.0  # how much larger the variance of a score's error may become: twice the error
 
 
@@ -99,9 +104,10 @@ def spread_layers(model: nn.Module) -> set[int]:
 def _attentions(model: nn.Module) -> Iterator[tuple[int, Attention, nn.Module | None]]:
     """The decoder's attention modules, each with its layer's index and the norm before it, if that is known."""
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and (hasattr(module, "k_proj") or hasattr(module, "qkv_proj")):
+        if isinstance(getattr(module, "layer_idx", None), int) and (hasattr(module, "k_proj") or _fused(module)):
             attention: Attention = module
-            yield attention.layer_idx, attention, getattr(model.get_submodule(name.rpartition(".")[0]), "input_layernorm", None)
+            layer = model.get_submodule(name.rpartition(".")[0])
+            yield attention.layer_idx, attention, getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None)
 
 
 def _unknown(model: nn.Module) -> set[int]:
@@ -118,9 +124,20 @@ def _has_bias(module: nn.Module) -> bool:
     return any(name.rpartition(".")[2] == "bias" for name, _ in (*module.named_parameters(), *module.named_buffers()))
 
 
+def _fused(attention: Attention) -> str | None:
+    """The name of the module that projects Q, K and V together, if there is one of a known form."""
+    if hasattr(attention, "qkv_proj"):
+        return "qkv_proj"
+    return None if getattr(attention, "is_cross_attention", False) else FUSED.get(type(attention).__name__)
+
+
 def _linear(attention: Attention, which: str) -> nn.Module:
     """The module that projects Q, K or V (`which`), alone or with the others."""
-    return getattr(attention, f"{which}_proj") if hasattr(attention, "k_proj") else attention.qkv_proj
+    return getattr(attention, f"{which}_proj" if hasattr(attention, "k_proj") else _fused(attention) or "")
+
+
+def _head_dim(attention: Attention) -> int | None:
+    return getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
 
 
 def _is_biased(attention: Attention, which: str, norm: nn.Module | None) -> bool:
@@ -138,21 +155,29 @@ def _projection(attention: Attention, which: str, norm: nn.Module | None) -> tup
         The deviation of each channel, which is the norm of its row of weights, and what is added to it, `[heads * head_dim]` float32 each;
         the latter None without any bias. None: the form is unknown, or the weights are not loaded.
     """
-    linear = _linear(attention, which)
-    if getattr(attention, "head_dim", None) is None:
+    linear, head_dim = _linear(attention, which), _head_dim(attention)
+    if head_dim is None:
         return None
-    if type(linear) is nn.Linear and _is_plain(linear) and (norm is None or _is_plain(norm)):
+    if type(linear) in (nn.Linear, Conv1D) and _is_plain(linear) and (norm is None or _is_plain(norm)):
         found = _read(linear, norm)
     elif _is_loaded(linear) and (norm is None or _is_loaded(norm)):
         found = _run(linear, norm, getattr(linear, "in_features", None) or attention.config.hidden_size)
     else:
         return None
-    if linear is not getattr(attention, "qkv_proj", None):
+    if hasattr(attention, "k_proj"):
         return found
-    kv = heads_of(attention.config)[1] * attention.head_dim
-    queries = len(found[0]) - 2 * kv
-    rows = {"q": slice(queries), "k": slice(queries, queries + kv), "v": slice(queries + kv, None)}[which]
-    return found[0][rows], None if found[1] is None else found[1][rows]
+    if _fused(attention) in BY_HEAD:
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(0, (-1, 3, head_dim))[:, "qkv".index(which)].flatten()
+    else:
+        kv = heads_of(attention.config)[1] * head_dim
+        sizes = [len(found[0]) - 2 * kv, kv, kv]
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return x.split(sizes)["qkv".index(which)]
+
+    return part(found[0]), None if found[1] is None else part(found[1])
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -169,9 +194,10 @@ def _is_loaded(module: nn.Module) -> bool:
     )
 
 
-def _read(linear: nn.Linear, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _read(linear: nn.Linear | Conv1D, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`_projection` from the weights."""
     weight, added = linear.weight.float(), None if linear.bias is None else linear.bias.float()
+    weight = weight.T if isinstance(linear, Conv1D) else weight
     gain = getattr(norm, "weight", None)
     if norm is not None and gain is not None and gain.shape == weight.shape[1:]:
         shift = getattr(norm, "bias", None)
@@ -205,7 +231,8 @@ def _mean_squares(attention: Attention, which: str, norm: nn.Module | None) -> t
     projection, last = _projection(attention, which, norm), _norm_after(attention, which)
     if projection is None:
         return None
-    deviation, head_dim = projection[0], attention.head_dim
+    deviation, head_dim = projection[0], _head_dim(attention)
+    assert head_dim is not None
     if last is not None:  # its weight determines how large channels are
         gain = getattr(last, "weight", None)
         if gain is None or gain.shape != (head_dim,) or not _is_plain(last):
@@ -219,7 +246,7 @@ def _offset(attention: Attention, which: str, norm: nn.Module | None) -> tuple[t
     projection = _projection(attention, which, norm)
     if projection is None or projection[1] is None:
         return None
-    deviation, added = (x.unflatten(0, (-1, attention.head_dim)) for x in projection if x is not None)
+    deviation, added = (x.unflatten(0, (-1, _head_dim(attention))) for x in projection if x is not None)
     return added, deviation
 
 
