@@ -85,6 +85,24 @@ def test_readme_begins_with_commands_that_exist():
     assert "fp8attn generate $'" in block
 
 
+def test_the_line_that_readme_begins_with_gives_an_answer_that_makes_sense(monkeypatch, capsys):
+    pytest.importorskip("typer")
+    pytest.importorskip("transformers")
+    from fp8attn_tools.cli import main
+
+    [line] = re.findall(r"^fp8attn generate \$'(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    quoted, _, options = line.partition("'")
+    prompt = quoted.replace("\\n", "\n")  # as bash reads $'...'
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["fp8attn", "generate", prompt, *options.split()])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code
+    [code] = re.findall(r"^def .*?(?=\nthe cache holds)", capsys.readouterr().out, re.MULTILINE | re.DOTALL)
+    assert code.startswith(prompt) and code.endswith("return f.read()")
+    compile(code, "README.md", "exec")
+
+
 def test_a_key_that_stands_out_costs_its_page_what_readme_says():
     torch.manual_seed(0)
     k, v = torch.randn(2, 128, 8, 128)

@@ -1,4 +1,4 @@
-"""README's results, and their row in the comparison with other systems."""
+"""README's results, and their row in docs/comparison.md."""
 
 from __future__ import annotations
 
