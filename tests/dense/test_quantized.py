@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 import fp8attn
 from fp8attn import scaled_dot_product_attention_quantized as attend
+from fp8attn.dense.strategies import fp8_strategy
 from fp8attn.formats.codec import E4M3, FP8
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.numerics import relative_error
@@ -91,6 +92,20 @@ def test_negative_descales_are_refused():
     descales[1][1, 0] = -0.5
     with pytest.raises(ValueError, match=r"k_descale must not be negative; got -0\.5: negate k's own values"):
         attend(*tensors, True, None, *descales)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU; tests/gpu has the compiled kernels")
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("which", range(3))
+def test_on_a_gpu_a_negative_descale_makes_its_head_nan(which, backend):
+    """There nothing waits to refuse it. The reference and the kernels agree, and other heads stay as they are."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    (q, k, v), descales = operands(batch=1, kv_len=140)
+    expected = fp8_strategy(backend, k, v, *descales, 0.125)(q, None, True)
+    descales[which][0, 1] *= -1
+    out = fp8_strategy(backend, k, v, *descales, 0.125)(q, None, True)
+    assert out[0, 2:].isnan().all() and torch.equal(out[0, :2], expected[0, :2])
 
 
 def test_every_byte_survives_the_pages():

@@ -23,7 +23,7 @@ from fp8attn.formats.page_layout import PageLayout
 from fp8attn.formats.rope import Rope
 from fp8attn.kernels import combine as combining
 from fp8attn.kernels import portable
-from fp8attn.kernels.append import append, from_dense, rope_dense
+from fp8attn.kernels.append import MAX_STRIDE, append, from_dense, rope_dense
 from fp8attn.kernels.codec import from_e4m3, from_int8, round_to, to_e4m3
 from fp8attn.kernels.combine import MAX_SPLITS, combine, num_splits
 from fp8attn.kernels.launch import recording
@@ -430,3 +430,34 @@ def test_a_compiled_step_calls_the_kernels(monkeypatch):
     actual = torch.compile(step, backend="aot_eager", fullgraph=True)(pages)
     assert torch.equal(actual, expected)
     assert torch.equal(pages.pool, twin.pool) and torch.equal(pages.cache_seqlens, twin.cache_seqlens)
+
+
+def test_tokens_that_are_too_far_apart_are_refused():
+    """Offsets in a page have 32 bits. A sequence of one token may have any stride, and one of the longest that is taken is written."""
+    far = torch.zeros(MAX_STRIDE + 200, dtype=torch.bfloat16)
+
+    def apart(stride: int, length: int = 2) -> torch.Tensor:
+        return far.as_strided((1, 1, length, 64), (64, 64, stride, 1))
+
+    near = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
+    for k, v, name in ((apart(MAX_STRIDE + 1), near, "k"), (near, apart(MAX_STRIDE + 1), "v")):
+        with pytest.raises(ValueError, match=rf"{name} has {MAX_STRIDE + 1} elements from one token .* pass {name}\.contiguous\(\)"):
+            from_dense(k, v, KVFormat(64), None)
+    assert from_dense(apart(MAX_STRIDE), near, KVFormat(64), None).cache_seqlens.tolist() == [2]
+    assert from_dense(apart(2**30, 1), near[:, :, :1], KVFormat(64), None).cache_seqlens.tolist() == [1]
+
+
+@pytest.mark.parametrize("strides", ["rows apart", "every second column", "of cos and sin apart", "one row for all"])
+def test_tables_of_rope_may_have_any_strides(strides):
+    torch.manual_seed(0)
+    x, wide = torch.randn(2, 2, 128, 64).bfloat16(), torch.randn(2, 128, 128)
+    cos, sin = {
+        "rows apart": (wide[..., :32], wide[..., 32:64]),
+        "every second column": (wide[..., ::4], wide[..., 1::4]),
+        "of cos and sin apart": (wide[..., ::4], wide[..., :32].contiguous()),
+        "one row for all": (wide[:, :1, :32].expand(-1, 128, -1), wide[:1, :1, :32].expand(2, 128, -1)),
+    }[strides]
+    given, plain = Rope(cos, sin, True), Rope(cos.contiguous(), sin.contiguous(), True)
+    assert torch.equal(rope_dense(x, given), rope_dense(x, plain)) and torch.equal(rope_dense(x, given), reference.rope_dense(x, given))
+    ours, theirs = (from_dense(x, x, KVFormat(64), rope) for rope in (given, plain))
+    assert torch.equal(ours.k, theirs.k) and torch.equal(ours.k_scale, theirs.k_scale)

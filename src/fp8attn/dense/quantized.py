@@ -48,7 +48,8 @@ def scaled_dot_product_attention_quantized(
             (`scaled_dot_product_attention` aligns to the first key.) Rows that see no key are zero.
         scale: default `1 / sqrt(E)`.
         q_descale, k_descale, v_descale: `[B, H]` float32, not negative. Zero is the scale of a head of zeros. The query heads of a GQA
-            group share one. None: ones. A negative one raises on a CPU; on a GPU, where that would wait, its head is NaN.
+            group share one. None: ones. A negative one raises on a CPU; on a GPU, where that would wait, its head is NaN (with
+            `"fa3"`: as that kernel computes it).
         q_descale_type, k_descale_type, v_descale_type: `PER_HEAD`, PyTorch's only type.
         backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3, which PyTorch's op also runs
             after its activation. Here it needs no activation.

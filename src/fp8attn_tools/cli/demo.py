@@ -101,10 +101,12 @@ def gain(name: str, rows: list[Perplexity]) -> str:
     times = cast.kl / fp8.kl
     change = f"{times:.1f} times less" if times >= 1 else f"{1 / times:.1f} times more"
     memory = fp8.bytes_per_token / bf16.bytes_per_token
+    ours, casts = fp8.ppl / bf16.ppl - 1, cast.ppl / bf16.ppl - 1
+    shown = "less" if (abs(ours) < abs(casts)) == (times >= 1) else "nothing"
     return (
         f"With {memory:.1%} of the memory of BF16, fp8attn changes the predictions of {name} {change} than a plain cast to FP8 does: "
         f"the KL divergence from BF16's predictions is {fp8.kl:.1e} instead of {cast.kl:.1e} nats per token.\n"
-        f"Perplexity shows less of this ({fp8.ppl / bf16.ppl - 1:+.2%} and {cast.ppl / bf16.ppl - 1:+.2%}), because changes that help and "
+        f"Perplexity shows {shown} of this ({ours:+.2%} and {casts:+.2%}), because changes that help and "
         "changes that hurt cancel in it."
     )
 

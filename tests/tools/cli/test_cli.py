@@ -1,6 +1,7 @@
 """Every command, on a tiny model: the numbers in its JSON, and the words in its tables."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -309,6 +310,14 @@ def test_the_demo_says_so_where_a_plain_cast_is_closer():
     kinds = (("bf16", 0, 4), ("fp8", 2, 2), ("scale-1", 1, 2))
     rows = [Perplexity(name, "chunks", 9, 9, 1.0, 0.0, 0.0, kl, 1.0, size) for name, kl, size in kinds]
     assert demo_command.gain("m", rows).startswith("With 50.0% of the memory of BF16, fp8attn changes the predictions of m 2.0 times more")
+
+
+@pytest.mark.parametrize(("ppl", "shown"), [((1.0, 1.01, 1.02), "shows less of this"), ((1.0, 1.0034, 1.0009), "shows nothing of this")])
+def test_the_demo_does_not_say_that_perplexity_agrees_where_it_does_not(ppl, shown):
+    """The repository's own model has 6.5 times less divergence in 1,024 tokens, and the larger perplexity."""
+    kinds = zip(("bf16", "fp8", "scale-1"), ppl, (0, 1, 6), strict=True)
+    rows = [Perplexity(name, "chunks", 9, 9, math.log(value), 0.0, 0.0, kl, 1.0, 2) for name, value, kl in kinds]
+    assert f"Perplexity {shown}" in demo_command.gain("stdlib-llama", rows)
 
 
 def test_help_names_the_caches():
