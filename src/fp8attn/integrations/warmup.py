@@ -49,8 +49,9 @@ def warmup(
     - dense calls (`scaled_dot_product_attention`, `fp8_attention`), if there are no softcap, sinks or calibrated scales and `advance` is
       True.
 
-    Kernels are not compiled for calls that return the LSE, that pass tables of RoPE, or that have few queries and are not causal. Such a
-    call works, and compiles its kernel when it runs.
+    Kernels are not compiled for calls that return the LSE, that pass tables of RoPE, or that have few queries and are not causal; for FP8
+    operands (`scaled_dot_product_attention_quantized`, FP8 queries); and for pages of your own whose options no cache of the model has.
+    Such a call works, and compiles its kernel when it runs.
 
     `warmup` uses no memory of the GPU and runs nothing on it. Kernels that are in Triton's cache already take milliseconds. Any process,
     also this one, loads the kernels from the cache when it first launches them.
