@@ -9,7 +9,7 @@ from fp8attn import UsageError  # noqa: E402
 from fp8attn_tools.plan import CacheShape  # noqa: E402
 from fp8attn_tools.shape import count_weights, shape_of  # noqa: E402
 
-from ..integrations.test_config import gemma3  # noqa: E402
+from ..integrations.transformers.test_config import gemma3  # noqa: E402
 
 
 def test_layers_by_their_type():
