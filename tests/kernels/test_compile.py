@@ -10,9 +10,17 @@ from tests.kernels import compile_kernels
 from tests.kernels.compile_kernels import SAMPLE, TARGETS
 from tests.support import compiling
 
-# All of two widths. The others differ in padding and in how many registers a tile needs: one format of keys for each tile.
+# All of one width. The others differ in padding and in how many registers a tile needs: one format of keys for each tile. Tiles of 80
+# channels are those of 96, and tiles of 192 those of 256, with another mask.
 OTHER_WIDTHS = ("rows4", "rows64 e4m3", "rows128", "step rope", "prompt rope", "dense fp8")
-HOPPER = tuple(case for case in compile_kernels.cases() if case.split()[0] in ("D64", "D128") or case.partition(" ")[2] in OTHER_WIDTHS)
+TRITON36 = tuple(f"D64 {case}" for case in (*OTHER_WIDTHS[:5], "dense", "rows"))  # each kernel
+HOPPER = tuple(
+    case
+    for case in compile_kernels.cases()
+    if case.startswith("D128 ")
+    or case in ("D80 rows64 e4m3", "D192 rows4", *TRITON36)
+    or (case.partition(" ")[2] in OTHER_WIDTHS and case.split()[0] in ("D96", "D256"))
+)
 OTHERS = [target for target in TARGETS if target != "sm_90"]
 KERNELS = {
     *("portable_kernel", "combine_kernel"),
@@ -29,7 +37,7 @@ def test_every_kernel_has_cases(names):
     assert compiling.call("tests.kernels.compile_kernels", "kernels", names) == KERNELS
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.triton36] * case.startswith("D64 ")) for case in HOPPER])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.triton36] * (case in TRITON36)) for case in HOPPER])
 def test_compiles_for_hopper_without_spills(case, capsys):
     head_dim = int(case.split()[0][1:])
     for row in compiled("sm_90", case):

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn_tools.evaluation import models
 
-PROMPTS, LENGTH, NEW = 4, 200, 24
+PROMPTS, LENGTH, NEW = 2, 200, 24
 
 
 @pytest.fixture(scope="module")

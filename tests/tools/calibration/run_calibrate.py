@@ -1,9 +1,9 @@
 """One process of a calibration on several, for `test_calibrate_ranks.py`.
 
-    python run_calibrate.py tensor|data RANK SIZE FOLDER MODEL
+    python run_calibrate.py RANK SIZE FOLDER MODEL
 
-It writes the scales to `FOLDER/RANK-METHOD.safetensors`, with each method of `CASES`, and a report to
-`FOLDER/RANK-report.json`.
+It divides heads, then text. For each it writes the scales to `FOLDER/KIND/RANK-METHOD.safetensors`, with each method of `CASES`, and a
+report to `FOLDER/KIND/RANK-report.json`.
 """
 
 import json
@@ -20,6 +20,7 @@ from fp8attn import UsageError
 from fp8attn_tools import calibrate, check_scales
 from fp8attn_tools.calibration import calibrate as module
 
+KINDS = "tensor", "data"
 CASES = {"absmax": False, "percentile": True, "mse": True}  # by method, whether there are means
 
 
@@ -27,10 +28,16 @@ def ids():
     return torch.randint(0, 257, (6, 150), generator=torch.Generator().manual_seed(1))
 
 
-def main(kind, rank, size, folder, model):
+def main(rank, size, folder, model):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    for kind in KINDS:
+        run(kind, rank, size, folder / kind, model)
+    dist.destroy_process_group()
+
+
+def run(kind, rank, size, folder, model):
     if kind == "tensor":
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, tp_plan="auto", device_mesh=mesh)
@@ -46,10 +53,9 @@ def main(kind, rank, size, folder, model):
     held_out = torch.randint(0, 257, (1, 150), generator=torch.Generator().manual_seed(2))
     report = check_scales(loaded, [held_out], scales, tensor_parallel=groups.get("tensor_parallel"))
     (folder / f"{rank}-report.json").write_text(json.dumps(report.rows()))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     module.EVERY = 2
-    kind, rank, size, folder, model = sys.argv[1:]
-    main(kind, int(rank), int(size), Path(folder), model)
+    rank, size, folder, model = sys.argv[1:]
+    main(int(rank), int(size), Path(folder), model)

@@ -30,11 +30,17 @@ def biased(tiny_model, tmp_path_factory):
     return folder
 
 
-def on_two(kind, folder, model):
-    """Run two processes, which write their scales to the folder."""
+@pytest.fixture(scope="module")
+def of_two(biased, tmp_path_factory):
+    """The folder to which two processes have written their scales, heads and text divided."""
+    from .run_calibrate import KINDS
+
+    folder = tmp_path_factory.mktemp("ranks")
+    for kind in KINDS:
+        (folder / kind).mkdir()
     processes = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, kind, str(rank), "2", folder, model],
+            [sys.executable, SCRIPT, str(rank), "2", folder, biased],
             env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -46,17 +52,18 @@ def on_two(kind, folder, model):
     finally:
         for process in processes:
             process.kill()
+    return folder
 
 
 @pytest.mark.parametrize("kind", ["tensor", "data"])
-def test_two_processes_are_one(biased, tmp_path, kind):
+def test_two_processes_are_one(biased, of_two, kind):
     from .run_calibrate import CASES, ids
 
-    on_two(kind, tmp_path, biased)
+    folder = of_two / kind
     model = transformers.AutoModelForCausalLM.from_pretrained(biased, dtype=torch.float32)
     for method, means in CASES.items():
         want = calibrate(model, ids().split(1), method=method, means=means)
-        found = [KVScales.load(tmp_path / f"{rank}-{method}.safetensors") for rank in range(2)]
+        found = [KVScales.load(folder / f"{rank}-{method}.safetensors") for rank in range(2)]
         assert want.layer(1).v_mean.any() == means
         for index in want.layers:
             for name in NAMES:
@@ -76,8 +83,8 @@ def test_two_processes_are_one(biased, tmp_path, kind):
     held_out = torch.randint(0, 257, (1, 150), generator=torch.Generator().manual_seed(2))
     rows = check_scales(model, [held_out], found[0]).rows()
     for rank in range(2):
-        for row, theirs in zip(rows, json.loads((tmp_path / f"{rank}-report.json").read_text()), strict=True):
+        for row, theirs in zip(rows, json.loads((folder / f"{rank}-report.json").read_text()), strict=True):
             assert (row["layer"], row["tensor"]) == (theirs["layer"], theirs["tensor"])
             for what in ("saturated", "underflow"):
                 assert theirs[what] == pytest.approx(row[what], abs=3 / (150 * 64))  # sums in another order: a value may cross an edge
-    assert not list(tmp_path.glob("state*"))  # each process removed its own checkpoint
+    assert not list(folder.glob("state*"))  # each process removed its own checkpoint
