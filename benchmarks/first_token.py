@@ -77,8 +77,11 @@ def first_token(shape: dict[str, int], tokens: int, means: bool = False, options
     synchronize = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
     config = LlamaConfig(**shape, intermediate_size=1024, num_hidden_layers=LAYERS, vocab_size=1024, max_position_embeddings=1 << 15)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(DEVICE):
-        model = LlamaForCausalLM(config).eval()
+    try:
+        with torch.device(DEVICE):
+            model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
     model.set_attn_implementation("sdpa")
     ids = torch.randint(1024, (1, tokens), device=DEVICE)
     with torch.inference_mode():

@@ -6,6 +6,8 @@ from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+pytestmark = pytest.mark.slow
+
 DRY = """
 import sys
 from importlib import import_module

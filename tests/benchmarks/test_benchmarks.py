@@ -150,5 +150,6 @@ for keys in ("int8", "e4m3"):
 """
 
 
+@pytest.mark.slow
 def test_the_streaming_ceiling_follows_the_decode_kernel():
     assert len(compiling.run("-c", COMPILE).split()) == 6

@@ -107,6 +107,7 @@ class Here:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", whole.SET)
 def test_a_call_measures_all_its_benchmarks(on_a_cpu, part, capsys):
     """Outputs are checked before they are timed; every benchmark runs whole, and every file is in the archive."""

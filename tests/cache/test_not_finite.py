@@ -49,12 +49,12 @@ def test_a_nan_leaves_static_scales_as_they_are(cut, backend):
     scales = LayerScales(torch.full((HEADS,), 0.03), torch.full((HEADS,), 2.0**-6), *torch.zeros(2, HEADS, DIM), "int8", False)
     options = {"rotate_keys": False, "scales": scales, "backend": backend, "count_overflows": True, "num_pages": 2}
     cache, clean = (PagedKVCache(HEADS, DIM, **options) for _ in range(2))
-    k, v = tokens(200)
+    k, v = tokens(140)
     with_nan = k.clone()
-    with_nan[[3, 150], :, 7] = torch.nan
-    k[[3, 150], :, 7] = 0.0
+    with_nan[[3, 130], :, 7] = torch.nan
+    k[[3, 130], :, 7] = 0.0
     for held, keys in ((cache, with_nan), (clean, k)):
-        for at in range(0, 200, cut):
+        for at in range(0, 140, cut):
             held.append(0, keys[at : at + cut], v[at : at + cut])
     lost, expected = (held.overflow_counts.tensors[0][0, 1].item() for held in (cache, clean))
     assert lost == expected + 2 * HEADS

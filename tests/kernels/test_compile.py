@@ -10,6 +10,8 @@ from tests.kernels import compile_kernels
 from tests.kernels.compile_kernels import SAMPLE, TARGETS
 from tests.support import compiling
 
+pytestmark = pytest.mark.slow
+
 # All of one width. The others differ in padding and in how many registers a tile needs: one format of keys for each tile. Tiles of 80
 # channels are those of 96, and tiles of 192 those of 256, with another mask.
 OTHER_WIDTHS = ("rows4", "rows64 e4m3", "rows128", "step rope", "prompt rope", "dense fp8")

@@ -8,6 +8,8 @@ from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+pytestmark = pytest.mark.slow
+
 
 def test_keys_do_not_depend_on_what_was_launched_before():
     """Otherwise `warmup` compiles kernels that no other process finds."""

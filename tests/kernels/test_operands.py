@@ -84,6 +84,7 @@ def found():
     return json.loads(compiling.run("-m", "tests.kernels.run_operands"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not operands.copies_operands(), reason="this Triton makes no copies")
 def test_every_way_to_compile_finds_one_kernel(found):
     """A second process, `compiled` and the first launch look for the kernel under one key. A kernel of another thread keeps its own."""
@@ -94,6 +95,7 @@ def test_every_way_to_compile_finds_one_kernel(found):
     assert found["hook"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not operands.copies_operands(), reason="this Triton makes no copies")
 def test_a_text_that_fails_the_checks_is_assembled_as_triton_made_it(found):
     assert found["unsafe"]["note"] == "planted" and found["unsafe"]["copies"] == found["plain"]["copies"]

@@ -9,6 +9,8 @@ from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
 def test_no_call_launches_a_kernel_that_is_not_listed(target):

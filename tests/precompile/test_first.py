@@ -19,12 +19,14 @@ def cases(request):
     return json.loads(compiling.run("-m", "tests.precompile.run_first", request.param))
 
 
+@pytest.mark.slow
 def test_all_kernels_of_a_prompt_and_of_decode_steps_are_prepared_before_it(cases):
     """Prompts of 1 to 9,000 tokens, with static means, exact, softcap, sinks, window, calibrated, counted, E4M3, padded, ragged, static."""
     assert {name: case["missing"] for name, case in cases.items() if case["missing"]} == {}
     assert all(case["launched"] >= case["kernels"] - len(case["unused"]) > 0 for case in cases.values())
 
 
+@pytest.mark.slow
 def test_no_kernel_is_prepared_that_is_not_launched(cases):
     """Except: `FP8Cache` does not see whether a batch has padding, and the portable kernels cut other windows into other parts."""
     unused = {name.split()[0]: case["unused"] for name, case in cases.items() if case["unused"]}
@@ -32,6 +34,7 @@ def test_no_kernel_is_prepared_that_is_not_launched(cases):
     assert all(len(case["unused"]) <= 2 for case in cases.values())
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_in_threads_and_one_that_fails_is_left_to_its_launch():
     found = json.loads(compiling.run("-m", "tests.precompile.run_side_by_side"))
     assert sorted(found["names"]) == ["_combine_kernel", "portable_kernel", "step_kernel"]

@@ -13,6 +13,8 @@ import pytest
 from ..test_readme import ROOT, blocks, shown
 from .environments import environment, run
 
+pytestmark = pytest.mark.slow
+
 MODEL = ROOT / "models/stdlib-llama"
 HINT = 'is not installed; run pip install ".[{}]" in a clone of fp8attn'
 CORE = """
@@ -92,6 +94,7 @@ def test_cli(tmp_path):
         assert '".[ruler]"' in run(command, *ruler, cwd=tmp_path, code=2)
 
 
+@pytest.mark.release
 def test_diffusers(tmp_path):
     with environment("wheel", "diffusers", tmp_path) as python:
         assert "6 of 32 calls in FP8" in run(python, ROOT / "examples/wan.py", cwd=tmp_path)

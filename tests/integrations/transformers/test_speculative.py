@@ -9,6 +9,8 @@ pytest.importorskip("transformers")
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn_tools.evaluation import models
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, LENGTH, NEW = 2, 200, 24
 
 

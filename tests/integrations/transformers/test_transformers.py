@@ -209,6 +209,7 @@ def test_static_equals_dynamic_to_the_bit(llama):
     assert torch.equal(dynamic, static)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
@@ -340,7 +341,8 @@ def test_generate_compiles_the_static_form(llama, padding):
     close(compiled[1], eager[1], 1e-5)
 
 
-@pytest.mark.parametrize(("fullgraph", "length", "batch"), [(True, 64, 1), (False, 64, 1), (False, 64, 2), (False, None, 2)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("fullgraph", "length", "batch"), [(True, 64, 1), (False, 64, 2), (False, None, 2)], ids=str)
 def test_generate_with_a_compiled_forward_gives_the_same_tokens(fullgraph, length, batch):
     """The first forward is compiled, too. A layer in 16 bits is transformers' own."""
     model, ids = make(num_hidden_layers=2), prompt(batch, 30)

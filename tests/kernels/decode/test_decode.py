@@ -9,6 +9,8 @@ from tests.support import compiling
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+pytestmark = pytest.mark.slow
+
 # What is compiled in CI, and the most instructions in its loop over a page: what Triton 3.6 and 3.9 give, and a little.
 LOOPS = {
     "D64 rows4 int8": 240, "D64 rows4 e4m3": 260, "D96 rows16 e4m3": 540, "D128 rows4 int8": 325, "D128 rows4 e4m3": 375,

@@ -6,6 +6,8 @@ from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+pytestmark = pytest.mark.slow
+
 # By the keys' dtype: relative errors of all outputs and of the worst row, and of the LSE. What Q's rounding adds is in them: scores here
 # have a spread of up to 8, of which INT8's rounding is 0.3% and E4M3's 2%.
 BOUNDS = {
@@ -22,16 +24,15 @@ BOUNDS = {
 }
 TRITON36 = (
     "ragged, RoPE on queries",
-    "ragged, parts of the keys",
-    "ragged, two warpgroups",
-    "new pages, in parts",
+    "new pages, in parts",  # two warpgroups
     "head_dim 256",
     "window, padding, softcap, sinks",
 )
+RAGGED = "ragged, parts of the keys", "ragged, two warpgroups"
 SCALES = ("negative scale", "negative scale, FP8 queries", "scale of zero")
 CASES = [
     pytest.param(case, marks=[pytest.mark.triton36] * (case in TRITON36))
-    for case in dict.fromkeys((*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *SCALES, *TRITON36))
+    for case in dict.fromkeys((*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *SCALES, *RAGGED, *TRITON36))
 ]
 
 

@@ -8,7 +8,7 @@ from tests.support import compiling
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-pytestmark = pytest.mark.triton36
+pytestmark = [pytest.mark.triton36, pytest.mark.slow]
 
 # The hot loop's instructions, spills in it, and spilled bytes in the whole kernel: what a Triton gives, and a little. Each brings a ptxas.
 BOUNDS = {

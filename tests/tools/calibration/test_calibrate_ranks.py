@@ -15,6 +15,8 @@ from fp8attn_tools import calibrate
 transformers = pytest.importorskip("transformers")
 from fp8attn_tools import check_scales  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("run_calibrate.py")
 NAMES = ("k_scale", "v_scale", "q_scale", "k_mean", "v_mean")
 

@@ -251,6 +251,7 @@ def interrupted(tiny_model, code):
     return ended.returncode, ended.stdout, ended.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_generated(tiny_model):
     """The second word comes after the first was printed."""
     code = """
@@ -271,6 +272,7 @@ LlamaForCausalLM.forward = interrupt"""
     assert continued.startswith("x") and len(continued) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch", "typer", "transformers"])
 def test_ctrl_c_during_imports_is_silent(tiny_model, module):
     """The same if a module that is being imported catches the exception, as numpy does."""
@@ -285,6 +287,7 @@ sys.meta_path.insert(0, CtrlC)"""
     assert interrupted(tiny_model, code) == (130, "", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_run_is_silent_and_cleans_up(tiny_model):
     code = """
 from fp8attn_tools.evaluation import models

@@ -278,6 +278,7 @@ def test_the_commit_of_an_install_from_git(monkeypatch, tmp_path):
     assert record.commit.__wrapped__() == "abc"
 
 
+@pytest.mark.slow
 def test_imports_need_the_extra_eval_alone():
     names = ["caches", "drift", "models", "needle", "outcomes", "paired", "perplexity", "public", "recall", "record", "ruler"]
     names += ["sensitivity", "stress"]
@@ -289,6 +290,7 @@ def test_imports_need_the_extra_eval_alone():
 # the claim, on the model of this repository
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(models.committed_model() is None, reason="the committed model is not here")
 def test_the_committed_model_says_the_same_through_fp8():
     model, tokenizer = models.load()

@@ -3,20 +3,18 @@
 import random
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("lm_eval")
-
-from lm_eval import evaluator, tasks
-from lm_eval.tasks.ruler import niah_utils
+if find_spec("lm_eval") is None:  # its import takes seconds: tests do it, and not each worker that collects them
+    pytest.skip("needs lm-eval", allow_module_level=True)
 
 from fp8attn_tools.evaluation import models, needle, ruler
 from fp8attn_tools.evaluation.caches import cache_factory
-from fp8attn_tools.evaluation.harness import CachedLM
 from fp8attn_tools.evaluation.names import RULER_TASKS
 
 
@@ -64,6 +62,11 @@ def test_without_lm_eval(committed, monkeypatch):
 
 def test_lm_eval_asks_the_same_and_hears_the_same(loaded, tiny_model, tokenizer, monkeypatch):
     """lm-eval's task, on documents of this test: its prompts are ours, and its loop over the cache gets the same answers as `ask`."""
+    from lm_eval import evaluator, tasks
+    from lm_eval.tasks.ruler import niah_utils
+
+    from fp8attn_tools.evaluation.harness import CachedLM
+
     model, _ = loaded
     make = cache_factory("fp8", model)
     lm = CachedLM(model, tokenizer, make, chunk=256)
@@ -81,6 +84,8 @@ def test_lm_eval_asks_the_same_and_hears_the_same(loaded, tiny_model, tokenizer,
 
 
 def test_likelihoods_go_through_the_cache(loaded, tokenizer):
+    from fp8attn_tools.evaluation.harness import CachedLM
+
     model, _ = loaded
     made = []
 
