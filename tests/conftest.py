@@ -51,6 +51,15 @@ def pytest_configure():
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
 
 
+@pytest.fixture(autouse=True)
+def _default_dtype_stays():
+    """Otherwise the tests after it in this worker compute in another precision."""
+    yield
+    left = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert left == torch.float32
+
+
 def byte_tokenizer():
     """One token a byte, and an end of text: any text has a known number of tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -74,7 +74,7 @@ class Integer(Codec):
 
     def needed_scale(self, amax: torch.Tensor) -> torch.Tensor:
         """`amax / max`."""
-        return (amax * torch.tensor(1 / self.max)).clamp(MIN_SCALE, MAX_SCALE)
+        return (amax * torch.tensor(1 / self.max, dtype=torch.float32)).clamp(MIN_SCALE, MAX_SCALE)
 
     def round(self, y: torch.Tensor) -> torch.Tensor:
         return y.round()

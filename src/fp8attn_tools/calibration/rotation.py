@@ -28,4 +28,4 @@ def rotate_many(x: torch.Tensor) -> torch.Tensor:
 @cache
 def _matrix(head_dim: int, device: torch.device) -> torch.Tensor:
     """`[head_dim, head_dim]`: the transpose of R without its factor."""
-    return rotate(torch.eye(head_dim, device=device)).sign()
+    return rotate(torch.eye(head_dim, dtype=torch.float32, device=device)).sign()

@@ -150,7 +150,7 @@ def _q_scale(source: Checkpoint, index: int, layer: LayerScales, given: float | 
             )
         if not (math.isfinite(given) and given > 0):
             raise UsageError(f"q_scale must be positive and finite; got {given}")
-        return torch.full((q_heads,), given)
+        return torch.full((q_heads,), given, dtype=torch.float32)
     if found.shape != (q_heads,):
         raise UsageError(f"layer {index}: q_scale must be [{q_heads}], one for each query head; it is {list(found.shape)}")
     return found

@@ -69,7 +69,7 @@ def measure(
         lengths: the values of S.
     """
     generator = torch.Generator(device).manual_seed(0)
-    v = (1 + 0.5 * torch.randn(1, 1, max(lengths), HEAD_DIM, device=device, generator=generator)).to(FP8)
+    v = (1 + 0.5 * torch.randn(1, 1, max(lengths), HEAD_DIM, dtype=torch.float32, device=device, generator=generator)).to(FP8)
     k = torch.zeros(v.shape, device=device).to(FP8)
     q = torch.ones(1, HEADS, QUERIES, HEAD_DIM, device=device).to(FP8)
     errors = {}
@@ -105,5 +105,5 @@ def _rows(build: fa3.Build) -> Attend:
 def _pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     from torch.nn.attention.experimental import _scaled_dot_product_attention_quantized as experimental
 
-    one = torch.ones(k.shape[:2], device=k.device)
+    one = torch.ones(k.shape[:2], dtype=torch.float32, device=k.device)
     return experimental._scaled_dot_product_attention_quantized(q, k, v, q_descale=one, k_descale=one, v_descale=one)

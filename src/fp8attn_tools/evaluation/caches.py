@@ -107,7 +107,7 @@ class E4M3Layer(DynamicLayer):
 
     def _first_scale(self, x: torch.Tensor) -> torch.Tensor:
         if self.scale is not None:
-            return torch.tensor(self.scale, device=x.device)
+            return torch.tensor(self.scale, dtype=torch.float32, device=x.device)
         return (x.abs().amax().float() / E4M3.max).clamp_min(torch.finfo(torch.float32).tiny)
 
     def _cast(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

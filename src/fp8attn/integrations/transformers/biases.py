@@ -216,7 +216,7 @@ def _run(linear: nn.Module, norm: nn.Module | None, size: int) -> tuple[torch.Te
     ones[::2] = -1.0  # an RMSNorm or a LayerNorm returns its weight times this, plus its bias
     up, down = (x if norm is None else norm(x[None, None])[0, 0] for x in (ones, -ones))
     gain, shift = (up - down) / 2 * ones.to(up.device), (up + down) / 2
-    normal = torch.randn(SAMPLES, size, generator=torch.Generator().manual_seed(0)).to(gain)
+    normal = torch.randn(SAMPLES, size, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(gain)
     out = linear(torch.cat([shift[None], normal * gain + shift])[None])[0].float()
     return (out[1:] - out[0]).square().mean(0).sqrt(), out[0]
 
@@ -281,7 +281,7 @@ def _rotated(
     x = offset[None, :, None].expand(1, -1, count, -1)  # [1, num_kv_heads, positions, head_dim]
     x = apply(x, x, cos, sin)[1][0]
     # Which channels RoPE mixes: those that are not zero after it is applied to one channel at one position.
-    each = torch.eye(offset.shape[1], device=offset.device)[None, :, None]
+    each = torch.eye(offset.shape[1], dtype=torch.float32, device=offset.device)[None, :, None]
     mixed = (apply(each, each, cos[:, -1:], sin[:, -1:])[1][0, :, 0] != 0).float()
 
     def length(x: torch.Tensor) -> torch.Tensor:
