@@ -36,6 +36,22 @@ def facts(made: Any, given: Any) -> dict[str, Any]:
     return {"hash": program.hash, "note": getattr(program.metadata, operands.NOTE, ""), "copies": copies}
 
 
+def compilations_beside(made: Any) -> list[str]:
+    """How often Triton compiles a kernel, or loads it from disk, that is prepared beside a thread with a hook, and launched without one."""
+    counted: list[str] = []
+    made.kernel.device_caches.clear()
+    with knobs.runtime.scope(), knobs.compilation.scope(), tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        knobs.runtime.add_stages_inspection_hook = None
+        knobs.compilation.listener = lambda *, src, cache_hit, **_: counted.append("loaded" if cache_hit else "compiled")
+        with operands.direct_operands("all"), ThreadPoolExecutor(1) as pool:
+            pool.submit(compiled, made.kernel, made.args, made.constants).result()
+        compiled(made.kernel, made.args, made.constants)
+        made.kernel.device_caches.clear()  # as another process
+        compiled(made.kernel, made.args, made.constants)
+    return counted
+
+
 def main() -> None:
     made = compile_prefill.launch(head_dim=64)
     other = compile_kernels.launches("sm_90", "D64 step rope")[0]
@@ -74,6 +90,7 @@ def main() -> None:
             done.set()
             held.result()
         both = Barrier(2, timeout=60)
+        found["compilations"] = compilations_beside(other)
 
         def beside() -> str:
             with operands.direct_operands("sums"):

@@ -91,6 +91,7 @@ def test_every_way_to_compile_finds_one_kernel(found):
     assert found["direct"] == found["again"] and found["direct"]["note"] == "direct" and found["direct"]["copies"] == 0
     assert found["plain"]["copies"] > 0 and found["plain"]["hash"] != found["direct"]["hash"]
     assert found["other thread"] == found["without the hook"]
+    assert found["compilations"] == ["compiled", "loaded"]
     assert all("wgmma" in key for key in found["side by side"])  # threads compile side by side
     assert found["hook"] is None
 

@@ -5,8 +5,8 @@ overwrite a register that a running product still read (#9433 there). Since 13.3
 then. Prefill multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops spilled.
 
 `direct_operands` removes copies from the PTX while Triton compiles a kernel, and rewrites the descriptors of right operands
-(`descriptors.py`): through Triton's hook on the stages of a compilation, set while threads compile. The hook is part of the kernel's key in
-Triton's cache, in memory and on disk, so every process finds the same kernel, and kernels of others keep their keys.
+(`descriptors.py`): through Triton's hook on the stages of a compilation. The hook is part of the kernel's key in Triton's cache, in memory
+and on disk, even where it adds nothing: so it is set for all kernels of fp8attn, and every thread and process finds the same kernel.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def ptxas_release(said: str) -> tuple[int, ...]:
 
 
 class Hook:
-    """Triton's hook while threads compile kernels: one for all of them, so that they compile side by side. Compilations of threads outside
-    of `direct_operands` have the hook that was there before."""
+    """Triton's hook while threads compile kernels: one for all of them, so that they compile side by side. In threads outside of
+    `direct_operands` it does what the hook that was there before does."""
 
     def __init__(self) -> None:
         self.before: Any = None
@@ -62,7 +62,7 @@ class Hook:
     @contextmanager
     def set_for(self, which: Which) -> Iterator[None]:
         """Set the hook while threads are inside, with these products in this thread."""
-        outer = getattr(self._here, "which", None)
+        outer = getattr(self._here, "which", "none")
         with self._lock:
             if not self._inside:
                 self.before, knobs.runtime.add_stages_inspection_hook = knobs.runtime.add_stages_inspection_hook, self
@@ -79,15 +79,15 @@ class Hook:
 
     def __call__(self, *args: Any) -> tuple[str, str] | None:
         """Without arguments: what to add to a kernel's key. With them: change the stages of a compilation."""
-        which, before = getattr(self._here, "which", None), self.before
+        which, before = getattr(self._here, "which", "none"), self.before
         if not args:
             key, digest = ("", "") if before is None else before()
-            mine = KEY + which if which else ""
+            mine = "" if which == "none" else KEY + which
             return key + mine, digest + mine
         if before is not None:
             before(*args)
         backend, stages, *_ = args
-        if which:
+        if which != "none":
             make = stages["ptx"]
             stages["ptx"] = lambda source, metadata: _rewritten(make(source, metadata), which, backend, metadata)
         return None
@@ -100,7 +100,7 @@ _hook = Hook()
 def direct_operands(which: Which) -> Iterator[None]:
     """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these products, and
     64-bit descriptors of the right ones."""
-    if which == "none" or not copies_operands():
+    if not copies_operands():
         yield
         return
     with _hook.set_for(which):
