@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -85,10 +86,21 @@ def _progress(results: Iterator[str], count: int) -> Iterator[str]:
 
 
 def at(revision: str) -> dict[str, str]:
-    """The fingerprints at a commit, by this file as it is there."""
+    """The fingerprints at a commit, by this file as it is there.
+
+    Raises:
+        LookupError: there is no such commit, or it has no such file.
+        subprocess.CalledProcessError: the file fails there.
+    """
     from triton import __version__
 
-    commit = subprocess.run(["git", "rev-parse", revision], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    here = Path(__file__).relative_to(ROOT)
+    found = subprocess.run(["git", "rev-parse", f"{revision}^{{commit}}"], cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        raise LookupError(f"git knows no commit {revision}")
+    commit = found.stdout.strip()
+    if subprocess.run(["git", "cat-file", "-e", f"{commit}:{here}"], cwd=ROOT, capture_output=True).returncode:
+        raise LookupError(f"{revision} has no {here}, which records its kernels")
     kept = KEPT / f"{commit}-triton-{__version__}.json"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +108,7 @@ def at(revision: str) -> dict[str, str]:
             subprocess.run(["git", "worktree", "add", "-q", "--detach", folder, commit], cwd=ROOT, check=True)
             try:
                 unfinished = kept.with_suffix(f".{os.getpid()}")
-                command = [sys.executable, Path(folder) / Path(__file__).relative_to(ROOT), "--write", unfinished]
+                command = [sys.executable, Path(folder) / here, "--write", unfinished]
                 subprocess.run(command, check=True)
                 unfinished.replace(kept)
             finally:
@@ -105,20 +117,25 @@ def at(revision: str) -> dict[str, str]:
 
 
 def check_results(now: dict[str, str]) -> None:
-    """Print, for each file of results, the compile cases whose machine code has changed since its commit."""
+    """Print, for each file of a GPU's results, the compile cases whose machine code has changed since its commit. Archives are left out."""
     files: dict[str, list[str]] = {}
     for path in sorted((ROOT / "results").glob("*/*.json")):
-        commit = json.loads(path.read_text())["commit"].removesuffix("+")
-        files.setdefault(commit, []).append(str(path.relative_to(ROOT / "results")))
+        held = json.loads(path.read_text())
+        if held["device"] != "cpu" and not held.get("note", "").startswith("Archived"):
+            files.setdefault(held["commit"].removesuffix("+"), []).append(str(path.relative_to(ROOT / "results")))
     for commit, measured in files.items():
-        print(f"{commit}: {', '.join(measured)}")
+        print(f"{commit}: {', '.join(measured)}", flush=True)
+        begun = time.monotonic()
         try:
             before = at(commit)
-        except subprocess.CalledProcessError as problem:  # a commit that this environment cannot compile
-            print(f"  cannot be compared: {problem}")
+        except (LookupError, subprocess.CalledProcessError) as problem:
+            print(f"  cannot be compared: {problem}", flush=True)
             continue
-        different = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
-        print(f"  {len(different)} of {len(before.keys() & now.keys())} cases have changed since", *different, sep="\n    ")
+        both = before.keys() & now.keys()
+        different = sorted(name for name in both if before[name] != now[name])
+        gone = f", {len(before.keys() - both)} are gone" if before.keys() - both else ""
+        took = f"({time.monotonic() - begun:.0f} s)"
+        print(f"  {len(different)} of {len(both)} cases have changed since{gone} {took}", *different, sep="\n    ", flush=True)
 
 
 def main() -> None:
@@ -135,7 +152,11 @@ def main() -> None:
     if args.results:
         check_results(now)
         return
-    before = {name: found for name, found in at(args.base).items() if not args.words or any(word in name for word in args.words)}
+    try:
+        found = at(args.base)
+    except LookupError as problem:
+        sys.exit(str(problem))
+    before = {name: each for name, each in found.items() if not args.words or any(word in name for word in args.words)}
     for name in sorted(before.keys() ^ now.keys()):
         print(f"{name}: only {'at ' + args.base if name in before else 'here'}")
     both = before.keys() & now.keys()

@@ -4,7 +4,7 @@ import pytest
 
 from evidence import rows as reading
 from evidence.rows import commit_of, over_bf16, ratio
-from evidence.tables import BLOCKS, FILES, filled, vllm, writing
+from evidence.tables import BLOCKS, FILES, filled, writing
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -39,16 +39,3 @@ def test_ratios_are_of_rows_timed_together():
     del found["a", "fp8attn-graph"]
     assert over_bf16(found, "a", "fp8attn") is None  # called, and timed apart
     assert ratio(ours, None) is None
-
-
-def test_a_table_of_engines_has_only_what_was_measured(monkeypatch):
-    row = {"case": "equal-tp2", "impl": "fp8attn", "equal": 19, "prompts": 20}
-    worst = row | {"case": "equal-chunks", "equal": 12}
-    found = {(each["case"], each["impl"]): each for each in (row, worst, worst | {"impl": "vllm-bf16", "equal": 17})}
-    monkeypatch.setattr(vllm, "devices", lambda name, cpus=False: {"H200": found})
-    lines = vllm.vllm_equal().splitlines()[2:]
-    assert lines == [
-        "| H200 | prompts in chunks of 256 tokens | 17 of 20 | 12 of 20 |",  # the fewest first
-        "| H200 | tensor parallel, 2 processes | | 19 of 20 |",
-    ]
-    assert len(vllm.vllm_perplexity().splitlines()) == 2  # a head without lines

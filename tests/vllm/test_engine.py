@@ -17,24 +17,17 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from benchmarks import vllm_engine as engines
-from benchmarks.at_once import Engine, Place, run
 from fp8attn.integrations.vllm import NAME, ON_CPU
 from tests.integrations.engine.models import qwen2
-from tests.vllm.engines import engine
-
-
-def answers(way, impl="fp8attn", **options):
-    """What an engine answers to 20 prompts."""
-    (found,) = run(Engine("answers", (impl, way, json.dumps(options))), Place((), ()))
-    return found
+from tests.vllm.engines import answers, engine
+from tests.vllm.run_answers import ANSWER, ENVIRONMENT, MODEL, PROMPTS
 
 
 @pytest.fixture(scope="module")
 def plain():
     """Greedy answers to 20 prompts of 20 to 900 tokens."""
     found = answers("plain")
-    assert found["cached"] == 0 and len(found["answers"]) == engines.PROMPTS
+    assert found["cached"] == 0 and len(found["answers"]) == PROMPTS
     return found
 
 
@@ -56,12 +49,12 @@ def test_prefix_caching(plain):
 
 @pytest.mark.parametrize(("way", "least"), [("chunks", 13), ("ngram", 16), ("draft", 15), ("eagle", 15), ("tp2", 15)])
 def test_chunks_speculation_and_two_processes(plain, way, least):
-    """Measured: 15, 18 and 17 (results/cpu/vllm.json has BF16's). Near-ties flip, and a page's scale may grow after a chunk or draft has
-    attended over it."""
+    """Measured: 15, 18 and 17 (BF16: 19, 20 and 14, docs/lab/2026-11-vllm.md). Near-ties flip, and a page's scale may grow after a chunk or
+    draft has attended over it."""
     found = answers(way)
     assert count_equal(found["answers"], plain["answers"]) >= least
     if way == "draft":  # by the model itself: all are accepted but near-ties
-        assert found["accepted"] > 0.7 * engines.PROMPTS * engines.ANSWER * 2
+        assert found["accepted"] > 0.7 * PROMPTS * ANSWER * 2
 
 
 def test_a_connector_moves_blocks_to_another_engine(tmp_path):
@@ -136,11 +129,11 @@ def test_the_server_answers(tmp_path):
     options = ["--kv-cache-dtype", "fp8", "--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", "--host", "127.0.0.1"]
     options += ["--port", url.rpartition(":")[2], "--additional-config", json.dumps({"fp8attn": {"count_overflows": True}})]
     options += ["--attention-backend", NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", engines.STDLIB, *options]
-    server = subprocess.Popen(command, env=os.environ | engines.ENVIRONMENT | variables)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", MODEL, *options]
+    server = subprocess.Popen(command, env=os.environ | ENVIRONMENT | variables)
     try:
         _wait(server, f"{url}/health")
-        body = {"model": engines.STDLIB, "prompt": "def parse_header(", "max_tokens": 16, "temperature": 0}
+        body = {"model": MODEL, "prompt": "def parse_header(", "max_tokens": 16, "temperature": 0}
         answers = [_post(f"{url}/v1/completions", body)["choices"][0]["text"] for _ in range(2)]
         assert answers[0] == answers[1] and answers[0].startswith("self")
         until = time.time() + 120

@@ -1,0 +1,93 @@
+"""One engine with the plugin on a CPU, in a process of its own: its greedy answers to 20 prompts, twice.
+
+    python -m tests.vllm.run_answers WAY [ENGINE_OPTIONS_AS_JSON]
+
+The model is `models/stdlib-llama`. The last line of the output is `ANSWERS` and a JSON object.
+"""
+
+import json
+import lzma
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+MODEL = str(Path(__file__).parents[2] / "models/stdlib-llama")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_KVCACHE_SPACE": "2", "FP8ATTN_VLLM_CPU": "1",
+}  # fmt: skip
+PROMPTS, ANSWER = 20, 48  # prompts, and tokens of an answer
+WAYS = {  # of computing the same answers
+    "plain": {},
+    "prefix-caching": {"enable_prefix_caching": True},
+    "chunks": {"max_num_batched_tokens": 256},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}},
+    "draft": {"disable_log_stats": False, "speculative_config": {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}},
+    "eagle": {"disable_log_stats": False, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
+    "tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+}
+
+
+def make_engine(way, options):
+    from vllm import LLM
+
+    given = {
+        "dtype": "bfloat16", "seed": 0, "enable_prefix_caching": False, "kv_cache_dtype": "fp8", "enforce_eager": True,
+        "max_model_len": 4096, "max_num_seqs": 32, "gpu_memory_utilization": 0.3,
+    } | WAYS[way] | options  # fmt: skip
+    if way == "tp2":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"  # a core for each process
+    with tempfile.TemporaryDirectory() as folder:
+        if way == "eagle":
+            save_eagle(Path(folder))
+            given["speculative_config"] = given["speculative_config"] | {"model": folder}
+        return LLM(MODEL, **given)
+
+
+def save_eagle(folder):
+    """Write an EAGLE head for our model: its first layer, and a projection that passes the token's embedding and little else. It is not
+    trained, so nearly all of its drafts are rejected."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config, weights = json.loads(Path(MODEL, "config.json").read_text()), load_file(f"{MODEL}/model.safetensors")
+    layer = {name.removeprefix("model."): x for name, x in weights.items() if "layers.0." in name and "input_layernorm" not in name}
+    passed = torch.eye(config["hidden_size"], dtype=torch.bfloat16)
+    projection = {"fc.weight": torch.cat([passed, 0.1 * passed], 1), "embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    save_file(layer | projection, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+
+def prompts_of(llm):
+    """Prompts of 20 to 900 tokens of held-out text."""
+    with lzma.open(f"{MODEL}/heldout.txt.xz", "rt") as file:
+        ids, draw = llm.get_tokenizer()(file.read()[:400_000])["input_ids"], random.Random(0)
+    return [ids[start : start + draw.randint(20, 900)] for start in range(0, PROMPTS * 1000, 1000)]
+
+
+def accepted(llm):
+    """Tokens of drafts that were accepted; 0 without statistics."""
+    if not llm.llm_engine.log_stats:
+        return 0
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens")
+
+
+def main(way, options="{}"):
+    """Print the answers, the second ones ("again"), and how many tokens of each came from blocks ("loaded", "cached")."""
+    os.environ |= ENVIRONMENT
+    from vllm import SamplingParams
+
+    llm = make_engine(way, json.loads(options))
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(llm)]
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    first, second = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
+    tokens = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in (first, second)]
+    cached = [sum(output.num_cached_tokens or 0 for output in outputs) for outputs in (first, second)]
+    found = {"answers": tokens[0], "again": tokens[1], "loaded": cached[0], "cached": cached[1], "accepted": accepted(llm)}
+    print("ANSWERS " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
