@@ -47,10 +47,10 @@ def append(
 
         x_8bit = round((x - mean) / scale)
 
-    K goes through RoPE, then through the rotation (`rotation.rotate`) if `pages.rotate_keys` is True, then through this equation. The first
-    token of a page sets the page's scale, with headroom. The scale grows when a later token does not fit (`numerics.settle`). So the stored
-    bytes do not depend on how tokens are divided over calls. The page table must name a page for every token: `PagedKVCache.append`
-    allocates these pages and then calls this function.
+    K goes through RoPE, then through the rotation (`rotation.rotate`) if `pages.format.rotate` is True, then through this equation. The
+    first token of a page sets the page's scale, with headroom. The scale grows when a later token does not fit (`numerics.settle`). So the
+    stored bytes do not depend on how tokens are divided over calls. The page table must name a page for every token:
+    `PagedKVCache.append` allocates these pages and then writes them.
 
     Inf saturates, and becomes finite. A NaN stays NaN. INT8 has none: a NaN in an INT8 K makes all tokens of its page NaN, or becomes zero
     with `static_scales` (docs/numerics.md, "What is not finite").

@@ -20,7 +20,7 @@ blocks, and the sequences of each step:
 | `warm.py` | kernels, compiled before the first request |
 | `metrics.py` | counts of overflows as Prometheus's counters |
 
-`integrations/vllm/` is the plugin of an engine on top of this, and `tests/integrations/test_engine.py` a whole small engine. Nothing here
+`integrations/vllm/` is the plugin of an engine on top of this, and `tests/integrations/engine/toy.py` a whole small engine. Nothing here
 imports an engine. Messages go to the logger of this package: an engine that shows only its own gives it its handlers.
 """
 

@@ -180,7 +180,7 @@ def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options
     m = no_maximum(options.rows)
     _, sums = no_sums(options.rows)
     # ptxas: `maximum` says that the loop is entered. What is read behind the loop is computed in it, in a uniform register that would be
-    # unset otherwise (`unset` of `tests/compile_prefill.py`).
+    # unset otherwise (`unset` of `tests/kernels/prefill/compile_prefill.py`).
     for _ in range(gl.maximum(n_hi + 1, 1)):
         m, sums, acc, place = tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options, True)
         tile -= 1
