@@ -24,25 +24,20 @@ def rows_of(path: Path) -> Rows:
     return {(row["case"], row["impl"]): row for row in _read(path)["rows"]}
 
 
-def paths(name: str, *, cpus: bool = False) -> list[Path]:
-    """The files of that name: one for each GPU; with `cpus`, that of CPUs too."""
-    return [path for path in sorted(RESULTS.glob(f"*/{name}.json")) if cpus or path.parent.name != "cpu"]
-
-
-def devices(name: str, *, cpus: bool = False) -> dict[str, Rows]:
-    """The rows of the devices that have a results file, by the device's title (`H200`, `CPU`)."""
-    return {path.parent.name.upper(): rows_of(path) for path in paths(name, cpus=cpus)}
+def path_of(name: str) -> Path | None:
+    """The file of that name; of several devices, the last GPU's by name. None if it was not measured."""
+    return max(RESULTS.glob(f"*/{name}.json"), key=lambda path: (path.parent.name != "cpu", path.parent.name), default=None)
 
 
 def latest(name: str) -> tuple[str, Rows]:
-    """The title of one GPU, and its rows: of several, the last by name. No rows if it was not measured."""
-    return list(devices(name).items())[-1] if paths(name) else ("", {})
+    """The title (`H200`, `CPU`) of the device of `path_of`, and its rows. No rows if it was not measured."""
+    path = path_of(name)
+    return ("", {}) if path is None else (path.parent.name.upper(), rows_of(path))
 
 
-def header(name: str, *, cpus: bool = False) -> dict[str, Any]:
-    """The header of the file whose rows `latest` gives; with `cpus`, of a file of CPUs if there is one. Empty if there is no file."""
-    found = paths(name, cpus=cpus)
-    path = next((path for path in found if path.parent.name == "cpu"), found[-1]) if found and cpus else found[-1] if found else None
+def header(name: str) -> dict[str, Any]:
+    """The header of the file whose rows `latest` gives. Empty if there is no file."""
+    path = path_of(name)
     return {} if path is None else {key: value for key, value in _read(path).items() if key != "rows"}
 
 

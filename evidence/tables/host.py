@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from ..rows import devices, latest
+from ..rows import latest
 from .writing import block, table
 
 
 @block("overhead")
 def overhead() -> str:
-    def cell(us: float | None) -> str:
-        return "" if us is None else f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"
-
-    found = devices("overhead")
-    keys = dict.fromkeys(key for here in found.values() for key in here)
-    return table(["call", "by", *found], [[*key, *(cell(here.get(key, {}).get("us")) for here in found.values())] for key in keys])
+    title, found = latest("overhead")
+    times = [row["us"] for row in found.values()]
+    cells = [f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms" for us in times]
+    return table(["call", "by", title], [[*key, cell] for key, cell in zip(found, cells, strict=True)])
 
 
 @block("first_token")

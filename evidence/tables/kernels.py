@@ -8,7 +8,7 @@ from benchmarks import engine as engine_benchmark
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from ..rows import devices, latest, lengths, over, over_bf16
+from ..rows import latest, lengths, over, over_bf16
 from .writing import Cell, beside, block, measured, number, span, table, tokens, value
 
 PREFILL = {
@@ -39,7 +39,7 @@ def over_peer(impl: str) -> Cell:
 
 @block("decode")
 def decode() -> str:
-    cases = {case: case.replace("-", ", ") for here in devices("decode").values() for case, _ in here}
+    cases = {case: case.replace("-", ", ") for case, _ in latest("decode")[1]}
     return beside("decode", "batch x context", cases, {
         "GB/s": lambda here, case: value(here, case, "fp8attn", "gbps", ".0f"),
         **{f"over {title}": over_peer(impl) for impl, title in STEP.items()},
@@ -58,7 +58,7 @@ def decode_error() -> str:
 
 def prompts() -> dict[str, str]:
     """The cases of `PREFILL` that were measured."""
-    found = {case for here in devices("prefill").values() for case, _ in here}
+    found = {case for case, _ in latest("prefill")[1]}
     return {case: label for case, label in PREFILL.items() if case in found}
 
 
@@ -98,13 +98,6 @@ def exact_cost() -> str:
     return f"{span(over(here, case, 'fp8attn', 'fp8attn-exact') for case, impl in here if impl == 'fp8attn-exact')} times as long"
 
 
-@block("prefill")
-def exact_over_bf16() -> str:
-    """The speed of exact prompts over FlashAttention-3's in BF16, at most and at least."""
-    title, here = latest("prefill")
-    return f"{span(over(here, case, 'fp8attn-exact', 'fa3-bf16') for case, impl in here if impl == 'fp8attn-exact')} ({title})"
-
-
 @block("engine")
 def engine() -> str:
     """A step of an engine: our time, and over it the others'."""
@@ -128,24 +121,16 @@ def engine_over(*impls: str) -> str:
     return span(over(here, case, "fp8attn", *impls) for case in dict.fromkeys(case for case, _ in here))
 
 
-@block("prefill")
-def prefill_256() -> str:
-    made = [
-        f"{number(over(here, case, 'fp8attn-q8', 'fa3-fp8'))} ({mask}, {title})"
-        for title, here in devices("prefill").items() for mask in ("full", "causal")
-        for case in [f"D256-{mask}-S16384"] if (case, "fp8attn-q8") in here
-    ]  # fmt: skip
-    return ", ".join(made)
-
-
 @block("sdpa")
 def sdpa() -> str:
-    """One table for all devices: kinds of calls by lengths."""
+    """Kinds of calls by lengths: fp8attn, with RoPE in the call, and torchao."""
     kinds = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
-    at = sorted({n for here in devices("sdpa").values() for n in lengths(here, r"(?:gqa-)?(?:full|causal)-S(\d+)")})
+    impls = {"fp8attn": "", "fp8attn-rope": ", with RoPE", "torchao": ", torchao"}
+    title, here = latest("sdpa")
+    at = sorted(lengths(here, r"(?:gqa-)?(?:full|causal)-S(\d+)"))
     body = [
-        [f"{title}, {what}", *(number(over_bf16(here, f"{kind}-S{n}", "fp8attn")) for n in at)]
-        for title, here in devices("sdpa").items() for kind, what in kinds.items()
+        [f"{title}, {what}{label}", *(number(over_bf16(here, f"{kind}-S{n}", impl)) for n in at)]
+        for kind, what in kinds.items() for impl, label in impls.items()
     ]  # fmt: skip
     return table(["over BF16, tokens", *map(tokens, at)], body)
 
@@ -154,8 +139,8 @@ def sdpa() -> str:
 def append() -> str:
     words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "dense tensors"}
     named = {"e4m3": "E4M3 keys", "counted": "overflows counted"}
-    found, lines = {key for here in devices("append").values() for key in here}, {}
-    for case in dict.fromkeys(case for here in devices("append").values() for case, _ in here):
+    found, lines = latest("append")[1], {}
+    for case in dict.fromkeys(case for case, _ in found):
         for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS), "fp8attn-counted"):
             if (case, impl) in found:
                 kind, *details = sorted(case.split("-"), key=lambda part: part not in words)
