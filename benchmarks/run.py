@@ -39,18 +39,18 @@ class Table:
     """Prints rows: a case, and below it a line for each implementation."""
 
     def __init__(self) -> None:
-        self.case, self.first = None, {}  # the first time, of rows that were timed together
+        self.case, self.first = None, None  # and the time of its first row
 
     def add(self, row: dict) -> None:
         if row["case"] != self.case:
-            self.case, self.first = row["case"], {}
+            self.case, self.first = row["case"], row.get("ms")
             print(f"\n{self.case}")
         cells = [f"{row['impl']:24s}"]
         for name, value in row.items():
             if name not in ("case", "impl") and not isinstance(value, list | tuple):
                 cells.append(f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}")
         if "ms" in row:
-            cells.append(f"{row['ms'] / self.first.setdefault(row.get('timed'), row['ms']):.3f} of the first's time")
+            cells.append(f"{row['ms'] / self.first:.3f} of the first's time")
         print("  " + "  ".join(cells), flush=True)
 
 

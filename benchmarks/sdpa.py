@@ -1,11 +1,9 @@
 """One attention layer as a model calls it, K and V quantized within the call, beside BF16 attention and torchao's FP8.
 
 Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous. `fp8attn` has keys of the default format, `fp8attn-e4m3-keys` (or
-`-int8-keys`) of the other; `fp8attn-rope` is `fp8attn` with RoPE on queries and keys. `timed` says what was timed together: CUDA graphs of
-the peers and of ours (`fp8attn-graph` is the graph of `fp8attn`), or calls from Python. Below 64k tokens only `fp8attn` is called, apart
-from the graphs: its time includes the host's, and is compared with nothing. From 64k tokens on everything is called, since the host's time
-is then negligible. Times are medians of samples of several calls; `sqnr_db` is over sampled rows of the first and the last head, against
-float64 on the inputs before quantization.
+`-int8-keys`) of the other; `fp8attn-rope` is `fp8attn` with RoPE on queries and keys. CUDA graphs are timed; from 64k tokens on calls from
+Python, since the host's time is then negligible (`overhead` has it). Times are medians of samples of several calls; `sqnr_db` is over
+sampled rows of the first and the last head, against float64 on the inputs before quantization.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from .measure import exact, graph_of, left_out, outputs, sampled_queries, timed
 from .problem import DEVICE, KEYS, K, Run, Shape, square
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-LONG = 64 * K  # tokens from which on everything is called: the host's time is negligible
+LONG = 64 * K  # tokens from which on calls are timed: the host's time is negligible
 PEERS = ("torchao", "fa3-bf16", "cudnn-bf16")
 LEAST_DB = 15.0  # below, an output is wrong
 
@@ -75,7 +73,7 @@ def calls(case: str, inputs: tuple[torch.Tensor, ...] = ()) -> dict[str, Callabl
     options = {"is_causal": here.causal, "enable_gqa": here.kv_heads != HEADS}
     found = {impl: partial(fp8attn.scaled_dot_product_attention, q, k, v, key_dtype=name, **options) for impl, name in KEYS.items()}
     rope = partial(fp8attn.rope_scaled_dot_product_attention, q, k, v, cos, sin, **options)
-    return found | {"fp8attn-graph": found["fp8attn"], "fp8attn-rope": rope}
+    return found | {"fp8attn-rope": rope}
 
 
 def captured(name: str, call: Callable) -> Callable:
@@ -99,18 +97,13 @@ def measure(case: str) -> Iterator[dict]:
         impl: Run(lambda call=run.call: call().transpose(0, 1)[None], q, lambda seq: (k, v))
         for impl, run in peers.runs(here.shape, *(x[0].transpose(0, 1) for x in (q, k, v)), PEERS).items()
     }
-    if here.length >= LONG:
-        del runs["fp8attn-graph"]
-    rows, groups = {}, {"graph": {}, "called": {}}
+    rows, found = {}, {}
     for impl, run, out in outputs(case, runs):
         given = rotated if impl == "fp8attn-rope" else (q, k)
-        how = "called" if impl == "fp8attn" or here.length >= LONG else "graph"
-        rows[impl] = {"case": case, "impl": impl, "timed": how, "sqnr_db": round(decibels(here, out, *given, v), 2)}
+        rows[impl] = {"case": case, "impl": impl, "sqnr_db": round(decibels(here, out, *given, v), 2)}
         if not rows[impl]["sqnr_db"] > LEAST_DB:
             raise AssertionError(f"{case}: {impl} is wrong, {rows[impl]['sqnr_db']} dB")
-        groups[how][impl] = run.call if how == "called" else captured(impl, run.call)
+        found[impl] = run.call if here.length >= LONG else captured(impl, run.call)
     del rotated
-    # Apart: graphs would fill the queue, and what is called from Python behind them would not wait for the host.
     rounds = 21 if here.length < 8 * K else 7 if here.length < LONG else 3
-    for found in groups.values():
-        yield from timed(here.shape, rows, found, rounds, sample_ms=8 if here.length < LONG else 0)
+    yield from timed(here.shape, rows, found, rounds, sample_ms=8 if here.length < LONG else 0)

@@ -6,7 +6,6 @@ python -m evidence.pictures [NAME ...]    # of PLOTS, for each device; default: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from itertools import product
 
 import matplotlib
@@ -43,42 +42,31 @@ def device() -> str:
     return FOLDER.name.upper()
 
 
-# Parts of pictures
-
-
-def bars(axes: Axes, name: str, unit: str, cases: Sequence[str], impls: Sequence[str]) -> None:
-    """Grouped bars: one group a case, one bar an implementation, the first one's heights written in it."""
-    rows, width = read(name), 0.85 / len(impls)
-    for i, impl in enumerate(impls):
-        heights = [rows.get((case, impl), {}).get(unit, 0) for case in cases]
-        at = [x + (i - (len(impls) - 1) / 2) * width for x in range(len(cases))]
-        axes.bar(at, heights, width * 0.94, label=impl, color=COLORS[impl])
-        if i == 0:
-            for x, height in zip(at, heights, strict=True):
-                axes.text(x, 0.98 * height, f"{height:.0f}", ha="center", va="top", rotation=90, fontsize=8, color="white")
-    axes.set_xticks(range(len(cases)), [case.replace("-S", "\nS") for case in cases], fontsize=8)
-
-
-def finish(name: str, figure: Figure, axes: Axes | None = None, title: str = "", size: int = 11) -> None:
+def finish(name: str, figure: Figure, axes: Axes, title: str) -> None:
     """Title, legend (of the labels in `axes`) and file."""
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=size)
-    if axes is not None:
-        handles, labels = axes.get_legend_handles_labels()
-        rows = -(-sum(len(label) + 8 for label in labels) // 150)
-        columns = -(-len(labels) // rows)
-        figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    handles, labels = axes.get_legend_handles_labels()
+    rows = -(-sum(len(label) + 8 for label in labels) // 150)
+    columns = -(-len(labels) // rows)
+    figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
     figure.savefig(FOLDER / f"{name}.png", dpi=130)
     plt.close(figure)
 
 
-# Pictures
-
-
 def plot_decode() -> None:
-    figure, axes = plt.subplots(figsize=(11, 4.2))
-    found = {impl for _, impl in read("decode")}
-    bars(axes, "decode", "gbps", DECODE, [impl for impl in (*KEYS, *STEP, "stream-ceiling") if impl in found])
+    """One group a case, one bar an implementation, our heights written in it."""
+    rows, (figure, axes) = read("decode"), plt.subplots(figsize=(11, 4.2))
+    measured = {impl for _, impl in rows}
+    impls = [impl for impl in (*KEYS, *STEP, "stream-ceiling") if impl in measured]
+    width = 0.85 / len(impls)
+    for i, impl in enumerate(impls):
+        heights = [rows.get((case, impl), {}).get("gbps", 0) for case in DECODE]
+        at = [x + (i - (len(impls) - 1) / 2) * width for x in range(len(DECODE))]
+        axes.bar(at, heights, width * 0.94, label=impl, color=COLORS[impl])
+        if i == 0:
+            for x, height in zip(at, heights, strict=True):
+                axes.text(x, 0.98 * height, f"{height:.0f}", ha="center", va="top", rotation=90, fontsize=8, color="white")
+    axes.set_xticks(range(len(DECODE)), [case.replace("-S", "\nS") for case in DECODE], fontsize=8)
     axes.set_ylabel("GB/s of live K and V")
     finish("decode", figure, axes, f"Decode on an {device()} (32 query heads, 8 KV heads of 128): the cache read once")
 

@@ -47,26 +47,15 @@ def commit_of(head: dict[str, Any], row: dict) -> str:
     return others.get(row["case"]) or others.get(row["impl"]) or head["commit"]
 
 
-def together(a: dict, b: dict) -> bool:
-    """Whether two rows of a file were timed together, interleaved."""
-    return a["case"] == b["case"] and a.get("timed") == b.get("timed")
-
-
 def ratio(ours: dict | None, theirs: dict | None) -> float | None:
-    """How many times as fast one row is as another; None unless they were timed together."""
-    return theirs["ms"] / ours["ms"] if ours and theirs and together(ours, theirs) else None
+    """How many times as fast one row is as another of its case; None if one was not measured."""
+    return theirs["ms"] / ours["ms"] if ours and theirs else None
 
 
 def over(found: Rows, case: str, impl: str, *others: str) -> float | None:
     """`ratio` of a case's row over the fastest of others'."""
     theirs = [found[case, other] for other in others if (case, other) in found]
     return ratio(found.get((case, impl)), min(theirs, key=lambda row: row["ms"], default=None))
-
-
-def over_bf16(found: Rows, case: str, impl: str) -> float | None:
-    """A row of `sdpa` over the best BF16 kernel that it was timed with; `fp8attn` is the graph where there is one."""
-    graph = f"{impl}-graph"
-    return over(found, case, graph if (case, graph) in found else impl, "fa3-bf16", "cudnn-bf16")
 
 
 def lengths(found: Iterable[tuple[str, str]], pattern: str) -> dict[int, str]:

@@ -8,7 +8,7 @@ from benchmarks import engine as engine_benchmark
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from ..rows import latest, lengths, over, over_bf16
+from ..rows import latest, lengths, over
 from .writing import Cell, beside, block, measured, number, span, table, tokens, value
 
 PREFILL = {
@@ -129,7 +129,7 @@ def sdpa() -> str:
     title, here = latest("sdpa")
     at = sorted(lengths(here, r"(?:gqa-)?(?:full|causal)-S(\d+)"))
     body = [
-        [f"{title}, {what}{label}", *(number(over_bf16(here, f"{kind}-S{n}", impl)) for n in at)]
+        [f"{title}, {what}{label}", *(number(over(here, f"{kind}-S{n}", impl, "fa3-bf16", "cudnn-bf16")) for n in at)]
         for kind, what in kinds.items() for impl, label in impls.items()
     ]  # fmt: skip
     return table(["over BF16, tokens", *map(tokens, at)], body)
@@ -151,13 +151,6 @@ def append() -> str:
         "GB/s": lambda here, line: value(here, *line, "gbps", ".0f"),
         "of the ceiling": lambda here, line: number(over(here, *line, "ceiling"), ".0%"),
     })  # fmt: skip
-
-
-@block("portable")
-def portable() -> str:
-    found = [row for row in latest("portable")[1].values() if row["impl"] == "fp8attn-triton"]
-    gbps, tflops = ([row[unit] for row in found if unit in row] for unit in ("gbps", "tflops"))
-    return f"decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS ({measured('portable')})"
 
 
 @block("triton")
