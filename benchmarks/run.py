@@ -91,7 +91,6 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="a part of cases' names; default: all cases")
     parser.add_argument("--list", action="store_true", help="list the cases")
     parser.add_argument("--base", metavar="REV", help="time ours beside another's: a git revision, or a folder that holds its src")
-    results.add_save(parser)
     args = results.parse(parser, sys.argv[2:])
     cases = [case for case in benchmark.CASES if not args.cases or any(word in case for word in args.cases)]
     if not cases:

@@ -9,7 +9,6 @@ sampled rows of the first and the last head, against float64 on the inputs befor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,28 +27,18 @@ PEERS = ("torchao", "fa3-bf16", "cudnn-bf16")
 LEAST_DB = 15.0  # below, an output is wrong
 
 
-@dataclass(frozen=True)
-class Case:
-    length: int
-    causal: bool
-    kv_heads: int = HEADS
-
-    @property
-    def shape(self) -> Shape:
-        return square(DIM, self.causal, self.length, q_heads=HEADS, kv_heads=self.kv_heads)
-
-    def inputs(self) -> list[torch.Tensor]:
-        """Q, K and V, `[1, H, S, D]` BF16."""
-        return [x[None].transpose(1, 2).contiguous() for x in self.shape.inputs()]
-
-
 MASKS = {"full": False, "causal": True}
 CASES = {
-    f"{group}{mask}-S{n * K}": Case(n * K, causal, kv_heads)
+    f"{group}{mask}-S{n * K}": square(DIM, causal, n * K, q_heads=HEADS, kv_heads=kv_heads)
     for group, kv_heads in (("", HEADS), ("gqa-", KV_HEADS))
     for mask, causal in MASKS.items()
     for n in (1, 2, 4, 8, 16, 32, 64, 128)
 }
+
+
+def make_inputs(shape: Shape) -> list[torch.Tensor]:
+    """Q, K and V, `[1, H, S, D]` BF16."""
+    return [x[None].transpose(1, 2).contiguous() for x in shape.inputs()]
 
 
 def tables(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,19 +47,19 @@ def tables(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angle.cos().bfloat16(), angle.sin().bfloat16()
 
 
-def decibels(case: Case, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+def decibels(shape: Shape, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
     """SQNR of sampled rows of the first and the last head; all `[1, H, S, D]`."""
-    rows = torch.tensor(sampled_queries(case.length), device=DEVICE)
+    rows = torch.tensor(sampled_queries(out.shape[2]), device=DEVICE)
     heads = torch.tensor([0, HEADS - 1], device=DEVICE)
-    held = [x[0, heads // (HEADS // case.kv_heads)].transpose(0, 1) for x in (k, v)]
-    ref = exact(q[0, heads][:, rows].transpose(0, 1), *held, case.shape.softmax_scale, case.shape.last_key(0, rows))
+    held = [x[0, heads // (HEADS // shape.kv_heads)].transpose(0, 1) for x in (k, v)]
+    ref = exact(q[0, heads][:, rows].transpose(0, 1), *held, shape.softmax_scale, shape.last_key(0, rows))
     return sqnr_db(out[0, heads][:, rows].transpose(0, 1), ref)
 
 
 def calls(case: str, inputs: tuple[torch.Tensor, ...] = ()) -> dict[str, Callable]:
-    here = CASES[case]
-    q, k, v, cos, sin = inputs or (*here.inputs(), *tables(here.length))
-    options = {"is_causal": here.causal, "enable_gqa": here.kv_heads != HEADS}
+    shape = CASES[case]
+    q, k, v, cos, sin = inputs or (*make_inputs(shape), *tables(shape.keys[0]))
+    options = {"is_causal": shape.causal, "enable_gqa": shape.kv_heads != HEADS}
     found = {impl: partial(fp8attn.scaled_dot_product_attention, q, k, v, key_dtype=name, **options) for impl, name in KEYS.items()}
     rope = partial(fp8attn.rope_scaled_dot_product_attention, q, k, v, cos, sin, **options)
     return found | {"fp8attn-rope": rope}
@@ -88,22 +77,23 @@ def captured(name: str, call: Callable) -> Callable:
 
 @torch.inference_mode()
 def measure(case: str) -> Iterator[dict]:
-    here = CASES[case]
-    q, k, v = here.inputs()
-    cos, sin = tables(here.length)
+    shape = CASES[case]
+    length = shape.keys[0]
+    q, k, v = make_inputs(shape)
+    cos, sin = tables(length)
     rotated = [apply_rope(x.float(), cos, sin, backend="reference") for x in (q, k)]
     runs = {impl: Run(call, q, lambda seq: (k, v)) for impl, call in calls(case, (q, k, v, cos, sin)).items()}
     runs |= {
         impl: Run(lambda call=run.call: call().transpose(0, 1)[None], q, lambda seq: (k, v))
-        for impl, run in peers.runs(here.shape, *(x[0].transpose(0, 1) for x in (q, k, v)), PEERS).items()
+        for impl, run in peers.runs(shape, *(x[0].transpose(0, 1) for x in (q, k, v)), PEERS).items()
     }
     rows, found = {}, {}
     for impl, run, out in outputs(case, runs):
         given = rotated if impl == "fp8attn-rope" else (q, k)
-        rows[impl] = {"case": case, "impl": impl, "sqnr_db": round(decibels(here, out, *given, v), 2)}
+        rows[impl] = {"case": case, "impl": impl, "sqnr_db": round(decibels(shape, out, *given, v), 2)}
         if not rows[impl]["sqnr_db"] > LEAST_DB:
             raise AssertionError(f"{case}: {impl} is wrong, {rows[impl]['sqnr_db']} dB")
-        found[impl] = run.call if here.length >= LONG else captured(impl, run.call)
+        found[impl] = run.call if length >= LONG else captured(impl, run.call)
     del rotated
-    rounds = 21 if here.length < 8 * K else 7 if here.length < LONG else 3
-    yield from timed(here.shape, rows, found, rounds, sample_ms=8 if here.length < LONG else 0)
+    rounds = 21 if length < 8 * K else 7 if length < LONG else 3
+    yield from timed(shape, rows, found, rounds, sample_ms=8 if length < LONG else 0)

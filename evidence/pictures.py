@@ -1,6 +1,6 @@
 """The pictures of the results, beside the numbers.
 
-python -m evidence.pictures [NAME ...]    # of PLOTS, for each device; default: all that have results
+python -m evidence.pictures [NAME ...]    # of PLOTS; default: all that have results
 """
 
 from __future__ import annotations
@@ -18,28 +18,18 @@ from matplotlib.figure import Figure
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from .results import RESULTS
-from .rows import Rows, lengths, rows_of
+from .rows import latest, lengths, path_of
 from .tables.kernels import STEP
 from .tables.texts import STORED, TEXTS
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
 
-FOLDER = RESULTS / "h200"  # of the device whose results are drawn; `main` sets it
 COLORS = {impl: call.color for impl, call in CALLS.items()} | {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc",
 }  # fmt: skip
 DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
 THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
-
-
-def read(name: str) -> Rows:
-    return rows_of(FOLDER / f"{name}.json")
-
-
-def device() -> str:
-    return FOLDER.name.upper()
 
 
 def finish(name: str, figure: Figure, axes: Axes, title: str) -> None:
@@ -49,13 +39,13 @@ def finish(name: str, figure: Figure, axes: Axes, title: str) -> None:
     rows = -(-sum(len(label) + 8 for label in labels) // 150)
     columns = -(-len(labels) // rows)
     figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
-    figure.savefig(FOLDER / f"{name}.png", dpi=130)
+    figure.savefig(path_of(name).with_suffix(".png"), dpi=130)
     plt.close(figure)
 
 
 def plot_decode() -> None:
     """One group a case, one bar an implementation, our heights written in it."""
-    rows, (figure, axes) = read("decode"), plt.subplots(figsize=(11, 4.2))
+    (device, rows), (figure, axes) = latest("decode"), plt.subplots(figsize=(11, 4.2))
     measured = {impl for _, impl in rows}
     impls = [impl for impl in (*KEYS, *STEP, "stream-ceiling") if impl in measured]
     width = 0.85 / len(impls)
@@ -68,12 +58,12 @@ def plot_decode() -> None:
                 axes.text(x, 0.98 * height, f"{height:.0f}", ha="center", va="top", rotation=90, fontsize=8, color="white")
     axes.set_xticks(range(len(DECODE)), [case.replace("-S", "\nS") for case in DECODE], fontsize=8)
     axes.set_ylabel("GB/s of live K and V")
-    finish("decode", figure, axes, f"Decode on an {device()} (32 query heads, 8 KV heads of 128): the cache read once")
+    finish("decode", figure, axes, f"Decode on an {device} (32 query heads, 8 KV heads of 128): the cache read once")
 
 
 def plot_real_model() -> None:
     """What is read through prefill; transformers' cache, which attends to a prompt before it rounds, through decode."""
-    rows, cases = read("real_model"), ("smollm2-S2048", "smollm2-S8192", "smollm2-prose-S8192")
+    (device, rows), cases = latest("real_model"), ("smollm2-S2048", "smollm2-S8192", "smollm2-prose-S8192")
     figure, axes = plt.subplots(figsize=(11, 4.2))
     for i, (name, stored) in enumerate(STORED.items()):
         impl = f"{name}-{'decode' if name == 'transformers-fp8' else 'prefill'}"
@@ -83,12 +73,12 @@ def plot_real_model() -> None:
     axes.set_xticks(range(len(cases)), [TEXTS[case] for case in cases])
     axes.set_ylabel("perplexity over BF16's, %")
     axes.grid(alpha=0.25, axis="y")
-    finish("real_model", figure, axes, f"SmolLM2-135M-Instruct on an {device()}: what storing keys and values in 8 bits costs")
+    finish("real_model", figure, axes, f"SmolLM2-135M-Instruct on an {device}: what storing keys and values in 8 bits costs")
 
 
 def plot_accuracy() -> None:
     """Error by length: a row of panels a phase, a column a mean of V."""
-    rows = read("accuracy")
+    device, rows = latest("accuracy")
     phases = {"causal": "last 64 queries of a prompt", "full": "128 queries of all keys", "decode": "one query"}
     figure, grid = plt.subplots(3, 3, figsize=(12, 10), sharex=True, sharey=True)
     for axes, ((phase, what), mean) in zip(grid.flat, product(phases.items(), (0, 1, 5)), strict=True):
@@ -105,18 +95,16 @@ def plot_accuracy() -> None:
         axes.set_ylabel("relative error")
     for axes in grid[-1]:
         axes.set_xlabel("keys")
-    finish("accuracy", figure, grid[0, 0], f"Error against float64 on the same bytes, {device()}, head_dim 128")
+    finish("accuracy", figure, grid[0, 0], f"Error against float64 on the same bytes, {device}, head_dim 128")
 
 
 PLOTS = {"decode": plot_decode, "accuracy": plot_accuracy, "real_model": plot_real_model}
 
 
 def main() -> None:
-    global FOLDER
-    for FOLDER in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
-        for name in sys.argv[1:] or PLOTS:
-            if (FOLDER / f"{name}.json").exists():
-                PLOTS[name]()
+    for name in sys.argv[1:] or PLOTS:
+        if path_of(name) is not None:
+            PLOTS[name]()
 
 
 if __name__ == "__main__":

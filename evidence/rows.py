@@ -19,20 +19,15 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def rows_of(path: Path) -> Rows:
-    """The rows of a results file by case and implementation."""
-    return {(row["case"], row["impl"]): row for row in _read(path)["rows"]}
-
-
 def path_of(name: str) -> Path | None:
     """The file of that name; of several devices, the last GPU's by name. None if it was not measured."""
     return max(RESULTS.glob(f"*/{name}.json"), key=lambda path: (path.parent.name != "cpu", path.parent.name), default=None)
 
 
 def latest(name: str) -> tuple[str, Rows]:
-    """The title (`H200`, `CPU`) of the device of `path_of`, and its rows. No rows if it was not measured."""
+    """The title (`H200`, `CPU`) of the device of `path_of`, and its rows by case and implementation. No rows if it was not measured."""
     path = path_of(name)
-    return ("", {}) if path is None else (path.parent.name.upper(), rows_of(path))
+    return ("", {}) if path is None else (path.parent.name.upper(), {(row["case"], row["impl"]): row for row in _read(path)["rows"]})
 
 
 def header(name: str) -> dict[str, Any]:

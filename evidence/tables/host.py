@@ -9,9 +9,8 @@ from .writing import block, table
 @block("overhead")
 def overhead() -> str:
     title, found = latest("overhead")
-    times = [row["us"] for row in found.values()]
-    cells = [f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms" for us in times]
-    return table(["call", "by", title], [[*key, cell] for key, cell in zip(found, cells, strict=True)])
+    cell = lambda us: f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"  # noqa: E731
+    return table(["call", "by", title], [[*key, cell(row["us"])] for key, row in found.items()])
 
 
 @block("first_token")

@@ -56,12 +56,6 @@ def decode_error() -> str:
     return f"at most {ours:.1e} off; vLLM's FP8, which rounds Q and the weights, {span(theirs, '.1e')}"
 
 
-def prompts() -> dict[str, str]:
-    """The cases of `PREFILL` that were measured."""
-    found = {case for case, _ in latest("prefill")[1]}
-    return {case: label for case, label in PREFILL.items() if case in found}
-
-
 def two_level() -> str:
     """The peers that sum in two levels, as far as they were measured."""
     _, here = latest("prefill")
@@ -74,7 +68,7 @@ def prefill() -> str:
     def tflops(impl: str) -> Cell:
         return lambda here, case: value(here, case, impl, "tflops", ".0f")
 
-    return beside("prefill", "tokens", prompts(), {
+    return beside("prefill", "tokens", PREFILL, {
         "TFLOPS": tflops("fp8attn-q8"),
         "over the best single-level FP8": lambda here, case: number(over(here, case, "fp8attn-q8", *SINGLE_LEVEL)),
         f"over {two_level()}": lambda here, case: number(over(here, case, "fp8attn-q8", *TWO_LEVEL)),
@@ -87,15 +81,8 @@ def prefill_peers() -> str:
     """TFLOPS of ours and of every peer, on the last device that has them."""
     title, here = latest("prefill")
     impls = {"fp8attn-q8": title, "fp8attn": "16-bit queries", "fp8attn-exact": "exact"} | FP8 | BF16
-    body = [[label, *(value(here, case, impl, "tflops", ".0f") for impl in impls)] for case, label in prompts().items()]
+    body = [[label, *(value(here, case, impl, "tflops", ".0f") for impl in impls)] for case, label in PREFILL.items()]
     return table(["tokens", *impls.values()], body)
-
-
-@block("prefill")
-def exact_cost() -> str:
-    """What exact prompts take, over prompts whose queries are rounded to 8 bits."""
-    _, here = latest("prefill")
-    return f"{span(over(here, case, 'fp8attn', 'fp8attn-exact') for case, impl in here if impl == 'fp8attn-exact')} times as long"
 
 
 @block("engine")
@@ -168,15 +155,10 @@ def triton() -> str:
     return table([title, "queries, keys", *heads, "speed of the second over the first"], body)
 
 
-@block("triton")
-def triton_measured() -> str:
-    return measured("triton")
-
-
-@block("prefill", "decode", "engine", "sdpa", "append", "accuracy")
+@block("prefill", "decode", "engine", "sdpa", "append", "accuracy", "triton")
 def kernels_measured() -> str:
     """One line for the tables of kernels: with which torch and Triton they were measured."""
-    files = ("prefill", "decode", "engine", "sdpa", "append", "accuracy")
+    files = ("prefill", "decode", "engine", "sdpa", "append", "accuracy", "triton")
     made = {name: measured(name) for name in files}
     if len(set(made.values())) == 1:
         return made["prefill"]

@@ -22,7 +22,7 @@ STEP = problem.steps(130, 7, kv_heads=1, dim=64)
 TINY = {
     "prefill": {"prompt": PROMPT},
     "decode": {"step": STEP},
-    "sdpa": {"causal-S40": sdpa.Case(40, True, sdpa.KV_HEADS)},
+    "sdpa": {"causal-S40": problem.square(128, True, 40, q_heads=sdpa.HEADS, kv_heads=sdpa.KV_HEADS)},
     "append": {"step-B2": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)},
     "engine": {"C1k-beside-2": Shape((130, 7, 140), (1, 1, 20), 2, 1, 64, True)},
     "accuracy": dict([accuracy.one("decode", 1, 40), accuracy.one("full", 1, 40)]),
