@@ -39,17 +39,18 @@ class Table:
     """Prints rows: a case, and below it a line for each implementation."""
 
     def __init__(self) -> None:
-        self.case, self.first = None, None  # and the time of its first row
+        self.case, self.first = None, None  # and the first time of its rows
 
     def add(self, row: dict) -> None:
         if row["case"] != self.case:
-            self.case, self.first = row["case"], row.get("ms")
+            self.case, self.first = row["case"], None
             print(f"\n{self.case}")
         cells = [f"{row['impl']:24s}"]
         for name, value in row.items():
             if name not in ("case", "impl") and not isinstance(value, list | tuple):
                 cells.append(f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}")
         if "ms" in row:
+            self.first = self.first or row["ms"]
             cells.append(f"{row['ms'] / self.first:.3f} of the first's time")
         print("  " + "  ".join(cells), flush=True)
 
