@@ -21,7 +21,10 @@ K = 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of the sequences, heads, head_dim. Causal is aligned to the end: the last query sees the last key."""
+    """Lengths of the sequences, heads, head_dim. Causal is aligned to the end: the last query sees the last key.
+
+    The softmax scale holds `scales`, of Q and K.
+    """
 
     keys: tuple[int, ...]
     queries: tuple[int, ...]
@@ -29,6 +32,7 @@ class Shape:
     kv_heads: int
     dim: int
     causal: bool
+    scales: float = 1.0
 
     @property
     def uniform(self) -> bool:
@@ -36,7 +40,7 @@ class Shape:
 
     @property
     def softmax_scale(self) -> float:
-        return self.dim**-0.5
+        return self.dim**-0.5 * self.scales
 
     @property
     def flops(self) -> float:

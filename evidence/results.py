@@ -27,11 +27,13 @@ RESULTS = ROOT / "results"
 HEADER = ("device", "commit", "mixed", "date", "torch", "triton", "peers", "command", "note")
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Iterable[str] | None = None) -> argparse.Namespace:
-    """Parse arguments, `--save` among them, which needs the commit."""
+def add_save(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", action="store_true", help="write the rows to results/<this device>/, in place of the file that is there")
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Iterable[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(None if arguments is None else list(arguments))
-    if args.save:
+    if getattr(args, "save", False):
         require_commit()
     return args
 

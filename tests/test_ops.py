@@ -12,7 +12,7 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
 from fp8attn._torch_ops import flatten, flatten_format, flatten_pages
 from fp8attn.backends import load
-from fp8attn.formats.codec import E4M3, INT8, codec_of
+from fp8attn.formats.codec import CODECS, E4M3, INT8, codec_of
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.ops import run_from_dense
@@ -113,7 +113,7 @@ def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
         assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
 
 
-@pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
+@pytest.mark.parametrize("key_dtype", list(CODECS))
 @pytest.mark.parametrize("rotate_keys", [True, False])
 def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     torch.manual_seed(0)

@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8attn import AttentionParams, KVPages, PagedKVCache, append, attention, reference
-from fp8attn.formats.codec import FP8
+from fp8attn.formats.codec import CODECS
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
-from tests.support.codecs import OF_DTYPE
 
 EXACT = 2e-6  # FP32 arithmetic against float64
 
@@ -184,7 +183,7 @@ def test_rotation_takes_the_error_of_channels_that_stand_out():
 
 
 @pytest.mark.parametrize("rotate_keys", [True, False])
-@pytest.mark.parametrize("key_dtype", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("key_dtype", list(CODECS))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cuts=st.lists(st.integers(0, 300), max_size=8), seed=st.integers(0, 2**31), spread=st.integers(0, 12))
 def test_bytes_do_not_depend_on_how_appends_are_cut(key_dtype, rotate_keys, cuts, seed, spread):
@@ -196,7 +195,7 @@ def test_bytes_do_not_depend_on_how_appends_are_cut(key_dtype, rotate_keys, cuts
     means = {"k_mean": torch.randn(2, 64, generator=generator)} if seed % 2 else {}
     pools = []
     for bounds in ([0, 300], [0, *sorted(cuts), 300]):
-        pages = KVPages.empty(3, 2, 64, num_seqs=1, max_pages=3, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate_keys, **means)
+        pages = KVPages.empty(3, 2, 64, num_seqs=1, max_pages=3, key_dtype=key_dtype, rotate_keys=rotate_keys, **means)
         pages.page_table.copy_(torch.tensor([[2, 0, 1]]))
         for start, end in pairwise(bounds):
             append(pages, k[start:end], v[start:end], backend="reference")

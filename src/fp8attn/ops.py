@@ -265,7 +265,7 @@ def from_dense(
         rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V, subtracted before
             quantization. None: zero.
-        key_dtype: `"int8"` or `"e4m3"`.
+        key_dtype: the format of keys, as `PagedKVCache` takes it.
         rotate_keys: rotate K before quantization (`rotation.rotate`).
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Raises:

@@ -122,7 +122,7 @@ class KVPages:
             num_kv_heads, head_dim: the shape of K and V; head_dim is one of `page_layout.HEAD_DIMS`.
             num_seqs, max_pages: number of sequences, and of pages that each may have: the shape of the page table.
             device: the device of all tensors.
-            key_dtype: the format of keys, `"int8"` or `"e4m3"`.
+            key_dtype: the format of keys, as `PagedKVCache` takes it.
             rotate_keys: whether K is stored rotated.
             k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V. None: zero.
         Raises:
@@ -224,7 +224,7 @@ class KVPages:
             ValueError: there is no such sequence, or the page table has no pages for so many tokens.
         """
         if not 0 <= seq < self.num_seqs:
-            raise ValueError(f"the pages hold the sequences 0 to {self.num_seqs - 1}; got {seq}")
+            raise ValueError(f"the pages are of sequences 0 to {self.num_seqs - 1}; got {seq}")
         if not 0 <= length <= PAGE_SIZE * self.page_table.shape[1]:
             raise ValueError(
                 f"length is {length}, and page_table has pages for {PAGE_SIZE * self.page_table.shape[1]} tokens of a sequence"

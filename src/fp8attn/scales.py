@@ -35,7 +35,7 @@ class LayerScales:
         k_scale, v_scale: `[num_kv_heads]` float32, of K as it is stored: after RoPE, rotated with `rotate_keys`, without its mean. A cache
             rounds scales of E4M3 up to powers of two.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; K's as the model makes K, not rotated.
-        key_dtype: `"int8"` or `"e4m3"`.
+        key_dtype: the format of keys, as `PagedKVCache` takes it.
         rotate_keys: whether K is rotated.
         q_scale: `[num_q_heads]` float32, of Q after RoPE in K's 8-bit dtype, rotated with `rotate_keys`; None: not calibrated. fp8attn does
             not use it; engines that quantize Q with a static scale do.
@@ -116,7 +116,7 @@ class KVScales:
 
     @property
     def key_dtype(self) -> KeyDtype:
-        """What keys are stored in: `"int8"` or `"e4m3"`."""
+        """The format of keys, as `PagedKVCache` takes it."""
         return next(iter(self.layers.values())).key_dtype
 
     @property

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fp8attn import KVPages, PagedKVCache
+from fp8attn.formats.codec import CODECS
 from fp8attn.formats.page_layout import PAGE_SIZE, unpack_k, unpack_v
 
 HEADS, DIM, LAYERS = 1, 64, 2
@@ -34,7 +35,7 @@ class Pair:
         self.random, self.device = random.Random(seed), device
         self.generator = torch.Generator(device).manual_seed(seed)
         num_seqs, self.most = self.random.choice([1, 2, 3]), self.random.choice([1, 128, 200, 300])
-        options = {"num_layers": LAYERS, "num_seqs": num_seqs, "key_dtype": self.random.choice(["int8", "e4m3"]), "device": device}
+        options = {"num_layers": LAYERS, "num_seqs": num_seqs, "key_dtype": self.random.choice(list(CODECS)), "device": device}
         self.static, self.growing = (PagedKVCache(HEADS, DIM, max_seqlen=length, **options) for length in (self.most, None))
         self.held = [0] * num_seqs
         self.step = self._graph() if device == "cuda" and self.random.random() < 0.5 else self._compiled()

@@ -9,7 +9,7 @@ import torch
 
 from fp8attn import KVScales, OutOfPagesError, PagedKVCache
 from fp8attn._torch_ops import flatten_format
-from fp8attn.formats.codec import E4M3
+from fp8attn.formats.codec import CODECS, E4M3
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate
@@ -34,7 +34,7 @@ def assert_quantized(cache, seq, k, v):
     got_k, got_v = cache.read(0, seq)
     assert got_k.shape == k.shape and got_v.shape == v.shape
     k, got_k = (rotate(x) if cache.pages(0).format.rotate else x for x in (k, got_k))
-    if cache.key_dtype == "int8":
+    if CODECS[cache.key_dtype].is_integer:
         assert ((got_k - k).abs() <= 2.5 * cache.pages(0).k_scale[ids][..., None]).all()
     else:
         assert ((got_k - k).abs() <= 2.0**-4 * k.abs() + E4M3.smallest_subnormal * cache.pages(0).k_scale[ids][..., None]).all()
@@ -43,7 +43,7 @@ def assert_quantized(cache, seq, k, v):
 
 @pytest.mark.parametrize("num_pages", [None, 40])
 @pytest.mark.parametrize("rotate_keys", [True, False])
-@pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
+@pytest.mark.parametrize("key_dtype", list(CODECS))
 def test_prompts_then_single_tokens(num_pages, key_dtype, rotate_keys):
     cache = PagedKVCache(HEADS, DIM, num_seqs=3, num_pages=num_pages, key_dtype=key_dtype, rotate_keys=rotate_keys)
     held = [[torch.empty(0, HEADS, DIM)] * 2 for _ in range(3)]
@@ -61,7 +61,7 @@ def test_prompts_then_single_tokens(num_pages, key_dtype, rotate_keys):
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 1), (1, 128), (3, 300)])
 def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope):
-    """In a pool without pages, `from_dense` makes them. In a pool of fixed size, `reserve` does, before anything is written."""
+    """In a pool without pages, `quantize` makes them. In a pool of fixed size, `reserve` does, before anything is written."""
     caches = [PagedKVCache(HEADS, DIM, num_seqs=num_seqs, num_pages=count) for count in (None, 12)]
     for count in (length, 2, 200):
         k, v = tokens(num_seqs * count, count)
@@ -124,7 +124,7 @@ def test_append_rotates_queries_or_does_nothing_at_all():
     assert torch.equal(turned, apply_rope(q, Rope(angle.cos(), angle.sin()))) and cache.lengths == (5,)
 
 
-@pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
+@pytest.mark.parametrize("key_dtype", list(CODECS))
 def test_an_offset_costs_nothing_with_means(key_dtype):
     """This is the purpose of means: with an offset of 100, the rounding error is that of the part that varies."""
     k, v = tokens(256)

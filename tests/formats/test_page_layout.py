@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8attn.formats.codec import E4M3, FP8, codec_of
+from fp8attn.formats.codec import CODECS, E4M3, FP8, codec_of
 from fp8attn.formats.page_layout import PAGE_SIZE, V_ORDER, V_POSITION, PageLayout, pack_k, pack_v, unpack_k, unpack_v
 from fp8attn.formats.rotation import rotate
 from fp8attn.pages import KVPages
-from tests.support.codecs import OF_DTYPE
 
 
 def test_v_order_is_the_accumulators():
@@ -41,14 +40,14 @@ def test_unpack_undoes_pack():
     assert torch.equal(unpack_v(pack_v(x)), x)
 
 
-@pytest.mark.parametrize("key_dtype", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("key_dtype", list(CODECS))
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_every_byte_of_a_page(head_dim, key_dtype):
     """K token by token, V group by group, channel by channel and in V_ORDER, and then the scales, little-endian."""
     k, v = (torch.randint(0, 127, (2 * PAGE_SIZE, 3, head_dim), dtype=torch.uint8) for _ in "kv")
-    pages = KVPages.empty(2, 3, head_dim, num_seqs=1, max_pages=2, key_dtype=OF_DTYPE[key_dtype].name)
+    pages = KVPages.empty(2, 3, head_dim, num_seqs=1, max_pages=2, key_dtype=key_dtype)
     assert pages.pool.shape == (2, 3, 256 * head_dim + 128) and not pages.pool.any()
-    assert pages.k.dtype == key_dtype and pages.v.dtype == FP8
+    assert pages.k.dtype == CODECS[key_dtype].dtype and pages.v.dtype == FP8
     pages.k.view(torch.uint8).copy_(pack_k(k))
     pages.v.view(torch.uint8).copy_(pack_v(v))
     pages.k_scale.copy_(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.1]]))
@@ -64,9 +63,9 @@ def test_every_byte_of_a_page(head_dim, key_dtype):
     assert PageLayout.of(head_dim).nbytes == 256 * head_dim + 128
 
 
-def filled(key_dtype=torch.int8, rotate_keys=False, **means) -> KVPages:
+def filled(key_dtype="int8", rotate_keys=False, **means) -> KVPages:
     """Four pages of random codes and scales, of two sequences."""
-    pages = KVPages.empty(4, 1, 64, num_seqs=2, max_pages=2, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate_keys, **means)
+    pages = KVPages.empty(4, 1, 64, num_seqs=2, max_pages=2, key_dtype=key_dtype, rotate_keys=rotate_keys, **means)
     for codes in (pages.k, pages.v):
         codes.view(torch.uint8).random_(0, 127)
     pages.k_scale.copy_(torch.tensor([[1.0], [2.0], [4.0], [8.0]]))
@@ -76,7 +75,7 @@ def filled(key_dtype=torch.int8, rotate_keys=False, **means) -> KVPages:
     return pages
 
 
-@pytest.mark.parametrize("key_dtype", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("key_dtype", list(CODECS))
 def test_read_dequantizes_in_table_order(key_dtype):
     pages = filled(key_dtype, k_mean=torch.full((1, 64), 3.0), v_mean=torch.full((1, 64), -2.0))
     k, v = pages.read(1, 130)
@@ -108,7 +107,7 @@ def test_a_copy_of_a_page_is_a_copy_of_its_bytes():
 
 @pytest.mark.parametrize("again", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy], ids=["pickle", "deepcopy"])
 def test_pages_are_pickled_and_copied(again):
-    pages = filled(FP8, k_mean=torch.randn(1, 64))
+    pages = filled("e4m3", k_mean=torch.randn(1, 64))
     twin = again(pages)
     assert (twin.format.k, twin.format.rotate, twin.format.v_mean) == (E4M3, False, None)
     assert twin.format.k is E4M3 and len(twin.tensors) == 4

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
-from fp8attn.formats.codec import E4M3, FP8
+from fp8attn.formats.codec import E4M3
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
 from fp8attn.kernels.codec import from_e4m3, is_native, to_e4m3
@@ -95,7 +95,7 @@ def test_append_at_its_edges(name):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "key_dtype", "static"), [(64, torch.int8, False), (128, FP8, False), (64, FP8, True), (128, torch.int8, True)], ids=str
+    ("head_dim", "key_dtype", "static"), [(64, "int8", False), (128, "e4m3", False), (64, "e4m3", True), (128, "int8", True)], ids=str
 )
 @pytest.mark.parametrize("name", COUNTED)
 def test_append_of_counted_tokens(name, head_dim, key_dtype, static):

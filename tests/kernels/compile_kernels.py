@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from fp8attn import AttentionParams, KVPages
-from fp8attn.formats.codec import E4M3, FP8, INT8
+from fp8attn.formats.codec import CODECS, E4M3, FP8, INT8
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rope import Rope
@@ -26,7 +26,6 @@ from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.machine import Machine
 from fp8attn.params import Append
-from tests.support.codecs import OF_DTYPE
 from tests.support.machine_code import build, dry
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -51,17 +50,17 @@ TARGETS = {
 }
 
 
-def attention(head_dim: int, dtype, queries: int, key_dtype=torch.int8, rotate=True, means=False, **features) -> None:
+def attention(head_dim: int, dtype, queries: int, key_dtype="int8", rotate=True, means=False, **features) -> None:
     """Attention of `queries` queries for each sequence, with 4 query heads for each KV head."""
     params = AttentionParams(**{"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": True, "softmax_scale": 0.1} | features)
     q = torch.zeros(queries, 8, head_dim, dtype=dtype)
     mean = torch.zeros(2, head_dim) if means else None
-    pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate, k_mean=mean, v_mean=mean)
+    pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=key_dtype, rotate_keys=rotate, k_mean=mean, v_mean=mean)
     portable.portable_attention(q, pages, params)
 
 
 def append_tokens(
-    head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype=torch.int8, rotate=True,
+    head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype="int8", rotate=True,
     advance=True, static=False, overflows=False,
 ) -> None:  # fmt: skip
     """Appends `tokens` new tokens to each of two sequences."""
@@ -69,7 +68,7 @@ def append_tokens(
     q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
     angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
-        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate), k, k,
+        KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_dtype, rotate_keys=rotate), k, k,
         Append(
             torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, tokens,
             None if angle is None else Rope(angle, angle, interleaved),
@@ -79,14 +78,12 @@ def append_tokens(
     )  # fmt: skip
 
 
-def from_dense(head_dim: int, dtype, rotary=0, key_dtype=torch.int8, rotate=True) -> None:
+def from_dense(head_dim: int, dtype, rotary=0, key_dtype="int8", rotate=True) -> None:
     """Quantizes dense K and V of two sequences, and rotates Q. They are transposed, and have means if keys are E4M3."""
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
-    mean = torch.zeros(8, head_dim) if key_dtype == FP8 else None
-    append.from_dense(
-        x, x, KVFormat(head_dim, OF_DTYPE[key_dtype], E4M3, rotate, mean, mean), None if angle is None else Rope(angle, angle)
-    )
+    mean = torch.zeros(8, head_dim) if key_dtype == "e4m3" else None
+    append.from_dense(x, x, KVFormat(head_dim, CODECS[key_dtype], E4M3, rotate, mean, mean), None if angle is None else Rope(angle, angle))
     if rotary:
         append.rope_dense(x, Rope(angle, angle))
 
@@ -109,7 +106,7 @@ def cases() -> dict[str, tuple]:
     for i, head_dim in enumerate(HEAD_DIMS):
         dtype, other = (BF16, FP16) if i % 2 else (FP16, BF16)
         rope, some = {"rotary": head_dim, "q_heads": 32}, i % 2 * head_dim
-        seeds, means = {"key_dtype": FP8, "rotate": False}, {"means": True}
+        seeds, means = {"key_dtype": "e4m3", "rotate": False}, {"means": True}
         found |= {
             f"D{head_dim} rows4": (attention, head_dim, dtype, 1, means | {"splits": 4 if i % 3 else 33}),
             f"D{head_dim} rows64": (attention, head_dim, other, 16, {"splits": 1 + i % 2}),
@@ -124,8 +121,8 @@ def cases() -> dict[str, tuple]:
             f"D{head_dim} step rope": (append_tokens, head_dim, other, 1 + i, rope),
             f"D{head_dim} prompt rope": (append_tokens, head_dim, dtype, 300, rope | {"interleaved": i % 2 == 1}),
             f"D{head_dim} dense": (from_dense, head_dim, dtype, {"rotary": some}),
-            f"D{head_dim} step e4m3": (append_tokens, head_dim, dtype, 1, {"key_dtype": FP8, "rotate": i % 2 == 1}),
-            f"D{head_dim} dense e4m3": (from_dense, head_dim, other, {"key_dtype": FP8, "rotate": i % 2 == 0}),
+            f"D{head_dim} step e4m3": (append_tokens, head_dim, dtype, 1, {"key_dtype": "e4m3", "rotate": i % 2 == 1}),
+            f"D{head_dim} dense e4m3": (from_dense, head_dim, other, {"key_dtype": "e4m3", "rotate": i % 2 == 0}),
             f"D{head_dim} rows": (quantize_rows, head_dim, other, {"rotary": some, "interleaved": i % 4 == 3}),
         }
     found["D128 dense fp8"] = from_dense, 128, FP8, {}
@@ -133,10 +130,10 @@ def cases() -> dict[str, tuple]:
     leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
     found |= {
         "D128 rows4 window sinks": (attention, 128, BF16, 1, {"window": 100, "sinks": sinks}),
-        "D64 rows4 softcap leftpad": (attention, 64, FP16, 1, {"softcap": 30.0, "leftpad_k": leftpad, "key_dtype": FP8}),
+        "D64 rows4 softcap leftpad": (attention, 64, FP16, 1, {"softcap": 30.0, "leftpad_k": leftpad, "key_dtype": "e4m3"}),
         "D128 rows64 softcap": (attention, 128, BF16, 16, {"softcap": 30.0, "sinks": sinks, "rotate": False}),
         "D128 rows128 window sinks": (attention, 128, BF16, 512, {"window": 100, "sinks": sinks}),
-        "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad, "key_dtype": FP8}),
+        "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad, "key_dtype": "e4m3"}),
         "D128 prompt": (append_tokens, 128, BF16, 300, {}),
         "D128 dense rope": (from_dense, 128, BF16, {"rotary": 128}),
         "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
@@ -145,7 +142,7 @@ def cases() -> dict[str, tuple]:
         "D128 prompt counted": (append_tokens, 128, BF16, 300, {"ragged": True, "advance": False}),
         "D128 step overflows": (append_tokens, 128, BF16, 1, {"overflows": True}),
         "D128 prompt overflows": (append_tokens, 128, BF16, 300, {"overflows": True}),
-        "D128 step static overflows": (append_tokens, 128, BF16, 5, {"overflows": True, "static": True, "key_dtype": FP8}),
+        "D128 step static overflows": (append_tokens, 128, BF16, 5, {"overflows": True, "static": True, "key_dtype": "e4m3"}),
         "D128 prompt static overflows": (append_tokens, 128, BF16, 300, {"overflows": True, "static": True}),
     }
     return found

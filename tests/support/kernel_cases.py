@@ -13,13 +13,12 @@ import torch
 import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.formats import rotation
-from fp8attn.formats.codec import E4M3, FP8
+from fp8attn.formats.codec import CODECS, E4M3, FP8, KeyDtype
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.formats.rope import Rope
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
-from tests.support.codecs import OF_DTYPE
 
 KERNEL_ERROR = 3e-4  # relative, against float64 on the same bytes, besides the rounding of the output
 LSE_ERROR = 5e-4  # absolute; half a unit in the last place of FP16, in which a softmax's weights are summed
@@ -89,7 +88,7 @@ def random_tokens(tokens: int, heads: int, head_dim: int, dtype, device="cpu", s
 
 
 def empty_cache(
-    lengths: list[int], heads: int, head_dim: int, device="cpu", mean: float = 0.0, spare: int = 2, key_dtype: torch.dtype = torch.int8,
+    lengths: list[int], heads: int, head_dim: int, device="cpu", mean: float = 0.0, spare: int = 2, key_dtype: KeyDtype = "int8",
     rotate: bool = True,
 ) -> KVPages:  # fmt: skip
     """Pages for `lengths`, shuffled. K, the scales and the pages that no table names are poisoned. The means are normal values times
@@ -98,7 +97,7 @@ def empty_cache(
     num_seqs = len(lengths)
     k_mean, v_mean = (torch.randn(heads, head_dim, device=device) * mean if mean else None for _ in "kv")
     pages = KVPages.empty(
-        num_seqs * columns + spare, heads, head_dim, num_seqs, columns, device, key_dtype=OF_DTYPE[key_dtype].name, rotate_keys=rotate,
+        num_seqs * columns + spare, heads, head_dim, num_seqs, columns, device, key_dtype=key_dtype, rotate_keys=rotate,
         k_mean=k_mean, v_mean=v_mean,
     )  # fmt: skip
     order = torch.randperm(pages.num_pages, device=device)
@@ -131,13 +130,13 @@ APPEND_FACTORS = {
     "strided": [False, True],
     "grow": [False, True],  # the new tokens are far larger than the old
     "group": [0, 1, 4],  # query heads a KV head; 0: no Q
-    "key_dtype": [torch.int8, FP8],
+    "key_dtype": list(CODECS),
     "rotate": [True, False],
     "mean": [0.0, 0.5],
 }
 _EDGE = {
     "head_dim": 64, "dtype": torch.bfloat16, "heads": 1, "rotary": "all", "interleaved": False, "strided": False, "group": 1,
-    "key_dtype": torch.int8, "rotate": True, "mean": 0.5,
+    "key_dtype": "int8", "rotate": True, "mean": 0.5,
 }  # fmt: skip
 APPEND_EDGES = {
     "a step across pages": _EDGE | {"lengths": [127, 120, 5], "new": [3, 16, 1], "grow": True, "static": False},
@@ -145,7 +144,7 @@ APPEND_EDGES = {
     "the longest step": _EDGE | {"lengths": [112, 113, 0], "new": [16, 16, 16], "grow": False, "static": False},
     "the shortest prompt": _EDGE | {"lengths": [112, 113, 0], "new": [17, 16, 1], "grow": True, "static": False},
     "more heads than turns": _EDGE | {"heads": 40, "lengths": [3, 127, 0], "new": [1, 1, 1], "grow": False, "static": False},
-    "a step across pages, e4m3": _EDGE | {"lengths": [127, 120, 5], "new": [3, 16, 1], "grow": True, "static": False, "key_dtype": FP8},
+    "a step across pages, e4m3": _EDGE | {"lengths": [127, 120, 5], "new": [3, 16, 1], "grow": True, "static": False, "key_dtype": "e4m3"},
     "many sequences": _EDGE
     | {"lengths": [i % 7 * 40 for i in range(133)], "new": [i % 19 * (i % 6 == 0) for i in range(133)], "grow": False, "static": False},
 }
@@ -157,7 +156,7 @@ def check_append(append, case: dict, device="cpu") -> None:
     totals = [a + b for a, b in zip(lengths, new, strict=True)]
     expected = empty_cache(totals, heads, head_dim, device, case["mean"], key_dtype=case["key_dtype"], rotate=case["rotate"])
     if case["static"]:
-        expected.k_scale.fill_(0.01 if case["key_dtype"] == torch.int8 else 2.0**-7)
+        expected.k_scale.fill_(0.01 if CODECS[case["key_dtype"]].is_integer else 2.0**-7)
         expected.v_scale.fill_(2.0**-8)
     fill(expected, *(random_tokens(sum(lengths), heads, head_dim, dtype, device) for _ in "kv"), lengths, case["static"])
 
@@ -165,7 +164,7 @@ def check_append(append, case: dict, device="cpu") -> None:
     kv = torch.stack([random_tokens(tokens, heads, head_dim, dtype, device, 6) for _ in "kv"], 1)
     kv = kv * (512.0 if case["grow"] else 0.5)
     chance = torch.rand(kv.shape, device=device)
-    if case["key_dtype"] == torch.int8:  # NaN is the scale of an INT8 page that has one, or, rotated, Inf: in few pages, or none shows more
+    if not CODECS[case["key_dtype"]].has_nan:  # NaN is the scale of a page that has one, or, rotated, Inf: in few pages, or none shows more
         chance[:, 0][torch.rand(tokens, device=device) < 0.99] = 0.5
     kv[chance < 0.006] = -0.0
     kv[chance < 0.003] = torch.nan
@@ -207,7 +206,7 @@ def check_append(append, case: dict, device="cpu") -> None:
             ours, theirs = (getattr(p, f"{name}_scale")[ids] for p in (actual, expected))
             assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (name, seq)
             ours, theirs = (unpack(getattr(p, name).view(torch.uint8)[ids]) for p in (actual, expected))
-            if name == "v" or case["key_dtype"] == FP8:
+            if name == "v" or CODECS[case["key_dtype"]].has_nan:
                 ours, theirs = (torch.where(x == 0xFF, POISON, x) for x in (ours, theirs))  # a NaN may lose its sign
             assert torch.equal(ours[:total], theirs[:total]), (name, seq, int((ours != theirs)[:total].sum()))
             assert name == "k" or not (ours[total:] == POISON).any(), "V's unwritten tail must stay finite"
@@ -240,7 +239,7 @@ def check_counted(
     totals = [a + b for a, b in zip(lengths, new, strict=True)]
     pages = empty_cache([*totals, 0, 0], 3, head_dim, device, key_dtype=key_dtype)
     if static:
-        pages.k_scale.fill_(0.01 if key_dtype == torch.int8 else 2.0**-7)
+        pages.k_scale.fill_(0.01 if CODECS[key_dtype].is_integer else 2.0**-7)
         pages.v_scale.fill_(2.0**-8)
     real = replace(pages, page_table=pages.page_table[:-2], cache_seqlens=pages.cache_seqlens[:-2])
     fill(real, *(random_tokens(sum(lengths), 3, head_dim, torch.bfloat16, device) for _ in "kv"), lengths, static)
@@ -270,7 +269,7 @@ QUANTIZE_FACTORS = {
     "rotary": [0, 40, "all"],
     "interleaved": [False, True],
     "mean": [0.0, 0.5],
-    "key_dtype": [torch.int8, FP8],
+    "key_dtype": list(CODECS),
     "rotate": [True, False],
     "transposed": [False, True],
 }
@@ -291,7 +290,7 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
         torch.randn(heads, head_dim, device=device) * case["mean"] if case["mean"] and not given_bytes else None for _ in "kv"
     )
     rope = Rope(angle.cos(), angle.sin(), case["interleaved"]) if rotary else None
-    codec = E4M3 if given_bytes else OF_DTYPE[case["key_dtype"]]
+    codec = E4M3 if given_bytes else CODECS[case["key_dtype"]]
     form = KVFormat(head_dim, codec, E4M3, case["rotate"] and not given_bytes, k_mean, v_mean)
     actual, expected = from_dense(k, v, form, rope), reference.from_dense(k, v, form, rope)
     assert torch.equal(actual.page_table, expected.page_table) and torch.equal(actual.cache_seqlens, expected.cache_seqlens)
@@ -327,7 +326,7 @@ ATTENTION_FACTORS = {
     "scale": [None, -0.3],
     "strided": [False, True],
     "mean": [0.0, 2.0],
-    "key_dtype": [torch.int8, FP8],
+    "key_dtype": list(CODECS),
     "rotate": [True, False],
 }
 

@@ -18,7 +18,7 @@ class LayerPages:
 
     Args:
         num_kv_heads, head_dim: the layer's shape.
-        key_dtype: the format of keys, `"int8"` or `"e4m3"`.
+        key_dtype: the format of keys, as `PagedKVCache` takes it.
         rotate_keys: whether keys are rotated before quantization.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. K's mean is not rotated. None: zero.
         scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`.

@@ -150,7 +150,7 @@ def scaled_dot_product_attention(
             (`scaled_dot_product_attention_quantized` aligns to the last key.)
         scale: default `1 / sqrt(E)`.
         enable_gqa: Hq may be a multiple of H.
-        key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3. `"fa3"` has no INT8, so its keys are always E4M3.
+        key_dtype: the format of keys, as `PagedKVCache` takes it. Values are E4M3. `"fa3"` has no INT8, so its keys are always E4M3.
         rotate_keys: rotate queries and keys before quantization (`rotation.rotate`). This makes rounding errors smaller and does not change
             scores.
         backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`kernels/fa3.py`). A backend

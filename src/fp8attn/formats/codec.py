@@ -1,13 +1,14 @@
 """Codecs: the 8-bit codes of K and V, in plain PyTorch. A value `x` is stored as the code `x_8bit`, with `x ~ x_8bit * scale + mean`.
 
-`INT8` and `E4M3` are the definition. The kernels compute the same bits. A new codec is one more object in `CODECS`, and its conversions in
+`INT8` and `E4M3` are the definition. The kernels compute the same bits. All that is said of a codec is in its object: a new one with
+integer codes is one more object in `CODECS`, and its name in `KeyDtype`. A floating-point one also needs its conversions in
 `kernels/codec.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -25,7 +26,7 @@ MIN_SCALE = 2.0**MIN_SCALE_EXPONENT
 MAX_SCALE = 2.0**MAX_SCALE_EXPONENT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Codec:
     """How numbers are stored in 8 bits.
 
@@ -35,6 +36,7 @@ class Codec:
         max: the largest magnitude of a code.
         headroom: the factor by which a page's first scale is larger than its first token needs.
         has_nan: whether there is a code for NaN.
+        is_integer: whether codes are integers, equally far apart. Then the scale is any number, otherwise a power of two.
     """
 
     name: KeyDtype
@@ -42,6 +44,7 @@ class Codec:
     max: float
     headroom: float
     has_nan: bool
+    is_integer: ClassVar[bool] = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codec_of, (self.name,)  # copies are the same object
@@ -70,7 +73,9 @@ class Codec:
 
 
 class Integer(Codec):
-    """Integers. The scale is any number."""
+    """Integers of magnitudes up to 127."""
+
+    is_integer = True
 
     def needed_scale(self, amax: torch.Tensor) -> torch.Tensor:
         """`amax / max`."""
@@ -80,7 +85,7 @@ class Integer(Codec):
         return y.round()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Float(Codec):
     """An 8-bit floating-point format that ends at 1.75 times a power of two. The scale is a power of two."""
 
@@ -118,7 +123,7 @@ class Float(Codec):
 
 # The error of INT8 is proportional to the scale; a headroom of 1.25 had the smallest error in measurements. Headroom costs E4M3 (OCP 8-bit
 # Floating Point Specification 1.0, table 1) only its smallest numbers. With 2^5, the scale of hardly any page grows.
-INT8 = Integer("int8", torch.int8, 127, 1.25, has_nan=False)
+INT8 = Integer("int8", torch.int8, 127.0, 1.25, has_nan=False)
 E4M3 = Float("e4m3", FP8, 448.0, 32.0, has_nan=True, smallest_subnormal=2.0**-9)
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (INT8, E4M3)}
 

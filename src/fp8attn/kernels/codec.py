@@ -1,7 +1,8 @@
-"""Codecs inside Triton kernels, with the bits of `formats.codec`: conversions of E4M3, INT8 and BF16, and scales.
+"""Codecs inside Triton kernels, with the bits of `formats.codec`: conversions of E4M3, integers and BF16, and scales.
 
-`CODEC` is the name of a codec, "int8" or "e4m3". A third one is another branch of the functions below "By codec", and of the products with
-queries: `begin_scores` of `prefill/softmax.py`, `_scores` of `decode/consume.py`.
+`CODEC` is a `Codec` of `formats.codec`, whose attributes are compile-time constants. Integers of any largest magnitude up to 127 are one
+way of computing here, E4M3 is the other. Another floating-point format is another branch of the functions below "By codec", and of the
+products with queries: `begin_scores` of `prefill/softmax.py`, `_scores` of `decode/consume.py`.
 
 `NATIVE`: the target has instructions that convert E4M3 (NVIDIA from compute capability 8.9). Without them, and in Triton's interpreter
 (whose own conversions truncate), integer arithmetic computes the same bits.
@@ -15,19 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.codec import E4M3, INT8, MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
+from ..formats.codec import MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
 from .machine import machine
 
-_MAX_E4M3 = tl.constexpr(E4M3.max)
-_MAX_E4M3_EXPONENT = tl.constexpr(E4M3.max_exponent)
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
-_INT8_MAX = tl.constexpr(float(INT8.max))
-_PER_INT8_MAX = tl.constexpr(1 / INT8.max)
-_INT8_HEADROOM = tl.constexpr(INT8.headroom)
-_E4M3_HEADROOM = tl.constexpr(E4M3.headroom)
 _ROUND = tl.constexpr(1.5 * 2**23)  # a sum with it is a multiple of one, and its lowest byte is that of the other number, rounded
 
 
@@ -110,37 +105,26 @@ def to_int8(x):
     return (x + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
 
 
-@triton.jit
-def saturate_int8(x):
-    """To [-127, 127]; NaN becomes zero."""
-    return tl.where(x == x, tl.minimum(tl.maximum(x, -_INT8_MAX), _INT8_MAX), 0.0)
-
-
 # By codec
-
-
-@triton.constexpr_function
-def has_nan(codec):
-    """Whether there is a code for NaN."""
-    return codec != "int8"
-
-
-@triton.constexpr_function
-def clamps(codec):
-    """Whether values must be in the range of codes before they are rounded (`clamp`). E4M3's conversion saturates by itself."""
-    return codec == "int8"
 
 
 @triton.jit
 def clamp(x, CODEC: tl.constexpr):
-    """Values in the range of codes, or as `round_to_codes` takes them; NaN becomes zero where it has no code."""
-    return saturate_int8(x) if clamps(CODEC) else x
+    """Values in the range of codes, or as `round_to_codes` takes them: E4M3's conversion saturates by itself. NaN becomes zero where it has
+    no code."""
+    return _saturate(x, CODEC) if CODEC.is_integer else x
+
+
+@triton.jit
+def _saturate(x, CODEC: tl.constexpr):
+    """To the range of integer codes; NaN becomes zero."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -CODEC.max), CODEC.max), 0.0)
 
 
 @triton.jit
 def round_to_codes(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
     """Bytes of the codes of values from `clamp`: rounded to nearest, ties to even."""
-    if CODEC == "int8":
+    if CODEC.is_integer:
         return to_int8(x)
     else:
         return to_e4m3(x, NATIVE)
@@ -148,14 +132,14 @@ def round_to_codes(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def to_codes(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
-    """Bytes of codes: rounded to nearest, ties to even, saturated. NaN becomes an INT8 zero, and E4M3's NaN."""
+    """Bytes of codes: rounded to nearest, ties to even, saturated. NaN becomes zero where it has no code."""
     return round_to_codes(clamp(x, CODEC), CODEC, NATIVE)
 
 
 @triton.jit
 def to_fp16(codes, CODEC: tl.constexpr, NATIVE: tl.constexpr):
     """FP16 of bytes of codes, exactly."""
-    if CODEC == "int8":
+    if CODEC.is_integer:
         return from_int8(codes)
     else:
         return from_e4m3(codes, NATIVE)
@@ -170,8 +154,8 @@ def from_codes(codes, CODEC: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def encode(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
     """`Codec.encode`: codes as FP32 numbers."""
-    if CODEC == "int8":
-        return (saturate_int8(x) + _ROUND) - _ROUND
+    if CODEC.is_integer:
+        return (_saturate(x, CODEC) + _ROUND) - _ROUND
     else:
         return from_codes(to_e4m3(x, NATIVE), CODEC, NATIVE)
 
@@ -179,7 +163,7 @@ def encode(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def encode_where(x, rows, CODEC: tl.constexpr, NATIVE: tl.constexpr, CLAMP: tl.constexpr):
     """`encode` of the rows `rows [N, 1]` of `x [N, C]`; the others do not change. Without CLAMP, all values are in the range of codes."""
-    if CODEC == "int8" and not CLAMP:
+    if CODEC.is_integer and not CLAMP:
         magic = tl.where(rows, _ROUND, 0.0)
         return (x + magic) - magic
     else:
@@ -189,18 +173,18 @@ def encode_where(x, rows, CODEC: tl.constexpr, NATIVE: tl.constexpr, CLAMP: tl.c
 @triton.jit
 def overflows(x, CODEC: tl.constexpr):
     """Which values, multiplied by the inverse of their scale, have no code: they are larger than any, or NaN."""
-    over = tl.abs(x) > (_INT8_MAX if CODEC == "int8" else _MAX_E4M3)
-    return over if has_nan(CODEC) else over | (x != x)
+    over = tl.abs(x) > CODEC.max
+    return over if CODEC.has_nan else over | (x != x)
 
 
 @triton.jit
 def needed_scale(amax, CODEC: tl.constexpr):
     """`Codec.needed_scale`."""
-    if CODEC == "int8":
-        return tl.minimum(tl.maximum(amax * _PER_INT8_MAX, _MIN_SCALE), _MAX_SCALE)
+    if CODEC.is_integer:
+        return tl.minimum(tl.maximum(amax * (1 / CODEC.max), _MIN_SCALE), _MAX_SCALE)
     else:
         bits = amax.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) - 127 - _MAX_E4M3_EXPONENT + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = (bits >> 23) - 127 - CODEC.max_exponent + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.minimum(tl.maximum(exponent, _MIN_SCALE_EXPONENT), _MAX_SCALE_EXPONENT)
         return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -208,13 +192,13 @@ def needed_scale(amax, CODEC: tl.constexpr):
 @triton.jit
 def with_headroom(scale, CODEC: tl.constexpr):
     """`Codec.with_headroom`."""
-    return tl.minimum(scale * (_INT8_HEADROOM if CODEC == "int8" else _E4M3_HEADROOM), _MAX_SCALE)
+    return tl.minimum(scale * CODEC.headroom, _MAX_SCALE)
 
 
 @triton.jit
 def inverse(scale, CODEC: tl.constexpr):
     """`1 / scale`, rounded to nearest. It is exact for E4M3, whose scales are powers of two."""
-    if CODEC == "int8":
+    if CODEC.is_integer:
         return tl.div_rn(1.0, scale)
     else:
         return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)

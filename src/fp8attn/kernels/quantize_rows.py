@@ -38,12 +38,22 @@ class QuantizeTokens(ConstexprFields):
 
 
 @dataclass(frozen=True)
+class ScaleOptions(ConstexprFields):
+    """How means and scales are made."""
+
+    head_dim: int
+    width: int  # head_dim, padded to a power of two
+    means: bool  # are subtracted
+    codec: Codec
+
+
+@dataclass(frozen=True)
 class QuantizeOptions(ConstexprFields):
     """How codes are made."""
 
     tokens: QuantizeTokens
     means: bool  # are subtracted
-    codec: str  # its name
+    codec: Codec
     native: bool  # the target converts E4M3 by itself (`codec.is_native`)
 
 
@@ -103,12 +113,12 @@ def _scales_kernel(
     parts,
     length,
     heads_per_scale,
-    D: tl.constexpr,
-    C: tl.constexpr,
-    MEANS: tl.constexpr,
-    CODEC: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """Means of a group's heads, and its scale."""
+    D: tl.constexpr = OPTIONS.head_dim
+    C: tl.constexpr = OPTIONS.width
+    CODEC: tl.constexpr = OPTIONS.codec
     amax = 0.0
     c = tl.arange(0, C)
     part = tl.arange(0, _PARTS)[:, None]
@@ -118,7 +128,7 @@ def _scales_kernel(
         largest = tl.max(tl.load(ptrs + C, mask=part < parts, other=-_INF), 0)
         smallest = tl.min(tl.load(ptrs + 2 * C, mask=part < parts, other=_INF), 0)
         mean = tl.zeros((C,), tl.float32)
-        if MEANS:
+        if OPTIONS.means:
             mean = tl.sum(tl.load(ptrs, mask=part < parts, other=0.0), 0) / length
             mean = tl.where(tl.abs(mean) < _INF, mean, 0.0)
             tl.store(mean_ptr + row * D + c, mean, mask=c < D)
@@ -174,9 +184,9 @@ def quantize_rows(
     args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
     launch(_statistics_kernel, (parts * batch * heads,), args, make_constants("statistics", device, TOKENS=each, **options))
     args = part, mean, scale, parts, length, heads_per_scale
-    constants = make_constants("scales", device, D=head_dim, C=width, MEANS=subtract_mean, CODEC=codec.name, num_warps=4)
+    constants = make_constants("scales", device, OPTIONS=ScaleOptions(head_dim, width, subtract_mean, codec), num_warps=4)
     launch(_scales_kernel, (scale.numel(),), args, constants)
     args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
-    constants = make_constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, codec.name, is_native(device)), **options)
+    constants = make_constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, codec, is_native(device)), **options)
     launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, constants)
     return out.view(codec.dtype), scale, mean

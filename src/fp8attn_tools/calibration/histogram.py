@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from fp8attn.formats.codec import E4M3, INT8, Codec
+from fp8attn.formats.codec import E4M3, Codec
 
 from .mergeable import Mergeable, Operation
 
@@ -113,7 +113,7 @@ class Histogram(Mergeable):
 
     def _window(self, merged: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The counts of the 32 octaves up to each head's largest value, `[num_heads, N]` float64, and the ends of their bins,
-        `[num_heads, N + 1]`. Each covers `merged` bins of the histogram."""
+        `[num_heads, N + 1]`. Each is of `merged` bins of the histogram."""
         assert self.counts is not None
         used = (self.counts[:, :INFINITE] > 0) * torch.arange(INFINITE, device=self.counts.device)
         first = (used.amax(1) // merged * merged + merged - WINDOW).clamp(merged, INFINITE - WINDOW)[:, None]
@@ -144,8 +144,8 @@ def _error_integral(t: torch.Tensor, codec: Codec) -> torch.Tensor:
     In an interval of equally spaced codes u that begins at a code, n whole steps and a rest r (in steps, from the nearest code) have the
     integral `u^3 (n / 12 + r^3 / 3)`. Above the largest code r is not bounded: that is saturation.
     """
-    if codec is INT8:
-        code = (t + 0.5).floor().clamp_max(INT8.max)
+    if codec.is_integer:
+        code = (t + 0.5).floor().clamp_max(codec.max)
         return code / 12 + (t - code) ** 3 / 3
     # E4M3 has 8 steps of 2^(e-3) in each octave [2^e, 2^(e+1)), and 8 subnormal steps of 2^-9 below 2^-6, as if in an octave of e = -7.
     e = (torch.frexp(t).exponent - 1).clamp(-7, E4M3.max_exponent).double()

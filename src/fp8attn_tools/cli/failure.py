@@ -1,4 +1,4 @@
-"""How a command reports an error."""
+"""How a command ends that cannot do what it was asked for."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder
 
 from fp8attn import reference
-from fp8attn.formats.codec import FP8
+from fp8attn.formats.codec import CODECS
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.rope import Rope
 from fp8attn.kernels.append import MAX_STRIDE, append, from_dense, rope_dense
@@ -45,7 +45,7 @@ def test_append_at_its_edges(name):
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("case", pairwise({"name": list(COUNTED), "key_dtype": [torch.int8, FP8], "static": [False, True]}), ids=case_id)
+@pytest.mark.parametrize("case", pairwise({"name": list(COUNTED), "key_dtype": list(CODECS), "static": [False, True]}), ids=case_id)
 def test_append_of_counted_tokens(case, backend):
     check_counted(backend, *COUNTED[case["name"]], 64, case["key_dtype"], case["static"])
 

@@ -82,17 +82,17 @@ def filled_pages(
         pages.page_table[seq, :count] = order[used : used + count]
         used += count
     k = torch.randn(pages.k.shape)
-    pages.k.copy_((32 * k).round().clamp(-127, 127) if keys == "int8" else k)
+    pages.k.copy_(CODECS[keys].encode(k, torch.tensor(32.0)) if CODECS[keys].is_integer else k)
     pages.v.copy_((torch.randn(pages.v.shape) + v_mean).to(FP8))
     for scale in (pages.k_scale, pages.v_scale):
         scale.copy_(2.0 ** torch.randint(-3, 3, scale.shape))
-    if keys == "int8":  # any number
+    if CODECS[keys].is_integer:  # any number
         pages.k_scale.mul_((1 + torch.rand(pages.k_scale.shape)) / 48)
     pages.cache_seqlens.copy_(torch.tensor(lengths))
     pages.pool[order[used:]] = 0xFF
     for seq, n in enumerate(lengths):
         if n % 128:
-            pages.k.view(torch.uint8)[pages.page_table[seq, n // 128], :, n % 128 :] = 0x80 if keys == "int8" else 0x7F
+            pages.k.view(torch.uint8)[pages.page_table[seq, n // 128], :, n % 128 :] = 0x80 if CODECS[keys].is_integer else 0x7F
         if not n:
             pages.pool[pages.page_table[seq, 0]] = 0xFF
     return pages

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
-from fp8attn.formats.codec import FP8
+from fp8attn.formats.codec import CODECS
 from fp8attn.kernels import portable
 from fp8attn.numerics import relative_error
 from tests.support.interpreted import ARGUMENTS, QUIET, cache_and_queries, dynamo_knows_torch, poisoned  # noqa: F401
@@ -42,7 +42,7 @@ def test_attention_writes_into_a_given_output(queries, splits, backend, monkeypa
 
 
 @pytest.mark.triton36
-@pytest.mark.parametrize("key_dtype", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("key_dtype", list(CODECS))
 @pytest.mark.parametrize("splits", [1, 40])
 @pytest.mark.parametrize(("k", "v"), [(0.0, 1.0), (8.0, None), (0.0, None), ("needle", 1.0)], ids=str)
 def test_attention_of_extremes(k, v, splits, key_dtype, monkeypatch):
@@ -60,7 +60,7 @@ def test_attention_of_extremes(k, v, splits, key_dtype, monkeypatch):
     run_attention(portable.portable_attention, pages, q, ARGUMENTS)
 
 
-@pytest.mark.parametrize("key_dtype", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("key_dtype", list(CODECS))
 def test_rounding_rotated_queries_costs_little(key_dtype):
     """Rounding Q to FP16 is off by up to 2^-12 of an element, 2e-4 in the mean square. Where the scores' deviation is 1 as here, the
     weights are off by so much each. Rounding P adds 2e-4."""
@@ -97,7 +97,7 @@ def test_nan_in_a_value_is_not_hidden():
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("queries", [2, 30])  # tiles whose warps share the keys, and tiles whose warps share the rows
-@pytest.mark.parametrize(("key_dtype", "token"), [(torch.int8, 129), (FP8, 130)], ids=str)
+@pytest.mark.parametrize(("key_dtype", "token"), [("int8", 129), ("e4m3", 130)], ids=str)
 def test_nan_in_a_key_is_for_the_rows_that_see_it(key_dtype, token, queries, softcap):
     """E4M3 has a NaN for the token; INT8 makes the scale of the page NaN, and so all tokens of the page. Rows before it are as without."""
     pages = empty_cache([132], 1, 64, key_dtype=key_dtype)
@@ -108,7 +108,7 @@ def test_nan_in_a_key_is_for_the_rows_that_see_it(key_dtype, token, queries, sof
     arguments = ARGUMENTS | {"max_seqlen_q": queries, "softcap": softcap}
     ref, ref_lse = reference.attention(q, pages, AttentionParams(**arguments))
     out, lse = portable.portable_attention(q, pages, AttentionParams(**arguments))
-    sees = 132 - queries + torch.arange(queries) >= (128 if key_dtype == torch.int8 else 130)
+    sees = 132 - queries + torch.arange(queries) >= (128 if key_dtype == "int8" else 130)
     assert torch.equal(ref.isnan(), sees[:, None, None].expand_as(ref)) and torch.equal(out.isnan(), ref.isnan())
     assert torch.equal(lse.isnan(), ref_lse.isnan())
     torch.testing.assert_close(out[~sees].float(), ref[~sees].float(), rtol=2**-10, atol=2e-3)

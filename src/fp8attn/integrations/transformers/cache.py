@@ -49,7 +49,7 @@ class FP8Cache(Cache):
     Sliding-window and chunked layers are transformers' own, in 16 bits, because a window does not grow. (Its masks grow with the prompt:
     for a long prompt, call `generate(..., prefill_chunk_size=8192)`.)
 
-    A cache holds one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
+    A cache is of one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
     another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some
     layers without its tokens. They are dropped before the next forward, with a warning.
 
@@ -60,7 +60,7 @@ class FP8Cache(Cache):
             over these positions (None: over the config's max_position_embeddings).
         scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. They have means and a rotation of their
             own, so the weights are not read. None: each page has its own scales, and no calibration is needed.
-        key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3.
+        key_dtype: the format of keys, as `PagedKVCache` takes it. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
         skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `fp8attn
             sensitivity` measures a model and chooses them. `edge_layers` names the first and last layers.
@@ -70,7 +70,7 @@ class FP8Cache(Cache):
     Raises:
         TypeError: `model` is not a transformers model, or `scales` are not `KVScales`.
         UsageError: the model cannot be served (`unsupported_reason`; the message says what to use), `max_cache_len` is not a number of
-            tokens, or the scales are for another model, key_dtype or rotate_keys.
+            tokens, or the scales are of another model, key_dtype or rotate_keys.
     """
 
     def __init__(
@@ -148,13 +148,13 @@ class FP8Cache(Cache):
 
     def _read_weights(self, model: PreTrainedModel) -> None:
         """Set static means and the rotation of each layer by the model's weights, and warn about biases that cannot be read."""
-        e4m3 = self.shared.key_dtype == "e4m3"
-        biases, spread = layer_biases(model, self.shared.max_cache_len), spread_layers(model) if e4m3 else ()
+        relative = not codec_of(self.shared.key_dtype).is_integer  # the error of a code
+        biases, spread = layer_biases(model, self.shared.max_cache_len), spread_layers(model) if relative else ()
         for layer in self.shared.layers:
             found = biases.get(layer.index)
             if found is not None:
                 layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
-            if e4m3 and (layer.index in spread or (found is not None and found.stands_out)):
+            if relative and (layer.index in spread or (found is not None and found.stands_out)):
                 layer.rotate_keys = False
         if unread := [index for index in self.fp8_layers if index in biases and biases[index].unread]:
             warnings.warn(
@@ -198,7 +198,7 @@ class FP8Cache(Cache):
             max_cache_len, exact, backend: as `FP8Cache` takes them.
             device: the device of the pages. None: the model's, which must not be offloaded.
         Raises:
-            UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what differs.
+            UsageError: the file does not exist, is damaged, or is of another model or prompt; the message says what differs.
         """
         of = transformers_model(model)
 

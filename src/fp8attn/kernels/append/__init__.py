@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import torch
 
-from ...formats.codec import FP8
+from ...formats.codec import E4M3, FP8, Codec
 from ...formats.kv_format import KVFormat
 from ...formats.page_layout import LAYOUTS, PAGE_SIZE, PageLayout
 from ...formats.rope import Rope
@@ -52,7 +52,7 @@ def append(
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
     heads, form = pages.num_kv_heads, pages.format
     row, angles, ((*_, cos_stride), (*_, sin_stride)) = row_of(form.head_dim, how.rope)
-    stored = row, is_native(device), form.k.name, form.rotate, how.static_scales, advance
+    stored = row, is_native(device), form.k, form.rotate, how.static_scales, advance
     tensors = pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, how.overflows
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
@@ -101,7 +101,7 @@ def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | No
     strides = k_b, k_t, k_h, v_b, v_t, v_h
     if k.dtype == FP8:
         # Targets without native E4M3 have no type for it, so its bytes are copied.
-        codes = Codes(_without_rope(row), form.layout, False, "e4m3", is_native(device), False, True)
+        codes = Codes(_without_rope(row), form.layout, False, E4M3, is_native(device), False, True)
         constants = make_constants("e4m3", device, CODES=codes, num_warps=row.width // 16)
         args = k.view(torch.uint8), v.view(torch.uint8), pool, table, lengths, *strides, heads, length
         _launch_sequences(e4m3_kernel, (2 * heads, columns), batch, args, constants)
@@ -110,7 +110,7 @@ def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | No
             k, v, pool, form.stored_k_mean, form.v_mean, table, lengths, None, None, *angles, *strides, *cos_strides, *sin_strides,
             columns, batch, length, heads, _columns_ahead(device, heads, row.width),
         )  # fmt: skip
-        stored = row, is_native(device), form.k.name, form.rotate, False, True
+        stored = row, is_native(device), form.k, form.rotate, False, True
         constants = _page_constants(device, torch.version.hip is not None, *stored, dense=True)
         _launch_sequences(page_kernel, (2 * heads, columns), batch, args, constants)
     return KVPages.trusted(pool, table, lengths, form)
@@ -160,7 +160,7 @@ class Codes(ConstexprFields):
     row: Row
     layout: PageLayout
     is_v: bool
-    codec: str  # its name
+    codec: Codec
     native: bool  # the target converts E4M3 by itself (`codec.is_native`)
     static: bool  # scales are given and stay
     dense: bool  # pages of their own, filled from their first token on
@@ -212,9 +212,9 @@ def _page_constants(device: torch.device, hip: bool, row: Row, *stored, dense: b
     return make_constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
 
 
-def _options(row: Row, native: bool, codec: str, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
+def _options(row: Row, native: bool, codec: Codec, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
     keys = Codes(row, LAYOUTS[row.head_dim], False, codec, native, static, dense)
-    return AppendOptions(keys, replace(keys, row=_without_rope(row), is_v=True, codec="e4m3"), rotate_keys, advance)
+    return AppendOptions(keys, replace(keys, row=_without_rope(row), is_v=True, codec=E4M3), rotate_keys, advance)
 
 
 def _without_rope(row: Row) -> Row:

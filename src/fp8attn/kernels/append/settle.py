@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..codec import clamp, clamps, finite, has_nan, inverse, magnitude, needed_scale, with_headroom
+from ..codec import clamp, finite, inverse, magnitude, needed_scale, with_headroom
 from .slot import (
     HEADER_WORDS,
     NAN_WORD,
@@ -220,7 +220,7 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
             if IS_V:
                 worst = tl.max(tl.maximum(finite(x0), finite(x1)))
             else:
-                if not has_nan(CODEC):
+                if not CODEC.has_nan:
                     nan_token = _first_nan(amax, old).to(tl.float32)
                 amax = _finite_rows(x0, x1)
                 worst = float_of(_largest(amax))
@@ -229,14 +229,15 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
         if DENSE or old == 0:
             scale = with_headroom(needed_scale(first, CODEC), CODEC)
         most = needed_scale(worst, CODEC)
-        if clamps(CODEC) and large:  # two paths: few pages have values that saturate, and saturation would add a sixth to the instructions
+        # Two paths: few pages have values that saturate, and saturation would add a sixth to the instructions.
+        if CODEC.is_integer and large:
             x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, True, COUNT)
         else:
             x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False, COUNT)
     if COUNT:
         add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if not CODES.static:
-        if not has_nan(CODEC):  # `KVPages.nan_in_k` keeps what undoes the mark
+        if not CODEC.has_nan:  # `KVPages.nan_in_k` keeps what undoes the mark
             marked = broken & (scale == scale)
             tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
             i = tl.arange(0, HEADER_WORDS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..codec import finite, has_nan, inverse, needed_scale, to_codes, with_headroom
+from ..codec import finite, inverse, needed_scale, to_codes, with_headroom
 from ..rotation import hadamard
 from ..rows import load_rotated, load_rows, store_rows
 from .queries import rotate_queries
@@ -123,7 +123,7 @@ def _store_scale(scale_ptr, scale, nan, position, old, exists, CODES: tl.constex
 
     The scale of a page with a NaN that has no code (INT8) is NaN. What undoes it is kept (`KVPages.nan_in_k`).
     """
-    if not has_nan(CODES.codec):
+    if not CODES.codec.has_nan:
         first = tl.min(tl.where(nan, position, PAGE), 1)
         marked = (first < PAGE) & (scale == scale)
         noted = exists & (marked | (first * 0 + old == 0))

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...formats.codec import Codec
 from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...pages import KVPages
 from ...params import AttentionParams
@@ -53,7 +54,7 @@ class PortableConfig(NamedTuple):
 class PortableOptions(ConstexprFields):
     """The one constexpr parameter of the kernel. The host makes it, and device code reads it."""
 
-    codec: str  # of keys, its name
+    codec: Codec  # of keys
     rotate: bool  # queries, as the keys are
     head_dim: int
     layout: PageLayout
@@ -133,7 +134,7 @@ def portable_attention(
         max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        codec=form.k.name, rotate=form.rotate, head_dim=head_dim, layout=form.layout,
+        codec=form.k, rotate=form.rotate, head_dim=head_dim, layout=form.layout,
         width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
         softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip

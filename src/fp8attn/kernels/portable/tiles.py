@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ...formats.page_layout import K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE
-from ..codec import from_e4m3, has_nan, to_fp16
+from ..codec import from_e4m3, to_fp16
 from ..common import HIDDEN
 
 _PAGE = tl.constexpr(PAGE_SIZE)
@@ -94,7 +94,7 @@ def add_tiles(
         if SOFTCAP:
             # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
             s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
-        elif not has_nan(CODEC) and (MASK_START or MASK_END):
+        elif not CODEC.has_nan and (MASK_START or MASK_END):
             # A page with a NaN in a token has a NaN scale (`numerics.settle`). Only rows that see a key of the page become NaN.
             s += k_scale - k_scale
             f = tl.where(k_scale == k_scale, f, 1.0)
