@@ -20,7 +20,7 @@ import torch
 from fp8attn import ops
 
 from . import peers
-from .measure import error, graph_of, outputs, timed
+from .measure import checked, error, timed
 from .problem import K, Run, Shape, hold, offsets
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -102,15 +102,6 @@ def calls(case: str) -> dict[str, Callable]:
 def measure(case: str) -> Iterator[dict]:
     shape = CASES[case]
     inputs = shape.inputs()
-    rows, replays = {}, {}
     steps = {"fp8attn": ours(shape, *inputs)} | theirs(shape, *inputs)
-    for impl, step, outs in outputs(case, steps):
-        replays[impl], held = graph_of(step.call)
-        replays[impl]()
-        torch.cuda.synchronize()
-        rows[impl] = {"case": case, "impl": impl} | step.errors(held)
-        if impl == "fp8attn" and not (
-            all(torch.equal(*pair) for pair in zip(held, outs, strict=True)) and max(step.errors(held).values()) <= MOST_ERROR
-        ):
-            raise AssertionError(f"{case}: {impl} is wrong, {step.errors(held)}")
+    rows, replays = checked(case, steps, MOST_ERROR, Step.errors)
     yield from timed(shape, rows, replays, 20, flush=True)

@@ -6,6 +6,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -119,7 +120,7 @@ def left_out(name: str, why: str | Exception) -> None:
     print(f"   {name} is left out: {str(why).strip().splitlines()[0][:160]}", flush=True)
 
 
-def outputs(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run, torch.Tensor]]:
+def outputs(case: str, runs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """The outputs of the implementations. A peer that cannot run the case is left out; an error of ours is raised."""
     for impl, run in runs.items():
         try:
@@ -170,30 +171,31 @@ def relative(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return (wrong / sum(float(ref.square().sum()) for _, ref in pairs)) ** 0.5
 
 
-def error(shape: Shape, out: torch.Tensor, run: Run, seqs: Sequence[int] | None = None, sample: Callable = sampled_queries) -> float:
+def error(shape: Shape, out: torch.Tensor, run: Run, seqs: Sequence[int] | None = None) -> float:
     """Relative error of sampled queries of some sequences, by default the first and the last, against float64 on what the run was given."""
     pairs = []
     for seq in sorted({0, len(shape.keys) - 1}) if seqs is None else seqs:
-        index = torch.tensor(sample(shape.queries[seq]), device=out.device, dtype=torch.long)
+        index = torch.tensor(sampled_queries(shape.queries[seq]), device=out.device, dtype=torch.long)
         rows = index + shape.rows(seq).start
         pairs.append((run.unit * out[rows].double(), exact(run.q[rows], *run.held(seq), shape.softmax_scale, shape.last_key(seq, index))))
     return relative(pairs)
 
 
-def checked(case: str, shape: Shape, runs: Mapping[str, Run], most: float, *, graphs: bool) -> tuple[dict[str, dict], dict[str, Callable]]:
-    """The rows of implementations, with `rel_err`, and what is timed of them: CUDA graphs, or the calls.
+def checked(case: str, runs: Mapping[str, Any], most: float, errors: Callable) -> tuple[dict[str, dict], dict[str, Callable]]:
+    """The rows of implementations with their errors, and their CUDA graphs.
 
+    Args:
+        errors: `errors(run, out)`, by name.
     Raises:
         AssertionError: one of ours is farther from float64 than `most`, or its graph gives other bits than its call.
     """
-    rows, calls = {}, {}
+    rows, replays = {}, {}
     for impl, run, out in outputs(case, runs):
-        calls[impl], result = graph_of(run.call) if graphs else (run.call, out)
-        if graphs:
-            calls[impl]()
-            torch.cuda.synchronize()
-        off = round(error(shape, result, run), 7)
-        rows[impl] = {"case": case, "impl": impl, "rel_err": off}
-        if impl.startswith("fp8attn") and not (off <= most and torch.equal(result, out)):
-            raise AssertionError(f"{case}: {impl} is wrong, {off:.1e}")
-    return rows, calls
+        replays[impl], held = graph_of(run.call)
+        replays[impl]()
+        torch.cuda.synchronize()
+        off = errors(run, held)
+        rows[impl] = {"case": case, "impl": impl} | off
+        if impl.startswith("fp8attn") and not (all(x <= most for x in off.values()) and all(map(torch.equal, held, out))):
+            raise AssertionError(f"{case}: {impl} is wrong, {off}")
+    return rows, replays

@@ -21,10 +21,7 @@ K = 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of the sequences, heads, head_dim. Causal is aligned to the end: the last query sees the last key.
-
-    The softmax scale holds `scales`, of Q and K.
-    """
+    """Lengths of the sequences, heads, head_dim. Causal is aligned to the end: the last query sees the last key."""
 
     keys: tuple[int, ...]
     queries: tuple[int, ...]
@@ -32,7 +29,6 @@ class Shape:
     kv_heads: int
     dim: int
     causal: bool
-    scales: float = 1.0
 
     @property
     def uniform(self) -> bool:
@@ -40,7 +36,7 @@ class Shape:
 
     @property
     def softmax_scale(self) -> float:
-        return self.dim**-0.5 * self.scales
+        return self.dim**-0.5
 
     @property
     def flops(self) -> float:

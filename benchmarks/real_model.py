@@ -43,6 +43,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 IMPLS = ("bf16", *(f"{name}-{how}" for name in (*OURS, "scale-1", "transformers-fp8") for how in ("prefill", "decode")))
 E4M3_QUERIES = "fp8_kv_e4m3_queries"  # what transformers calls attention with queries cast to E4M3
+load = cache(models.load)  # of several cases
 CHUNK = 8192  # tokens of a forward
 LONG_CHUNK = 2048  # in longer contexts: exact attention makes all scores of a forward
 
@@ -58,7 +59,7 @@ class Text:
 
     def windows(self, tokenizer: Any) -> torch.Tensor:
         """Windows of ids, `[count, context + 1]`."""
-        return models.windows(tokens(tokenizer, self.path), self.context + 1, self.count)
+        return models.windows(models.tokenize(tokenizer, models.read_text(self.path)), self.context + 1, self.count)
 
 
 CASES = {
@@ -68,21 +69,6 @@ CASES = {
     "stdlib-S4096": Text(None, CODE, 4096, 32),
     "stdlib-S131072": Text(None, CODE, 131072, 1),
 }
-
-
-@cache
-def load(name: str | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """A model (None: the committed one) and its tokenizer.
-
-    Raises:
-        UsageError: a public model that is not installed.
-    """
-    return models.load(name, dtype=dtype)
-
-
-def tokens(tokenizer: Any, path: Path | None = CODE) -> torch.Tensor:
-    """The ids of a text, `[N]`."""
-    return models.tokenize(tokenizer, models.read_text(path))
 
 
 class Through:
@@ -113,11 +99,6 @@ AttentionInterface.register(E4M3_QUERIES, with_e4m3_queries)
 AttentionMaskInterface.register(E4M3_QUERIES, fp8_kv_mask)
 
 
-def our_cache(name: str, model: Any, backend: str) -> MakeCache:
-    """A function that makes the cache of the implementation of `OURS` with that name."""
-    return lambda: FP8Cache(model, backend=backend, **OURS[name])
-
-
 def run_of(impl: str, model: Any) -> tuple[Through, MakeCache]:
     """The run of `model` by an implementation, and a function that makes its cache."""
     config, plain = model.config, Through(model)
@@ -129,7 +110,7 @@ def run_of(impl: str, model: Any) -> tuple[Through, MakeCache]:
     if name == "transformers-fp8":
         return plain, lambda: E4M3Cache(config, scale=None, first_exact=how == "prefill")
     exact = "triton" if model.device.type == "cuda" else "reference"  # 16-bit arithmetic for any number of queries
-    return plain, our_cache(name, model, "auto" if how == "prefill" else exact)
+    return plain, lambda: FP8Cache(model, backend="auto" if how == "prefill" else exact, **OURS[name])
 
 
 def exact_run(model: Any) -> tuple[Through, MakeCache]:
@@ -169,5 +150,5 @@ def rows(case: str, model: Any, exact: Any, windows: torch.Tensor, impls: tuple[
 def measure(case: str) -> Iterator[dict]:
     text = CASES[case]
     model, tokenizer = load(text.model)
-    exact = model if model.dtype == torch.float32 else load(text.model, torch.float32)[0]
+    exact = model if model.dtype == torch.float32 else load(text.model, dtype=torch.float32)[0]
     yield from rows(case, model, exact, text.windows(tokenizer), chunk=CHUNK if text.context <= CHUNK else LONG_CHUNK)

@@ -39,18 +39,19 @@ class Table:
     """Prints rows: a case, and below it a line for each implementation."""
 
     def __init__(self) -> None:
-        self.case, self.first = None, {}  # the first time, of rows that were timed together
+        self.case, self.first = None, None  # and the first time of its rows
 
     def add(self, row: dict) -> None:
         if row["case"] != self.case:
-            self.case, self.first = row["case"], {}
+            self.case, self.first = row["case"], None
             print(f"\n{self.case}")
         cells = [f"{row['impl']:24s}"]
         for name, value in row.items():
             if name not in ("case", "impl") and not isinstance(value, list | tuple):
                 cells.append(f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}")
         if "ms" in row:
-            cells.append(f"{row['ms'] / self.first.setdefault(row.get('timed'), row['ms']):.3f} of the first's time")
+            self.first = self.first or row["ms"]
+            cells.append(f"{row['ms'] / self.first:.3f} of the first's time")
         print("  " + "  ".join(cells), flush=True)
 
 
@@ -91,7 +92,6 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="a part of cases' names; default: all cases")
     parser.add_argument("--list", action="store_true", help="list the cases")
     parser.add_argument("--base", metavar="REV", help="time ours beside another's: a git revision, or a folder that holds its src")
-    results.add_save(parser)
     args = results.parse(parser, sys.argv[2:])
     cases = [case for case in benchmark.CASES if not args.cases or any(word in case for word in args.cases)]
     if not cases:

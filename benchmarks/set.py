@@ -54,7 +54,7 @@ COMPILING = {1: 90, 2: 30}  # expected seconds of `compile_ahead`
 SET = {
     1: (
         Entry("prefill", 90), Entry("decode", 45), Entry("sdpa", 60), Entry("append", 25), Entry("engine", 40), Entry("overhead", 30),
-        Entry("portable", 15), Entry("accumulation", 5), Entry("first_token", 85),
+        Entry("accumulation", 5), Entry("first_token", 85),
     ),
     2: (Entry("triton", 130), Entry(TESTS, 320, False), Entry("accuracy", 80, False), Entry("real_model", 150, False)),
 }  # fmt: skip

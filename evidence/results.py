@@ -27,13 +27,11 @@ RESULTS = ROOT / "results"
 HEADER = ("device", "commit", "mixed", "date", "torch", "triton", "peers", "command", "note")
 
 
-def add_save(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--save", action="store_true", help="write the rows to results/<this device>/, in place of the file that is there")
-
-
 def parse(parser: argparse.ArgumentParser, arguments: Iterable[str] | None = None) -> argparse.Namespace:
+    """Parse arguments, `--save` among them, which needs the commit."""
+    parser.add_argument("--save", action="store_true", help="write the rows to results/<this device>/, in place of the file that is there")
     args = parser.parse_args(None if arguments is None else list(arguments))
-    if getattr(args, "save", False):
+    if args.save:
         require_commit()
     return args
 

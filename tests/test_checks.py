@@ -90,7 +90,7 @@ def test_options_of_dense_attention(options, message):
         ({"num_seqs": 10**9}, "num_seqs must be at most 1,048,576; got 1,000,000,000"),
         ({"max_seqlen": 10**12}, "must be positive whole numbers; got .*the most: 2,147,483,647"),
         ({"num_pages": 10**12}, "must be positive whole numbers; got .*the most: 2,147,483,647"),
-        ({"num_seqs": 2**20, "max_seqlen": 2**30}, "need 8,796,093,022,208 pages, and there can be 2,147,483,647"),
+        ({"num_seqs": 2**20, "max_seqlen": 2**30}, "need 8,796,093,022,208 pages, and there can be at most 2,147,483,647"),
         ({"k_mean": torch.full((2, 64), math.nan)}, "k_mean must be finite; it has 128 elements that are NaN or infinite"),
         ({"v_mean": torch.full((2, 64), math.inf)}, "v_mean must be finite"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import lzma
 import os
@@ -112,12 +111,6 @@ def library(name: str) -> Path:
     """The path of a library of `.peers`, unpacked."""
     packed = FOLDER / f"{name}.so.xz"
     return unpacked(f"{name}.so", lambda path: path.write_bytes(lzma.decompress(packed.read_bytes())))
-
-
-def digest(name: str) -> str:
-    """The beginning of a library's SHA-256."""
-    with open(library(name), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def load_ops(name: str) -> None:

@@ -1,8 +1,6 @@
-"""torch's `scaled_dot_product_attention` in BF16, by cuDNN and by its FlashAttention-2."""
+"""torch's `scaled_dot_product_attention` in BF16, by cuDNN."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,22 +11,19 @@ from . import dense
 from .peer import Call, Peer
 
 
-def attention(backend: SDPBackend, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
+def attention(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     dense.check(shape)
     given = dense.batched(shape, q, k, v)
     options = {"is_causal": dense.masked(shape), "enable_gqa": shape.q_heads != shape.kv_heads}
 
     def call() -> torch.Tensor:
-        with sdpa_kernel(backend):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return dense.rows(scaled_dot_product_attention(*given, **options))
 
     return Run(call, q, shape.split(k, v))
 
 
 PEER = Peer(
-    calls={
-        "cudnn-bf16": Call(partial(attention, SDPBackend.CUDNN_ATTENTION), "cuDNN BF16", "#b8bfca", prefill=True),
-        "flash-bf16": Call(partial(attention, SDPBackend.FLASH_ATTENTION), "FlashAttention-2 BF16", "#9aa5b1"),
-    },
+    calls={"cudnn-bf16": Call(attention, "cuDNN BF16", "#b8bfca", prefill=True)},
     release=lambda: f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
 )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from ..rows import devices, latest
+from ..rows import latest
 from .writing import block, table
 
 
 @block("overhead")
 def overhead() -> str:
-    def cell(us: float | None) -> str:
-        return "" if us is None else f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"
-
-    found = devices("overhead")
-    keys = dict.fromkeys(key for here in found.values() for key in here)
-    return table(["call", "by", *found], [[*key, *(cell(here.get(key, {}).get("us")) for here in found.values())] for key in keys])
+    title, found = latest("overhead")
+    cell = lambda us: f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"  # noqa: E731
+    return table(["call", "by", title], [[*key, cell(row["us"])] for key, row in found.items()])
 
 
 @block("first_token")

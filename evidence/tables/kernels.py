@@ -8,7 +8,7 @@ from benchmarks import engine as engine_benchmark
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from ..rows import devices, latest, lengths, over, over_bf16
+from ..rows import latest, lengths, over
 from .writing import Cell, beside, block, measured, number, span, table, tokens, value
 
 PREFILL = {
@@ -39,7 +39,7 @@ def over_peer(impl: str) -> Cell:
 
 @block("decode")
 def decode() -> str:
-    cases = {case: case.replace("-", ", ") for here in devices("decode").values() for case, _ in here}
+    cases = {case: case.replace("-", ", ") for case, _ in latest("decode")[1]}
     return beside("decode", "batch x context", cases, {
         "GB/s": lambda here, case: value(here, case, "fp8attn", "gbps", ".0f"),
         **{f"over {title}": over_peer(impl) for impl, title in STEP.items()},
@@ -56,12 +56,6 @@ def decode_error() -> str:
     return f"at most {ours:.1e} off; vLLM's FP8, which rounds Q and the weights, {span(theirs, '.1e')}"
 
 
-def prompts() -> dict[str, str]:
-    """The cases of `PREFILL` that were measured."""
-    found = {case for here in devices("prefill").values() for case, _ in here}
-    return {case: label for case, label in PREFILL.items() if case in found}
-
-
 def two_level() -> str:
     """The peers that sum in two levels, as far as they were measured."""
     _, here = latest("prefill")
@@ -74,7 +68,7 @@ def prefill() -> str:
     def tflops(impl: str) -> Cell:
         return lambda here, case: value(here, case, impl, "tflops", ".0f")
 
-    return beside("prefill", "tokens", prompts(), {
+    return beside("prefill", "tokens", PREFILL, {
         "TFLOPS": tflops("fp8attn-q8"),
         "over the best single-level FP8": lambda here, case: number(over(here, case, "fp8attn-q8", *SINGLE_LEVEL)),
         f"over {two_level()}": lambda here, case: number(over(here, case, "fp8attn-q8", *TWO_LEVEL)),
@@ -87,22 +81,8 @@ def prefill_peers() -> str:
     """TFLOPS of ours and of every peer, on the last device that has them."""
     title, here = latest("prefill")
     impls = {"fp8attn-q8": title, "fp8attn": "16-bit queries", "fp8attn-exact": "exact"} | FP8 | BF16
-    body = [[label, *(value(here, case, impl, "tflops", ".0f") for impl in impls)] for case, label in prompts().items()]
+    body = [[label, *(value(here, case, impl, "tflops", ".0f") for impl in impls)] for case, label in PREFILL.items()]
     return table(["tokens", *impls.values()], body)
-
-
-@block("prefill")
-def exact_cost() -> str:
-    """What exact prompts take, over prompts whose queries are rounded to 8 bits."""
-    _, here = latest("prefill")
-    return f"{span(over(here, case, 'fp8attn', 'fp8attn-exact') for case, impl in here if impl == 'fp8attn-exact')} times as long"
-
-
-@block("prefill")
-def exact_over_bf16() -> str:
-    """The speed of exact prompts over FlashAttention-3's in BF16, at most and at least."""
-    title, here = latest("prefill")
-    return f"{span(over(here, case, 'fp8attn-exact', 'fa3-bf16') for case, impl in here if impl == 'fp8attn-exact')} ({title})"
 
 
 @block("engine")
@@ -128,24 +108,16 @@ def engine_over(*impls: str) -> str:
     return span(over(here, case, "fp8attn", *impls) for case in dict.fromkeys(case for case, _ in here))
 
 
-@block("prefill")
-def prefill_256() -> str:
-    made = [
-        f"{number(over(here, case, 'fp8attn-q8', 'fa3-fp8'))} ({mask}, {title})"
-        for title, here in devices("prefill").items() for mask in ("full", "causal")
-        for case in [f"D256-{mask}-S16384"] if (case, "fp8attn-q8") in here
-    ]  # fmt: skip
-    return ", ".join(made)
-
-
 @block("sdpa")
 def sdpa() -> str:
-    """One table for all devices: kinds of calls by lengths."""
+    """Kinds of calls by lengths: fp8attn, with RoPE in the call, and torchao."""
     kinds = {"full": "full", "causal": "causal", "gqa-full": "full, 8 KV heads", "gqa-causal": "causal, 8 KV heads"}
-    at = sorted({n for here in devices("sdpa").values() for n in lengths(here, r"(?:gqa-)?(?:full|causal)-S(\d+)")})
+    impls = {"fp8attn": "", "fp8attn-rope": ", with RoPE", "torchao": ", torchao"}
+    title, here = latest("sdpa")
+    at = sorted(lengths(here, r"(?:gqa-)?(?:full|causal)-S(\d+)"))
     body = [
-        [f"{title}, {what}", *(number(over_bf16(here, f"{kind}-S{n}", "fp8attn")) for n in at)]
-        for title, here in devices("sdpa").items() for kind, what in kinds.items()
+        [f"{title}, {what}{label}", *(number(over(here, f"{kind}-S{n}", impl, "fa3-bf16", "cudnn-bf16")) for n in at)]
+        for kind, what in kinds.items() for impl, label in impls.items()
     ]  # fmt: skip
     return table(["over BF16, tokens", *map(tokens, at)], body)
 
@@ -154,8 +126,8 @@ def sdpa() -> str:
 def append() -> str:
     words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "dense tensors"}
     named = {"e4m3": "E4M3 keys", "counted": "overflows counted"}
-    found, lines = {key for here in devices("append").values() for key in here}, {}
-    for case in dict.fromkeys(case for here in devices("append").values() for case, _ in here):
+    found, lines = latest("append")[1], {}
+    for case in dict.fromkeys(case for case, _ in found):
         for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS), "fp8attn-counted"):
             if (case, impl) in found:
                 kind, *details = sorted(case.split("-"), key=lambda part: part not in words)
@@ -166,13 +138,6 @@ def append() -> str:
         "GB/s": lambda here, line: value(here, *line, "gbps", ".0f"),
         "of the ceiling": lambda here, line: number(over(here, *line, "ceiling"), ".0%"),
     })  # fmt: skip
-
-
-@block("portable")
-def portable() -> str:
-    found = [row for row in latest("portable")[1].values() if row["impl"] == "fp8attn-triton"]
-    gbps, tflops = ([row[unit] for row in found if unit in row] for unit in ("gbps", "tflops"))
-    return f"decode {span(gbps, '.0f')} GB/s, prefill {span(tflops, '.0f')} TFLOPS ({measured('portable')})"
 
 
 @block("triton")
@@ -190,15 +155,10 @@ def triton() -> str:
     return table([title, "queries, keys", *heads, "speed of the second over the first"], body)
 
 
-@block("triton")
-def triton_measured() -> str:
-    return measured("triton")
-
-
-@block("prefill", "decode", "engine", "sdpa", "append", "accuracy")
+@block("prefill", "decode", "engine", "sdpa", "append", "accuracy", "triton")
 def kernels_measured() -> str:
     """One line for the tables of kernels: with which torch and Triton they were measured."""
-    files = ("prefill", "decode", "engine", "sdpa", "append", "accuracy")
+    files = ("prefill", "decode", "engine", "sdpa", "append", "accuracy", "triton")
     made = {name: measured(name) for name in files}
     if len(set(made.values())) == 1:
         return made["prefill"]

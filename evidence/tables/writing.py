@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 
-from ..rows import Rows, commit_of, devices, header
+from ..rows import Rows, commit_of, header, latest, path_of
 
 BLOCKS: dict[str, Callable[[], str]] = {}
 Cell = Callable[[Rows, str], str]  # of a device's rows and a case
@@ -21,7 +21,7 @@ def block(*names: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
     def register(make: Callable[[], str]) -> Callable[[], str]:
         @wraps(make)
         def made() -> str:
-            missing = [name for name in names if not devices(name, cpus=True)]
+            missing = [name for name in names if path_of(name) is None]
             return f"(not measured yet: `{missing[0]}`)" if missing else make()
 
         BLOCKS[make.__name__.replace("_", "-")] = made
@@ -31,7 +31,7 @@ def block(*names: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 
 
 def measured(name: str) -> str:
-    """Where, when and with what the rows of the device that `latest` chooses were measured."""
+    """Where, when and with what the rows that `latest` gives were measured."""
     head = header(name)
     device, torch = head["device"].removeprefix("NVIDIA "), head["torch"].partition("+")[0]
     return f"{device}, torch {torch}, Triton {head['triton']}, commit {head['commit']} of {head['date']}"
@@ -39,7 +39,7 @@ def measured(name: str) -> str:
 
 def at(name: str, found: Iterable[dict]) -> str:
     """The commits that rows were measured at, and with which Triton."""
-    head = header(name, cpus=name == "demo")
+    head = header(name)
     commits = ", ".join(dict.fromkeys(commit_of(head, row) for row in found))
     return f"{commits} ({head['triton']})" if head["device"] != "cpu" else commits
 
@@ -74,14 +74,13 @@ def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
 
 
 def beside(name: str, first: str, lines: Mapping, columns: Mapping[str, Callable]) -> str:
-    """A table with a line for each of `lines`, and for each device all the columns; the first one's head has the device's title.
+    """A table with a line for each of `lines`; the first column's head has the device's title.
 
     Args:
         lines: by what names the line, its label.
-        columns: by head, the cell of a device's rows and what names the line.
+        columns: by head, the cell of the device's rows and what names the line.
     """
-    heads, (begin, *rest) = [first], columns
-    for title in devices(name):
-        heads += [f"{title}: {begin}", *rest]
-    cells = [[cell(here, line) for here in devices(name).values() for cell in columns.values()] for line in lines]
-    return table(heads, [[label, *found] for label, found in zip(lines.values(), cells, strict=True)])
+    title, here = latest(name)
+    begin, *rest = columns
+    body = [[label, *(cell(here, line) for cell in columns.values())] for line, label in lines.items()]
+    return table([first, f"{title}: {begin}", *rest], body)

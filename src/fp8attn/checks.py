@@ -1,6 +1,6 @@
-"""Checks of arguments at the door of public functions: types, shapes, dtypes, devices, strides and numbers.
+"""Checks of the arguments of public functions: types, shapes, dtypes, devices, strides and numbers.
 
-They read nothing that a GPU would have to send back. `contents` has the checks of what tensors contain.
+They read no values from a GPU, so they never wait for it. `contents` has the checks of what tensors contain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST = 2**31 - 1  # kernels count tokens and pages in int32
 
 
 def check_is_tensor(x: Any, name: str, wanted: str) -> None:
-    """Raise ValueError if `x` is no tensor. `wanted` is its shape, for the message."""
+    """Raise ValueError if `x` is not a tensor. `wanted` is its shape, for the message."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a torch.Tensor {wanted}; got {_shown(x)}")
 
@@ -74,7 +74,7 @@ def check_finite(x: torch.Tensor, name: str) -> None:
 
 
 def is_whole(x: Any) -> bool:
-    """Whether `x` is a whole number. A bool is none."""
+    """Whether `x` is a whole number. A bool is not."""
     return type(x) is int or (isinstance(x, Integral | torch.SymInt) and not isinstance(x, bool))
 
 
@@ -85,7 +85,7 @@ def check_size(x: Any, name: str, least: int = 1) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise UsageError for an option that is neither True nor False, as the string "no"."""
+    """Raise UsageError for an option that is neither True nor False, such as the string "no"."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise UsageError(f"{name} must be True or False; got {_shown(flag)}")

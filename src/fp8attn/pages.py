@@ -224,7 +224,7 @@ class KVPages:
             ValueError: there is no such sequence, or the page table has no pages for so many tokens.
         """
         if not 0 <= seq < self.num_seqs:
-            raise ValueError(f"the pages are of sequences 0 to {self.num_seqs - 1}; got {seq}")
+            raise ValueError(f"the pages hold the sequences 0 to {self.num_seqs - 1}; got {seq}")
         if not 0 <= length <= PAGE_SIZE * self.page_table.shape[1]:
             raise ValueError(
                 f"length is {length}, and page_table has pages for {PAGE_SIZE * self.page_table.shape[1]} tokens of a sequence"

@@ -56,7 +56,7 @@ def test_cases_are_chosen_by_parts_of_their_names_and_kept_on_request(runner, ca
 
 def test_every_benchmark_is_listed(capsys, monkeypatch):
     found = run.benchmarks()
-    assert {"prefill", "decode", "append", "sdpa", "portable", "accuracy", "accumulation", "overhead", "triton"} <= found.keys()
+    assert {"prefill", "decode", "append", "sdpa", "accuracy", "accumulation", "overhead", "triton"} <= found.keys()
     assert {"run", "measure", "problem", "sides"}.isdisjoint(found) and found["prefill"] == "Prefill attention, compared with its peers."
     monkeypatch.setattr(sys, "argv", ["run", "nothing"])
     with pytest.raises(SystemExit, match="there is no benchmark nothing"):

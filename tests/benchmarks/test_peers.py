@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import build_peers, get_peers, peers, problem
+from benchmarks import get_peers, peers, problem
 from benchmarks.peers import cudnn, flash, flashinfer, hpc_ops, pages, peer, rounded, sage, torch_sdpa, vllm_fa3
 from benchmarks.problem import Shape
 from fp8attn.formats.codec import FP8
@@ -135,13 +135,13 @@ def test_a_library_is_linked_with_names_alone(monkeypatch, tmp_path):
 
     monkeypatch.setattr(subprocess, "run", execute)
     library = peer.Source("made", "r==1", ("a.cu",), (".",), (), ("torch", "cuda"), missing="_Zneed")
-    build_peers.build(library, tmp_path / "source", [tmp_path / "headers"], tmp_path)
+    get_peers.build(library, tmp_path / "source", [tmp_path / "headers"], tmp_path)
     assert any("-Wl,-soname,libcuda.so.1" in command for command in commands)
     assert [x for x in commands[-1] if "defsym" in x] == ["--defsym=_Zneeded=0"] and "-ltorch" in commands[-1]
     assert (tmp_path / "include/torch/extension.h").read_text().startswith("#pragma once")
     monkeypatch.setattr(subprocess, "run", lambda *a, **o: subprocess.CompletedProcess(a, 1, "", "note\nx.cu: error: no\nmore"))
     with pytest.raises(LookupError, match=r"nvcc: x\.cu: error: no"):
-        build_peers.build(library, tmp_path / "source", [], tmp_path)
+        get_peers.build(library, tmp_path / "source", [], tmp_path)
 
 
 def test_sources_are_checkouts_where_github_is_not_reached(monkeypatch, tmp_path):

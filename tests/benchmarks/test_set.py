@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 pytest.importorskip("transformers")
 
-from benchmarks import accuracy, append, decode, first_token, overhead, peers, portable, prefill, problem, run, sdpa
+from benchmarks import accuracy, append, decode, first_token, overhead, peers, prefill, problem, run, sdpa
 from benchmarks import set as whole
 from benchmarks.problem import Shape
 from evidence import results
@@ -22,10 +22,9 @@ STEP = problem.steps(130, 7, kv_heads=1, dim=64)
 TINY = {
     "prefill": {"prompt": PROMPT},
     "decode": {"step": STEP},
-    "sdpa": {"causal-S40": sdpa.Case(40, True, sdpa.KV_HEADS)},
+    "sdpa": {"causal-S40": problem.square(128, True, 40, q_heads=sdpa.HEADS, kv_heads=sdpa.KV_HEADS)},
     "append": {"step-B2": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)},
     "engine": {"C1k-beside-2": Shape((130, 7, 140), (1, 1, 20), 2, 1, 64, True)},
-    "portable": {"step": problem.steps(130, 130, kv_heads=1, dim=64)},
     "accuracy": dict([accuracy.one("decode", 1, 40), accuracy.one("full", 1, 40)]),
     "accumulation": {"S128": 128},
     "overhead": ("calls", "model"),
@@ -35,7 +34,7 @@ TINY = {
 }
 NAMES = {  # implementations of ours
     "prefill": {*prefill.OURS, "fp8attn-exact"}, "decode": {*problem.KEYS, "stream-ceiling"}, "engine": {"fp8attn"},
-    "sdpa": {*problem.KEYS, "fp8attn-graph", "fp8attn-rope"}, "portable": {"fp8attn-triton"}, "accuracy": {*problem.KEYS, "fp8attn-q8"},
+    "sdpa": {*problem.KEYS, "fp8attn-rope"}, "accuracy": {*problem.KEYS, "fp8attn-q8"},
     "append": {*problem.KEYS, "fp8attn-counted", "ceiling", *(f"{impl}-rope" for impl in problem.KEYS)}, "accumulation": {"fp8attn"},
     "overhead": {"fp8attn", "torch", "bf16-dynamic", "bf16-static", "fp8attn-dynamic", "fp8attn-static"},
     "first_token": {"fp8attn", "fp8attn, again"}, "triton": {"fp8attn-triton-3.6.0"}, "real_model": {"bf16"}, "tests": {"fp8attn"},
@@ -60,7 +59,7 @@ def on_a_cpu(monkeypatch, tmp_path):
             for each in (module, import_module("benchmarks.measure")):
                 if hasattr(each, attribute):
                     monkeypatch.setattr(each, attribute, stand_in)
-    for kernels, name in ((accuracy.prefill, "prefill"), (accuracy.decode, "decode"), (portable.portable, "portable")):
+    for kernels, name in ((accuracy.prefill, "prefill"), (accuracy.decode, "decode")):
         monkeypatch.setattr(kernels, f"{name}_attention", reference.attention)
     monkeypatch.setattr(prefill, "attention", reference.attention)
     monkeypatch.setattr(decode, "ceilings", lambda case: {"stream-ceiling": lambda: None})
@@ -130,12 +129,12 @@ def test_a_benchmark_that_fails_writes_nothing_and_is_named(on_a_cpu, monkeypatc
 
     monkeypatch.setattr(decode, "measure", measure)
     with pytest.raises(SystemExit) as ended:
-        whole.main(["1", "--only", "decode", "portable", "sdpa", "--seconds", "25"])
+        whole.main(["1", "--only", "decode", "accumulation", "sdpa", "--seconds", "25"])
     said = capsys.readouterr().out
     assert ended.value.code and "RuntimeError: a kernel is wrong" in said
     assert "NOT MEASURED: decode: it failed: what it printed is above" in said
     assert "NOT MEASURED: sdpa: " in said and "were left, and it takes some 60 s" in said
-    assert [path.name for path in (on_a_cpu / "results/cpu").iterdir()] == ["portable.json"]
+    assert [path.name for path in (on_a_cpu / "results/cpu").iterdir()] == ["accumulation.json"]
 
 
 def test_a_peer_that_is_missing_is_named(on_a_cpu, monkeypatch, capsys):
@@ -152,8 +151,8 @@ def test_a_first_token_and_a_second():
 
 
 def test_a_benchmark_ends_at_the_deadline(on_a_cpu):
-    with pytest.raises(TimeoutError, match="no time is left for portable step"):
-        run.measured("portable", ["step"], deadline=0)
+    with pytest.raises(TimeoutError, match="no time is left for accumulation S128"):
+        run.measured("accumulation", ["S128"], deadline=0)
 
 
 def test_both_calls_fit(capsys):

@@ -61,7 +61,7 @@ def test_prompts_then_single_tokens(num_pages, key_dtype, rotate_keys):
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 1), (1, 128), (3, 300)])
 def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope):
-    """In a pool without pages, `quantize` makes them. In a pool of fixed size, `reserve` does, before anything is written."""
+    """In a pool without pages, `from_dense` makes them. In a pool of fixed size, `reserve` does, before anything is written."""
     caches = [PagedKVCache(HEADS, DIM, num_seqs=num_seqs, num_pages=count) for count in (None, 12)]
     for count in (length, 2, 200):
         k, v = tokens(num_seqs * count, count)

@@ -51,15 +51,14 @@ def test_a_file_is_written_whole_with_one_header(tmp_path, monkeypatch):
 
 
 def test_rows_are_kept_on_request_and_with_their_commit(monkeypatch):
-    parser = argparse.ArgumentParser()
-    results.add_save(parser)
-    assert not results.parse(parser, []).save
+    parse = lambda *arguments: results.parse(argparse.ArgumentParser(), arguments)  # noqa: E731
+    assert not parse().save
     monkeypatch.setenv("FP8ATTN_COMMIT", "abc1234")
     results.commit.cache_clear()
-    assert results.parse(parser, ["--save"]).save and results.header({})["commit"] == "abc1234"
+    assert parse("--save").save and results.header({})["commit"] == "abc1234"
     monkeypatch.delenv("FP8ATTN_COMMIT")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError))  # no git
     results.commit.cache_clear()
     with pytest.raises(SystemExit, match="set FP8ATTN_COMMIT"):
-        results.parse(parser, ["--save"])
+        parse("--save")
     results.commit.cache_clear()

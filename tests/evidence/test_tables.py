@@ -3,7 +3,7 @@
 import pytest
 
 from evidence import rows as reading
-from evidence.rows import commit_of, over_bf16, ratio
+from evidence.rows import commit_of, over
 from evidence.tables import BLOCKS, FILES, filled, writing
 
 
@@ -27,15 +27,10 @@ def test_rows_of_a_mixed_file_have_their_commits():
 
 def test_what_is_not_measured_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(reading, "RESULTS", tmp_path)
-    assert {make() for name, make in BLOCKS.items() if name in ("doctor", "accumulation")} == {"(not measured yet: `accumulation`)"}
+    assert {make() for name, make in BLOCKS.items() if name == "accumulation"} == {"(not measured yet: `accumulation`)"}
 
 
-def test_ratios_are_of_rows_timed_together():
-    ours = {"case": "a", "impl": "fp8attn-graph", "ms": 2.0, "timed": "graph"}
-    theirs = ours | {"impl": "fa3-bf16", "ms": 3.0}
-    called = ours | {"impl": "fp8attn", "ms": 1.0, "timed": "called"}
-    found = {("a", row["impl"]): row for row in (ours, theirs, called)}
-    assert over_bf16(found, "a", "fp8attn") == 1.5
-    del found["a", "fp8attn-graph"]
-    assert over_bf16(found, "a", "fp8attn") is None  # called, and timed apart
-    assert ratio(ours, None) is None
+def test_ratios_are_of_rows_of_one_case():
+    found = {("a", impl): {"case": "a", "impl": impl, "ms": ms} for impl, ms in (("fp8attn", 2.0), ("fa3-bf16", 3.0), ("cudnn-bf16", 5.0))}
+    assert over(found, "a", "fp8attn", "fa3-bf16", "cudnn-bf16", "torchao") == 1.5
+    assert over(found, "a", "fp8attn", "torchao") is None and over(found, "a", "torchao", "fa3-bf16") is None

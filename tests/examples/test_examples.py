@@ -63,7 +63,7 @@ def test_prefix_reuse_continues_as_a_fresh_cache_does(run, tmp_path):
     reused, again = ([eval(text) for text in re.findall(r" s: ('.*'|\".*\")$", printed, re.MULTILINE)] for printed in (computed, loaded))
     assert again == reused
     (tmp_path / "prefix.txt").write_text("import re\n\ndef find(text):\n")  # the pages are of the first prefix
-    with pytest.raises(ValueError, match="is of another prompt"):
+    with pytest.raises(ValueError, match="is from another prompt"):
         run("prefix_reuse.py", *files, "--tokens", "4", *continuations)
     fresh = [run("generate.py", "--prompt", prefix + text, "--tokens", "4").rsplit("\n\n", 1)[0] for text in continuations]
     assert [prefix + text for text in reused] == fresh

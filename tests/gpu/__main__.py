@@ -28,7 +28,6 @@ class Outcomes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    results.add_save(parser)
     args = results.parse(parser)
     outcomes, start = Outcomes(), time.time()
     # They compile most of the time. The longest tests need 10 GB each, and H200s have 140.

@@ -33,7 +33,7 @@ def unsupported_reason(backend: DenseBackendName, device: torch.device | str, dt
     """Why `backend` cannot serve `dtype` inputs on `device`; None if it can.
 
     Args:
-        backend: `"hopper"`, `"triton"`, `"reference"` or `"fa3"`; or `"auto"`, then the reason is of the last one that `"auto"` tries.
+        backend: `"hopper"`, `"triton"`, `"reference"` or `"fa3"`; or `"auto"`: then the reason is that of the last one that `"auto"` tries.
     Raises:
         UsageError: there is no such backend.
     """

@@ -95,7 +95,7 @@ class PageTable:
             apply: makes a change in the pool of every layer. It is called before the table changes, and writes only where no sequence has
                 tokens. So if it raises (a GPU has no memory for a larger pool), every sequence still has its tokens.
         Raises:
-            OutOfPagesError: the pool is of fixed size and too small. Nothing was changed.
+            OutOfPagesError: the pool has a fixed size and is too small. Nothing was changed.
         """
         added = [max(0, num_pages_of(length) - len(table)) for table, length in zip(self.tables, lengths, strict=True)]
         copied: list[tuple[int, int]] = []  # (sequence, column of its table)

@@ -83,7 +83,7 @@ class PagedKVCache(Sequences):
             The queries after RoPE, in q's shape and dtype; None without `q`.
         Raises:
             ValueError: shapes or lengths do not fit, or the layer has appended these tokens already.
-            OutOfPagesError: the pool is of fixed size and too small.
+            OutOfPagesError: the pool has a fixed size and is too small.
             RuntimeError: a static cache is full. Nothing was changed. Only where the host does not know the lengths, after steps of
                 compiled code or of a CUDA graph, a GPU finds it, and the error is raised later, when the host waits for the GPU.
         """

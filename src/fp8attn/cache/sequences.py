@@ -62,7 +62,9 @@ class Sequences:
                 raise UsageError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
             num_pages = num_seqs * num_pages_of(max_seqlen)
             if num_pages > LARGEST:
-                raise UsageError(f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be {LARGEST:,}")
+                raise UsageError(
+                    f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be at most {LARGEST:,}"
+                )
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.device = torch.empty(0, device=device).device  # with its index
@@ -176,7 +178,7 @@ class Sequences:
 
         Raises:
             ValueError: `lengths` is not one number of tokens for each sequence.
-            OutOfPagesError: the pool is of fixed size and too small. Nothing was changed.
+            OutOfPagesError: the pool has a fixed size and is too small. Nothing was changed.
         """
         counts = self.table.counts(lengths)
         self.check_complete("reserve")

@@ -36,7 +36,7 @@ class KVFormat:
     def of(
         cls, head_dim: int, key_dtype: str, rotate_keys: bool, k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None
     ) -> KVFormat:
-        """The format that public functions are asked for. `k_mean` is K's own mean.
+        """The format that the keywords of public functions describe. `k_mean` is K's own mean.
 
         Raises:
             UsageError: there is no such key_dtype.

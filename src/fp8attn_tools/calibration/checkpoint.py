@@ -75,13 +75,13 @@ class Checkpoint:
         if names:
             what = "; ".join(f"{name} is {theirs.get(name)!r} there and {self._identity.get(name)!r} here" for name in sorted(names))
             raise UsageError(
-                f"the checkpoint {self.path} is of another calibration: {what}. Pass another path, or delete it to begin again"
+                f"the checkpoint {self.path} belongs to another calibration: {what}. Pass another path, or delete it to begin again"
             )
         looked, counted = (Text(*text) for text in json.loads(metadata["texts"]))
         return tensors, looked, counted
 
     def check(self, seen: Text, given: Text) -> None:
-        """Refuse batches that are not those that the file is of.
+        """Refuse batches that differ from those that the file was made from.
 
         Raises:
             UsageError: another text or order, or fewer batches.

@@ -113,7 +113,7 @@ class Histogram(Mergeable):
 
     def _window(self, merged: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The counts of the 32 octaves up to each head's largest value, `[num_heads, N]` float64, and the ends of their bins,
-        `[num_heads, N + 1]`. Each is of `merged` bins of the histogram."""
+        `[num_heads, N + 1]`. Each covers `merged` bins of the histogram."""
         assert self.counts is not None
         used = (self.counts[:, :INFINITE] > 0) * torch.arange(INFINITE, device=self.counts.device)
         first = (used.amax(1) // merged * merged + merged - WINDOW).clamp(merged, INFINITE - WINDOW)[:, None]

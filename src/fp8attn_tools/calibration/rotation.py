@@ -13,7 +13,7 @@ def rotate_many(x: torch.Tensor) -> torch.Tensor:
     """`R x` on the last dimension as one matrix product, in FP32: for statistics of many rows, where `rotate` would read and write them
     `log2(n)` times. Sums round in another order than in `rotate`.
 
-    The matrix is of 1 and -1. So the products are exact, also of 16-bit tensors as they are given, without a copy in FP32.
+    The entries of the matrix are 1 and -1. So the products are exact, also of 16-bit tensors as they are given, without a copy in FP32.
 
     Args:
         x: `[..., head_dim]`, any floating point.

@@ -21,7 +21,7 @@ from .formats import Format, Strategy, declared, names, shape, to_tensor, values
 
 SCALES = "model-kv-scales.safetensors"
 NOTE = "fp8attn"  # the entry in the metadata of that file
-# Names of a cache's scales, current ones and older ones. Others are of weights, such as `weight_scale`.
+# Names of a cache's scales, current ones and older ones. Other scales belong to weights, such as `weight_scale`.
 _CACHE_SCALE = re.compile(r".*\.([qkv]|kv|prob|output)_scale")
 
 
@@ -52,7 +52,7 @@ class Export:
 
 
 def check(folder: str | Path, scales: KVScales | None = None) -> Export:
-    """Read an exported checkpoint as vLLM does, and verify that no layer would get a scale of 1.0 that nobody wrote.
+    """Read an exported checkpoint as vLLM does, and verify that no layer would get a scale of 1.0 that is not in the checkpoint.
 
     Args:
         folder: the checkpoint.

@@ -144,7 +144,7 @@ def declared(checkpoint: Checkpoint) -> tuple[Format, Strategy]:
         return "modelopt", "tensor"
     if method != "compressed-tensors" or not isinstance(scheme, dict):
         raise UsageError(
-            f"{checkpoint.folder / CONFIG}: the quantization_config is of {method!r} with kv_cache_scheme {scheme!r}; {_WANTED}"
+            f"{checkpoint.folder / CONFIG}: the quantization_config has quant_method {method!r} and kv_cache_scheme {scheme!r}; {_WANTED}"
         )
     wrong = {key: scheme.get(key) for key in ("type", "num_bits", "symmetric") if scheme.get(key) != _SCHEME[key]}
     if wrong or scheme.get("strategy") not in STRATEGIES:

@@ -1,4 +1,4 @@
-"""How a command ends that cannot do what it was asked for."""
+"""How a command reports an error."""
 
 from __future__ import annotations
 

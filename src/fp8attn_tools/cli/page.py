@@ -89,7 +89,7 @@ def _task(task: str, outcomes: Sequence[Outcome]) -> list[str]:
     differing = discordant(outcomes)
     text = (
         "A sample is right if the continuation contains every answer. Intervals are 95%: Wilson's for shares, Newcombe's for paired "
-        "differences. Lost and won count the samples that only the first cache, or only this one, had right. p is of McNemar's exact test."
+        "differences. Lost and won count the samples that only the first cache, or only this one, had right. p: McNemar's exact test."
     )
     parts = [
         f"<h2>Retrieval: {escape(task)}</h2><p>{text}</p>",

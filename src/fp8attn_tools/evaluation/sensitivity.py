@@ -75,7 +75,7 @@ class Sensitivity:
     Attributes:
         layers: in the model's order.
         cumulated_kl: `cumulated_kl[n]` is the mean KL divergence in nats per token with the first n layers of `ranking` in 16 bits and all
-            others in 8 bits. The first entry is of all layers in 8 bits, the last one of the least sensitive layer alone.
+            others in 8 bits. In the first entry all layers are in 8 bits, in the last one only the least sensitive.
         floor: the divergence of the 16-bit model if the first layer's attention output is changed by its last bit.
         tokens: the number of predictions that were compared.
         context, chunk: tokens of a window, and of a forward.
@@ -281,7 +281,7 @@ def divergence(
 ) -> list[tuple[float, float]]:
     """The KL divergence of the 16-bit model's predictions from the 8-bit cache's, for each choice of layers in 16 bits.
 
-    A report's own divergences are of the tokens that ranked the layers. This measures a choice on other tokens.
+    A report's own divergences were measured on the tokens that ranked the layers. This measures a choice on other tokens.
 
     Args:
         choices: numbers of the layers in 16 bits; `()` is all layers in 8 bits.

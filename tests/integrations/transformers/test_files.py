@@ -78,7 +78,7 @@ def test_files_that_are_refused(tmp_path):
         FP8Cache(model).save(path)
     prefilled(model, prompt()).save(path)
     for other in (make("mistral"), make(num_hidden_layers=2)):
-        with pytest.raises(ValueError, match=r"is of another model: .*'llama'.*Load it with that model"):
+        with pytest.raises(ValueError, match=r"is from another model: .*'llama'.*Load it with that model"):
             FP8Cache.load(path, other)
     with pytest.raises(ValueError, match="do not fit into max_seqlen=100"):
         FP8Cache.load(path, model, max_cache_len=100)
@@ -110,7 +110,7 @@ def test_files_that_are_refused(tmp_path):
 def test_a_model_of_another_shape_rope_or_dtype_is_refused(tmp_path, changes):
     prefilled(make(), prompt()).save(tmp_path / "prompt")
     other = make().bfloat16() if "dtype" in changes else make(**changes)
-    with pytest.raises(ValueError, match="is of another model"):
+    with pytest.raises(ValueError, match="is from another model"):
         FP8Cache.load(tmp_path / "prompt", other)
 
 
@@ -140,7 +140,7 @@ def test_a_file_knows_the_tokens_of_its_prompt(tmp_path):
     other = ids.clone()
     other[1, 100] += 1
     for given in (other, ids[:, :100], ids.flip(0)):
-        with pytest.raises(ValueError, match=r"is of another prompt: it holds 140 tokens.*save it to another file"):
+        with pytest.raises(ValueError, match=r"is from another prompt: it holds 140 tokens.*save it to another file"):
             FP8Cache.load(path, model, tokens=given)
     with pytest.raises(ValueError, match=r"holds 2 sequences, and tokens must be the ids \[B, S\] of as many; got \[1, 140\]"):
         FP8Cache.load(path, model, tokens=ids[:1])

@@ -219,7 +219,7 @@ def test_a_checkpoint_of_another_calibration_is_refused(model, ids, few, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, begin(), checkpoint=path)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"of another calibration: options is .*absmax.* there and .*mse.* here"):
+    with pytest.raises(ValueError, match=r"to another calibration: options is .*absmax.* there and .*mse.* here"):
         calibrate(model, ids.split(1), method="mse", checkpoint=path)
     with pytest.raises(ValueError, match="has seen 2 batches, and the first batches here are other ones"):  # of the means
         calibrate(model, ids.flip(0).split(1), checkpoint=path)

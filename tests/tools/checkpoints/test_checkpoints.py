@@ -265,7 +265,7 @@ DAMAGES = {
     "no file": (lambda out: (out / SCALES).unlink(), f"names {SCALES}, which the folder does not have"),
     "cut short": (lambda out: (out / SCALES).write_bytes((out / SCALES).read_bytes()[:-4]), "cut short"),
     "no config": (edit("config.json", lambda v: v.pop("quantization_config")), "vLLM would read no scales"),
-    "another method": (edit("config.json", lambda v: v["quantization_config"].update(quant_method="fp8")), "of 'fp8'"),
+    "another method": (edit("config.json", lambda v: v["quantization_config"].update(quant_method="fp8")), "quant_method 'fp8'"),
     "no scheme": (edit("config.json", lambda v: v["quantization_config"].pop("kv_cache_scheme")), "kv_cache_scheme None"),
     "asymmetric": (edit("config.json", lambda v: scheme(v).update(symmetric=False)), "kv_cache_scheme is"),
     "integers": (edit("config.json", lambda v: scheme(v).update(type="int")), "kv_cache_scheme is"),

@@ -59,7 +59,7 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
 
 
 def identity(model: str, revision: str | None, context: int) -> bytes:
-    """Equal for engines whose means are equal. It is of the biases, because sums in another order give means that differ in the last bit.
+    """Equal for engines whose means are equal. It is made from biases, because sums in another order give means with another last bit.
 
     Args:
         model, revision, context: as of `means_of`.

@@ -130,7 +130,7 @@ class EngineLayer:
         pool = self.pool
         assert pool is not None, "call bind first"
         if self.mark is not None and not step.checked:
-            step.checked = True  # one layer is enough: all of a block is of one engine
+            step.checked = True  # one layer is enough: one engine writes all of a block
             for part in step.parts:
                 check_marks(pool, part.page_table, self.mark)
         for part in step.parts:

@@ -49,7 +49,7 @@ class FP8Cache(Cache):
     Sliding-window and chunked layers are transformers' own, in 16 bits, because a window does not grow. (Its masks grow with the prompt:
     for a long prompt, call `generate(..., prefill_chunk_size=8192)`.)
 
-    A cache is of one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
+    A cache holds one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
     another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some
     layers without its tokens. They are dropped before the next forward, with a warning.
 
@@ -70,7 +70,7 @@ class FP8Cache(Cache):
     Raises:
         TypeError: `model` is not a transformers model, or `scales` are not `KVScales`.
         UsageError: the model cannot be served (`unsupported_reason`; the message says what to use), `max_cache_len` is not a number of
-            tokens, or the scales are of another model, key_dtype or rotate_keys.
+            tokens, or the scales are for another model, key_dtype or rotate_keys.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class FP8Cache(Cache):
             max_cache_len, exact, backend: as `FP8Cache` takes them.
             device: the device of the pages. None: the model's, which must not be offloaded.
         Raises:
-            UsageError: the file does not exist, is damaged, or is of another model or prompt; the message says what differs.
+            UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what differs.
         """
         of = transformers_model(model)
 

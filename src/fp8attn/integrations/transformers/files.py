@@ -82,14 +82,15 @@ def load(
     given = cache.identity, list(cache.fp8_layers)
     if given != (saved, fp8_layers):
         raise UsageError(
-            f"{path} is of another model: {saved}, with FP8 layers {fp8_layers}; the model given is {given[0]}, with {given[1]}. Load it "
+            f"{path} is from another model: {saved}, with FP8 layers {fp8_layers}; the given model is {given[0]}, with {given[1]}. Load it "
             "with that model, or prefill the prompt with this one"
         )
     if tokens is not None:
         _check_tokens(tensors.get("tokens"), tokens, path)
     if max_cache_len != saved_len and any(name.startswith("layers.") for name in tensors):
         raise UsageError(
-            f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, and these do not change their form: load it with that"
+            f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, which cannot become those of another: "
+            "load it with this max_cache_len"
         )
     cache.shared.paged = paged = storage.unpack(
         PagedKVCache, tensors, metadata, path, max_seqlen=max_cache_len, device=device, backend=backend
@@ -112,8 +113,8 @@ def _check_tokens(saved: torch.Tensor | None, tokens: torch.Tensor, path: str | 
     length = saved.shape[1]
     if not torch.equal(tokens[:, :length].cpu().long(), saved):
         raise UsageError(
-            f"{path} is of another prompt: it holds {length} tokens, with which the {tokens.shape[1]} tokens given do not begin. Prefill "
-            "this prompt, and save it to another file"
+            f"{path} is from another prompt: it holds {length} tokens, and the {tokens.shape[1]} given tokens do not begin with them. "
+            "Prefill this prompt, and save it to another file"
         )
 
 

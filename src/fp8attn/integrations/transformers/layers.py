@@ -45,7 +45,7 @@ class FP8Layers:
         self.exact, self.count_overflows = exact, count_overflows
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
-        self.unused = False  # whether `paged` is of one sequence, before any K and V have shown the batch
+        self.unused = False  # whether `paged` has one sequence, before any K and V have shown the batch
         self.implementation, self.length = "", 0  # of attention, and of every sequence, in this forward
 
     def make_early(self, specs: Sequence[LayerSpec], device: torch.device) -> None:

@@ -27,7 +27,7 @@ def unsupported_connector(config: Any) -> str | None:
 
 
 def exchanges_blocks(config: Any) -> bool:
-    """Whether blocks may be of another engine. What is offloaded to the own CPU's memory is not."""
+    """Whether another engine may have written blocks. Those offloaded to the CPU's memory come from this one."""
     to_the_cpu = "CPUOffloadingSpec"
     return any(
         name != "SimpleCPUOffloadConnector" and (name != "OffloadingConnector" or own.get("spec_name", to_the_cpu) != to_the_cpu)
