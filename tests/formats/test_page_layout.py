@@ -195,7 +195,7 @@ def test_no_more_tokens_are_read_than_the_table_has_pages_for(length):
     with pytest.raises(ValueError, match=f"length is {length}, and page_table has pages for 256 tokens"):
         pages.read(0, length)
     for seq in (-1, 3):
-        with pytest.raises(ValueError, match=f"of sequences 0 to 2; got {seq}"):
+        with pytest.raises(ValueError, match=f"hold the sequences 0 to 2; got {seq}"):
             pages.read(seq, 0)
 
 
