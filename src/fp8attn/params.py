@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -13,6 +13,14 @@ BackendName = Literal["auto", "hopper", "triton", "reference"]  # of calls over 
 DenseBackendName = Literal["auto", "hopper", "triton", "reference", "fa3"]  # of calls on dense tensors
 BACKENDS: tuple[BackendName, ...] = ("hopper", "triton", "reference")
 DENSE_BACKENDS: tuple[DenseBackendName, ...] = (*BACKENDS, "fa3")
+
+
+AttentionOption = Literal["window", "softcap", "sinks", "exact"]  # what a layer's attention may have that changes its kernels
+
+
+def options_of(**given: object) -> frozenset[AttentionOption]:
+    """The options that attention has, of all their values: those that are neither None nor False."""
+    return frozenset(name for name in get_args(AttentionOption) if given[name] is not None and given[name] is not False)
 
 
 def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:

@@ -42,9 +42,9 @@ CASES = {
         replace(LLAMA, overflows=True, advance=False),
         replace(LLAMA, overflows=True, k_mean=True, v_mean=True, static_scales=True),
     ],
-    "window": [replace(LLAMA, window=window) for window in (False, True)],
-    "softcap, window": [replace(Layer(16, 8, 256), softcap=True, window=window) for window in (False, True)],
-    "sinks, window": [replace(Layer(64, 8, 64), sinks=True, window=window) for window in (False, True)],
+    "window": [replace(LLAMA, attention=frozenset(has)) for has in ((), ("window",))],
+    "softcap, window": [replace(Layer(16, 8, 256), attention=frozenset(has)) for has in (("softcap",), ("softcap", "window"))],
+    "sinks, window": [replace(Layer(64, 8, 64), attention=frozenset(has)) for has in (("sinks",), ("sinks", "window"))],
 }
 PLAIN = {"llama", "d64", "d256", "d80"}  # cases of dense calls
 WITHOUT_DENSE = {"an engine's", "calibrated"}  # whose layers make none: their kernels must not be listed
@@ -82,8 +82,9 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     """Runs a prompt or a step of the layer: with equal lengths, with padding on the left, and ragged."""
     dtype = DTYPES[layer.dtype]
     pages = held(layer, batch, before + tokens)
-    options = {"softcap": 30.0 if layer.softcap else None, "window": draw.choice((1, 127, 1024, 4095)) if layer.window else None}
-    options["sinks"] = meta(layer.num_q_heads, dtype=dtype) if layer.sinks else None
+    has = layer.attention
+    options = {"softcap": 30.0 if "softcap" in has else None, "window": draw.choice((1, 127, 1024, 4095)) if "window" in has else None}
+    options["sinks"] = meta(layer.num_q_heads, dtype=dtype) if "sinks" in has else None
     q = meta(batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
     k = meta(batch, tokens, layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype)[..., : layer.head_dim].flatten(
         0, 1
@@ -93,7 +94,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     ops.append(pages, k, k, **counted)
     ops.attention(q, pages, **options)
     ops.attention(q, pages, out=torch.empty_like(q), **options)
-    if not layer.window and (tokens * layer.num_q_heads > 128 * layer.num_kv_heads or tokens == 1):
+    if "window" not in has and (tokens * layer.num_q_heads > 128 * layer.num_kv_heads or tokens == 1):
         ops.attention(q, held(layer, batch, tokens), causal=False, **options)
     ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
     total = draw.randint(tokens, batch * tokens)

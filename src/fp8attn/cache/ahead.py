@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..params import BackendName
+from ..params import AttentionOption, BackendName
 from ..precompile import calls, first
 from ..precompile.calls import Layer
 from .page_table import PageTable, num_pages_of
@@ -39,16 +39,14 @@ class Attention(NamedTuple):
 
     Attributes:
         num_q_heads: heads of the queries.
-        causal, window, softcap, sinks, leftpad, exact: whether attention has them (`AttentionParams`).
+        options: what it has (`params.options_of`).
+        causal, leftpad: whether it has them (`AttentionParams`).
     """
 
     num_q_heads: int
+    options: frozenset[AttentionOption] = frozenset()
     causal: bool = True
-    window: bool = False
-    softcap: bool = False
-    sinks: bool = False
     leftpad: bool = False
-    exact: bool = False
 
 
 class Ahead:
@@ -108,8 +106,8 @@ def _append(layer: Layer, step: Step) -> Iterator[Callable[[], None]]:
 
 def _attend(layer: Layer, cache: Cache, step: Step, attention: Attention) -> Iterator[Callable[[], None]]:
     """Attention in this step, and in a decode step."""
-    num_q_heads, causal, window, softcap, sinks, leftpad, exact = attention
-    layer = replace(layer, num_q_heads=num_q_heads, window=window, softcap=softcap, sinks=sinks, exact=exact)
+    num_q_heads, options, causal, leftpad = attention
+    layer = replace(layer, num_q_heads=num_q_heads, attention=options)
     held = max(_columns(cache, step) - num_pages_of(step.longest), 0)
     ragged = 0 if step.cu_seqlens is None else step.num_tokens
     yield partial(calls.attend, layer, cache.num_seqs, step.longest, held, leftpad=leftpad, ragged=ragged, causal=causal)

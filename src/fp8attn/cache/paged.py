@@ -13,7 +13,7 @@ from .. import ops
 from ..checks import check_is_tensor
 from ..formats.rope import Rope, rope_of, with_tables
 from ..pages import KVPages
-from ..params import Append, BackendName
+from ..params import Append, BackendName, options_of
 from . import storage
 from .ahead import Attention
 from .sequences import DROP, Sequences
@@ -199,10 +199,8 @@ class PagedKVCache(Sequences):
                 )
             cu_seqlens, longest = step.cu_seqlens, None if step.cu_seqlens is None else step.longest
             if layer not in self.ahead.attended:
-                how = Attention(
-                    q.shape[1], causal, window is not None, softcap is not None, sinks is not None, leftpad_k is not None, exact
-                )
-                self.ahead.attend(self, layer, q, step, how)
+                options = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact)
+                self.ahead.attend(self, layer, q, step, Attention(q.shape[1], options, causal, leftpad_k is not None))
         return ops.attention(
             q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale, window=window,
             softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
-from ..params import BackendName
+from ..params import AttentionOption, BackendName
 from ..precompile import Kernel, compile_kernels
 from ..precompile.calls import DTYPES, Layer
-
-AttentionOption = Literal["window", "softcap", "sinks", "exact"]
 
 
 def warmup(
@@ -104,13 +102,13 @@ def warmup(
         raise UsageError(f"dtype must be the model's, torch.bfloat16 or torch.float16, which the kernels take; got {dtype!r}")
     layer = Layer(
         num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
-        static_scales=static_scales, advance=advance, overflows=overflows, softcap="softcap" in attention,
-        sinks="sinks" in attention, exact="exact" in attention,
+        static_scales=static_scales, advance=advance, overflows=overflows,
     )  # fmt: skip
+    has = frozenset(attention)
     of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
     layers = [
-        replace(layer, k_mean=k_mean, v_mean=v_mean, window=windowed)
+        replace(layer, k_mean=k_mean, v_mean=v_mean, attention=options)
         for k_mean, v_mean in (of_k_and_v if means else of_k_and_v[:1])
-        for windowed in ((False, True) if "window" in attention else (False,))
+        for options in dict.fromkeys((has - {"window"}, has))
     ]
     return compile_kernels(layers, device, target=target, load_kernels=load_kernels, processes=processes, progress=progress)

@@ -65,7 +65,7 @@ def compile_kernels(
         layers = [replace(layer, backend=backend) for layer in layers]
         assert process.stdin is not None and process.stdout is not None
         request = {"layers": [*map(asdict, layers)], "target": triton_target, "machine": numbers, "processes": processes or cores()}
-        json.dump(request | {"ptxas": _ptxas_version(triton_target)}, process.stdin)
+        json.dump(request | {"ptxas": _ptxas_version(triton_target)}, process.stdin, default=sorted)  # JSON has no sets
         process.stdin.close()
         kernels: list[Kernel] = []
         for line in process.stdout:

@@ -15,7 +15,7 @@ from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..formats.kv_format import KVFormat
 from ..formats.page_layout import HEAD_DIMS, PAGE_SIZE
 from ..pages import KVPages
-from ..params import Append, AttentionParams, BackendName
+from ..params import Append, AttentionOption, AttentionParams, BackendName
 
 if TYPE_CHECKING:
     from ..kernels.launch import Launch
@@ -46,8 +46,7 @@ class Layer:
         static_scales: whether scales are calibrated.
         advance: whether appends advance the lengths, as `fp8attn.append` takes it.
         overflows: whether appends count overflows.
-        window, softcap, sinks: whether attention has them.
-        exact: whether attention is exact (`AttentionParams.exact`).
+        attention: what its attention has (`params.options_of`).
     """
 
     num_q_heads: int
@@ -62,10 +61,7 @@ class Layer:
     static_scales: bool = False
     advance: bool = True
     overflows: bool = False
-    window: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    exact: bool = False
+    attention: frozenset[AttentionOption] = frozenset()
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS or self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
@@ -79,7 +75,7 @@ class Layer:
     def has_dense_calls(self) -> bool:
         """Whether the layer may be computed by `scaled_dot_product_attention`, too, which has no softcap, sinks or calibrated scales. An
         engine that keeps the lengths makes no such calls."""
-        return self.advance and not (self.softcap or self.sinks or self.static_scales)
+        return self.advance and not (self.attention & {"softcap", "sinks"} or self.static_scales)
 
     @property
     def begins_dense(self) -> bool:
@@ -159,17 +155,17 @@ def attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = 
     """Attention of `tokens` new tokens of each sequence (of `ragged` tokens in all, if it is not 0) to a cache with older pages."""
     dtype = DTYPES[layer.dtype]
     q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
-    for window in WINDOWS if layer.window and causal else (0,):
+    for window in WINDOWS if "window" in layer.attention and causal else (0,):
         params = AttentionParams(
             cu_seqlens_q=_empty(batch + 1, dtype=torch.int32) if ragged else None,
             max_seqlen_q=tokens,
             causal=causal,
             softmax_scale=1.0,
             window=window,
-            softcap=30.0 if layer.softcap else 0.0,
-            sinks=_empty(layer.num_q_heads, dtype=dtype) if layer.sinks else None,
+            softcap=30.0 if "softcap" in layer.attention else 0.0,
+            sinks=_empty(layer.num_q_heads, dtype=dtype) if "sinks" in layer.attention else None,
             leftpad_k=_empty(batch, dtype=torch.int32) if leftpad else None,
-            exact=layer.exact,
+            exact="exact" in layer.attention,
         )
         load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
 
@@ -208,6 +204,6 @@ def _combine(layer: Layer, splits: int, tokens: int) -> None:
     sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else DTYPES[layer.dtype])
     combine(
         _empty(splits, rows, layer.head_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),
-        sinks if layer.sinks else None, _empty(tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype]),
+        sinks if "sinks" in layer.attention else None, _empty(tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype]),
         _empty(tokens, layer.num_q_heads, dtype=torch.float32),
     )  # fmt: skip

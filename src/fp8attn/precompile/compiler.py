@@ -66,7 +66,7 @@ def serve() -> None:
     plan_for(Machine(*request["machine"]))
     found: dict[tuple, Launch] = {}
     for layer in request["layers"]:
-        found |= launches(Layer(**layer))
+        found |= launches(Layer(**layer | {"attention": frozenset(layer["attention"])}))
     names = [made.kernel.fn.__name__ for made in found.values()]
     parts = [made.kernel.fn.__module__.removeprefix(f"{kernels.__name__}.").split(".")[0] for made in found.values()]
     order = sorted(range(len(names)), key=lambda i: SLOWEST_FIRST.index(parts[i]) if parts[i] in SLOWEST_FIRST else len(SLOWEST_FIRST))

@@ -228,7 +228,7 @@ def warmup(
     import time
 
     from fp8attn import warmup as run
-    from fp8attn.integrations.warmup import AttentionOption
+    from fp8attn.params import options_of
     from fp8attn.precompile.calls import DTYPES
 
     if (model is None) == (shape is None):
@@ -244,13 +244,12 @@ def warmup(
         if shape.count(",") != 2:
             raise UsageError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
         layer = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=True))
-    options: dict[AttentionOption, bool] = {"window": window, "softcap": softcap, "sinks": sinks, "exact": exact}
+    options = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact)
     begun = time.monotonic()
     with progress("kernels") as tick:
         kernels = run(
             **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
-            static_scales=static_scales, attention=[name for name, given in options.items() if given], target=target, processes=processes,
-            progress=tick,
+            static_scales=static_scales, attention=options, target=target, processes=processes, progress=tick,
         )  # fmt: skip
     seconds = time.monotonic() - begun
     if as_json:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from ...params import AttentionOption, options_of
 from ...precompile import Kernel
-from ..warmup import AttentionOption, warmup
+from ..warmup import warmup
 from .layer import EngineLayer
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,7 @@ def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.dev
 
 
 def _of_attention(layer: EngineLayer) -> frozenset[AttentionOption]:
-    has: dict[AttentionOption, bool] = {
-        "window": layer.window is not None, "softcap": layer.softcap is not None, "sinks": layer.sinks is not None,
-        "exact": layer.options.exact,
-    }  # fmt: skip
-    return frozenset(name for name, given in has.items() if given)
+    return options_of(window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact)
 
 
 @cache

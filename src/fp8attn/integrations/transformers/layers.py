@@ -16,7 +16,7 @@ from ...cache.ahead import Attention
 from ...dense.sdpa import autocast
 from ...formats.codec import KeyDtype
 from ...formats.page_layout import HEAD_DIMS
-from ...params import BackendName
+from ...params import BackendName, options_of
 from ...scales import LayerScales
 from .config import FULL, LayerSpec, has_sinks, has_softcap, layers_of
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
@@ -96,10 +96,10 @@ class FP8Layers:
 
     def _attention(self, batch: int) -> set[Attention]:
         """How the model's layers attend, for `Ahead`. Sequences of a batch may have padding, which the cache does not see."""
-        softcap, sinks = has_softcap(self.config), has_sinks(self.config)
+        options = options_of(window=None, softcap=has_softcap(self.config), sinks=has_sinks(self.config), exact=self.exact)
         heads = {layer.num_q_heads for layer in layers_of(self.config) if layer.kind == FULL}
         return {
-            Attention(num_q_heads, softcap=softcap, sinks=sinks, leftpad=leftpad, exact=self.exact)
+            Attention(num_q_heads, options, leftpad=leftpad)
             for num_q_heads in heads
             for leftpad in ((False, True) if batch > 1 else (False,))
         }
