@@ -11,7 +11,7 @@ page of fp8attn: one run of bytes that depends on its 128 tokens alone. So prefi
 | `backend.py` | what vLLM asks before the start |
 | `supported.py`, `refused.py` | which models and options are not supported, and why; other releases of vLLM |
 | `connectors.py` | blocks of other engines: which KV connectors |
-| `specs.py` | the bytes of a block, which vLLM's releases are told in different ways |
+| `specs.py` | the bytes of a block, in the form that each release of vLLM reads |
 | `metadata.py` | the sequences of a step |
 | `impl.py` | a layer |
 | `options.py` | options from `--additional-config` |
