@@ -81,3 +81,8 @@ class Append(NamedTuple):
     static_scales: bool = False
     advance: bool = True
     overflows: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option but RoPE changes bytes or counts, so that `from_dense` writes the first tokens of a cache just so."""
+        return self._replace(max_seqlen=0, rope=None, advance=True) == Append(None, 0)

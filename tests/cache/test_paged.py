@@ -13,6 +13,7 @@ from fp8attn.formats.codec import CODECS, E4M3
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate
+from fp8attn.params import Append
 from fp8attn.scales import LayerScales
 
 HEADS, DIM = 2, 64
@@ -371,3 +372,23 @@ def test_copies_and_pages_are_the_same_bytes():
     theirs = cache.pages(0).pool[cache.pages(0).page_table[1].long()]
     assert torch.equal(theirs, alone.pages(0).pool[alone.pages(0).page_table[0].long()])
     assert not torch.equal(theirs[1], cache.pages(0).pool[cache.pages(0).page_table[0, 1].long()])
+
+
+def test_first_tokens_are_an_append_if_an_option_is_not_of_from_dense(monkeypatch):
+    """No option of `PagedKVCache.append` is ignored where `from_dense` makes the first pages: it is left for tokens without options."""
+    for changed in ({"static_scales": True}, {"overflows": torch.zeros(2, 3)}, {"cu_seqlens": torch.zeros(2)}):
+        assert not Append(None, 5)._replace(**changed).is_plain
+    assert Append(None, 5, Rope(*torch.randn(2, 5, 4)), advance=False).is_plain
+    k, v = torch.randn(2, 300, HEADS, DIM)
+    caches = []
+    for plain in (True, False):
+        monkeypatch.setattr(Append, "is_plain", plain)
+        caches.append(PagedKVCache(HEADS, DIM, num_layers=2, num_seqs=2))
+        for layer in range(2):
+            caches[-1].append(layer, k, v)
+    for layer in range(2):
+        dense, appended = (cache.pages(layer) for cache in caches)
+        assert torch.equal(dense.cache_seqlens, appended.cache_seqlens) and torch.equal(dense.page_table, appended.page_table)
+        for seq in range(2):
+            for got, expected in zip(*(cache.read(layer, seq) for cache in caches), strict=True):
+                assert torch.equal(got, expected)

@@ -101,14 +101,15 @@ class PagedKVCache(Sequences):
         try:
             if not step.pages:
                 self.ahead.begin(self, name, k.dtype, step, rope is not None)
-            if step.begins:
+            # In a step that begins the pages, the lengths count its tokens already.
+            how = Append(step.cu_seqlens, step.longest, rope, static_scales, advance=not step.begins, overflows=overflows)
+            if step.begins and how.is_plain:
                 rotated = self._begin(name, layer, k, v, q, step.longest, rope)
                 pages = self._layer_pages(layer)
             else:
                 pages = self._pages[layer] or self._layer_pages(layer)
                 if step.columns is not None:
                     pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
-                how = Append(step.cu_seqlens, step.longest, rope, static_scales, overflows=overflows)
                 rotated = ops.run_append(name, pages, k, v, how, q)
         except BaseException:
             if not step.pages:  # no layer has the tokens

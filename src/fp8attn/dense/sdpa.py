@@ -19,6 +19,7 @@ from ..backends import find, unsupported_reason
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
+from ..formats.kv_format import KVFormat
 from ..formats.page_layout import HEAD_DIMS
 from ..formats.rope import NO_ROPE, Rope, dense_rope, rope_of, with_tables
 from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
@@ -257,7 +258,7 @@ def attend_dense(
         q, k, v = padded(q, size), padded(k, size), padded(v, size)
     if backend != "fa3" and q_rope is None and k_rope is None and q.is_cuda:
         _prepare(q.device, q.dtype, backend, q.shape, k.shape[1], kv_len, is_causal, key_dtype, rotate_keys)
-    attend = strategy(backend, k, v, k_rope, scale, key_dtype, rotate_keys)
+    attend = strategy(backend, k, v, k_rope, scale, KVFormat.of(size, key_dtype, rotate_keys))
     if is_causal and q_len > kv_len:  # rows after the last key see all keys
         out = torch.empty_like(q)
         for rows, causal in ((slice(kv_len), True), (slice(kv_len, None), False)):

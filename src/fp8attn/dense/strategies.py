@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..backends import Backend, find, load_fa3
-from ..formats.codec import E4M3, FP8, KeyDtype
+from ..formats.codec import E4M3, FP8
 from ..formats.kv_format import KVFormat
 from ..formats.page_layout import HEAD_DIMS
 from ..formats.rope import Rope
@@ -24,16 +24,13 @@ Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
 
 
 def strategy(
-    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softmax_scale: float, key_dtype: KeyDtype,
-    rotate_keys: bool,
-) -> Attend:  # fmt: skip
+    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softmax_scale: float, form: KVFormat
+) -> Attend:
     """Attention over 16-bit K and V, which are quantized here."""
     if backend == "fa3":
-        return _quantized_rows(k, v, k_rope, softmax_scale, rotate_keys)
+        return _quantized_rows(k, v, k_rope, softmax_scale, form.rotate)
     paged = find(backend, k.device, k.dtype)
-    pages = paged.from_dense(
-        k, v, KVFormat.of(k.shape[3], key_dtype, rotate_keys), k_rope
-    )  # fmt: skip
+    pages = paged.from_dense(k, v, form, k_rope)
     return _over_pages(paged, pages, softmax_scale, k.shape[2])
 
 
