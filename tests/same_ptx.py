@@ -89,8 +89,7 @@ def at(revision: str) -> dict[str, str]:
     """The fingerprints at a commit, by this file as it is there.
 
     Raises:
-        LookupError: there is no such commit, or it has no such file.
-        subprocess.CalledProcessError: the file fails there.
+        LookupError: there is no such commit, or it has no such file, or that fails there.
     """
     from triton import __version__
 
@@ -109,7 +108,8 @@ def at(revision: str) -> dict[str, str]:
             try:
                 unfinished = kept.with_suffix(f".{os.getpid()}")
                 command = [sys.executable, Path(folder) / here, "--write", unfinished]
-                subprocess.run(command, check=True)
+                if status := subprocess.run(command).returncode:
+                    raise LookupError(f"{here} of {revision} ended with exit status {status}; what it printed is above")
                 unfinished.replace(kept)
             finally:
                 subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
@@ -128,7 +128,7 @@ def check_results(now: dict[str, str]) -> None:
         begun = time.monotonic()
         try:
             before = at(commit)
-        except (LookupError, subprocess.CalledProcessError) as problem:
+        except LookupError as problem:
             print(f"  cannot be compared: {problem}", flush=True)
             continue
         both = before.keys() & now.keys()
