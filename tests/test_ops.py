@@ -31,7 +31,7 @@ def cache():
 @pytest.mark.parametrize(
     ("q", "options", "message"),
     [
-        (torch.zeros(3, 4, 64), {}, "do not divide over 2 sequences; give cu_seqlens_q and max_seqlen_q"),
+        (torch.zeros(3, 4, 64), {}, "cannot be divided evenly among 2 sequences; give cu_seqlens_q and max_seqlen_q"),
         (torch.zeros(2, 3, 64), {}, "num_q_heads a multiple of 2"),
         (torch.zeros(2, 0, 64), {}, "num_q_heads a multiple of 2"),
         (torch.zeros(2, 4, 128), {}, r"\[T, num_q_heads, 64\]"),
@@ -161,10 +161,10 @@ def test_empty_pages_are_of_one_sequence_each():
 @pytest.mark.parametrize(
     ("k", "v", "options", "message"),
     [
-        (torch.zeros(3, 2, 64), None, {}, "3 tokens do not divide over 2 sequences; give cu_seqlens and max_seqlen"),
-        (torch.zeros(4, 3, 64), None, {}, r"must both be \[T, 2, 64\] and of one dtype; got \(4, 3, 64\)"),
+        (torch.zeros(3, 2, 64), None, {}, "3 tokens cannot be divided evenly among 2 sequences; give cu_seqlens and max_seqlen"),
+        (torch.zeros(4, 3, 64), None, {}, r"must both be \[T, 2, 64\] and have one dtype; got \(4, 3, 64\)"),
         (torch.zeros(4, 2, 64), torch.zeros(2, 2, 64), {}, r"must both be \[T, 2, 64\]"),
-        (torch.zeros(4, 2, 64), torch.zeros(4, 2, 64).half(), {}, "of one dtype; got .* torch.float32 and .* torch.float16"),
+        (torch.zeros(4, 2, 64), torch.zeros(4, 2, 64).half(), {}, "have one dtype; got .* torch.float32 and .* torch.float16"),
         (torch.zeros(4, 64), None, {}, r"\[T, heads, head_dim\]"),
         (torch.zeros(4, 64, 2).mT, None, {}, "last dimension contiguous"),
         (torch.zeros(4, 2, 64), None, {"rope_cos": torch.zeros(4, 32)}, "together"),

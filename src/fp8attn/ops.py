@@ -344,7 +344,7 @@ def check_append(
         check_is_tensor(v, "v", "[T, heads, head_dim]")
     if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
         raise ValueError(
-            f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and of one dtype; "
+            f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and have one dtype; "
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
     check_tokens(v, "v", device)
@@ -362,7 +362,7 @@ def check_append(
 
 def _no_pages(given: object, call: str) -> TypeError:
     return TypeError(
-        f"{call} takes KVPages, and got {type(given).__name__}: of a PagedKVCache pass cache.pages(layer), or call its own append and "
+        f"{call} takes KVPages, and got {type(given).__name__}: for a PagedKVCache pass cache.pages(layer), or call its own append and "
         "attention"
     )
 
@@ -398,7 +398,7 @@ def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens: torch.Tensor | None, m
     if not tokens:
         return 0
     if not num_seqs or tokens % num_seqs:
-        raise ValueError(f"{tokens} tokens do not divide over {num_seqs} sequences; give {cu_name} and {max_name}")
+        raise ValueError(f"{tokens} tokens cannot be divided evenly among {num_seqs} sequences; give {cu_name} and {max_name}")
     each = tokens // num_seqs
     if max_seqlen is not None and max_seqlen != each:
         raise ValueError(f"without {cu_name} every sequence has {each} tokens, and {max_name} is {max_seqlen}: give both or neither")

@@ -282,11 +282,11 @@ def test_bad_calls_are_refused_and_change_nothing():
     cache = PagedKVCache(HEADS, DIM, num_seqs=2)
     k, v = tokens(3)
     bad = [
-        (lambda: cache.append(0, k, v), "do not divide over 2 sequences"),
+        (lambda: cache.append(0, k, v), "cannot be divided evenly among 2 sequences"),
         (lambda: cache.append(0, k, v, lengths=[1, 1]), "add up to 3 tokens"),
         (lambda: cache.append(0, k, v, lengths=[4, -1]), r"lengths must be one count of tokens >= 0, or 2 of them.*got \[4, -1\]"),
         (lambda: cache.append(0, k, v, lengths=[1.5, 1.5]), r"got \[1.5, 1.5\]"),
-        (lambda: cache.append(0, k[:2], v[:2].half()), "of one dtype"),
+        (lambda: cache.append(0, k[:2], v[:2].half()), "have one dtype"),
         (lambda: cache.append(0, k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
         (lambda: cache.append(0, k[:2].int(), v[:2].int()), "floating point"),
         (lambda: cache.append(0, *(x[:2].to(torch.float8_e4m3fn) for x in (k, v))), "of 16, 32 or 64 bits, not torch.float8_e4m3fn"),

@@ -299,7 +299,9 @@ class PagedKVCache(Sequences):
         num_seqs = self.num_seqs
         if lengths is None:
             if num_tokens % num_seqs:
-                raise ValueError(f"{num_tokens} tokens do not divide over {num_seqs} sequences; give each sequence's number: lengths=[...]")
+                raise ValueError(
+                    f"{num_tokens} tokens cannot be divided evenly among {num_seqs} sequences; give each sequence's number: lengths=[...]"
+                )
             return [num_tokens // num_seqs] * num_seqs
         new = self.table.counts(lengths)
         if sum(new) != num_tokens:

@@ -22,7 +22,7 @@ from .page_table import Change, PageTable, num_pages_of
 from .step import StaticForm, Step
 
 MOST_SEQUENCES = 2**20  # each has lists on the host
-DROP = "drop the tokens of this step: cache.truncate(cache.lengths); of an FP8Cache, whose forward was interrupted: cache.reset()"
+DROP = "drop the tokens of this step: cache.truncate(cache.lengths); for an FP8Cache whose forward was interrupted, cache.reset()"
 
 
 class Sequences:

@@ -333,7 +333,7 @@ def test_a_config_in_place_of_its_model_is_refused(llama):
     for make_cache in (FP8Cache, lambda config: FP8Cache.load("prompt", config)):
         with pytest.raises(TypeError, match=r"takes the model, and got its config \(LlamaConfig\).* Call FP8Cache\(model, \.\.\.\)"):
             make_cache(llama.config)
-    with pytest.raises(TypeError, match=r"got OptimizedModule\. Of a compiled or wrapped model, pass the model inside"):
+    with pytest.raises(TypeError, match=r"got OptimizedModule\. For a compiled or wrapped model, pass the model inside"):
         FP8Cache(torch.compile(llama))
 
 

@@ -387,7 +387,7 @@ def transformers_model(model: Any) -> PreTrainedModel:
             "weights. Call FP8Cache(model, ...)"
         )
     raise TypeError(
-        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. Of a compiled or wrapped model, pass "
+        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. For a compiled or wrapped model, pass "
         "the model inside"
     )
 
