@@ -1,5 +1,7 @@
 """Sparse attention and trees of drafts, which need no kernel of their own: attention over chosen pages, and parts joined by their LSEs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -38,7 +40,7 @@ def test_decode_over_chosen_pages(backend):
     pages, k, v = made(700)
     q = torch.randn(1, HEADS, D).bfloat16()
     table = pages.page_table[:, [0, 3, 5]]
-    fewer = pages.with_tables(table, torch.tensor([2 * PAGE_SIZE + 60], dtype=torch.int32))
+    fewer = replace(pages, page_table=table, cache_seqlens=torch.tensor([2 * PAGE_SIZE + 60], dtype=torch.int32))
     check(attention(q, fewer, backend=backend), expected(q, k, v, tokens([0, 3, 5], 700)[None]))
 
 
@@ -64,7 +66,8 @@ def test_a_prompt_whose_blocks_choose_pages(backend):
     table = pages.page_table[0][torch.tensor(chosen)]
     lengths = torch.tensor([1, 2, 2], dtype=torch.int32) * PAGE_SIZE
     seen = torch.stack([tokens(each, 3 * PAGE_SIZE) for each in chosen]).repeat_interleave(PAGE_SIZE, 0)
-    check(attention(q, pages.with_tables(table, lengths), backend=backend), expected(q, k, v, seen.tril()))
+    blocks = replace(pages, page_table=table, cache_seqlens=lengths)
+    check(attention(q, blocks, backend=backend), expected(q, k, v, seen.tril()))
 
 
 @BACKENDS

@@ -84,7 +84,7 @@ class KVPages:
         return pages
 
     def with_tables(self, page_table: torch.Tensor, cache_seqlens: torch.Tensor) -> KVPages:
-        """These pages as those of other sequences."""
+        """These pages with other tables, which are not checked, as those of other sequences. (`dataclasses.replace` checks them.)"""
         return KVPages.trusted(self.pool, page_table, cache_seqlens, self.format)
 
     def with_pool(self, pool: torch.Tensor) -> KVPages:
