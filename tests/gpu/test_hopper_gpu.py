@@ -35,7 +35,7 @@ STEP = 5e-4  # decoding with FP16 queries, and LSE_ERROR
 
 def held(lengths: list[int], head_dim: int = 128, keys: str = "int8", rotate: bool = True, *, heads: int = 2, mean: float = 0.0) -> KVPages:
     """Sequences of normal K, and V of mean 1, in shuffled pages between poison. `mean`: of static means, which K and V have."""
-    pages = empty_cache(lengths, heads, head_dim, CUDA, mean, key_dtype=CODECS[keys].dtype, rotate=rotate)
+    pages = empty_cache(lengths, heads, head_dim, CUDA, mean, key_dtype=keys, rotate=rotate)
     k, v = torch.randn(2, sum(lengths), heads, head_dim, device=CUDA)
     if mean:
         k, v = k + (rotate_back(pages.format.stored_k_mean) if rotate else pages.format.stored_k_mean), v + pages.format.v_mean
