@@ -43,6 +43,8 @@ def _integer(warp: Warp, opcode: list[str], operands: list[str], x: list[np.ndar
             return (x[0].astype(np.int64) * x[1].astype(np.int64) >> 32).astype(x[0].dtype)
         case "mul":
             return x[0] * x[1]
+        case "mad" if opcode[1] == "hi":
+            return (x[0].astype(np.int64) * x[1].astype(np.int64) >> 32).astype(x[0].dtype) + x[2]
         case "mad":
             return x[0] * x[1] + x[2]
         case "div" | "rem":
@@ -96,9 +98,12 @@ def _float(opcode: list[str], x: list[np.ndarray]) -> np.ndarray:
             a, b = (np.ascontiguousarray(v).view(np.uint16) for v in x)
             out = rounded(np.fmax(*(widened(v & 0x7FFF, kind[:-2]) for v in (a, b))), kind[:-2])
             return (out | (a ^ b) & 0x8000).view(np.uint32)
-        case "sub" if kind == "f16x2":
+        case "add" | "sub" if kind == "f16x2":
             a, b = (np.ascontiguousarray(v).view(np.float16) for v in x)
-            return (a - b).view(np.uint32)
+            return (a + b if name == "add" else a - b).view(np.uint32)
+        case "fma" if kind == "f16x2":
+            a, b, c = (np.ascontiguousarray(v).view(np.float16).astype(np.float64) for v in x)
+            return (a * b + c).astype(np.float16).view(np.uint32)
     if kind != "f32":
         raise NotImplementedError(".".join(opcode))
     match name:

@@ -22,6 +22,8 @@ def mma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
             item, wide, kind = np.float32, np.float64, "f32"
         case "m16n8k32", ["s32", "s8", "s8", "s32"]:
             item, wide, kind = np.int8, np.int64, "s32"
+        case "m16n8k32", ["s32", "u8", "u8", "s32"]:
+            item, wide, kind = np.uint8, np.int64, "s32"
         case _:
             raise NotImplementedError(".".join(opcode))
     left, right = (np.stack([warp.get(x, "b32") for x in registers]) for registers in (a, b))
@@ -54,7 +56,10 @@ def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, 
             meet(warp, ("wgmma", warp.index // 4), 4, lambda warps: [order.multiplied(x, pending) for x in warps])
     if opcode[1] != "mma_async":
         return
-    assert opcode[5:] == ["s32", "s8", "s8"] or (opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"]), opcode
+    integers = {"s8": np.int8, "u8": np.uint8}
+    assert (opcode[5] == "s32" and set(opcode[6:]) <= set(integers)) or (
+        opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"]
+    ), opcode
     columns = int(re.fullmatch(r"m64n(\d+)k32", opcode[4])[1])
     if operands[1][0] == "{":
         registers = np.stack([warp.get(x, "b32") for x in elements(operands[1])]).view(np.uint8)
@@ -64,7 +69,8 @@ def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, 
     right = _matrix(warp, operands[2], columns)
     with np.errstate(all="ignore"):
         if opcode[5] == "s32":
-            product = (left.view(np.int8).astype(np.float64) @ right.view(np.int8).astype(np.float64).T).astype(np.int32)
+            left, right = (x.view(integers[kind]).astype(np.float64) for x, kind in zip((left, right), opcode[6:], strict=True))
+            product = (left @ right.T).astype(np.int32)
         else:
             product = E4M3[left] @ E4M3[right].T
         product = product.reshape(2, 8, columns // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(columns // 2, 32)
