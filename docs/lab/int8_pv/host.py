@@ -36,6 +36,7 @@ class Variant(NamedTuple):
     v_form: str
     synchronous: bool = False  # sums of integers by `mma.sync`
     warpgroups: int = 3
+    cubics: int = 0  # of 16 exponentials
 
     @property
     def lines(self) -> int:
@@ -48,14 +49,17 @@ VARIANTS = {
     "A token (biased), token": Variant("bias", "token"),
     "A token (biased), token, mma": Variant("bias", "token", True),
     "A token (biased), token, mma, two": Variant("bias", "token", True, 2),
+    "A token (biased), token, two": Variant("bias", "token", False, 2),
     "B page, token": Variant("page", "token"),
     "C 32 tokens, token, mma": Variant("group", "token", True),
     "D page, page": Variant("page", "page"),
     "D page, page, mma": Variant("page", "page", True),
     "D page, page, two": Variant("page", "page", False, 2),
+    "D page, page, two, cubics": Variant("page", "page", False, 2, 1),
     "E token, page": Variant("fma", "page"),
     "E token (biased), page": Variant("bias", "page"),
     "E token (biased), page, mma": Variant("bias", "page", True),
+    "E token (biased), page, two": Variant("bias", "page", False, 2),
     "F 32 tokens, page, mma": Variant("group", "page", True),
 }
 
@@ -163,8 +167,8 @@ def call(q: torch.Tensor, lab: LabPages, variant: Variant, causal: bool, out: to
             tokens, causal, 0, False, False, None, True, False, False, False,
         )  # fmt: skip
     given = made.constants["OPTIONS"]
-    options = LabOptions(**{f.name: getattr(given, f.name).value for f in fields(given)}, k_form=variant.k_form, v_form=variant.v_form,
-                         synchronous=variant.synchronous)  # fmt: skip
+    values = {f.name: getattr(given, f.name).value for f in fields(given)} | {"cubics": variant.cubics}
+    options = LabOptions(**values, k_form=variant.k_form, v_form=variant.v_form, synchronous=variant.synchronous)
     constants = make_constants("lab", device, operands="all", OPTIONS=options, num_warps=made.constants["num_warps"], launch_pdl=True)
     k_tiles, v_tiles = page_tiles(pages, made.width, made.part)
     v_tiles = Tiles(v_tiles.x, as_int8(v_tiles.view))

@@ -35,7 +35,13 @@ SMALL = {"1000 causal": (1, 1000, 1000), "70 on 900": (2, 70, 900), "64 on 5000"
 TIMED = {"16k causal": (1, 16384, 16384), "4 x 4k causal": (4, 4096, 4096), "4 x 64 on 16k": (4, 64, 16384)}
 PRODUCT = "product"
 HANG = 30.0
-WATCHED = (PRODUCT, "A token (biased), token, mma", "D page, page, mma", "SDPA BF16")  # at which clock and power they run
+WATCHED = (
+    PRODUCT,
+    "A token (biased), token, mma",
+    "A token (biased), token, two",
+    "D page, page, mma",
+    "SDPA BF16",
+)  # at which clock and power they run
 
 
 class Progress:

@@ -23,6 +23,7 @@ TO_HALF = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 # 1024 + p c: an FP16 number whose low byte is the rounded product.
 HALF_TO_U8 = gl.constexpr("""{ .reg .b32 a, b, m; mov.b32 m, 0x64006400; fma.rn.f16x2 a, $1, $3, m; fma.rn.f16x2 b, $2, $4, m;
 prmt.b32 $0, a, b, 0x6420; }""")
+LARGEST_REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 
 @gluon.constexpr_function
@@ -52,6 +53,28 @@ class Columns:
         return gl.convert_layout(x, gl.SliceLayout(0, P), assert_trivial=True)[None, :]
 
 
+@gluon.constexpr_function
+def largest_of_eight():
+    """PTX: of 16 integers of two rows, in pairs, the first two become the largest of the rows. ptxas joins them to maxima of three."""
+    lines = []
+    for row in range(2):
+        mine = [16 + 4 * i + 2 * row + j for i in range(4) for j in range(2)]
+        lines.append(f"max.s32 a, ${mine[0]}, ${mine[1]};")
+        lines += [f"max.s32 a, a, ${i};" for i in mine[2:-1]]
+        lines.append(f"max.s32 ${2 * row}, a, ${mine[-1]};")
+    return "{ .reg .s32 a; " + " ".join(lines) + " }"
+
+
+@gluon.jit
+def largest_of_four(x, ROWS: gl.constexpr, N: gl.constexpr):
+    """The largest of every four tiles of eight columns in `x [ROWS, 8 N]`, of a thread's own columns: `[ROWS, N / 4, 4]`."""
+    x = gl.inline_asm_elementwise(largest_of_eight(), LARGEST_REGISTERS, [x], dtype=gl.int32, is_pure=True, pack=16)
+    x, _ = x.reshape([ROWS, N // 4, 2, 2, 4, 2]).permute([0, 1, 4, 2, 3, 5]).split()
+    x, _ = x.split()
+    x, _ = x.permute([0, 1, 2, 3]).split()
+    return x
+
+
 @gluon.jit
 def row_max(x, ROWS: gl.constexpr):
     """The largest of a thread's own columns of INT32 `x [ROWS, C]`, as FP32 `[ROWS, 4]`."""
@@ -61,14 +84,16 @@ def row_max(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def begin(rows, ring, columns, m, place, options: gl.constexpr):
-    """Begin Q K of a tile: one group of products, or two with `bias`."""
+    """Begin Q K of a tile when K is there: one group of products, or two with `bias`."""
     ROWS: gl.constexpr = options.rows
     if options.k_form == "bias":
-        # The product of two matrices of 255 makes all sums positive. It is unsigned (`host.unsigned`).
+        # The product of two matrices of 255 makes all sums positive. It is unsigned (`host.unsigned`), and needs no K.
         s = gl.zeros([ROWS, TILE], gl.int32, accumulator(ROWS, TILE))
         s = warpgroup_mma(columns.full.slice(0, ROWS, 0), columns.full.permute([1, 0]), s, use_acc=False, is_async=True)
+        ring.wait_k(place)
         s = warpgroup_mma(rows.q, ring.k.index(place.stage).permute([1, 0]), s, use_acc=True, is_async=True)
     else:
+        ring.wait_k(place)
         s = begin_scores(rows.q, ring.k.index(place.stage), m, options)
     return s
 
@@ -109,6 +134,10 @@ def weights(s, factor, m, unit, group, options: gl.constexpr):
         for i in gl.static_range(1, 4):
             top = gl.maximum(top, (tops[i] - OFFSET) * (f * group[i]))
         top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
+    elif options.partitions == 1:
+        top = largest_of_four(s.to(gl.int32, bitcast=True), ROWS, 16)
+        top = gl.max(gl.max(top, 1), 1).to(gl.float32, bitcast=True)
+        top = (gl.convert_layout(top, ROW, assert_trivial=True) - OFFSET) * factor
     else:
         top = (gl.max(s.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) - OFFSET) * factor
     m = gl.maximum(m, top)
@@ -193,7 +222,6 @@ def tile_in_turn(rows, ring, columns, queries, tile, m, unit, sums, bias, acc, p
     """Compute a whole tile: three warpgroups."""
     ROWS: gl.constexpr = options.rows
     OUT: gl.constexpr = accumulator(ROWS, options.width)
-    ring.wait_k(place)
     s = begin(rows, ring, columns, m, place, options)
     # From memory: there are no registers for it between tiles.
     factor = queries.factor.index(rows.PARTITION).load(gl.SliceLayout(1, accumulator(ROWS, TILE))) * ring.k_scale(place)
@@ -260,7 +288,6 @@ def overlapped_tile(rows, ring, columns, s, group, factor, v_ratio, tile, m, uni
     LEFT: gl.constexpr = 0 if not NEXT else 2 if options.k_form == "bias" else 1
     ratio = v_ratio
     if NEXT:
-        ring.wait_k(k_place)
         s = begin(rows, ring, columns, m, k_place, options)
         factor = rows.factor * ring.k_scale(k_place)
         v_ratio = ring.v_ratio(k_place)
@@ -289,7 +316,6 @@ def overlapped(rows, ring, columns, tile, n_hi, n_free, place, options: gl.const
     unit = m
     _, sums = no_sums(options.rows)
     _, bias = no_sums(options.rows)
-    ring.wait_k(k_place)
     s = begin(rows, ring, columns, m, k_place, options)
     factor = rows.factor * ring.k_scale(k_place)
     v_ratio = ring.v_ratio(k_place)
