@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,8 +26,8 @@ class KVFormat:
     """
 
     head_dim: int
-    k: Codec = INT8
-    v: Codec = E4M3
+    k: Codec = field(default_factory=lambda: INT8)  # a factory, because Dynamo of PyTorch 2.11 cannot wrap the object itself as a default
+    v: Codec = field(default_factory=lambda: E4M3)
     rotate: bool = True
     stored_k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
