@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from fp8attn.integrations.transformers.config import FULL, attention_shape, layers_of
+from fp8attn.integrations.transformers.config import attention_shape, layers_of
 
 from .plan import CacheShape
 
@@ -20,7 +20,7 @@ def shape_of(config: PreTrainedConfig) -> CacheShape:
     """
     layers = layers_of(config)
     _, num_kv_heads, head_dim = attention_shape(config)
-    full = sum(layer.kind == FULL for layer in layers)
+    full = sum(layer.is_full for layer in layers)
     windows = tuple(layer.window for layer in layers if layer.window is not None)
     return CacheShape(full, num_kv_heads, head_dim, windows, len(layers) - full - len(windows))
 

@@ -10,6 +10,8 @@ from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
     DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -18,18 +20,24 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from fp8attn import fake_quantize
 from fp8attn.integrations.transformers import FP8Cache
@@ -80,7 +88,38 @@ FAMILIES = {
     ),
     "diffllama-changes-v": (DiffLlamaForCausalLM, DiffLlamaConfig, {"head_dim": 64}),
     "gpt-oss-sinks": (GptOssForCausalLM, GptOssConfig, dict(head_dim=64, num_local_experts=2, num_experts_per_tok=1, **MIXED)),
+    "qwen3.5-linear": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        {
+            "head_dim": 64,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "nemotron-h-mamba": (
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        {
+            "head_dim": 64,
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+    ),
+    "lfm2-conv": (Lfm2ForCausalLM, Lfm2Config, {"hidden_size": 256, "layer_types": ["conv", "full_attention", "conv"]}),
+    "falcon-h1-hybrid": (
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        {"head_dim": 64, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1},
+    ),
 }
+HYBRIDS = ("qwen3.5-linear", "nemotron-h-mamba", "lfm2-conv", "falcon-h1-hybrid")
 
 
 def make(family="llama", **changes):
@@ -101,6 +140,20 @@ def make(family="llama", **changes):
     return model
 
 
+def two_shapes():
+    """A Llama whose layer 1 has 4 KV heads, and the others 2. No model of transformers 5.23 has such full-attention layers by itself."""
+    model = make()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        attention = type(model.model.layers[1].self_attn)(LlamaConfig(**{**SHAPE, "head_dim": 64, "num_key_value_heads": 4}), 1)
+        for p in attention.parameters():
+            p.data.normal_(std=0.9 / p.shape[-1] ** 0.5)
+    attention.config = model.config
+    model.model.layers[1].self_attn = attention
+    model.config.per_layer_config = {1: {"num_key_value_heads": 4}}
+    return model.eval()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Use one thread: with small matrices, more threads only wait for each other."""
@@ -111,12 +164,17 @@ def one_thread():
 
 
 class OracleLayer(DynamicLayer):
-    def __init__(self, key_dtype, rotate_keys):
-        super().__init__()
-        self.options = {"key_dtype": key_dtype, "rotate_keys": rotate_keys}
+    options: dict
 
     def update(self, key_states, value_states, *args, **kwargs):
         return fake_quantize(*super().update(key_states, value_states, *args, **kwargs), **self.options)
+
+
+class OracleHybridLayer(LinearAttentionAndFullAttentionLayer, OracleLayer):
+    pass
+
+
+ORACLES = {DynamicLayer: OracleLayer, LinearAttentionAndFullAttentionLayer: OracleHybridLayer}
 
 
 class Oracle(DynamicCache):
@@ -124,13 +182,16 @@ class Oracle(DynamicCache):
 
     def __init__(self, config, key_dtype="int8", rotate_keys=True):
         super().__init__(config=config)
-        self.layers = [OracleLayer(key_dtype, rotate_keys) if type(layer) is DynamicLayer else layer for layer in self.layers]
+        for index, layer in enumerate(self.layers):
+            if type(layer) in ORACLES:
+                self.layers[index] = ORACLES[type(layer)]()
+                self.layers[index].options = {"key_dtype": key_dtype, "rotate_keys": rotate_keys}
 
 
 def bare(model, rotate_keys=True, **options):
     """An `FP8Cache` without what it reads from the weights: no means, and keys rotated as given. `Oracle` has neither."""
     cache = FP8Cache(model, rotate_keys=rotate_keys, **options)
-    for layer in cache.shared.layers:
+    for layer in [x for group in cache.groups for x in group.layers]:
         layer.k_mean, layer.v_mean, layer.rotate_keys = None, None, rotate_keys
     return cache
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from fp8attn.errors import UsageError
 from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
-from fp8attn.integrations.transformers.config import FULL, LayerSpec, decoder_config, layers_of
+from fp8attn.integrations.transformers.config import LayerSpec, decoder_config, layers_of
 from fp8attn.scales import SEVERAL, KVScales, LayerScales
 
 from . import LayerObserver, Method, Options, ScalesReport, concatenate, counters, select
@@ -127,7 +127,7 @@ class _Run:
         total: int | None,
     ) -> None:
         self.specs, self.options, self.groups, self.file, self.progress, self.total = specs, options, groups, file, progress, total
-        self.layers = {index: LayerObserver(options) for index, spec in enumerate(specs) if spec.kind == FULL}
+        self.layers = {index: LayerObserver(options) for index, spec in enumerate(specs) if spec.is_full}
         self.looked, self.counted = Text(), Text()  # the batches that means are from; those that are in the observers
 
     def observe(self, forward: Callable[[Batch, See], None], stream: Iterator[Batch], device: torch.device) -> None:
@@ -287,7 +287,7 @@ def check_scales(
     _check_batches(batches)
     if not isinstance(scales, KVScales):
         raise TypeError(f"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got {type(scales).__name__}")
-    full = next(spec for spec in specs if spec.kind == FULL)
+    full = next(spec for spec in specs if spec.is_full)
     scales.check(
         num_layers=len(specs), num_kv_heads=full.num_kv_heads, head_dim=full.head_dim, model_id=decoder_config(model.config).name_or_path
     )

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.transformers.config import FULL, calls_attention_interface, decoder_config, layers_of
+from fp8attn.integrations.transformers.config import calls_attention_interface, decoder_config, layers_of
 from fp8attn.integrations.transformers.tensors import tokens_of
 
 OBSERVED = "fp8_observed"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
@@ -93,7 +93,7 @@ def observing(model: Any, *, chunk: int) -> Iterator[Callable[[Batch, See], None
         computes its attention itself (`calls_attention_interface`), Q is not seen.
     """
     specs = layers_of(model.config)
-    layers = frozenset(index for index, spec in enumerate(specs) if spec.kind == FULL)
+    layers = frozenset(index for index, spec in enumerate(specs) if spec.is_full)
     own = decoder_config(model.config)._attn_implementation
     sees_queries = calls_attention_interface(decoder_config(model.config)) and own in {"eager", *AttentionInterface().valid_keys()}
     accepted = inspect.signature(model.forward).parameters
@@ -108,7 +108,7 @@ def observing(model: Any, *, chunk: int) -> Iterator[Callable[[Batch, See], None
         watch = _Watch(layers, own, see)
         cache = Cache(
             layers=[
-                _ObservedLayer(index, watch, length > chunk) if spec.kind == FULL else DYNAMIC_LAYER_TYPE_MAPPING[spec.kind](**spec.options)
+                _ObservedLayer(index, watch, length > chunk) if spec.is_full else DYNAMIC_LAYER_TYPE_MAPPING[spec.kind](**spec.options)
                 for index, spec in enumerate(specs)
             ]
         )

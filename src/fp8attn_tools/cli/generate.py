@@ -68,7 +68,9 @@ def generate(
         if at_end:
             out.print(f"[dim]stopped after {count} tokens: the model's context is full ({context(loaded.config):,} tokens)")
         if size is not None:
-            out.print(f"[dim]the cache holds {size:,} bytes{f' in whole pages of {PAGE_SIZE} tokens' if hasattr(made, 'paged') else ''}")
+            out.print(
+                f"[dim]the cache holds {size:,} bytes{f' in whole pages of {PAGE_SIZE} tokens' if hasattr(made, 'fp8_layers') else ''}"
+            )
     same = all(row["tokens"] == rows[0]["tokens"] for row in rows)
     if as_json:
         print_json({"prompt": prompt, "rows": rows, "tokens_equal": same})

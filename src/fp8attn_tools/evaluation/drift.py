@@ -166,7 +166,7 @@ def _fp8_pages(cache: Cache) -> list[KVPages]:
     """The pages of each FP8 layer; of other caches, and before the first tokens, none."""
     if getattr(cache, "paged", None) is None:
         return []
-    return [cache.paged.pages(layer) for layer in range(cache.paged.num_layers)]
+    return [cache.pages(layer) for layer in cache.fp8_layers]
 
 
 def _scales(layers: list[KVPages], column: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from fp8attn.errors import UsageError
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION
-from fp8attn.integrations.transformers.config import FULL, layers_of, unsupported_reason
+from fp8attn.integrations.transformers.config import layers_of, unsupported_reason
 
 from .caches import forward
 from .perplexity import by_token
@@ -24,7 +24,7 @@ MakeSkipping = Callable[[Sequence[int]], Cache]
 
 def full_layers(model: Any) -> tuple[int, ...]:
     """The numbers of a model's full-attention layers, whose K and V can be in 8 bits."""
-    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.kind == FULL)
+    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.is_full)
 
 
 class LayerRuns:

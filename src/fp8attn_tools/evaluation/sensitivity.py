@@ -36,7 +36,7 @@ from fp8attn import backends
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import PAGE_SIZE, PageLayout
 from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.integrations.transformers.config import FULL, WINDOWED_LAYER_TYPES, LayerSpec, layers_of
+from fp8attn.integrations.transformers.config import WINDOWED_LAYER_TYPES, LayerSpec, layers_of
 from fp8attn.params import BackendName
 
 from .caches import CHUNK
@@ -151,7 +151,7 @@ def check_budget(config: Any, max_bytes_per_token: float) -> None:
     Raises:
         UsageError: it is less than a token takes with all full-attention layers in 8 bits.
     """
-    least = sum(_bytes_8_bit(spec) for spec in layers_of(config) if spec.kind == FULL)
+    least = sum(_bytes_8_bit(spec) for spec in layers_of(config) if spec.is_full)
     if max_bytes_per_token < least:
         raise UsageError(
             f"no choice of layers takes at most {max_bytes_per_token:g} bytes per token: with all in 8 bits it is {least:,.0f}"
@@ -309,7 +309,7 @@ def _rounds_queries(model: Any, cache: Cache, rows: int) -> bool:
     """Whether a cache's attention rounds queries, with this number of query rows for each KV head."""
     if not isinstance(cache, FP8Cache):
         return False
-    if backends.find(cache.shared.backend, model.device, model.dtype).name != "hopper":
+    if backends.find(cache.groups[0].backend, model.device, model.dtype).name != "hopper":
         return False
     from fp8attn.kernels.decode import MAX_ROWS  # more go to `prefill`
 

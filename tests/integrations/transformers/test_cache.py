@@ -219,7 +219,7 @@ def test_a_deep_copy_goes_its_own_way(llama, static):
     with torch.no_grad():
         llama(ids[:, :130], past_key_values=cache)
         other = copy.deepcopy(cache)
-        assert other.shared.config is llama.config
+        assert other.groups[0].config is llama.config
         llama(ids[:, :9], past_key_values=other)
         ours = llama(ids[:, 130:], past_key_values=cache).logits
         oracle = Oracle(llama.config)
@@ -277,12 +277,13 @@ def test_under_autocast_it_computes_in_its_dtype(llama):
         (MistralConfig(**SHAPE, sliding_window=32), "every layer of 'mistral' .*sliding_attention"),
         (transformers.DeepseekV3Config(), "multi-head latent attention"),
         (transformers.T5Config(), "encoder-decoder"),
-        (transformers.Qwen3NextConfig(), "'linear_attention'"),
+        (transformers.Mamba2Config(), r"every layer of 'mamba2' .*\(linear_attention\)"),
+        (transformers.MiniMaxConfig(), "'minimax' takes no cache but its own"),
         (transformers.MllamaConfig(), r"'mllama_text_model' has cross-attention layers \(3, 8, 13"),
         (LlamaConfig(**SHAPE, head_dim=48), r"'llama' has head_dim 48; FP8 pages take \(64, 80, 96"),
         (transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2), "'bloom' computes its attention itself"),
     ],
-    ids=["all-sliding", "mla", "encoder-decoder", "linear", "cross-attention", "head_dim", "own-attention"],
+    ids=["all-sliding", "mla", "encoder-decoder", "linear", "own-cache", "cross-attention", "head_dim", "own-attention"],
 )
 def test_models_that_are_refused(config, message):
     """At the door, before the model is changed. Its weights are on no device here."""

@@ -6,6 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from fp8attn import UsageError  # noqa: E402
+from fp8attn.integrations.transformers import config as config_module  # noqa: E402
 from fp8attn.integrations.transformers.config import (  # noqa: E402
     LayerSpec,
     attention_shape,
@@ -88,6 +89,9 @@ class _Model(torch.nn.Module):
         self.config = config
 
 
-def test_the_cache_refuses_layers_that_it_does_not_hold():
-    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
-    assert "layer 0 of 'qwen3_next' is of type 'linear_attention'" in unsupported_reason(config)
+def test_the_cache_refuses_layers_that_it_does_not_hold(monkeypatch):
+    indexed = LayerSpec("indexed_attention", 8, 2, 64)
+    monkeypatch.setattr(config_module, "layers_of", lambda config: [LayerSpec("full_attention", 8, 2, 64), indexed])
+    assert "layer 1 of 'llama' is of type 'indexed_attention'" in unsupported_reason(transformers.LlamaConfig())
+    monkeypatch.undo()
+    assert unsupported_reason(transformers.Qwen3NextConfig(num_hidden_layers=4)) is None

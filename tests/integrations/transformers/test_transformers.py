@@ -210,11 +210,11 @@ def test_static_equals_dynamic_to_the_bit(llama):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3.5-linear"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
-    layer_types = {"layer_types": MIXED["layer_types"][:2]} if family == "gemma3" else {}
-    model, ids = make(family, num_hidden_layers=2, **layer_types), prompt(length=60)
+    types = {"gemma3": MIXED["layer_types"][:2], "qwen3.5-linear": ["linear_attention", "full_attention"]}
+    model, ids = make(family, num_hidden_layers=2, **({"layer_types": types[family]} if family in types else {})), prompt(length=60)
     mask = torch.ones(2, 80, dtype=torch.long)
     mask[1, : 9 * padded] = 0
     outs = []

@@ -152,10 +152,10 @@ def test_cache_names_and_factory(loaded):
     formats = {"fp8": ("int8", True), "fp8-int8-keys": ("int8", True), "fp8-e4m3-keys": ("e4m3", True), "fp8-e4m3-plain": ("e4m3", False)}
     for name, expected in formats.items():
         cache = cache_factory(name, model)()
-        assert (cache.shared.key_dtype, cache.layers[0].rotate_keys) == expected
+        assert (cache.groups[0].key_dtype, cache.layers[0].rotate_keys) == expected
     plain = calibrate(model, [torch.arange(50)[None]], key_dtype="e4m3", rotate_keys=False)
     cache = cache_factory("fp8-static", model, scales=plain)()
-    assert (cache.shared.key_dtype, cache.layers[0].rotate_keys, cache.layers[0].scales) == ("e4m3", False, plain.layer(0))
+    assert (cache.groups[0].key_dtype, cache.layers[0].rotate_keys, cache.layers[0].scales) == ("e4m3", False, plain.layer(0))
 
 
 def test_greedy_is_generate(loaded, tokens):

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, Cache
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
@@ -22,8 +28,8 @@ from ...params import BackendName, check_backend
 from ...scales import KVScales, ranges
 from . import files
 from .biases import layer_biases, spread_layers
-from .config import FULL, decoder_config, layers_of, unsupported_reason
-from .layers import UNCOMPILED, FP8Layer, FP8Layers
+from .config import decoder_config, layers_of, unsupported_reason
+from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer, FP8Layers
 from .tensors import ATTN_IMPLEMENTATION
 
 
@@ -47,11 +53,13 @@ class FP8Cache(Cache):
     channels of K meet small channels of Q.
 
     Sliding-window and chunked layers are transformers' own, in 16 bits, because a window does not grow. (Its masks grow with the prompt:
-    for a long prompt, call `generate(..., prefill_chunk_size=8192)`.)
+    for a long prompt, call `generate(..., prefill_chunk_size=8192)`.) So are the states of linear layers (gated delta nets, Mamba,
+    convolutions).
 
     A cache holds one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
     another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some
-    layers without its tokens. They are dropped before the next forward, with a warning.
+    layers without its tokens. They are dropped before the next forward, with a warning. (The state of a linear layer cannot go back: if it
+    has changed, the next forward raises RuntimeError, and `reset` is what remains.)
 
     Args:
         model: the transformers model that the cache is for, or a PEFT model of it.
@@ -91,7 +99,9 @@ class FP8Cache(Cache):
         if scales is None:
             self._read_weights(model)
         if max_cache_len is not None and model.device.type != "meta":
-            self.shared.make_early(layers_of(model.config), model.device)
+            specs = layers_of(model.config)
+            for group in self.groups:
+                group.make_early(specs[group.layers[0].index], model.device)
 
     def _build(
         self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
@@ -110,7 +120,7 @@ class FP8Cache(Cache):
         specs, config = layers_of(model.config), decoder_config(model.config)
         skipped = _skipped(skip_layers, config.num_hidden_layers)
         if scales is not None:
-            full = next(spec for spec in specs if spec.kind == FULL)
+            full = next(spec for spec in specs if spec.is_full)
             scales.check(
                 num_layers=config.num_hidden_layers,
                 num_kv_heads=full.num_kv_heads,
@@ -121,36 +131,43 @@ class FP8Cache(Cache):
             )
         plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
         length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
-        layers, shared = [], FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend)
+        layers: list[Any] = []
+        groups: dict[tuple[int, int], FP8Layers] = {}
         for index, spec in enumerate(specs):
-            if spec.kind == FULL and not skipped(index):
-                if spec.head_dim not in HEAD_DIMS:
-                    raise UsageError(
-                        f"layer {index} has head_dim {spec.head_dim}; FP8 pages take {HEAD_DIMS}. Keep such layers in 16 bits: "
-                        f"skip_layers={[i for i, each in enumerate(specs) if each.kind == FULL and each.head_dim not in HEAD_DIMS]}"
-                    )
-                own = None if scales is None else scales.layer(index)
-                layers.append(FP8Layer(index, shared, scales=own, rotate_keys=rotate_keys))
-            else:
+            if not spec.is_full or skipped(index):
                 layers.append(plain[spec.kind](**{**spec.options, **length}))
-        if not shared.layers:
+                continue
+            if spec.head_dim not in HEAD_DIMS:
+                raise UsageError(
+                    f"layer {index} has head_dim {spec.head_dim}; FP8 pages take {HEAD_DIMS}. Keep such layers in 16 bits: "
+                    f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and each.head_dim not in HEAD_DIMS]}"
+                )
+            shape = spec.num_kv_heads, spec.head_dim
+            if shape not in groups:
+                groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend)
+            kind = FP8HybridLayer if "number_of_states" in spec.options else FP8Layer
+            own = None if scales is None else scales.layer(index)
+            layers.append(kind(index, groups[shape], scales=own, rotate_keys=rotate_keys, **spec.options))
+        if not groups:
             raise UsageError(
                 "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits. Use transformers' own cache "
                 "(DynamicCache(config=model.config))"
             )
         super().__init__(layers=layers)
-        self.shared = shared
+        self.groups = list(groups.values())
         self._last = max(index for index, spec in enumerate(specs) if spec.kind != "dummy")  # the last layer that a forward updates
-        self._open = COMPLETE
+        self._open = self._updated = COMPLETE  # the layers that a forward has come to, and whose K and V it has appended
+        self._first = True  # whether a forward, if one is open, found no states of linear layers
         self.identity = files.identity(model)
         if config._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
     def _read_weights(self, model: PreTrainedModel) -> None:
         """Set static means and the rotation of each layer by the model's weights, and warn about biases that cannot be read."""
-        relative = not codec_of(self.shared.key_dtype).is_integer  # the error of a code
-        biases, spread = layer_biases(model, self.shared.max_cache_len), spread_layers(model) if relative else ()
-        for layer in self.shared.layers:
+        options = self.groups[0]
+        relative = not codec_of(options.key_dtype).is_integer  # the error of a code
+        biases, spread = layer_biases(model, options.max_cache_len), spread_layers(model) if relative else ()
+        for layer in self._pages_layers():
             found = biases.get(layer.index)
             if found is not None:
                 layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
@@ -211,14 +228,23 @@ class FP8Cache(Cache):
 
     @property
     def paged(self) -> PagedKVCache | None:
-        """The pages of all FP8 layers; None before the first tokens."""
-        return self.shared.paged
+        """The pages of all FP8 layers; None before the first tokens.
+
+        Raises:
+            ValueError: the FP8 layers have several shapes, and so several `PagedKVCache`s, those of `groups`.
+        """
+        if len(self.groups) > 1:
+            raise ValueError(
+                f"the FP8 layers of this model have {len(self.groups)} shapes, each with pages of its own. cache.pages(layer) has those of "
+                "a layer, [group.paged for group in cache.groups] those of all"
+            )
+        return self.groups[0].paged
 
     def pages(self, layer: int) -> KVPages:
         """The pages of the model's layer `layer`, which must be in FP8."""
-        if self.shared.paged is None or layer not in self.fp8_layers:
+        if layer not in self.fp8_layers or (paged := self.layers[layer].shared.paged) is None:
             raise ValueError(f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}, with pages after the first forward")
-        return self.shared.paged.pages(self.layers[layer].slot)
+        return paged.pages(self.layers[layer].slot)
 
     def overflows(self) -> OverflowReport:
         """How many values saturated, and how often pages were rescaled, by the numbers of the model's layers. It waits for the GPU once.
@@ -228,24 +254,30 @@ class FP8Cache(Cache):
         Raises:
             ValueError: the cache was made without `count_overflows=True`, or has no tokens yet.
         """
-        if self.shared.paged is None:
+        counted = [group.paged.overflows() for group in self.groups if group.paged is not None]
+        if not counted:
             raise ValueError("no token has been appended: the counts are known after the first forward")
-        return self.shared.paged.overflows()
+        return OverflowReport(tuple(sorted((row for report in counted for row in report.rows), key=lambda row: row.layer)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors of all layers on the device, FP8 and 16-bit."""
-        tensors = [x for layer in self.layers if not isinstance(layer, FP8Layer) for x in (layer.keys, layer.values)]
-        return sum(x.nbytes for x in tensors if x is not None) + (0 if self.paged is None else self.paged.nbytes)
+        paged = sum(group.paged.nbytes for group in self.groups if group.paged is not None)
+        plain = [x for layer in self.layers if not isinstance(layer, FP8Layer) for x in files.tensors_of(layer)]
+        states = [x for layer in self._states() for x in files.states_of(layer).values()]
+        return paged + sum(x.nbytes for x in (*plain, *states))
 
     @property
     def fp8_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that are in FP8."""
-        return tuple(layer.index for layer in self.shared.layers)
+        return tuple(layer.index for layer in self._pages_layers())
+
+    def _pages_layers(self) -> list[FP8Layer]:
+        return [layer for layer in self.layers if isinstance(layer, FP8Layer)]
 
     def __repr__(self) -> str:
-        held = len(self.shared.layers)
-        what = "empty" if self.paged is None else repr(self.paged)
+        held = len(self.fp8_layers)
+        what = ", ".join("empty" if group.paged is None else repr(group.paged) for group in self.groups)
         return f"FP8Cache({held} layers in FP8, {len(self.layers) - held} in 16 bits, {what})"
 
     # A forward
@@ -255,16 +287,58 @@ class FP8Cache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V of new tokens to a layer, and return those of all tokens (`FP8Layer.update`)."""
         if torch.compiler.is_compiling():  # compiled code runs all layers or none
-            if self.shared.max_cache_len is None:
+            if self.groups[0].max_cache_len is None:
                 return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
             return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        if layer_idx <= self._open:
+        if layer_idx <= self._updated:
             self._repair()
-        self._open = layer_idx
+        self._enter(layer_idx)
+        self._updated = layer_idx
         held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if layer_idx == self._last:
-            self._open = COMPLETE
+            self._open = self._updated = COMPLETE
         return held
+
+    # States of linear layers. A model may change what `get_conv_state` and `get_recurrent_state` return in place.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A linear layer's state of its convolution, or None before the first tokens."""
+        self._note_state(layer_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Update a linear layer's state of its convolution, as transformers' caches do."""
+        self._note_state(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A linear layer's recurrent state, or None before the first tokens."""
+        self._note_state(layer_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Update a linear layer's recurrent state, as transformers' caches do."""
+        self._note_state(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _note_state(self, layer_idx: int) -> None:
+        """Note that a forward has come to the state of a layer, which may have attention, too."""
+        if torch.compiler.is_compiling():
+            return
+        if layer_idx < self._open:
+            self._repair()
+        self._enter(layer_idx)
+        if layer_idx == self._last:
+            self._open = self._updated = COMPLETE
+
+    def _enter(self, layer_idx: int) -> None:
+        """Note that a forward has come to a layer."""
+        if self._open == COMPLETE:
+            self._first = not any(any(layer.has_previous_state.values()) for layer in self._states())
+        self._open = layer_idx
+
+    def _states(self) -> list[LinearAttentionCacheLayerMixin]:
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def _update_uncompiled(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,9 +369,17 @@ class FP8Cache(Cache):
             f"the last forward stopped in layer {self._open} of {self._last} (the last one). Its tokens are dropped from the cache",
             stacklevel=3,
         )
-        plain = [layer for layer in self.layers[: self._last + 1] if not isinstance(layer, FP8Layer) and hasattr(layer, "update")]
+        plain = [layer for layer in self.layers[: self._last + 1] if not isinstance(layer, FP8Layer) and hasattr(layer, "get_seq_length")]
         lengths = [int(layer.get_seq_length()) for layer in plain]
-        kept = min([self.shared.complete_length(), *lengths])
+        kept = min([*(group.complete_length() for group in self.groups), *lengths])
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers[: self._open + 1]):
+            if not self._first:
+                raise RuntimeError(
+                    f"the last forward stopped in layer {self._open}, after the state of a linear layer had changed, which cannot go back. "
+                    "The cache cannot go on: call cache.reset() and prefill again"
+                )
+            self.reset()
+            return
         for layer, length in zip(plain, lengths, strict=True):
             if length > kept and layer.is_sliding and not kept:
                 layer.reset()
@@ -306,29 +388,39 @@ class FP8Cache(Cache):
                     f"the last forward stopped in layer {self._open}, after a sliding window had dropped older tokens for its tokens. The "
                     "cache cannot go on: call cache.reset() and prefill again"
                 )
-            elif length > kept and self.shared.max_cache_len is not None:
+            elif length > kept and self.groups[0].max_cache_len is not None:
                 layer.cumulative_length.fill_(kept)
             elif length > kept:
                 layer.crop(kept - length)
-        self.shared.keep(kept)
-        self._open = COMPLETE
+        for group in self.groups:
+            group.keep(kept)
+        self._open = self._updated = COMPLETE
 
     # Moving sequences
 
     def _all_layers(self, method: str, *args: Any) -> None:
-        """Call `method` on every 16-bit layer and once for all FP8 layers. If a 16-bit layer does not have the method, call nothing."""
+        """Call `method` on every 16-bit layer and once for the FP8 layers of each shape. If a layer does not have it, call nothing."""
         if method != "reset":
             self._repair()
+        hybrid = [layer for layer in self.layers if isinstance(layer, FP8HybridLayer)]
+        states = [i for i, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        if states and not hasattr(LinearAttentionLayer, method):
+            raise ValueError(
+                f"{method} needs layers of attention alone: transformers' linear layers ({ranges(states)}) cannot do it. Give the prompt "
+                "to generate with the final batch"
+            )
         lacking = [index for index, layer in enumerate(self.layers) if not hasattr(layer, method)]
         if lacking:
             raise ValueError(
                 f"{method} needs a cache that grows: transformers' static 16-bit layers ({', '.join(map(str, lacking))}) have none. "
                 "Make the FP8Cache without max_cache_len"
             )
-        layers = [self.shared, *(layer for layer in self.layers if not isinstance(layer, FP8Layer))]
-        if method == "crop":  # a window that is full refuses: before any other layer is cropped
-            layers.sort(key=lambda layer: not getattr(layer, "is_sliding", False))
-        for layer in layers:
+        plain = [layer for layer in self.layers if not isinstance(layer, FP8Layer)]
+        # A window that is full and a state refuse to be cropped: before any other layer is.
+        plain.sort(key=lambda layer: not (getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin)))
+        for hybrid_layer in hybrid:
+            getattr(LinearAttentionLayer, method)(hybrid_layer, *args)
+        for layer in (*plain, *self.groups):
             getattr(layer, method)(*args)
 
     def __copy__(self) -> FP8Cache:
@@ -338,7 +430,7 @@ class FP8Cache(Cache):
     def reset(self) -> None:
         """Drop all tokens of all layers. The growing form also frees its pages."""
         self._all_layers("reset")
-        self._open = COMPLETE
+        self._open = self._updated = COMPLETE
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the last `-tokens_to_remove` tokens of every layer.

@@ -11,10 +11,13 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from ...errors import UsageError
 from ...formats.page_layout import HEAD_DIMS
 
-FULL = "full_attention"
+# Types of layers, as transformers names them. K and V of these grow with the tokens. "hybrid" ones have the state of a linear layer, too.
+FULL_LAYER_TYPES = ("full_attention", "hybrid")
 WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")
-# Layers that `FP8Cache` leaves to transformers: windows, which do not grow, stay in 16 bits; "dummy" layers have no K and V of their own.
-UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, "dummy")
+STATE_LAYER_TYPES = ("linear_attention", "conv")  # a state of constant size, and no K and V
+# Layers that `FP8Cache` leaves to transformers: what does not grow stays in 16 bits; "dummy" layers have no K and V of their own.
+UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, *STATE_LAYER_TYPES, "hybrid_sliding", "dummy")
+OWN_CACHE = ("minimax",)  # models that take no other cache
 _USE_DYNAMIC = "Use transformers' own cache (DynamicCache(config=model.config))"
 
 
@@ -35,6 +38,11 @@ class LayerSpec:
     head_dim: int
     window: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its attention sees all tokens, so that its K and V grow."""
+        return self.kind in FULL_LAYER_TYPES
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -64,17 +72,19 @@ def unsupported_reason(config: PreTrainedConfig) -> str | None:
         return str(error)
     config = decoder_config(config)
     for index, layer in enumerate(layers):
-        if layer.kind not in (FULL, *UNQUANTIZED_LAYER_TYPES):
+        if layer.kind not in (*FULL_LAYER_TYPES, *UNQUANTIZED_LAYER_TYPES):
             return (
-                f"layer {index} of {config.model_type!r} is of type {layer.kind!r}; FP8Cache holds full, sliding and chunked attention. "
-                f"{_USE_DYNAMIC}"
+                f"layer {index} of {config.model_type!r} is of type {layer.kind!r}; FP8Cache holds full, sliding, chunked and linear "
+                f"attention. {_USE_DYNAMIC}"
             )
+    if config.model_type in OWN_CACHE:
+        return f"{config.model_type!r} takes no cache but its own. Call it without past_key_values, or use transformers' own cache"
     if not calls_attention_interface(config):
         return (
             f"{config.model_type!r} computes its attention itself: it never calls the attention function that reads 8-bit pages. "
             f"{_USE_DYNAMIC}"
         )
-    if not (found := {layer.head_dim for layer in layers if layer.kind == FULL}) & {*HEAD_DIMS}:
+    if not (found := {layer.head_dim for layer in layers if layer.is_full}) & {*HEAD_DIMS}:
         return f"{config.model_type!r} has head_dim {', '.join(map(str, sorted(found)))}; FP8 pages take {HEAD_DIMS}. {_USE_DYNAMIC}"
     v_head_dim = getattr(config, "v_head_dim", None)
     if v_head_dim is not None and v_head_dim not in found:
@@ -111,7 +121,7 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     kinds, options = get_layer_types_and_kwargs(config)
     if isinstance(options, dict):  # transformers < 5.20: one set of options for all layers
         options = [options] * len(kinds)
-    if FULL not in kinds:
+    if not {*kinds} & {*FULL_LAYER_TYPES}:
         raise UsageError(
             f"no layer would be in FP8: every layer of {config.model_type!r} is of a type whose cache does not grow "
             f"({', '.join(sorted(set(kinds)))}). {_USE_DYNAMIC}"
@@ -137,7 +147,7 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     Raises:
         UsageError: as `layers_of`; or the full-attention layers have different shapes.
     """
-    full = [layer for layer in layers_of(config) if layer.kind == FULL]
+    full = [layer for layer in layers_of(config) if layer.is_full]
     shapes = {(layer.num_kv_heads, layer.head_dim) for layer in full}
     if len(shapes) > 1:
         raise UsageError(f"the full-attention layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}")

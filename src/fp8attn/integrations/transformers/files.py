@@ -9,28 +9,25 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ...cache import PagedKVCache, storage
 from ...errors import UsageError
 from ...formats.codec import KeyDtype
 from ...params import BackendName
-from .config import decoder_config, heads_of
+from .config import decoder_config, layers_of
 from .layers import FP8Layer, FP8Layers
 
 
 class Held(Protocol):
     """What is saved of an `FP8Cache`."""
 
-    shared: FP8Layers
+    groups: list[FP8Layers]
     layers: list[CacheLayerMixin]
     identity: dict[str, Any]
 
     @property
     def fp8_layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def paged(self) -> PagedKVCache | None: ...
 
 
 Loaded = TypeVar("Loaded", bound=Held)
@@ -41,23 +38,28 @@ _STATE = ("keys", "values", "cumulative_length", "cumulative_length_int")
 
 def save(cache: Held, path: str | Path, seqs: Sequence[int] | None, tokens: torch.Tensor | None) -> None:
     """Write sequences of all layers (`FP8Cache.save`)."""
-    if cache.paged is None:
+    held_pages = [group.paged for group in cache.groups if group.paged is not None]
+    if len(held_pages) < len(cache.groups):
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
-    tensors, metadata = storage.pack(cache.paged, seqs)
-    rows = list(range(cache.paged.num_seqs)) if seqs is None else cache.paged.table.indices(seqs)
-    for index, layer in _held(cache):
-        for name in _STATE:
-            value = getattr(layer, name, None)
-            if isinstance(value, torch.Tensor) and value.dim():
-                tensors[f"layers.{index}.{name}"] = value[rows].cpu().contiguous()
-            elif value is not None:
-                tensors[f"layers.{index}.{name}"] = torch.as_tensor(value).cpu()
+    paged = held_pages[0]
+    tensors, metadata = _pack(held_pages, seqs)
+    rows = list(range(paged.num_seqs)) if seqs is None else paged.table.indices(seqs)
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, FP8Layer) and getattr(layer, "keys", None) is not None:
+            for name in _STATE:
+                value = getattr(layer, name, None)
+                if isinstance(value, torch.Tensor) and value.dim():
+                    tensors[f"layers.{index}.{name}"] = value[rows].cpu().contiguous()
+                elif value is not None:
+                    tensors[f"layers.{index}.{name}"] = torch.as_tensor(value).cpu()
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            tensors |= {f"layers.{index}.{name}": state[rows].cpu().contiguous() for name, state in states_of(layer).items()}
     if tokens is not None:
-        held = cache.paged.num_seqs, cache.paged.lengths[0]
+        held = paged.num_seqs, paged.lengths[0]
         if tuple(tokens.shape) != held:
             raise UsageError(f"tokens must be the ids [B, length] = {list(held)} of what the cache holds; got {list(tokens.shape)}")
         tensors["tokens"] = tokens[rows].cpu().long().contiguous()
-    written = {"model": cache.identity, "fp8_layers": cache.fp8_layers, "max_cache_len": cache.shared.max_cache_len}
+    written = {"model": cache.identity, "fp8_layers": cache.fp8_layers, "max_cache_len": cache.groups[0].max_cache_len}
     storage.write(path, tensors, metadata | {name: json.dumps(value) for name, value in written.items()})
 
 
@@ -92,16 +94,65 @@ def load(
             f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, which cannot become those of another: "
             "load it with this max_cache_len"
         )
-    cache.shared.paged = paged = storage.unpack(
-        PagedKVCache, tensors, metadata, path, max_seqlen=max_cache_len, device=device, backend=backend
-    )
-    for layer, pages in zip(cache.shared.layers, paged.layers, strict=True):
-        layer.rotate_keys = pages.format.rotate
+    for number, group in enumerate(cache.groups):
+        group.paged = storage.unpack(
+            PagedKVCache, *_of_group(number, tensors, metadata), path, max_seqlen=max_cache_len, device=device, backend=backend
+        )
+        for fp8_layer, pages in zip(group.layers, group.paged.layers, strict=True):
+            fp8_layer.rotate_keys = pages.format.rotate
     for index, layer in enumerate(cache.layers):
-        state = {name: tensors[f"layers.{index}.{name}"] for name in _STATE if f"layers.{index}.{name}" in tensors}
-        if "keys" in state:
-            _restore(layer, {name: value.to(paged.device) for name, value in state.items()})
+        start = f"layers.{index}."
+        mine = {name.removeprefix(start): value.to(device) for name, value in tensors.items() if name.startswith(start)}
+        if "keys" in mine:
+            _restore(layer, {name: mine[name] for name in _STATE if name in mine})
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            _restore_states(layer, {name: value for name, value in mine.items() if name not in _STATE})
     return cache
+
+
+def tensors_of(layer: CacheLayerMixin) -> list[torch.Tensor]:
+    """K and V of one of transformers' own layers, as far as it has them."""
+    return [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+
+
+def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[str, torch.Tensor]:
+    """The states `[B, ...]` of a linear layer that has seen tokens, by the name of the attribute and the number of the state."""
+    return {
+        f"{name}.{number}": state
+        for name in ("conv_states", "recurrent_states")
+        for number, state in getattr(layer, name).items()
+        if state is not None and layer.has_previous_state[number]
+    }
+
+
+def _restore_states(layer: LinearAttentionCacheLayerMixin, states: dict[str, torch.Tensor]) -> None:
+    """Give a new linear layer the states of `states_of`."""
+    for name, state in states.items():
+        kind, number = name.split(".")
+        layer.lazy_initialization(**{kind: state, "state_idx": int(number)})
+        getattr(layer, kind)[int(number)].copy_(state)
+        layer.has_previous_state[int(number)] = True
+
+
+def _pack(held: list[PagedKVCache], seqs: Sequence[int] | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors and metadata of the pages of all shapes. Names of the second shape and of those after it begin with its number."""
+    tensors, metadata = storage.pack(held[0], seqs)
+    for number, paged in enumerate(held[1:], 1):
+        more, about = storage.pack(paged, seqs)
+        tensors |= {f"{number}/{name}": x for name, x in more.items()}
+        metadata |= {f"{number}/{name}": x for name, x in about.items()}
+    return tensors, metadata
+
+
+def _of_group(number: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What `_pack` wrote of one shape."""
+    if not number:
+        return tensors, metadata
+    start = f"{number}/"
+    return (
+        {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)},
+        {name.removeprefix(start): x for name, x in metadata.items() if name.startswith(start)},
+    )
 
 
 def _check_tokens(saved: torch.Tensor | None, tokens: torch.Tensor, path: str | Path) -> None:
@@ -118,11 +169,6 @@ def _check_tokens(saved: torch.Tensor | None, tokens: torch.Tensor, path: str | 
         )
 
 
-def _held(cache: Held) -> list[tuple[int, CacheLayerMixin]]:
-    """The 16-bit layers that have tokens, with their numbers."""
-    return [(i, x) for i, x in enumerate(cache.layers) if not isinstance(x, FP8Layer) and getattr(x, "keys", None) is not None]
-
-
 def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
     """Restore the tensors of one of transformers' own layers. Static layers keep their tensors and get the values."""
     layer.lazy_initialization(state["keys"], state["values"])
@@ -137,7 +183,8 @@ def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
 def identity(model: PreTrainedModel) -> dict[str, Any]:
     """What is compared of a model, as JSON has it. Only the last part of its name is used, because folders differ between machines."""
     config = decoder_config(model.config)
-    heads, kv_heads, head_dim = heads_of(config)
+    shapes = list(dict.fromkeys((x.num_q_heads, x.num_kv_heads, x.head_dim) for x in layers_of(config) if x.is_full))
+    heads, kv_heads, head_dim = shapes[0] if len(shapes) == 1 else (list(x) for x in zip(*shapes, strict=True))
     found = {
         "type": config.model_type, "layers": config.num_hidden_layers, "name": Path(config.name_or_path).name, "heads": heads,
         "kv_heads": kv_heads, "head_dim": head_dim, "rope": getattr(config, "rope_parameters", None), "dtype": str(model.dtype),

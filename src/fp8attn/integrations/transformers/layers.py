@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ...cache import PagedKVCache
 from ...cache.ahead import Attention
@@ -18,7 +17,7 @@ from ...formats.codec import KeyDtype
 from ...formats.page_layout import HEAD_DIMS
 from ...params import BackendName, options_of
 from ...scales import LayerScales
-from .config import FULL, LayerSpec, has_sinks, has_softcap, layers_of
+from .config import LayerSpec, has_sinks, has_softcap, layers_of
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 UNCOMPILED = (
@@ -29,12 +28,13 @@ UNCOMPILED = (
 
 
 class FP8Layers:
-    """The state that the FP8 layers of a cache share: their `PagedKVCache`, which is made when the first K and V show its shape.
+    """The FP8 layers of a cache that have one shape, and what they share: a `PagedKVCache`, which is made when the first K and V show its
+    shape (on several GPUs a layer has a share of its heads).
 
     Attributes:
         config: the decoder's config. Its attention implementation decides what `update` returns.
-        layers: the FP8 layers, in the order of their numbers in `paged`.
-        paged: the pages of all FP8 layers; None before the first K and V.
+        layers: the layers, in the order of their numbers in `paged`.
+        paged: their pages; None before the first K and V.
     """
 
     def __init__(
@@ -48,14 +48,11 @@ class FP8Layers:
         self.unused = False  # whether `paged` has one sequence, before any K and V have shown the batch
         self.implementation, self.length = "", 0  # of attention, and of every sequence, in this forward
 
-    def make_early(self, specs: Sequence[LayerSpec], device: torch.device) -> None:
+    def make_early(self, spec: LayerSpec, device: torch.device) -> None:
         """Make the pages of one sequence, so that also the first forward can be compiled. Another batch gets others (`other_shape`)."""
-        shapes = {(specs[layer.index].num_kv_heads, specs[layer.index].head_dim) for layer in self.layers}
-        if len(shapes) == 1:
-            num_kv_heads, head_dim = shapes.pop()
-            x = torch.empty(1, num_kv_heads, 0, head_dim, device=device)
-            self.make(self.layers[0].index, x, x)
-            self.unused = True
+        x = torch.empty(1, spec.num_kv_heads, 0, spec.head_dim, device=device)
+        self.make(self.layers[0].index, x, x)
+        self.unused = True
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def make(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> PagedKVCache:
@@ -97,7 +94,8 @@ class FP8Layers:
     def _attention(self, batch: int) -> set[Attention]:
         """How the model's layers attend, for `Ahead`. Sequences of a batch may have padding, which the cache does not see."""
         options = options_of(window=None, softcap=has_softcap(self.config), sinks=has_sinks(self.config), exact=self.exact)
-        heads = {layer.num_q_heads for layer in layers_of(self.config) if layer.kind == FULL}
+        specs = layers_of(self.config)
+        heads = {specs[layer.index].num_q_heads for layer in self.layers}
         return {
             Attention(num_q_heads, options, leftpad=leftpad)
             for num_q_heads in heads
@@ -118,9 +116,9 @@ class FP8Layers:
         batch, num_kv_heads, _, head_dim = key_states.shape
         if (num_kv_heads, head_dim) != (paged.num_kv_heads, paged.head_dim):
             raise ValueError(
-                f"layer {index} has {num_kv_heads} KV heads of {head_dim}, and this cache's FP8 layers have {paged.num_kv_heads} of "
-                f"{paged.head_dim}: they share one page table and one shape. Use a new FP8Cache for another model; keep layers of another "
-                f"shape in 16 bits (FP8Cache(model, skip_layers=[{index}, ...]))"
+                f"layer {index} has {num_kv_heads} KV heads of {head_dim}, and by the model's config it has {paged.num_kv_heads} of "
+                f"{paged.head_dim}. Use a new FP8Cache for another model; keep layers of another shape in 16 bits "
+                f"(FP8Cache(model, skip_layers=[{index}, ...]))"
             )
         if self.max_cache_len is not None or paged.num_pages:
             raise ValueError(
@@ -190,7 +188,7 @@ class FP8Layer(CacheLayerMixin):
 
     Args:
         index: the layer's number in the model, for errors.
-        shared: the state that the FP8 layers share. The new layer gets the next number in it.
+        shared: the layers of this shape. The new layer gets the next number in it.
         scales, rotate_keys: as `PagedKVCache` takes them.
     Attributes:
         k_mean, v_mean: static means, as `PagedKVCache` takes them. None: zero.
@@ -298,3 +296,24 @@ class FP8Layer(CacheLayerMixin):
         )
 
     prefetch = offload
+
+
+class FP8HybridLayer(FP8Layer, LinearAttentionLayer):
+    """A layer with full attention and, beside it, the state of a linear layer, as Falcon-H1 has. K and V are in FP8, the state in 16 bits.
+
+    Args:
+        index, shared, scales, rotate_keys: as `FP8Layer` takes them.
+        number_of_states: of the linear layer.
+    """
+
+    is_croppable = LinearAttentionLayer.is_croppable
+
+    def __init__(
+        self, index: int, shared: FP8Layers, *, scales: LayerScales | None, rotate_keys: bool, number_of_states: int = 1
+    ) -> None:  # fmt: skip
+        LinearAttentionLayer.__init__(self, number_of_states)
+        FP8Layer.__init__(self, index, shared, scales=scales, rotate_keys=rotate_keys)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Make the pages for K and V, which are given by position, or the state, whose tensors have names (as in transformers)."""
+        (LinearAttentionLayer if kwargs else FP8Layer).lazy_initialization(self, *args, **kwargs)

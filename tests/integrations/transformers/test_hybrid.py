@@ -1,0 +1,130 @@
+"""FP8Cache of models with linear layers, whose states are transformers', and of models whose layers have several shapes."""
+
+import copy
+
+import pytest
+import torch
+
+from fp8attn.cache import storage
+from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.numerics import relative_error
+from tests.integrations.transformers.test_cache import interrupted
+from tests.support.transformers_models import (  # noqa: F401
+    HYBRIDS,
+    close,
+    generated,
+    logits,
+    make,
+    one_thread,
+    plain,
+    prompt,
+    two_shapes,
+    using,
+)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_memory_is_pages_and_states(family):
+    model, cache = make(family), None
+    cache = FP8Cache(model)
+    logits(model, cache, prompt())
+    sixteen = plain(model.config)
+    logits(model, sixteen, prompt())
+    states = sum(
+        x.nbytes for layer in sixteen.layers for name in ("conv_states", "recurrent_states") for x in getattr(layer, name, {}).values()
+        if x is not None
+    )  # fmt: skip
+    assert states and cache.nbytes == states + cache.paged.nbytes
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("static", [False, True])
+def test_generation_goes_on_from_a_file(tmp_path, family, static):
+    model, ids, size = make(family), prompt(length=140), 256 if static else None
+    cache = FP8Cache(model, max_cache_len=size)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "prompt", [1, 0])
+    loaded = FP8Cache.load(tmp_path / "prompt", model, max_cache_len=size)
+    more = torch.cat([ids, prompt(length=5)], 1)
+    mine, theirs = generated(model, cache, more), generated(model, loaded, more.flip(0))
+    assert torch.equal(mine[0], theirs[0].flip(0))
+    close(theirs[1].flip(0), mine[1], 1e-5)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_beams_take_their_states_with_them(family):
+    model, ids, beams, step = make(family), prompt(3, 126), torch.tensor([2, 2, 0]), torch.tensor([[5], [6], [7]])
+    cache, other = FP8Cache(model), FP8Cache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[beams], past_key_values=other)
+        before = copy.deepcopy(cache)
+        cache.reorder_cache(beams)
+        ours, theirs = (model(step, past_key_values=each).logits for each in (cache, other))
+        unmoved = model(step, past_key_values=before).logits
+    close(ours, theirs, 1e-5)
+    assert relative_error(unmoved, theirs) > 0.1
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@torch.no_grad()
+def test_what_a_state_cannot_do_is_refused_before_anything_changes(family):
+    model, ids = make(family), prompt()
+    cache = FP8Cache(model)
+    model(ids, past_key_values=cache)
+    before = cache.get_seq_length()
+    for method, arguments in (("batch_repeat_interleave", (2,)), ("batch_select_indices", (torch.tensor([0]),))):
+        with pytest.raises(ValueError, match=rf"{method} needs layers of attention alone: transformers' linear layers \(.*final batch"):
+            getattr(cache, method)(*arguments)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-3)
+    assert cache.get_seq_length() == before == min(cache.paged.lengths)
+
+
+@pytest.mark.parametrize("first", [0, 130])
+@torch.no_grad()
+def test_an_interrupted_forward_after_a_state_has_changed(first):
+    """Of the first prompt nothing is left; a longer one cannot go back."""
+    model, ids = make("qwen3.5-linear"), prompt()
+    cache = FP8Cache(model)
+    expected = model(ids[:, first:], past_key_values=FP8Cache(model)).logits
+    if first:
+        model(ids[:, :first], past_key_values=cache)
+    interrupted(model, 1, ids[:, first:], past_key_values=cache)
+    if first:
+        with pytest.warns(UserWarning, match="dropped"), pytest.raises(RuntimeError, match=r"a linear layer had changed.*cache\.reset\(\)"):
+            model(ids[:, first:], past_key_values=cache)
+        cache.reset()
+        close(model(ids[:, first:], past_key_values=cache).logits, expected)
+        return
+    with pytest.warns(UserWarning, match="the last forward stopped in layer 1 of 2"):
+        assert cache.get_seq_length() == 0
+    close(model(ids, past_key_values=cache).logits, expected)
+
+
+def test_layers_of_several_shapes_have_pages_for_each(tmp_path):
+    model, ids = two_shapes(), prompt()
+    with using(model, "eager"):
+        exact = logits(model, plain(model.config), ids)
+    for size in (None, ids.shape[1]):
+        cache = FP8Cache(model, max_cache_len=size, count_overflows=True)
+        assert 1e-3 < relative_error(logits(model, cache, ids), exact) < 0.06
+        assert [(group.paged.num_kv_heads, group.paged.num_layers) for group in cache.groups] == [(2, 2), (4, 1)]
+        assert [cache.pages(i).pool.shape[1] for i in cache.fp8_layers] == [2, 4, 2]
+        assert cache.nbytes == sum(group.paged.nbytes for group in cache.groups)
+        assert [(row.layer, row.kind) for row in cache.overflows().rows] == [(i, kind) for i in range(3) for kind in "kv"]
+        with pytest.raises(ValueError, match=r"have 2 shapes.*cache\.pages\(layer\)"):
+            _ = cache.paged
+    cache = FP8Cache(model)
+    first = logits(model, cache, ids[:, :140])
+    cache.save(tmp_path / "prompt")
+    loaded = FP8Cache.load(tmp_path / "prompt", model)
+    assert storage.read(tmp_path / "prompt")[0]["1/pages.0"].shape[1] == 4
+    for each in (cache, loaded):
+        each.crop(-4)
+        each.batch_repeat_interleave(2)
+    more = prompt(4, 9)
+    with torch.no_grad():
+        assert torch.equal(*(model(more, past_key_values=each).logits for each in (cache, loaded)))
+    assert first.isfinite().all()
