@@ -79,8 +79,10 @@ def up(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_lane(x: torch.Tensor, inner: int) -> torch.Tensor:
-    """Numbers of columns `[N, 128]` as `[N, 128]` in the order in which threads read them: `inner` neighbors of every `4 * inner`."""
-    return x.unflatten(1, (-1, 4, inner)).transpose(1, 2).flatten(1)
+    """Numbers of columns `[N, 128]` in the order of `tiles.interleaved`. A thread of four has `inner` neighbors of every `4 * inner`, and
+    reads 16 bytes of them at a time."""
+    mine = x.unflatten(1, (-1, 4, inner)).transpose(1, 2).flatten(2)  # [N, 4, 32]
+    return mine.unflatten(2, (-1, 16 // x.element_size())).transpose(1, 2).flatten(1)
 
 
 def store(k: torch.Tensor, v: torch.Tensor, variant: Variant, spare: int = 3) -> LabPages:

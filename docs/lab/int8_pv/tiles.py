@@ -34,11 +34,20 @@ def by_lane(rows):
                                       warps, [], [4, 32])  # fmt: skip
 
 
+@gluon.constexpr_function
+def interleaved(each):
+    """Their memory: `each` numbers (16 bytes) of every row in turn. So the four threads of a load read 64 bytes side by side: no two of them
+    use the same bank. Whole rows side by side put all four in the same ones."""
+    columns = [[0, 1 << bit] for bit in range(5)]
+    inner = each.bit_length() - 1
+    return gl.SharedLinearLayout(columns[:inner] + [[1, 0], [2, 0]] + columns[inner:], alignment=128)
+
+
 @aggregate
 class Columns:
     """Shared memory of the scales of a tile's tokens."""
 
-    k: gl.shared_memory_descriptor | gl.constexpr  # a token's: float32 [STAGES * 2, 4, 32]; 32 tokens': float32 [STAGES * 64, 1]
+    k: gl.shared_memory_descriptor | gl.constexpr  # a token's: float32 [STAGES * LINES / 2, 4, 32]; 32 tokens': float32 [STAGES * 64, 1]
     v: gl.shared_memory_descriptor | gl.constexpr  # float16 [STAGES, 4, 32]
     full: gl.shared_memory_descriptor | gl.constexpr  # int8 [128, 32], all bits set, for `bias`
 
