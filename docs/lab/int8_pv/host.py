@@ -37,29 +37,29 @@ class Variant(NamedTuple):
     synchronous: bool = False  # sums of integers by `mma.sync`
     warpgroups: int = 3
     cubics: int = 0  # of 16 exponentials
+    loaded: bool = False  # K's second number of a token, which could be computed from the first
 
     @property
     def lines(self) -> int:
         """Lines of K's numbers; V's come after them."""
-        return {"page": 0, "group": 1, "fma": 4, "bias": 4}[self.k_form]
+        return {"page": 0, "group": 1}.get(self.k_form, 4 if self.loaded else 2)
 
 
 VARIANTS = {
-    "A token, token": Variant("fma", "token"),
-    "A token (biased), token": Variant("bias", "token"),
+    "A token, token, mma": Variant("fma", "token", True, loaded=True),
     "A token (biased), token, mma": Variant("bias", "token", True),
     "A token (biased), token, mma, two": Variant("bias", "token", True, 2),
-    "A token (biased), token, two": Variant("bias", "token", False, 2),
-    "B page, token": Variant("page", "token"),
+    "B page, token, mma": Variant("page", "token", True),
+    "B page, token, mma, two": Variant("page", "token", True, 2),
     "C 32 tokens, token, mma": Variant("group", "token", True),
-    "D page, page": Variant("page", "page"),
     "D page, page, mma": Variant("page", "page", True),
     "D page, page, two": Variant("page", "page", False, 2),
-    "D page, page, two, cubics": Variant("page", "page", False, 2, 1),
-    "E token, page": Variant("fma", "page"),
-    "E token (biased), page": Variant("bias", "page"),
+    "E token, page, mma": Variant("fma", "page", True),
+    "E token, page, two": Variant("fma", "page", False, 2),
     "E token (biased), page, mma": Variant("bias", "page", True),
+    "E token (biased), page, mma, loaded": Variant("bias", "page", True, loaded=True),
     "E token (biased), page, two": Variant("bias", "page", False, 2),
+    "E token (biased), page, two, loaded": Variant("bias", "page", False, 2, loaded=True),
     "F 32 tokens, page, mma": Variant("group", "page", True),
 }
 
@@ -118,7 +118,7 @@ def store(k: torch.Tensor, v: torch.Tensor, variant: Variant, spare: int = 3) ->
         if variant.k_form == "bias":  # from units of 2^-149 to those of `tiles.SMALL`
             offset = (MAGIC - BIAS * ratio) * 2.0**-40
             ratio, k_unit = ratio * 2.0**109, k_unit * 2.0**40
-        lines += [by_lane(x.float(), 2) for x in (ratio, offset)]
+        lines += [by_lane(x.float(), 2) for x in (ratio, offset)[: 1 + variant.loaded]]
     elif variant.k_form == "group":
         lines.append(torch.zeros(n, 64, device=device))
         lines[0][:, :4] = k_scale[:, ::GROUP] / k_unit[:, None]
@@ -170,7 +170,7 @@ def call(q: torch.Tensor, lab: LabPages, variant: Variant, causal: bool, out: to
         )  # fmt: skip
     given = made.constants["OPTIONS"]
     values = {f.name: getattr(given, f.name).value for f in fields(given)} | {"cubics": variant.cubics}
-    options = LabOptions(**values, k_form=variant.k_form, v_form=variant.v_form, synchronous=variant.synchronous)
+    options = LabOptions(**values, k_form=variant.k_form, v_form=variant.v_form, synchronous=variant.synchronous, loaded=variant.loaded)
     constants = make_constants("lab", device, operands="all", OPTIONS=options, num_warps=made.constants["num_warps"], launch_pdl=True)
     k_tiles, v_tiles = page_tiles(pages, made.width, made.part)
     v_tiles = Tiles(v_tiles.x, as_int8(v_tiles.view))

@@ -335,7 +335,7 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
         bounds=None, lengths=lengths_ptr, new_keys=gl.to_tensor(0), padding=None, num_tokens=num_tokens, num_seqs=num_seqs,
         num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=PARTITIONS * ROWS)  # fmt: skip
     work = PrefillWork(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
-    columns = Columns(k=of_k, v=of_v, full=full)
+    columns = Columns(k=of_k, v=of_v, full=full, LOADED=OPTIONS.loaded)
     gdc_wait()
     shared = (queries, ring, columns, items, output, causal, window, scale, cap)
     if PARTITIONS == 1:
