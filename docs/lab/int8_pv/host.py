@@ -42,7 +42,7 @@ class Variant(NamedTuple):
     @property
     def lines(self) -> int:
         """Lines of K's numbers; V's come after them."""
-        return {"page": 0, "group": 1}.get(self.k_form, 4 if self.loaded else 2)
+        return {"page": 0, "group": 1}.get(self.k_form, 4 if self.loaded else 1)
 
 
 VARIANTS = {
@@ -113,12 +113,18 @@ def store(k: torch.Tensor, v: torch.Tensor, variant: Variant, spare: int = 3) ->
     lines = []
     if variant.k_form in ("fma", "bias"):
         k_unit = torch.exp2(torch.ceil(torch.log2(k_unit)))
-        ratio = k_scale.double() / k_unit[:, None]
-        offset = MAGIC - MAGIC * ratio
+        ratio, unit, times = k_scale.double() / k_unit[:, None], k_unit, 1.0
         if variant.k_form == "bias":  # from units of 2^-149 to those of `tiles.SMALL`
-            offset = (MAGIC - BIAS * ratio) * 2.0**-40
-            ratio, k_unit = ratio * 2.0**109, k_unit * 2.0**40
-        lines += [by_lane(x.float(), 2) for x in (ratio, offset)[: 1 + variant.loaded]]
+            times, k_unit = 2.0**109, k_unit * 2.0**40
+        if variant.loaded:
+            offset = (MAGIC - BIAS * ratio) * 2.0**-40 if variant.k_form == "bias" else MAGIC - MAGIC * ratio
+            lines += [by_lane(x.float(), 2) for x in (ratio * times, offset)]
+        else:
+            # Two numbers a word, exact in BF16: scales are, and their unit is a power of two. The second number is the whole word, whose
+            # low half makes it up to 2^-7 larger, and its token is stored with that.
+            pairs = (ratio * times).bfloat16()
+            k_scale[:, 1::2] = (pairs.view(torch.float32) / times) * unit[:, None]
+            lines.append(by_lane(pairs, 2))
     elif variant.k_form == "group":
         lines.append(torch.zeros(n, 64, device=device))
         lines[0][:, :4] = k_scale[:, ::GROUP] / k_unit[:, None]

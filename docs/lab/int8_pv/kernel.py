@@ -297,11 +297,12 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
     factor = allocate_numbers(gl.float32, PARTITIONS, ROWS if PARTITIONS == 3 else 1)
     if k_columns is not None:
         k_memory = gl.allocate_shared_memory(gl.int8, [STAGES] + k_columns.block_type.shape, k_columns.layout)  # noqa: RUF005
-        LINES: gl.constexpr = k_columns.block_type.shape[1]
         if OPTIONS.k_form == "group":
             of_k = reinterpret(k_memory, gl.float32, [STAGES * 64, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        elif OPTIONS.loaded:
+            of_k = reinterpret(k_memory, gl.float32, [STAGES * 2, 4, 32], interleaved(4))
         else:
-            of_k = reinterpret(k_memory, gl.float32, [STAGES * LINES // 2, 4, 32], interleaved(4))
+            of_k = reinterpret(k_memory, gl.int32, [STAGES, 4, 16], interleaved(4, 16))
     else:
         k_memory: gl.constexpr = None
         of_k: gl.constexpr = None

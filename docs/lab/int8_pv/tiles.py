@@ -28,19 +28,19 @@ LARGEST_REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 
 @gluon.constexpr_function
-def by_lane(rows):
-    """Numbers of the columns of a tile as `[4, 32]`: a thread reads a row."""
+def by_lane(rows, each=32):
+    """Numbers of the columns of a tile as `[4, each]`: a thread reads a row."""
     warps = [[0, 0]] * ((rows // 16).bit_length() - 1)
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]],
-                                      warps, [], [4, 32])  # fmt: skip
+    return gl.DistributedLinearLayout([[0, 1 << i] for i in range(each.bit_length() - 1)], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]],
+                                      warps, [], [4, each])  # fmt: skip
 
 
 @gluon.constexpr_function
-def interleaved(each):
-    """Their memory: `each` numbers (16 bytes) of every row in turn. So the four threads of a load read 64 bytes side by side, in banks of
+def interleaved(inner, each=32):
+    """Their memory: `inner` numbers (16 bytes) of every row in turn. So the four threads of a load read 64 bytes side by side, in banks of
     their own. Whole rows, one after the other, put all four in the same banks."""
-    columns = [[0, 1 << bit] for bit in range(5)]
-    inner = each.bit_length() - 1
+    columns = [[0, 1 << i] for i in range(each.bit_length() - 1)]
+    inner = inner.bit_length() - 1
     return gl.SharedLinearLayout([*columns[:inner], [1, 0], [2, 0], *columns[inner:]], alignment=128)
 
 
@@ -48,7 +48,9 @@ def interleaved(each):
 class Columns:
     """Shared memory of the scales of a tile's tokens."""
 
-    k: gl.shared_memory_descriptor | gl.constexpr  # a token's: float32 [STAGES * LINES / 2, 4, 32]; 32 tokens': float32 [STAGES * 64, 1]
+    k: (
+        gl.shared_memory_descriptor | gl.constexpr
+    )  # a token's: int32 [STAGES, 4, 16] or float32 [STAGES * 2, 4, 32]; 32 tokens': float32 [STAGES * 64, 1]
     v: gl.shared_memory_descriptor | gl.constexpr  # float16 [STAGES, 4, 32]
     full: gl.shared_memory_descriptor | gl.constexpr  # int8 [128, 32], all bits set, for `bias`
     LOADED: gl.constexpr  # whether K's offsets are in memory, or computed from its ratios
@@ -66,7 +68,13 @@ class Columns:
 
     @gluon.jit
     def row(self, memory, ROWS: gl.constexpr):
-        x = memory.load(by_lane(ROWS)).reshape([4, 16, 2]).permute([1, 0, 2]).reshape([TILE])
+        """Numbers of columns, or words of two: the first is the low half, in BF16, and the second the whole word, in FP32."""
+        if self.LOADED:
+            x = memory.load(by_lane(ROWS)).reshape([4, 16, 2])
+        else:
+            x = memory.load(by_lane(ROWS, 16))
+            x = gl.join((x << 16).to(gl.float32, bitcast=True), x.to(gl.float32, bitcast=True))
+        x = x.permute([1, 0, 2]).reshape([TILE])
         return gl.convert_layout(x, gl.SliceLayout(0, accumulator(ROWS, TILE)), assert_trivial=True)[None, :]
 
     @gluon.jit
