@@ -37,29 +37,29 @@ class Variant(NamedTuple):
     synchronous: bool = False  # sums of integers by `mma.sync`
     warpgroups: int = 3
     cubics: int = 0  # of 16 exponentials
+    loaded: bool = False  # K's second number of a token, which could be computed from the first
 
     @property
     def lines(self) -> int:
         """Lines of K's numbers; V's come after them."""
-        return {"page": 0, "group": 1, "fma": 4, "bias": 4}[self.k_form]
+        return {"page": 0, "group": 1}.get(self.k_form, 4 if self.loaded else 1)
 
 
 VARIANTS = {
-    "A token, token": Variant("fma", "token"),
-    "A token (biased), token": Variant("bias", "token"),
+    "A token, token, mma": Variant("fma", "token", True, loaded=True),
     "A token (biased), token, mma": Variant("bias", "token", True),
     "A token (biased), token, mma, two": Variant("bias", "token", True, 2),
-    "A token (biased), token, two": Variant("bias", "token", False, 2),
-    "B page, token": Variant("page", "token"),
+    "B page, token, mma": Variant("page", "token", True),
+    "B page, token, mma, two": Variant("page", "token", True, 2),
     "C 32 tokens, token, mma": Variant("group", "token", True),
-    "D page, page": Variant("page", "page"),
     "D page, page, mma": Variant("page", "page", True),
     "D page, page, two": Variant("page", "page", False, 2),
-    "D page, page, two, cubics": Variant("page", "page", False, 2, 1),
-    "E token, page": Variant("fma", "page"),
-    "E token (biased), page": Variant("bias", "page"),
+    "E token, page, mma": Variant("fma", "page", True),
+    "E token, page, two": Variant("fma", "page", False, 2),
     "E token (biased), page, mma": Variant("bias", "page", True),
+    "E token (biased), page, mma, loaded": Variant("bias", "page", True, loaded=True),
     "E token (biased), page, two": Variant("bias", "page", False, 2),
+    "E token (biased), page, two, loaded": Variant("bias", "page", False, 2, loaded=True),
     "F 32 tokens, page, mma": Variant("group", "page", True),
 }
 
@@ -79,8 +79,10 @@ def up(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_lane(x: torch.Tensor, inner: int) -> torch.Tensor:
-    """Numbers of columns `[N, 128]` as `[N, 128]` in the order in which threads read them: `inner` neighbors of every `4 * inner`."""
-    return x.unflatten(1, (-1, 4, inner)).transpose(1, 2).flatten(1)
+    """Numbers of columns `[N, 128]` in the order of `tiles.interleaved`. A thread of four has `inner` neighbors of every `4 * inner`, and
+    reads 16 bytes of them at a time."""
+    mine = x.unflatten(1, (-1, 4, inner)).transpose(1, 2).flatten(2)  # [N, 4, 32]
+    return mine.unflatten(2, (-1, 16 // x.element_size())).transpose(1, 2).flatten(1)
 
 
 def store(k: torch.Tensor, v: torch.Tensor, variant: Variant, spare: int = 3) -> LabPages:
@@ -111,12 +113,18 @@ def store(k: torch.Tensor, v: torch.Tensor, variant: Variant, spare: int = 3) ->
     lines = []
     if variant.k_form in ("fma", "bias"):
         k_unit = torch.exp2(torch.ceil(torch.log2(k_unit)))
-        ratio = k_scale.double() / k_unit[:, None]
-        offset = MAGIC - MAGIC * ratio
+        ratio, unit, times = k_scale.double() / k_unit[:, None], k_unit, 1.0
         if variant.k_form == "bias":  # from units of 2^-149 to those of `tiles.SMALL`
-            offset = (MAGIC - BIAS * ratio) * 2.0**-40
-            ratio, k_unit = ratio * 2.0**109, k_unit * 2.0**40
-        lines += [by_lane(x.float(), 2) for x in (ratio, offset)]
+            times, k_unit = 2.0**109, k_unit * 2.0**40
+        if variant.loaded:
+            offset = (MAGIC - BIAS * ratio) * 2.0**-40 if variant.k_form == "bias" else MAGIC - MAGIC * ratio
+            lines += [by_lane(x.float(), 2) for x in (ratio * times, offset)]
+        else:
+            # Two numbers a word, exact in BF16: scales are, and their unit is a power of two. The second number is the whole word, whose
+            # low half makes it up to 2^-7 larger, and its token is stored with that.
+            pairs = (ratio * times).bfloat16()
+            k_scale[:, 1::2] = (pairs.view(torch.float32) / times) * unit[:, None]
+            lines.append(by_lane(pairs, 2))
     elif variant.k_form == "group":
         lines.append(torch.zeros(n, 64, device=device))
         lines[0][:, :4] = k_scale[:, ::GROUP] / k_unit[:, None]
@@ -168,7 +176,7 @@ def call(q: torch.Tensor, lab: LabPages, variant: Variant, causal: bool, out: to
         )  # fmt: skip
     given = made.constants["OPTIONS"]
     values = {f.name: getattr(given, f.name).value for f in fields(given)} | {"cubics": variant.cubics}
-    options = LabOptions(**values, k_form=variant.k_form, v_form=variant.v_form, synchronous=variant.synchronous)
+    options = LabOptions(**values, k_form=variant.k_form, v_form=variant.v_form, synchronous=variant.synchronous, loaded=variant.loaded)
     constants = make_constants("lab", device, operands="all", OPTIONS=options, num_warps=made.constants["num_warps"], launch_pdl=True)
     k_tiles, v_tiles = page_tiles(pages, made.width, made.part)
     v_tiles = Tiles(v_tiles.x, as_int8(v_tiles.view))

@@ -43,7 +43,7 @@ from fp8attn.kernels.prefill.schedule import PrefillBatch, advance_to, claimed, 
 from fp8attn.kernels.prefill.softmax import sum_of_rows
 from fp8attn.kernels.ptx import log2, reciprocal
 
-from .tiles import MOST, Columns, in_turn, overlapped
+from .tiles import MOST, Columns, in_turn, interleaved, overlapped
 
 UNIT = gl.constexpr(2.0**100)  # brings sums of subnormal numbers, in units of 2^-149, into the range of the others
 REST = gl.constexpr(2.0**-49)
@@ -295,20 +295,20 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
     fields = allocate_numbers(gl.int32, 2 * FIELDS, 1)
     v_units = allocate_numbers(gl.float32, 2, 1)
     factor = allocate_numbers(gl.float32, PARTITIONS, ROWS if PARTITIONS == 3 else 1)
-    ROWS_OF_LANES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if k_columns is not None:
         k_memory = gl.allocate_shared_memory(gl.int8, [STAGES] + k_columns.block_type.shape, k_columns.layout)  # noqa: RUF005
-        LINES: gl.constexpr = k_columns.block_type.shape[1]
         if OPTIONS.k_form == "group":
             of_k = reinterpret(k_memory, gl.float32, [STAGES * 64, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        elif OPTIONS.loaded:
+            of_k = reinterpret(k_memory, gl.float32, [STAGES * 2, 4, 32], interleaved(4))
         else:
-            of_k = reinterpret(k_memory, gl.float32, [STAGES * LINES // 2, 4, 32], ROWS_OF_LANES)
+            of_k = reinterpret(k_memory, gl.int32, [STAGES, 4, 16], interleaved(4, 16))
     else:
         k_memory: gl.constexpr = None
         of_k: gl.constexpr = None
     if v_columns is not None:
         v_memory = gl.allocate_shared_memory(gl.int8, [STAGES] + v_columns.block_type.shape, v_columns.layout)  # noqa: RUF005
-        of_v = reinterpret(v_memory, gl.float16, [STAGES, 4, 32], ROWS_OF_LANES)
+        of_v = reinterpret(v_memory, gl.float16, [STAGES, 4, 32], interleaved(8))
     else:
         v_memory: gl.constexpr = None
         of_v: gl.constexpr = None
@@ -336,7 +336,7 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
         bounds=None, lengths=lengths_ptr, new_keys=gl.to_tensor(0), padding=None, num_tokens=num_tokens, num_seqs=num_seqs,
         num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=PARTITIONS * ROWS)  # fmt: skip
     work = PrefillWork(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
-    columns = Columns(k=of_k, v=of_v, full=full)
+    columns = Columns(k=of_k, v=of_v, full=full, LOADED=OPTIONS.loaded)
     gdc_wait()
     shared = (queries, ring, columns, items, output, causal, window, scale, cap)
     if PARTITIONS == 1:

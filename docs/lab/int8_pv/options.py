@@ -17,3 +17,4 @@ class LabOptions(PrefillOptions):
     k_form: str
     v_form: str
     synchronous: bool  # sums of integers by `mma.sync`
+    loaded: bool  # K's second number of a token is in memory, too

@@ -38,7 +38,8 @@ HANG = 30.0
 WATCHED = (
     PRODUCT,
     "A token (biased), token, mma",
-    "A token (biased), token, two",
+    "E token (biased), page, two",
+    "E token, page, mma",
     "D page, page, mma",
     "SDPA BF16",
 )  # at which clock and power they run
@@ -155,8 +156,10 @@ def check(names: list[str], device: str, progress: Progress) -> tuple[list[str],
                     call(q, lab, VARIANTS[name], True, out)
                 torch.cuda.synchronize()
                 off = error(q, lab.k, lab.v, out)
-                again = call_again(q, lab, name)
-                right[name] &= off < MOST and torch.equal(out, again)
+                same = all(torch.equal(out, call_again(q, lab, name)) for _ in range(3))
+                right[name] &= off < MOST and same
+                if not same:
+                    print(f"{name}, {case[1]} queries of {case[2]} keys: other bits in a later run", flush=True)
                 rows[name].append(f"{100 * off:.2f}/{100 * error(q, k, v, out):.2f}")
             except torch.AcceleratorError:
                 raise  # nothing more can be measured in this process

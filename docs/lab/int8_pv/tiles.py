@@ -16,6 +16,7 @@ from fp8attn.kernels.ptx import MAGIC, exp2, pin
 MOST = gl.constexpr(252.0)  # the largest weight; what is left to 255 is for the error of exp2's argument
 SUBNORMAL = gl.constexpr(-16.022720076500082)  # log2(252) - 24: weights whose FP16 bits are integers
 SMALL = gl.constexpr(2.0**-40)  # the unit of scores that were subnormal
+BIAS = gl.constexpr(255.0 * 255.0 * 32.0 * 2.0**-149)  # what `bias` adds
 DEEP = gl.constexpr(60.0)  # a tile's unit is at least 2^-60 of the largest weight so far
 
 TO_U8 = gl.constexpr("{ .reg .b32 a, b; cvt.rn.f16x2.f32 a, $2, $1; cvt.rn.f16x2.f32 b, $4, $3; prmt.b32 $0, a, b, 0x6420; }")
@@ -27,24 +28,53 @@ LARGEST_REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 
 @gluon.constexpr_function
-def by_lane(rows):
-    """Numbers of the columns of a tile as `[4, 32]`: a thread reads a row."""
+def by_lane(rows, each=32):
+    """Numbers of the columns of a tile as `[4, each]`: a thread reads a row."""
     warps = [[0, 0]] * ((rows // 16).bit_length() - 1)
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]],
-                                      warps, [], [4, 32])  # fmt: skip
+    return gl.DistributedLinearLayout([[0, 1 << i] for i in range(each.bit_length() - 1)], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]],
+                                      warps, [], [4, each])  # fmt: skip
+
+
+@gluon.constexpr_function
+def interleaved(inner, each=32):
+    """Their memory: `inner` numbers (16 bytes) of every row in turn. So the four threads of a load read 64 bytes side by side, in banks of
+    their own. Whole rows, one after the other, put all four in the same banks."""
+    columns = [[0, 1 << i] for i in range(each.bit_length() - 1)]
+    inner = inner.bit_length() - 1
+    return gl.SharedLinearLayout([*columns[:inner], [1, 0], [2, 0], *columns[inner:]], alignment=128)
 
 
 @aggregate
 class Columns:
     """Shared memory of the scales of a tile's tokens."""
 
-    k: gl.shared_memory_descriptor | gl.constexpr  # a token's: float32 [STAGES * 2, 4, 32]; 32 tokens': float32 [STAGES * 64, 1]
+    k: (
+        gl.shared_memory_descriptor | gl.constexpr
+    )  # a token's: int32 [STAGES, 4, 16] or float32 [STAGES * 2, 4, 32]; 32 tokens': float32 [STAGES * 64, 1]
     v: gl.shared_memory_descriptor | gl.constexpr  # float16 [STAGES, 4, 32]
     full: gl.shared_memory_descriptor | gl.constexpr  # int8 [128, 32], all bits set, for `bias`
+    LOADED: gl.constexpr  # whether K's offsets are in memory, or computed from its ratios
 
     @gluon.jit
-    def of_scores(self, index, ROWS: gl.constexpr):
-        x = self.k.index(index).load(by_lane(ROWS)).reshape([4, 16, 2]).permute([1, 0, 2]).reshape([TILE])
+    def of_scores(self, stage, BIASED: gl.constexpr, ROWS: gl.constexpr):
+        """K's ratios, and offsets: what the ratios make of MAGIC, or of BIAS, is taken off."""
+        if self.LOADED:
+            ratio = self.row(self.k.index(2 * stage), ROWS)
+            offset = self.row(self.k.index(2 * stage + 1), ROWS)
+        else:
+            ratio = self.row(self.k.index(stage), ROWS)
+            offset = ratio * (-BIAS if BIASED else -MAGIC) + (MAGIC * SMALL if BIASED else MAGIC)
+        return ratio, offset
+
+    @gluon.jit
+    def row(self, memory, ROWS: gl.constexpr):
+        """Numbers of columns, or words of two: the first is the low half, in BF16, and the second the whole word, in FP32."""
+        if self.LOADED:
+            x = memory.load(by_lane(ROWS)).reshape([4, 16, 2])
+        else:
+            x = memory.load(by_lane(ROWS, 16))
+            x = gl.join((x << 16).to(gl.float32, bitcast=True), x.to(gl.float32, bitcast=True))
+        x = x.permute([1, 0, 2]).reshape([TILE])
         return gl.convert_layout(x, gl.SliceLayout(0, accumulator(ROWS, TILE)), assert_trivial=True)[None, :]
 
     @gluon.jit
@@ -83,33 +113,51 @@ def row_max(x, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def begin(rows, ring, columns, m, place, options: gl.constexpr):
-    """Begin Q K of a tile when K is there: one group of products, or two with `bias`."""
-    ROWS: gl.constexpr = options.rows
+def begin_bias(columns, options: gl.constexpr):
+    """Begin the product of two matrices of 255, which makes all sums positive. It is unsigned (`host.unsigned`), and needs no K."""
+    s = gl.zeros([options.rows, TILE], gl.int32, accumulator(options.rows, TILE))
+    return warpgroup_mma(columns.full.slice(0, options.rows, 0), columns.full.permute([1, 0]), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def begin(rows, ring, s, m, place, options: gl.constexpr):
+    """Begin Q K of a tile when K is there; `s` is the product of `begin_bias`, which has ended."""
+    ring.wait_k(place)
     if options.k_form == "bias":
-        # The product of two matrices of 255 makes all sums positive. It is unsigned (`host.unsigned`), and needs no K.
-        s = gl.zeros([ROWS, TILE], gl.int32, accumulator(ROWS, TILE))
-        s = warpgroup_mma(columns.full.slice(0, ROWS, 0), columns.full.permute([1, 0]), s, use_acc=False, is_async=True)
-        ring.wait_k(place)
         s = warpgroup_mma(rows.q, ring.k.index(place.stage).permute([1, 0]), s, use_acc=True, is_async=True)
     else:
-        ring.wait_k(place)
         s = begin_scores(rows.q, ring.k.index(place.stage), m, options)
     return s
+
+
+@gluon.jit
+def begin_both(rows, ring, columns, m, place, options: gl.constexpr):
+    """Begin Q K of a tile, with nothing else to multiply before it."""
+    s = None
+    if options.k_form == "bias":
+        # It ends before Q K adds to it, a product of other types: see the log, 'The race'.
+        s = warpgroup_mma_wait(0, deps=[begin_bias(columns, options)])
+    return begin(rows, ring, s, m, place, options)
 
 
 @gluon.jit
 def finish(s, columns, place, options: gl.constexpr):
     """Wait for Q K. Returns `offset + s` with a token's scale applied if it has one, and the scales of 32 tokens if these have."""
     ROWS: gl.constexpr = options.rows
-    s = warpgroup_mma_wait(0, deps=[s]).to(gl.float32, bitcast=True)
+    BIASED: gl.constexpr = options.k_form == "bias"
+    TOKEN: gl.constexpr = BIASED or options.k_form == "fma"
     group = ()
-    if options.k_form == "fma" or options.k_form == "bias":
+    if TOKEN and options.partitions == 1:  # loaded while the products run: there are registers
+        ratio, offset = columns.of_scores(place.stage, BIASED, ROWS)
+    s = warpgroup_mma_wait(0, deps=[s]).to(gl.float32, bitcast=True)
+    if TOKEN:
+        if options.partitions > 1:
+            ratio, offset = columns.of_scores(place.stage, BIASED, ROWS)
         # Volatile: the numbers have arrived before the stage is released.
-        s, ratio = gl.broadcast(s, columns.of_scores(2 * place.stage, ROWS))
-        s, offset = gl.broadcast(s, columns.of_scores(2 * place.stage + 1, ROWS))
+        s, ratio = gl.broadcast(s, ratio)
+        s, offset = gl.broadcast(s, offset)
         s = gl.inline_asm_elementwise("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [s, ratio, offset], dtype=gl.float32, is_pure=False, pack=1)
-    elif options.k_form == "group":
+    if options.k_form == "group":
         for i in gl.static_range(4):
             group += (pin(number(columns.k.index(64 * place.stage + i))),)
     return s, group
@@ -196,7 +244,8 @@ def to_bytes(p, shrink, sums, ring, columns, place, options: gl.constexpr, P: gl
     else:
         half = gl.inline_asm_elementwise(TO_HALF, "=r,f,f", [p], dtype=gl.float16, is_pure=False, pack=2)
         sums = rescaled(sums, shrink, sums_of(half, sums.type.layout))
-        ring.wait_v(place)
+        if options.partitions > 1:
+            ring.wait_v(place)
         half, ratio = gl.broadcast(as_operand(half, P), columns.of_weights(place.stage, options.rows, P))
         p8 = gl.inline_asm_elementwise(HALF_TO_U8, "=r,r,r,r,r", [half, ratio], dtype=gl.int8, is_pure=False, pack=4)
     return p8, sums
@@ -222,7 +271,7 @@ def tile_in_turn(rows, ring, columns, queries, tile, m, unit, sums, bias, acc, p
     """Compute a whole tile: three warpgroups."""
     ROWS: gl.constexpr = options.rows
     OUT: gl.constexpr = accumulator(ROWS, options.width)
-    s = begin(rows, ring, columns, m, place, options)
+    s = begin_both(rows, ring, columns, m, place, options)
     # From memory: there are no registers for it between tiles.
     factor = queries.factor.index(rows.PARTITION).load(gl.SliceLayout(1, accumulator(ROWS, TILE))) * ring.k_scale(place)
     v_ratio = ring.v_ratio(place)
@@ -276,8 +325,13 @@ def overlapped_tile(rows, ring, columns, s, group, factor, v_ratio, tile, m, uni
     """Softmax and P V of the tile whose scores are `s`; with NEXT, while the next tile's Q K (masked as `tile`) is multiplied."""
     ROWS: gl.constexpr = options.rows
     OUT: gl.constexpr = accumulator(ROWS, options.width)
+    if options.v_form == "token":
+        ring.wait_v(v_place)
     p, shrink, m, unit = weights(s, factor, m, unit, group, options)
     p8, sums = to_bytes(p, shrink, sums, ring, columns, v_place, options, gl.DotOperandLayout(0, OUT, 4))
+    BIASED: gl.constexpr = NEXT and options.k_form == "bias"
+    if BIASED:
+        s = begin_bias(columns, options)
     if options.synchronous:
         sums, bias = both_sums(sums, bias, shrink, v_ratio, sums_of(p8, sums.type.layout), options)
     else:
@@ -285,10 +339,12 @@ def overlapped_tile(rows, ring, columns, s, group, factor, v_ratio, tile, m, uni
     none = gl.zeros([ROWS, options.width], gl.int32, OUT)
     t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), none, use_acc=False, is_async=True)
     scaled = gl.convert_layout(shrink * v_ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
-    LEFT: gl.constexpr = 0 if not NEXT else 2 if options.k_form == "bias" else 1
+    LEFT: gl.constexpr = 1 if NEXT else 0
     ratio = v_ratio
+    if BIASED:  # it ends before Q K adds to it, while P V runs
+        s = warpgroup_mma_wait(1 if options.synchronous else 2, deps=[s])
     if NEXT:
-        s = begin(rows, ring, columns, m, k_place, options)
+        s = begin(rows, ring, s, m, k_place, options)
         factor = rows.factor * ring.k_scale(k_place)
         v_ratio = ring.v_ratio(k_place)
     if options.synchronous:
@@ -316,7 +372,7 @@ def overlapped(rows, ring, columns, tile, n_hi, n_free, place, options: gl.const
     unit = m
     _, sums = no_sums(options.rows)
     _, bias = no_sums(options.rows)
-    s = begin(rows, ring, columns, m, k_place, options)
+    s = begin_both(rows, ring, columns, m, k_place, options)
     factor = rows.factor * ring.k_scale(k_place)
     v_ratio = ring.v_ratio(k_place)
     s, group = finish(s, columns, k_place, options)
