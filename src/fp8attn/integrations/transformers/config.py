@@ -15,8 +15,9 @@ from ...formats.page_layout import HEAD_DIMS
 FULL_LAYER_TYPES = ("full_attention", "hybrid")
 WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")
 STATE_LAYER_TYPES = ("linear_attention", "conv")  # a state of constant size, and no K and V
-# Layers that `FP8Cache` leaves to transformers: what does not grow stays in 16 bits; "dummy" layers have no K and V of their own.
-UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, *STATE_LAYER_TYPES, "hybrid_sliding", "dummy")
+EMPTY_LAYER_TYPES = ("dummy", "moe", "mlp")  # no cache of their own
+# Layers that `FP8Cache` leaves to transformers: what does not grow stays in 16 bits.
+UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, *STATE_LAYER_TYPES, "hybrid_sliding", *EMPTY_LAYER_TYPES)
 # Families that are refused for what their code does, which no config says.
 REFUSED = {
     "doge": "makes attention masks of its own",
