@@ -90,8 +90,8 @@ def check_observable(specs: Sequence[LayerSpec]) -> None:
     """
     if hybrid := [index for index, spec in enumerate(specs) if spec.kind == "hybrid"]:
         raise UsageError(
-            f"layers {ranges(hybrid)} have attention and the state of a linear layer, which calibration does not run. Leave out the scales: "
-            "pages set their own"
+            f"layers {ranges(hybrid)} have attention and the state of a linear layer, which calibration does not run. Leave out the "
+            "scales: pages set their own"
         )
 
 
